@@ -1,0 +1,178 @@
+"""Several networks of one cell trained together: stacked under vmap, or one after another.
+
+Both forms answer to the same few calls, and values they return lead with the replica axis S.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+
+from normexp.batching.draws import Dropout
+from normexp.norms.contract import State, merge_state, read_state, write_state
+
+Batch = dict[str, Tensor]
+Measured = dict[str, Tensor]
+Measure = Callable[[Tensor, Batch], Measured]
+
+
+def model_arguments(batch: Batch) -> tuple[Tensor, ...]:
+    """What a model's forward receives of a batch: its inputs, and its mask where it has one."""
+    mask = batch.get("mask")
+    return (batch["inputs"],) if mask is None else (batch["inputs"], mask)
+
+
+class InTurn(nn.Module):
+    """S plain networks, run one after another; also the form of a single network."""
+
+    is_stacked = False
+
+    def __init__(self, networks: list[nn.Module]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+        self.num_replicas = len(networks)
+        self.foreign_seeds: list[int] | None = None  # set where a module draws for itself
+
+    def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
+        """`measure(output, batch)` of every replica, stacked to (S, ...).
+
+        Values of `batch` are (S, N, ...), or (N, ...) where it is `shared` by the replicas.
+        """
+        rows = []
+        for index, network in enumerate(self.networks):
+            own = batch if shared else {name: value[index] for name, value in batch.items()}
+            if self.foreign_seeds is not None and network.training:
+                torch.manual_seed(self.foreign_seeds[index])
+            rows.append(measure(network(*model_arguments(own)), own))
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def replica(self, index: int) -> nn.Module:
+        """Replica `index` as a plain module of its own."""
+        return copy.deepcopy(self.networks[index])
+
+    def read_buffers(self) -> list[State]:
+        return [read_state(network) for network in self.networks]
+
+    def write_buffers(self, states: list[State]) -> None:
+        for network, state in zip(self.networks, states, strict=True):
+            write_state(network, state)
+
+    def merge_buffers(
+        self, start: list[State], parts: list[list[State]], shares: list[float]
+    ) -> None:
+        """Ends a step run in parts: buffers become what `merge_state` makes of them."""
+        for index, network in enumerate(self.networks):
+            ends = [part[index] for part in parts]
+            write_state(network, merge_state(network, start[index], ends, shares))
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
+        for network in self.networks:
+            nn.utils.clip_grad_norm_(network.parameters(), max_norm)
+
+    def set_dropout(self, keys: Tensor, first_sample: int) -> None:
+        """Hands each dropout its keys, (num_dropouts, S), and where this part of the batch begins."""
+        for index, network in enumerate(self.networks):
+            for own, dropout in zip(keys, dropouts(network), strict=True):
+                dropout.key.copy_(own[index])
+                dropout.first_sample.fill_(first_sample)
+
+
+class Stacked(nn.Module):
+    """S networks as one module whose parameters and buffers lead with axis S, run under vmap."""
+
+    is_stacked = True
+
+    def __init__(self, networks: list[nn.Module]) -> None:
+        super().__init__()
+        self.num_replicas = len(networks)
+        self.network = stack_networks(networks)
+
+    def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
+        """As `InTurn.measure`; in-place and reassigned buffers end up in the stacked ones."""
+        network = self.network
+        buffers = dict(network.named_buffers())
+        tensors = {**dict(network.named_parameters()), **buffers}
+
+        def one(own: dict[str, Tensor], own_batch: Batch) -> tuple[Measured, State]:
+            given = {name: own[name] for name in buffers}
+            output = functional_call(network, own, model_arguments(own_batch))
+            changed = {name: own[name] for name in buffers if own[name] is not given[name]}
+            return measure(output, own_batch), changed
+
+        run = vmap(one, in_dims=(0, None if shared else 0))
+        measured, reassigned = run(tensors, batch)
+        for name, value in reassigned.items():
+            buffers[name].copy_(value.detach())
+        return measured
+
+    def replica(self, index: int) -> nn.Module:
+        """Replica `index` as a plain module of its own."""
+        own = copy.deepcopy(self.network)
+        _replace_tensors(own, lambda tensor: tensor[index].clone())
+        return own
+
+    def read_buffers(self) -> State:
+        return read_state(self.network)
+
+    def write_buffers(self, states: State) -> None:
+        write_state(self.network, states)
+
+    def merge_buffers(self, start: State, parts: list[State], shares: list[float]) -> None:
+        """Ends a step run in parts: buffers become what `merge_state` makes of them."""
+        write_state(self.network, merge_state(self.network, start, parts, shares))
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        squares = [g.flatten(1).square().sum(dim=1) for g in gradients]  # each (S,)
+        norm = torch.stack(squares).sum(dim=0).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+        for gradient in gradients:
+            gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
+
+    def set_dropout(self, keys: Tensor, first_sample: int) -> None:
+        """Hands each dropout its keys, (num_dropouts, S), and where this part of the batch begins."""
+        for own, dropout in zip(keys, dropouts(self.network), strict=True):
+            dropout.key.copy_(own)
+            dropout.first_sample.fill_(first_sample)
+
+
+Replicas = InTurn | Stacked
+
+
+def dropouts(network: nn.Module) -> list[Dropout]:
+    """The network's dropout modules, those that would drop nothing left out."""
+    return [m for m in network.modules() if isinstance(m, Dropout) and m.p > 0]
+
+
+def stack_networks(networks: list[nn.Module]) -> nn.Module:
+    """One module with the networks' tensors stacked on a new first axis; parameters are leaves."""
+    parameters, buffers = stack_module_state(networks)
+    stacked: Mapping[str, Tensor] = {**parameters, **buffers}
+    skeleton = copy.deepcopy(networks[0])
+    names = {id(t): name for name, t in _named_tensors(skeleton)}
+    _replace_tensors(skeleton, lambda tensor: stacked[names[id(tensor)]].detach())
+    return skeleton
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _replace_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
+    """Swaps every parameter and buffer in place of the module tree; shared ones stay shared."""
+    done: dict[int, Tensor] = {}
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in done:
+                new = nn.Parameter(replace(parameter).detach(), parameter.requires_grad)
+                done[id(parameter)] = new
+            child.register_parameter(name, done[id(parameter)])  # type: ignore[arg-type]
+        for name, buffer in list(child.named_buffers(recurse=False)):
+            setattr(child, name, replace(buffer))  # keeps a buffer's persistence

@@ -1,0 +1,91 @@
+"""ResNet in its CIFAR form (He et al. 2016, arXiv:1512.03385, section 4.2)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normexp.errors import UserError
+from normexp.models.arguments import check_image_shape, check_positive
+from normexp.models.initialization import init_conv_net
+from normexp.norms.contract import NormFactory
+
+
+class ResidualBlock(nn.Module):
+    """relu(x' + norm2(conv2(relu(norm1(conv1(x)))))).
+
+    x' is the paper's option A: x at every `stride`-th position, with zeros as its new channels. It
+    has no parameters and no norm.
+    """
+
+    def __init__(self, in_features: int, num_features: int, stride: int, norm: NormFactory) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_features, num_features, 3, stride, padding=1, bias=False)
+        self.norm1 = norm(num_features)
+        self.conv2 = nn.Conv2d(num_features, num_features, 3, padding=1, bias=False)
+        self.norm2 = norm(num_features)
+        self.stride = stride
+        self.num_new = num_features - in_features
+
+    def shortcut(self, x: Tensor) -> Tensor:
+        if self.stride == 1 and self.num_new == 0:
+            return x
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.num_new))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        return F.relu(y + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A stem, three stages of (depth - 2) / 6 blocks, the mean over positions, a linear head.
+
+    Shapes: (N, C, H, W) -> (N, num_outputs); the second and third stage halve the map. With
+    depth 20, width 16 and a norm of two parameters a channel it has 0.27 million parameters.
+
+    Args:
+        depth: layers with weights: 8, 14, 20, 32, 44, 56, 110, any 6n + 2.
+        width: channels of the first stage; the others have twice and four times as many.
+
+    Raises:
+        UserError: a depth that is not 6n + 2; images below 5x5, which end as a single
+            position; a width below 1.
+    """
+
+    def __init__(
+        self,
+        norm: NormFactory,
+        input_shape: tuple[int, ...],
+        num_outputs: int,
+        *,
+        depth: int,
+        width: int,
+    ) -> None:
+        super().__init__()
+        check_positive(depth=depth, width=width)
+        check_image_shape(input_shape, smallest=5, model="resnet")
+        if depth < 8 or (depth - 2) % 6:
+            raise UserError(f"depth={depth} is not 6n + 2; try model.depth=8, 14, 20, 32, 44 or 56")
+        self.stem = nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False)
+        self.stem_norm = norm(width)
+        num_blocks = (depth - 2) // 6
+        self.stage1 = build_stage(width, width, 1, num_blocks, norm)
+        self.stage2 = build_stage(width, 2 * width, 2, num_blocks, norm)
+        self.stage3 = build_stage(2 * width, 4 * width, 2, num_blocks, norm)
+        self.head = nn.Linear(4 * width, num_outputs)
+        init_conv_net(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = F.relu(self.stem_norm(self.stem(inputs)))
+        x = self.stage3(self.stage2(self.stage1(x)))
+        return self.head(x.mean(dim=(2, 3)))
+
+
+def build_stage(
+    in_features: int, num_features: int, stride: int, num_blocks: int, norm: NormFactory
+) -> nn.Sequential:
+    """Blocks of one width; the first changes width and resolution."""
+    first = ResidualBlock(in_features, num_features, stride, norm)
+    rest = [ResidualBlock(num_features, num_features, 1, norm) for _ in range(num_blocks - 1)]
+    return nn.Sequential(first, *rest)

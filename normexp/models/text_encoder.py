@@ -1,0 +1,61 @@
+"""A small bidirectional encoder for short padded strings, with a pooled head."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from normexp.models.arguments import check_positive
+from normexp.models.transformer import Block, Embedding, init_transformer
+from normexp.norms.contract import NormFactory
+
+
+class TextEncoder(nn.Module):
+    """Names the class of a string; neither content nor amount of its padding moves the answer.
+
+    Shapes: inputs (B, T) int64 and mask (B, T) bool, true where real -> (B, num_outputs), T at most
+    block_size. Attention reads real positions only, every site gets the mask, and the head sees the
+    mean over real positions. All shapes are static.
+
+    Args:
+        depth: blocks.
+        width: features of a position, a multiple of num_heads.
+        dropout: probability for an element of the embedding or of a branch to be dropped.
+
+    Raises:
+        UserError: a width that the heads do not divide; a sequence longer than block_size;
+            a size below 1.
+    """
+
+    def __init__(
+        self,
+        norm: NormFactory,
+        vocab_size: int,
+        block_size: int,
+        num_outputs: int,
+        *,
+        depth: int,
+        width: int,
+        num_heads: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        check_positive(depth=depth, width=width, num_heads=num_heads)
+        self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
+        self.blocks = nn.ModuleList(
+            Block(width, num_heads, norm, is_causal=False, dropout=dropout) for _ in range(depth)
+        )
+        self.final_norm = norm.tokens(width)
+        self.head = nn.Linear(width, num_outputs)
+        init_transformer(self, depth)
+
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(masked_mean(self.final_norm(x, mask), mask))
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x (B, T, C) over the real positions, (B, C); zero for a sample that has none."""
+    total = x.masked_fill(~mask[:, :, None], 0).sum(dim=1)
+    return total / mask.sum(dim=1, keepdim=True).clamp(min=1)

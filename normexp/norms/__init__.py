@@ -1,0 +1,1 @@
+"""The norms, one file per family, and the contract that a norm keeps."""

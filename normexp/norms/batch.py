@@ -1,0 +1,244 @@
+"""Batch normalization, with ghost groups in one call and a running state that can be merged."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normexp.errors import UserError
+from normexp.norms.contract import State, over_channels, widen
+from normexp.norms.none import in_dtype_of, zero_masked
+
+# Groups with more elements than this run one after another: a loop saves the two copies of a fold,
+# and on a CPU that is worth more than the calls it adds from about here on.
+_LOOP_FROM_ELEMENTS = 2**16
+
+
+class BatchNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias, moments over all samples and positions.
+
+    Shape (N, C, *) in and out, statistics in float32 or wider; torch.nn's BatchNorm. Training uses
+    the biased variance of the batch and moves the running averages, with the unbiased one;
+    evaluation uses the running averages. arXiv:1502.03167.
+
+    Args:
+        momentum: weight of the new value in the running averages; None averages all steps equally.
+        track_running_stats: false keeps no running averages and evaluates with batch statistics.
+
+    Raises:
+        UserError: momentum outside (0, 1]; or, in forward, one value per channel to pool.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    num_values: Tensor | None  # per statistic in the last training forward; merging weighs by it
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__()
+        if momentum is not None and not 0 < momentum <= 1:
+            raise UserError(
+                f"momentum={momentum} is not in (0, 1]; try norm.momentum=0.1, or null to average "
+                "all steps equally"
+            )
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
+        tracks = track_running_stats
+        self.register_buffer("running_mean", torch.zeros(num_features) if tracks else None)
+        self.register_buffer("running_var", torch.ones(num_features) if tracks else None)
+        counter = torch.tensor(0) if tracks else None
+        self.register_buffer("num_batches_tracked", counter)
+        # An integer: casting the module to a half precision must not round it.
+        counter = torch.tensor(0) if tracks else None
+        self.register_buffer("num_values", counter, persistent=False)
+
+    def extra_repr(self) -> str:
+        affine, tracks = self.weight is not None, self.running_mean is not None
+        return (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={affine}, "
+            f"track_running_stats={tracks}"
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        wide = zero_masked(widen(x), mask)
+        weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
+        if not self.training and self.running_mean is not None:
+            mean, var = in_dtype_of(wide, self.running_mean), in_dtype_of(wide, self.running_var)
+            out = F.batch_norm(wide, mean, var, weight, bias, False, 0.0, self.eps)
+        else:
+            refuse_one_value(x.shape)
+            real = None if mask is None else mask.unsqueeze(1)
+            out, *moments = normalize_batch(wide, real, weight, bias, self.eps)
+            self._advance(*moments)
+        return zero_masked(out, mask).to(x.dtype)
+
+    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Training with statistics per group, x (G, N, C, *) and mask (G, N, *).
+
+        The running averages move once, by the moments of all values of all groups together.
+        """
+        flat_mask = None if mask is None else mask.flatten(0, 1)
+        if not self.training:
+            return self(x.flatten(0, 1), flat_mask).unflatten(0, x.shape[:2])
+        refuse_one_value(x.shape[1:])
+        wide = zero_masked(widen(x).flatten(0, 1), flat_mask).unflatten(0, x.shape[:2])
+        weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
+        out, *moments = normalize_groups(wide, mask, weight, bias, self.eps)
+        self._advance(*pool(*moments))
+        return zero_masked(out.flatten(0, 1), flat_mask).unflatten(0, x.shape[:2]).to(x.dtype)
+
+    @torch.no_grad()
+    def _advance(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
+        """Moves the running averages by one step; in place and by ops that vmap has rules for.
+
+        The buffers are no operand of the kernel, which would keep them for its backward: they may
+        be written again, as a step run in parts does, before that.
+        """
+        if not self.training or self.running_mean is None:
+            return
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None and self.num_values is not None
+        self.num_batches_tracked.add_(1)
+        factor = self._factor(self.num_batches_tracked, mean.dtype)
+        if isinstance(count, Tensor):
+            self.num_values.copy_(count[0])
+            factor = factor * (count > 0)  # all padding: nothing to move by
+        else:
+            self.num_values.fill_(count)
+        self.running_mean.mul_(1 - factor).add_(factor * mean)
+        self.running_var.mul_(1 - factor).add_(factor * unbiased(var, count))
+
+    def _factor(self, step: Tensor, dtype: torch.dtype) -> float | Tensor:
+        """Weight of the new value at the `step`-th update, counted from 1."""
+        return self.momentum if self.momentum is not None else 1 / step.to(dtype)
+
+    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
+        """State after one training forward on all values, from `parts` that each saw some of them.
+
+        Each part was reached from `start` by one training forward. Its moments m_i, v_i follow from
+        running_i = (1 - f) * start + f * moment_i, f the momentum, and are pooled over n_i values:
+        m = sum w_i m_i, v = sum w_i (v_i + (m_i - m)^2), w_i = n_i / sum n_i. The weights are the
+        parts' own `num_values`, which know how many were real, and not `shares`. All values may
+        lead with replica axes.
+        """
+        assert len(shares) == len(parts)
+        if self.running_mean is None:
+            return {}
+        means, ends = (
+            torch.stack([part[name] for part in parts]) for name in ("running_mean", "running_var")
+        )  # (parts, ..., C)
+        values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
+        step = start["num_batches_tracked"] + 1
+        factor = self._factor(step[..., None], means.dtype)
+        counts = values[..., None].to(means.dtype)
+        total = counts.sum(dim=0)
+        weights = counts / total.clamp(min=1)
+        kept = (1 - factor) * start["running_var"]
+        mean = (weights * means).sum(dim=0)
+        # Both terms carry the factor: f * v_i, and f * (m_i - m)^2.
+        within = (ends - kept) * (counts - 1).clamp(min=0) / counts.clamp(min=1)
+        between = (means - mean).square() / factor
+        var = kept + unbiased((weights * (within + between)).sum(dim=0), total)
+        return {
+            "running_mean": torch.where(total > 0, mean, start["running_mean"]),
+            "running_var": torch.where(total > 0, var, start["running_var"]),
+            "num_batches_tracked": step,
+            "num_values": values.sum(dim=0),
+        }
+
+
+def normalize_batch(
+    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
+    """Output, mean, biased variance and number of values of each channel.
+
+    Shapes: x (N, C, *), zero where not real; real broadcastable to x; mean and variance (C,); the
+    number (C,) or (1,) where it depends on `real`.
+    """
+    if real is None:
+        out, mean, scale = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+        var = (scale.detach().pow(-2) - eps).clamp(min=0)
+        return out, mean.detach(), var, x.numel() // x.shape[1]
+    pooled = (0, *range(2, x.ndim))
+    count = real.sum(dim=pooled).to(x.dtype)
+    safe = count.clamp(min=1)
+    mean = x.sum(dim=pooled) / safe
+    centred = torch.where(real, x - over_channels(mean, x), 0)
+    var = centred.square().sum(dim=pooled) / safe
+    out = centred * over_channels(torch.rsqrt(var + eps), x)
+    if weight is not None:
+        out = out * over_channels(weight, x)
+    if bias is not None:
+        out = out + over_channels(bias, x)
+    return out, mean.detach(), var.detach(), count
+
+
+def normalize_groups(
+    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
+    """As `normalize_batch` for x (G, N, C, *) and mask (G, N, *), with (G, C) of each moment."""
+    num_groups, num_samples, num_channels = x.shape[:3]
+    if mask is None and loops_over_groups(x.shape):
+        parts = [normalize_batch(part, None, weight, bias, eps) for part in x]
+        out, mean, var = (torch.stack([part[i] for part in parts]) for i in range(3))
+        return out, mean, var, parts[0][3]
+    real = None
+    if mask is not None:  # (G, N, *) -> (N, G * C, *)
+        wide = (num_samples, num_groups, num_channels, *mask.shape[2:])
+        real = mask.movedim(0, 1).unsqueeze(2).expand(wide).flatten(1, 2)
+    folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels stand as channels of their own
+    weight = None if weight is None else weight.repeat(num_groups)
+    bias = None if bias is None else bias.repeat(num_groups)
+    out, mean, var, count = normalize_batch(folded, real, weight, bias, eps)
+    by_group = (num_groups, num_channels)
+    if isinstance(count, Tensor):
+        count = count.unflatten(0, by_group)
+    out = out.unflatten(1, by_group).movedim(1, 0)
+    return out, mean.unflatten(0, by_group), var.unflatten(0, by_group), count
+
+
+def loops_over_groups(shape: torch.Size) -> bool:
+    """Whether groups of x (G, N, C, *) run one after another rather than folded into channels."""
+    return shape[1:].numel() > _LOOP_FROM_ELEMENTS
+
+
+def pool(
+    means: Tensor, variances: Tensor, counts: int | Tensor
+) -> tuple[Tensor, Tensor, int | Tensor]:
+    """Moments of all groups' values together, from (G, C) of each group's."""
+    num_groups = len(means)
+    if isinstance(counts, Tensor):
+        total = counts.sum(dim=0)
+        weights = counts / total.clamp(min=1)
+    else:
+        total, weights = counts * num_groups, 1 / num_groups
+    mean = (weights * means).sum(dim=0)
+    var = (weights * (variances + (means - mean).square())).sum(dim=0)
+    return mean, var, total
+
+
+def unbiased(var: Tensor, count: int | Tensor) -> Tensor:
+    """A biased variance over `count` values times n / (n - 1); nothing to correct below two."""
+    fewer = (count - 1).clamp(min=1) if isinstance(count, Tensor) else count - 1
+    return var * (count / fewer)
+
+
+def refuse_one_value(shape: torch.Size) -> None:
+    """Raises where x (N, C, *) has one value per channel: its variance is zero, its output bias."""
+    if shape[0] * shape[2:].numel() == 1:
+        raise UserError(
+            f"batch norm got one value per channel, an input of shape {tuple(shape)}; it needs "
+            "2 or more: try a larger batch_size or norm_batch_size"
+        )

@@ -1,0 +1,33 @@
+"""No norm, the baseline of every comparison, and two small steps that all norms share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class NoNorm(nn.Module):
+    """y = x, without parameters. Shape (N, C, *) in and out; masked positions come back as zero."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}"
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return zero_masked(x, mask)
+
+
+def zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x` (N, C, *) with zeros where `mask` (N, *) is false, whatever was there, NaN included.
+
+    Norms do this before any arithmetic: 0 * NaN would reach a gradient.
+    """
+    return x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
+
+
+def in_dtype_of(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """`parameter` in the dtype of `x`: the kernels want one dtype for both."""
+    return None if parameter is None else parameter.to(x.dtype)

@@ -1,0 +1,81 @@
+"""What a result was made with: versions, processor, and the code itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from normexp.records.identity import digest_of_source, is_installed
+
+PACKAGE = Path(__file__).resolve().parents[1]
+DISTRIBUTIONS = ("normexp", "torch", "pytorch-lightning", "torchvision", "numpy", "hydra-core")
+
+
+def describe_environment(gpu: str | None = None) -> dict[str, Any]:
+    """Plain values for `result.json`; whatever cannot be found out is absent.
+
+    Args:
+        gpu: name of the device, from the caller, since nothing here imports torch.
+    """
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cpu_count": _cpu_count(),
+        "gpu": gpu,
+        **{name: _version(name) for name in DISTRIBUTIONS},
+        "git_commit": git_commit(),
+        "code_version": code_version(),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+@cache
+def code_version() -> str:
+    """Digest of normexp's own sources: two runs with one digest were made by one code."""
+    return digest_of_source(PACKAGE)
+
+
+@cache
+def git_commit() -> str | None:
+    """The commit of the checkout that normexp runs from; None for an installed copy."""
+    if is_installed(PACKAGE):
+        return None  # a checkout around a virtual environment is somebody else's
+    # A git hook sets GIT_DIR, which would answer for another repository.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    command = ["git", "-C", str(PACKAGE), "rev-parse", "--verify", "--quiet", "HEAD"]
+    try:
+        answer = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or None
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine() or None
+
+
+def _cpu_count() -> int | None:
+    """Cores this process may use, which a container or scheduler may have cut."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()

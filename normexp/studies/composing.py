@@ -1,0 +1,107 @@
+"""The one place that talks to Hydra's compose API, so that its errors surface in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, open_dict
+from yaml import YAMLError
+
+from normexp.studies.folders import CUSTOM_GROUPS, GROUPS, check_config_dirs, conf_dir
+from normexp.studies.refusals import (
+    explain_composition,
+    explain_syntax,
+    refuse_known_addition,
+    refuse_no_choice,
+)
+
+# Hydra 1.3 warns without a version_base, 1.4 warns about one.
+VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Hydra's reading of each text. Raises UserError for one that cannot be read."""
+    parser = OverridesParser.create()
+    parsed = []
+    for text in overrides:
+        try:
+            parsed += parser.parse_overrides([text])
+        except HydraException:
+            raise explain_syntax(text) from None
+        if not parsed[-1].key_or_group:
+            raise explain_syntax(text)
+    return parsed
+
+
+def is_choice(override: Override) -> bool:
+    """Whether an override picks a file of a group instead of a value."""
+    return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra/")
+
+
+def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
+    """The config of `overrides` with Hydra's own part under `hydra`. Raises UserError."""
+    parsed = parse_overrides(overrides)
+    for override in parsed:
+        refuse_no_choice(override, config_dirs)
+    known = compose_choices(choice_texts(overrides), tuple(config_dirs))
+    for override in parsed:
+        refuse_known_addition(override, known)
+    return _compose(overrides, config_dirs, known)
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def choice_texts(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Those of `overrides` that pick a file of a group."""
+    pairs = zip(overrides, parse_overrides(overrides), strict=True)
+    return tuple(text for text, parsed in pairs if is_choice(parsed))
+
+
+@lru_cache(maxsize=64)
+def compose_choices(choices: tuple[str, ...], config_dirs: tuple[str, ...]) -> DictConfig:
+    """The config before any single value is overridden; cached, as cells of a sweep share it."""
+    check_config_dirs(config_dirs)
+    return without_hydra(_compose(choices, config_dirs, known=None))
+
+
+def _compose(
+    overrides: Sequence[str], config_dirs: Sequence[str], known: DictConfig | None
+) -> DictConfig:
+    register_custom()
+    folders = ", ".join(_quoted(f"file://{Path(folder).resolve()}") for folder in config_dirs)
+    search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
+            return hydra.compose("config", [*search, *overrides], return_hydra_config=True)
+    except (HydraException, YAMLError, ValueError) as error:
+        raise explain_composition(error, known, config_dirs) from error
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def register_custom() -> None:
+    """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
+
+    A file could not do this, as Hydra closes what it reads from files to unknown keys. What is
+    called, with the knobs by name: a norm with num_features; a model with `norm`, a NormFactory,
+    and those of input_shape, num_outputs, vocab_size and block_size that its signature names; a
+    data source, which returns a `normexp.data.Data`.
+    """
+    store = ConfigStore.instance()
+    for group in CUSTOM_GROUPS:
+        node = {"_target_": "???"} if group == "data" else {"_target_": "???", "_partial_": True}
+        store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")

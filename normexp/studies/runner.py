@@ -1,0 +1,151 @@
+"""Runs the cells of a command one after another: what is recorded is not trained again."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from omegaconf import DictConfig
+
+from normexp.errors import UserError
+from normexp.records.environment import code_version, describe_environment
+from normexp.records.layout import LOCK_FILE, RESULT_FILE, seed_dir
+from normexp.records.lock import StackLock
+from normexp.records.reader import read_result
+from normexp.records.result import Result
+from normexp.records.study_file import append_command
+from normexp.records.writer import ensure_writable, write_result
+from normexp.studies.cell import Cell, prepare_cell
+from normexp.studies.stack import train_stack
+from normexp.studies.summary import print_closing_table, print_summary
+from normexp.studies.validate import validate
+from normexp.tasks.checkpoint import Interrupted
+
+logger = logging.getLogger(__name__)
+
+CellStatus = Literal["finished", "skipped", "refused", "failed"]
+
+
+@dataclass
+class Outcome:
+    """What became of one cell of a command."""
+
+    status: CellStatus
+    title: str
+    cell: Cell | None = None
+    results: list[Result] = field(default_factory=list)
+    error: str = ""
+
+
+def run_cells(
+    configs: Sequence[tuple[DictConfig, Mapping[str, str]]], command: Sequence[str]
+) -> int:
+    """Trains what is missing of each cell and prints what came out; returns the exit code.
+
+    A single cell that is refused raises its UserError; in a sweep it is a row of the closing table.
+    """
+    with notes_to_stderr():
+        if len(configs) == 1:
+            outcome = _run_one(*configs[0], command)
+            print_summary(outcome)
+            outcomes = [outcome]
+        else:
+            outcomes = [_run_of_sweep(cfg, choices, command) for cfg, choices in configs]
+            print_closing_table(outcomes)
+    bad = any(outcome.status in ("refused", "failed") for outcome in outcomes)
+    return 1 if bad else 0
+
+
+def _run_of_sweep(cfg: DictConfig, choices: Mapping[str, str], command: Sequence[str]) -> Outcome:
+    try:
+        validate(cfg)
+        outcome = _run_one(cfg, choices, command)
+    except UserError as error:
+        title = f"{choices['norm']} on {choices['data']}"
+        outcome = Outcome("refused", title, error=str(error))
+    print_line(outcome)
+    return outcome
+
+
+def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Sequence[str]) -> Outcome:
+    cell = prepare_cell(cfg, choices)
+    seeds = list(range(cfg.seed, cfg.seed + cfg.replicas))
+    ended, missing = recorded_runs(cell, seeds)
+    if cfg.dry_run:
+        print(
+            f"{cell.id}: {len(missing)} runs to do, {len(ended)} done, {cell.num_steps} steps each"
+        )
+        return Outcome("skipped", cell.title, cell, ended)
+    if not missing:
+        return Outcome("skipped", cell.title, cell, ended)
+    ensure_writable(cell.study_dir)
+    cell.directory.mkdir(parents=True, exist_ok=True)
+    append_command(cell.study_dir, list(command), {}, code_version())
+    with StackLock(cell.directory / LOCK_FILE) as held:
+        if not held:
+            raise UserError(f"{cell.directory}: another process is training this cell; wait for it")
+        try:
+            trained = train_stack(cell, missing)
+        except (Interrupted, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        except Exception as error:  # one cell's failure is a row, the others go on
+            return _failed(cell, missing, error)
+    return Outcome("finished", cell.title, cell, sorted(ended + trained, key=lambda r: r.seed))
+
+
+def recorded_runs(cell: Cell, seeds: Sequence[int]) -> tuple[list[Result], list[int]]:
+    """Results of the runs that have ended, and the seeds that are still to train."""
+    ended, missing = [], []
+    for seed in seeds:
+        path = seed_dir(cell.directory, seed) / RESULT_FILE
+        result = read_result(path) if path.is_file() else None
+        if result is None or result.status == "failed":
+            missing.append(seed)
+        else:
+            ended.append(result)
+    return ended, missing
+
+
+def _failed(cell: Cell, seeds: Sequence[int], error: Exception) -> Outcome:
+    """Records the failure of a stack with its error; the traceback goes to its log."""
+    reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    log = cell.directory / "stacks" / f"{seeds[0]}-{seeds[-1]}" / "run.log"
+    with open(log, "a", encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    environment = describe_environment()
+    results = [
+        Result(cell.id, seed, "failed", cell.record, {}, environment, error=reason)
+        for seed in seeds
+    ]
+    for result in results:
+        write_result(seed_dir(cell.directory, result.seed), result)
+    return Outcome("failed", cell.title, cell, results, error=f"{reason} (see {log})")
+
+
+def print_line(outcome: Outcome) -> None:
+    """One line as soon as a cell of a sweep has ended."""
+    note = f": {outcome.error}" if outcome.error else ""
+    print(f"{outcome.status:<9} {outcome.title}{note}", file=sys.stderr)
+
+
+@contextmanager
+def notes_to_stderr() -> Iterator[None]:
+    """normexp's own notes and warnings on stderr, one line each."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package = logging.getLogger("normexp")
+    package.addHandler(handler)
+    level, propagate = package.level, package.propagate
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(level)
+        package.propagate = propagate

@@ -1,0 +1,121 @@
+"""Values that no training could use, refused before any work with the key and a remedy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from normexp.errors import UserError
+from normexp.studies.folders import CUSTOM_GROUPS
+from normexp.studies.kinds import as_typed
+
+
+class Rule(NamedTuple):
+    """What a value must be: a test and its name in a message."""
+
+    holds: Callable[[Any], bool]
+    wanted: str
+    nullable: bool = False
+
+
+def validate(config: DictConfig) -> None:
+    """Checks the values of one cell that need neither data nor model. Raises UserError."""
+    for group in CUSTOM_GROUPS:
+        if not config[group].get("_target_"):
+            raise UserError(
+                f"{group}._target_ is missing: name a class or function, as in "
+                f"{group}._target_=my_package.MyClass, and its knobs as {group}.<knob>=..."
+            )
+    for key, rule in RULES.items():
+        _check(config, key, rule)
+    _check_sizes(config)
+
+
+def _check(config: DictConfig, key: str, rule: Rule) -> None:
+    group, _, leaf = key.rpartition(".")
+    level = config[group] if group else config
+    if leaf not in level:
+        if group:  # a knob of another optimizer
+            return
+        raise UserError(f"{key} is missing: it must be {rule.wanted}")
+    value = level[leaf]
+    if value is None and rule.nullable or value is not None and rule.holds(value):
+        return
+    null = " or null" if rule.nullable else ""
+    raise UserError(f"{key}={as_typed(value)}: must be {rule.wanted}{null}")
+
+
+def _check_sizes(config: DictConfig) -> None:
+    """Each size divides the one above it; null reads as the one above."""
+    above = "batch_size"
+    for key in ("micro_batch_size", "norm_batch_size"):
+        size, whole = config[key], config[above]
+        if size is None:
+            continue
+        if whole % size:
+            divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+            nearest = sorted(divisors, key=lambda n: abs(math.log(n / size)))[:2]
+            remedy = " or ".join(f"{key}={n}" for n in sorted(nearest))
+            raise UserError(f"{key}={size} does not divide {above}={whole}; try {remedy}")
+        above = key
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    is_real = _is_whole(value) or isinstance(value, float)
+    return is_real and math.isfinite(value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\w[\w.+-]*", value) is not None
+
+
+def _one_of(*choices: str | bool) -> Rule:
+    words = [as_typed(choice) for choice in choices]
+    kinds = tuple({type(choice) for choice in choices})
+    return Rule(lambda v: isinstance(v, kinds) and v in choices, f"one of {', '.join(words)}")
+
+
+COUNT = Rule(lambda v: _is_whole(v) and v > 0, "a whole number above 0")
+SIZE = COUNT._replace(nullable=True)
+POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
+NOT_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
+FRACTION = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number from 0 to below 1")
+FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
+FOLDER = Rule(lambda v: isinstance(v, str) and v != "", "a folder")
+
+RULES = {
+    "batch_size": COUNT,
+    "micro_batch_size": SIZE,
+    "norm_batch_size": SIZE,
+    "epochs": COUNT,
+    "lr": POSITIVE,
+    "lr_rule": _one_of("none", "linear", "sqrt"),
+    "max_grad_norm": POSITIVE._replace(nullable=True),
+    "seed": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
+    "replicas": COUNT,
+    "study": Rule(_is_name, "a folder name of letters, digits, dot, plus, dash and underscore"),
+    "dry_run": FLAG,
+    "runs_dir": FOLDER,
+    "data_dir": FOLDER,
+    "eps": NOT_NEGATIVE,
+    "drop_last": FLAG,
+    "val_every_epochs": COUNT,
+    "chunk": COUNT,
+    "stack": _one_of("auto", True, False),
+    "save_weights": FLAG,
+    "optim.momentum": FRACTION,
+    "optim.nesterov": FLAG,
+    "optim.weight_decay": NOT_NEGATIVE,
+    "optim.decay_norm": FLAG,
+    "optim.schedule": _one_of("constant", "cosine", "one_cycle"),
+    "optim.warmup": FRACTION,
+    "trainer.precision": _one_of("32-true", "bf16-mixed", "64-true"),
+}

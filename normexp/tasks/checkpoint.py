@@ -1,0 +1,81 @@
+"""Checkpoints at the ends of chunks, and a Ctrl-C that waits for one."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytorch_lightning as pl
+
+from normexp.tasks.training import TrainingTask
+
+
+class Interrupted(Exception):
+    """Training was asked to stop and left a checkpoint."""
+
+
+class StopRequest:
+    """Whether the user asked to stop; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes SIGINT and SIGTERM as requests while inside; only a main thread can."""
+        try:
+            previous = {
+                number: signal.signal(number, self._request)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
+        except ValueError:  # not the main thread: signals go elsewhere
+            previous = {}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _request(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+class Checkpointer(pl.Callback):
+    """Saves the stack every `interval` seconds, and once more where a stop was requested.
+
+    Never after the last chunk of an epoch: validation comes next, and a run that resumed between
+    the two would skip it. There the checkpoint follows validation.
+    """
+
+    def __init__(self, path: Path, stop: StopRequest, interval: float = 60.0) -> None:
+        self.path = path
+        self.stop = stop
+        self.interval = interval
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        assert isinstance(pl_module, TrainingTask)
+        if pl_module.step % pl_module.batches.steps_per_epoch:
+            self._save_if_due(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        del pl_module
+        self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: pl.Trainer) -> None:
+        due = time.monotonic() - self._saved_at >= self.interval
+        if not (due or self.stop.requested):
+            return
+        trainer.save_checkpoint(self.path)
+        self._saved_at = time.monotonic()
+        if self.stop.requested:
+            raise Interrupted

@@ -1,0 +1,24 @@
+"""Naming the class of a sample."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from normexp.batching.replicas import Batch, Measured
+from normexp.tasks.training import TrainingTask
+
+
+class Classification(TrainingTask):
+    """Cross-entropy in nats over classes, and accuracy as a share of samples."""
+
+    def measure(self, output: Tensor, batch: Batch) -> Measured:
+        targets = batch["targets"]  # (N,); output (N, num_classes)
+        loss = functional.cross_entropy(output, targets, reduction="sum")
+        return {"loss": loss, "correct": (output.argmax(dim=-1) == targets).sum()}
+
+    def summarise(self, means: Measured) -> Measured:
+        loss, correct = means["loss"], means["correct"]
+        accuracy = torch.where(loss.isfinite(), correct, torch.nan)  # NaN logits point at class 0
+        return {"loss": loss, "accuracy": accuracy}

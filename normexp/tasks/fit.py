@@ -1,0 +1,68 @@
+"""Training a stack to its end through Lightning, from its checkpoint where there is one."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import Logger
+
+from normexp.tasks.checkpoint import Checkpointer, StopRequest
+from normexp.tasks.training import TrainingTask
+
+
+def fit(
+    task: TrainingTask,
+    *,
+    checkpoint: Path,
+    epochs: int,
+    val_every_epochs: int,
+    trainer_options: dict[str, Any],
+    loggers: list[Logger],
+    callbacks: list[pl.Callback],
+) -> None:
+    """Trains, validates as it goes, and tests once at the end; `task.final` holds the metrics.
+
+    Args:
+        checkpoint: file to resume from where it exists, and to save to.
+        trainer_options: accelerator, devices, num_nodes, strategy, precision, as Lightning has them.
+
+    Raises:
+        Interrupted: a stop was requested and the checkpoint written.
+    """
+    stop = StopRequest()
+    with quiet_lightning(), stop.listening():
+        trainer = pl.Trainer(
+            max_epochs=epochs,
+            check_val_every_n_epoch=val_every_epochs,
+            num_sanity_val_steps=0,
+            logger=loggers or False,
+            callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **trainer_options,
+        )
+        resume = str(checkpoint) if checkpoint.is_file() else None
+        trainer.fit(task, ckpt_path=resume, weights_only=True)
+        trainer.test(task, verbose=False)
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Without Lightning's notes on hardware and on loader workers, which there are none of here."""
+    notes = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    level = notes.level
+    notes.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+            yield
+    finally:
+        notes.setLevel(level)

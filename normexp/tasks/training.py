@@ -1,0 +1,262 @@
+"""The LightningModule that trains a stack of replicas, many optimizer steps per call.
+
+Lightning owns epochs, validation, checkpoints, devices and precision; this module owns what
+happens in an optimizer step. Position is counted in optimizer steps, never in chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from normexp.batching.draws import derive_seed
+from normexp.batching.replicas import Batch, Measured, Replicas, dropouts
+from normexp.batching.sizes import Sizes
+from normexp.data.batches import TrainingBatches
+from normexp.data.dataset import Data, Examples, Windows
+from normexp.tasks.chunks import ChunkLoader, IndexBlocks
+from normexp.tasks.optimizer import OptimizerFactory, Schedule, parameter_groups
+from normexp.tasks.recorder import Position, Recorder, finite_mean
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a stack is trained: everything but the network, the data and the seeds."""
+
+    sizes: Sizes
+    optimizer: OptimizerFactory
+    schedule: Schedule
+    lr: float
+    weight_decay: float
+    decay_norm: bool
+    max_grad_norm: float | None  # 2-norm per replica; None clips nothing
+    log_every: int  # optimizer steps between two rows of train/loss
+    max_chunk: int  # most optimizer steps in one call of training_step
+
+
+class TrainingTask(pl.LightningModule):
+    """Trains S replicas on one data set; a subclass says what is measured.
+
+    A subclass gives `measure(output, batch)`: sums over a batch's targets as scalars, one of them
+    `loss`; and `summarise(means)`: metrics from those sums divided by the number of targets.
+    """
+
+    automatic_optimization = False
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        data: Data,
+        batches: TrainingBatches,
+        recipe: Recipe,
+        recorder: Recorder,
+    ) -> None:
+        super().__init__()
+        self.replicas = replicas
+        self.data = data
+        self.batches = batches
+        self.recipe = recipe
+        self.recorder = recorder
+        self.step = 0  # optimizer steps done
+        self.train_seconds = 0.0
+        self.latest_loss: float | None = None
+        num = replicas.num_replicas
+        self.diverged_at: list[int | None] = [None] * num
+        self.final: dict[str, list[float]] = {}
+        self._pending: list[Tensor] = []  # losses (S,) since the last row of train/loss
+        self._sums: dict[str, Tensor] = {}
+        self._num_targets = 0
+        self._num_dropouts = len(dropouts(next(replicas.children())))
+
+    def measure(self, output: Tensor, batch: Batch) -> Measured:
+        raise NotImplementedError
+
+    def summarise(self, means: Measured) -> Measured:
+        raise NotImplementedError
+
+    def setup(self, stage: str) -> None:
+        del stage
+        self.data = self.batches.data = self.data.to(self.trainer.strategy.root_device)
+
+    def transfer_batch_to_device(
+        self, batch: range, device: torch.device, dataloader_idx: int
+    ) -> range:
+        del device, dataloader_idx
+        return batch  # places in data that is on the device already
+
+    # --- training ---------------------------------------------------------------------------
+
+    def train_dataloader(self) -> ChunkLoader:
+        return ChunkLoader(
+            lambda: self.step,
+            self.batches.steps_per_epoch,
+            self.recipe.schedule.total_steps,
+            self.recipe.max_chunk,
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        recipe = self.recipe
+        groups = parameter_groups(
+            self.replicas, weight_decay=recipe.weight_decay, decay_norm=recipe.decay_norm
+        )
+        return recipe.optimizer(groups, lr=recipe.lr)
+
+    def training_step(self, chunk: range) -> None:
+        started = time.perf_counter()
+        optimizer = self.optimizers()
+        for batch in self.batches.chunk(chunk.start, len(chunk)):
+            for group in optimizer.param_groups:
+                group["lr"] = self.recipe.lr * self.recipe.schedule.factor(self.step)
+            optimizer.zero_grad()
+            self._pending.append(self._backward(batch))
+            if self.recipe.max_grad_norm is not None:
+                self.replicas.clip_gradients(self.recipe.max_grad_norm)
+            optimizer.step()
+            self.step += 1
+        self._record_losses()
+        self.train_seconds += time.perf_counter() - started
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """Gradients of the step's mean loss; returns that loss per replica (S,)."""
+        num_samples = batch["targets"].shape[1]
+        num_targets = batch["targets"][0].numel()
+        bounds = self.recipe.sizes.micro_bounds(num_samples)
+        if len(bounds) == 1:
+            return self._backward_part(batch, num_targets, 0)
+        replicas = self.replicas
+        start = replicas.read_buffers()
+        losses, ends = [], []
+        for first, last in bounds:
+            part = {name: value[:, first:last] for name, value in batch.items()}
+            losses.append(self._backward_part(part, num_targets, first))
+            ends.append(replicas.read_buffers())
+            replicas.write_buffers(start)
+        shares = [(last - first) / num_samples for first, last in bounds]
+        replicas.merge_buffers(start, ends, shares)
+        return torch.stack(losses).sum(dim=0)
+
+    def _backward_part(self, part: Batch, num_targets: int, first_sample: int) -> Tensor:
+        """Adds a part's gradient; divided by the whole step's targets, so a short part weighs less."""
+        self._hand_in_draws(first_sample)
+        losses = self.replicas.measure(part, self.measure)["loss"] / num_targets
+        self.manual_backward(losses.sum())
+        return losses.detach()
+
+    def _hand_in_draws(self, first_sample: int) -> None:
+        seeds = self.batches.seeds
+        if self._num_dropouts:
+            keys = [
+                [derive_seed(seed, "dropout", self.step * self._num_dropouts + i) for seed in seeds]
+                for i in range(self._num_dropouts)
+            ]
+            self.replicas.set_dropout(torch.tensor(keys, device=self.device), first_sample)
+        if not self.replicas.is_stacked and self.replicas.foreign_seeds is not None:
+            index = self.step * self.recipe.sizes.batch_size + first_sample
+            self.replicas.foreign_seeds = [derive_seed(seed, "foreign", index) for seed in seeds]
+
+    def _record_losses(self) -> None:
+        """Rows of train/loss at multiples of `log_every`, so chunk sizes leave no trace."""
+        every = self.recipe.log_every
+        begun = self.step - len(self._pending)
+        if self.step // every == begun // every:
+            return
+        losses = torch.stack(self._pending).float().cpu()  # (K, S); the one wait for the device
+        boundary = (begun // every + 1) * every
+        done = 0
+        while boundary <= self.step:
+            until = boundary - begun
+            mean = losses[done:until].mean(dim=0)
+            self._note_divergence(losses[done:until], begun + done)
+            self.recorder.record(self.position(boundary), {"train/loss": mean.tolist()})
+            self.latest_loss = finite_mean(mean.tolist())
+            done, boundary = until, boundary + every
+        self._pending = self._pending[done:]
+
+    def _note_divergence(self, losses: Tensor, first_step: int) -> None:
+        """Remembers for each replica the first step whose loss was not finite."""
+        bad = ~torch.isfinite(losses)  # (K, S)
+        for index in bad.any(dim=0).nonzero().flatten().tolist():
+            if self.diverged_at[index] is None:
+                self.diverged_at[index] = first_step + int(bad[:, index].float().argmax())
+        if all(step is not None for step in self.diverged_at):
+            self.trainer.should_stop = True
+
+    def position(self, step: int) -> Position:
+        """Where the run stands once `step` optimizer steps are done."""
+        epoch = max(0, step - 1) // self.batches.steps_per_epoch
+        return Position(step, epoch, self.batches.num_samples_before(step))
+
+    def on_train_end(self) -> None:
+        if self._pending:
+            losses = torch.stack(self._pending).float().cpu()
+            self._note_divergence(losses, self.step - len(self._pending))
+            self._pending = []
+        self.recorder.flush()
+
+    # --- evaluation -------------------------------------------------------------------------
+
+    def val_dataloader(self) -> IndexBlocks:
+        return IndexBlocks(len(self.data.val), self._eval_block())
+
+    def test_dataloader(self) -> IndexBlocks:
+        return IndexBlocks(len(self.data.test), self._eval_block())
+
+    def _eval_block(self) -> int:
+        """Samples per forward: about 512 over all replicas, as memory is shared by the stack."""
+        return max(1, 512 // self.replicas.num_replicas)
+
+    def validation_step(self, block: range) -> None:
+        self._add(self.data.val, block)
+
+    def test_step(self, block: range) -> None:
+        self._add(self.data.test, block)
+
+    def _add(self, split: Examples | Windows, block: range) -> None:
+        batch = split.gather(torch.arange(block.start, block.stop, device=self.device))
+        batch["inputs"] = self.data.model_inputs(batch["inputs"])
+        self._num_targets += batch["targets"].numel()
+        for name, value in self.replicas.measure(batch, self.measure, shared=True).items():
+            self._sums[name] = self._sums.get(name, 0) + value.double()
+
+    def on_validation_epoch_end(self) -> None:
+        self._finish("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._finish("test")
+
+    def _finish(self, split: str) -> None:
+        means = {name: total / self._num_targets for name, total in self._sums.items()}
+        metrics = {f"{split}/{k}": v.tolist() for k, v in self.summarise(means).items()}
+        self._sums, self._num_targets = {}, 0
+        self.final.update(metrics)
+        self.recorder.record(self.position(self.step), metrics)
+        for name, column in metrics.items():
+            mean = finite_mean(column)
+            if mean is not None:
+                self.log(name, mean, logger=False)
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.recorder.flush()
+        checkpoint["normexp"] = {
+            "step": self.step,
+            "pending": [loss.cpu() for loss in self._pending],
+            "diverged_at": self.diverged_at,
+            "train_seconds": self.train_seconds,
+            "final": self.final,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["normexp"]
+        self.step = state["step"]
+        self._pending = [loss.to(self.device) for loss in state["pending"]]
+        self.diverged_at = state["diverged_at"]
+        self.train_seconds = state["train_seconds"]
+        self.final = state["final"]
+        self.recorder.truncate_after(self.step)

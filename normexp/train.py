@@ -1,0 +1,39 @@
+"""`python -m normexp.train norm=group`: trains one cell, or with -m every cell of a sweep."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from normexp.studies.arguments import parse_arguments
+from normexp.studies.entry import run_entry
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 finished or diverged, 1 something failed, 2 a user's mistake, 130 interrupted."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    return run_entry(lambda: _train(words))
+
+
+def _train(words: list[str]) -> int:
+    arguments = parse_arguments(words)
+    if arguments.help:
+        from normexp.studies.help import help_text
+
+        print(help_text(arguments.config_dirs))
+        return 0
+    if arguments.delegate:
+        from normexp.studies.app import hydra_app
+
+        return hydra_app(words)
+    from normexp.studies.grid import compose_cells
+
+    configs = compose_cells(arguments)  # refused before torch is imported
+
+    from normexp.studies.runner import run_cells
+
+    return run_cells(configs, ["normexp-train", *words])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

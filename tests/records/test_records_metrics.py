@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import errno
+import math
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from normexp.errors import UserError
+from normexp.records.metrics import HEADER, MetricRow, MetricsWriter, read_metrics
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.csv"
+
+
+def write_steps(writer: MetricsWriter, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        writer.add(step, step // 4, 32 * step, {"train/loss": 1 / step, "val/accuracy": step / 7})
+
+
+def test_rows_come_back_with_every_digit(path: Path):
+    with MetricsWriter(path) as writer:
+        writer.add(3, 1, 96, {"train/loss": 0.1 + 0.2, "val/loss": 1e-300})
+        writer.add(4, 1, 128, {"train/loss": 1})
+    assert path.read_text().splitlines() == [
+        "step,epoch,samples_seen,name,value",
+        "3,1,96,train/loss,0.30000000000000004",
+        "3,1,96,val/loss,1e-300",
+        "4,1,128,train/loss,1.0",
+    ]
+    assert read_metrics(path)[0] == MetricRow(3, 1, 96, "train/loss", 0.1 + 0.2)
+
+
+def test_header_is_written_once_by_several_writers_in_turn(path: Path):
+    for step in (1, 2, 3):
+        with MetricsWriter(path) as writer:
+            write_steps(writer, step, step)
+            writer.flush()
+    assert path.read_text().count(HEADER) == 1
+    assert [row.step for row in read_metrics(path)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_rows_wait_in_memory_until_flush(path: Path):
+    writer = MetricsWriter(path)
+    write_steps(writer, 1, 2)
+    assert not path.exists()
+    writer.flush()
+    assert len(read_metrics(path)) == 4
+
+
+def test_history_of_a_resumed_run_is_the_undisturbed_one_byte_for_byte(tmp_path: Path):
+    with MetricsWriter(tmp_path / "undisturbed.csv") as writer:
+        write_steps(writer, 1, 9)
+    expected = (tmp_path / "undisturbed.csv").read_bytes()
+    for length in range(len(expected) + 1):  # killed after any byte, with a checkpoint of step 4
+        path = tmp_path / "resumed.csv"
+        rows_to_4 = expected.find(b"5,1,160,")
+        path.write_bytes(expected[: max(length, rows_to_4)])
+        with MetricsWriter(path) as writer:
+            writer.truncate_after(4)
+            write_steps(writer, 5, 9)
+        assert path.read_bytes() == expected
+
+
+def test_truncate_keeps_the_rows_of_the_step_and_drops_waiting_ones(path: Path):
+    with MetricsWriter(path) as writer:
+        write_steps(writer, 1, 9)
+        writer.flush()
+        write_steps(writer, 10, 12)
+        writer.truncate_after(3)
+    assert {row.step for row in read_metrics(path)} == {1, 2, 3}
+    MetricsWriter(path).truncate_after(-1)
+    assert path.read_text() == HEADER + "\n"
+
+
+@pytest.mark.parametrize("content", ["", "step,ep"])
+def test_torn_header_is_an_empty_history(path: Path, content: str):
+    path.write_text(content)
+    assert read_metrics(path) == []
+    with MetricsWriter(path) as writer:
+        write_steps(writer, 1, 1)
+    assert len(read_metrics(path)) == 2
+    assert path.read_text().startswith(HEADER + "\n")
+
+
+def test_append_after_a_torn_line_does_not_glue_rows(path: Path):
+    path.write_text(f"{HEADER}\n1,0,32,train/loss,0.5\n2,0,64,train/lo")
+    assert [row.step for row in read_metrics(path)] == [1]
+    with MetricsWriter(path) as writer:
+        writer.add(2, 0, 64, {"train/loss": 0.25})
+    assert [(row.step, row.value) for row in read_metrics(path)] == [(1, 0.5), (2, 0.25)]
+
+
+def test_failed_truncate_keeps_the_file(path: Path, monkeypatch):
+    with MetricsWriter(path) as writer:
+        write_steps(writer, 1, 3)
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        MetricsWriter(path).truncate_after(1)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_full_disk_leaves_whole_rows_and_nothing_is_lost(path: Path):
+    with MetricsWriter(path) as writer:
+        write_steps(writer, 1, 1)
+    before = path.read_bytes()
+    write_steps(writer, 2, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writer.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    writer.flush()
+    assert [row.step for row in read_metrics(path)] == [1, 1, 2, 2]
+
+
+def test_loss_that_is_not_finite_is_recorded_as_such(path: Path):
+    with MetricsWriter(path) as writer:
+        writer.add(1, 0, 32, {"train/loss": math.inf})
+        writer.add(2, 0, 64, {"train/loss": math.nan})
+    first, second = read_metrics(path)
+    assert first.value == math.inf
+    assert math.isnan(second.value)
+
+
+@pytest.mark.parametrize("name", ["", "a,b", 'a"b', "a\nb"])
+def test_name_that_would_break_the_csv_is_refused(path: Path, name: str):
+    with pytest.raises(ValueError, match="metric name"):
+        MetricsWriter(path).add(1, 0, 32, {name: 1.0})
+
+
+def test_broken_line_and_foreign_file_are_named(path: Path):
+    path.write_text(f"{HEADER}\n1,0,32,train/loss,0.5\noops\n")
+    for action in (lambda: read_metrics(path), lambda: MetricsWriter(path).truncate_after(0)):
+        with pytest.raises(UserError, match=r"metrics.csv line 3 is not .*'oops'"):
+            action()
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="is no metrics.csv"):
+        read_metrics(path)
+    with pytest.raises(UserError, match="does not exist"):
+        read_metrics(path.with_name("other.csv"))

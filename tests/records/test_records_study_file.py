@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+from datetime import datetime
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+import yaml
+
+from normexp.errors import UserError
+from normexp.records.study_file import append_command, read_commands
+
+COMMAND = ["-m", "norm=batch,group", "lr=1e-5"]
+ROUNDS = 40
+
+
+def append_many(study: Path, name: str, barrier: Barrier) -> None:
+    barrier.wait()
+    for number in range(ROUNDS):
+        append_command(study, [name, "x" * 5000], {"number": number}, "0123")
+
+
+def test_two_processes_append_without_tearing(tmp_path: Path):
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    names = ["first", "second"]
+    workers = [
+        context.Process(target=append_many, args=(tmp_path, name, barrier)) for name in names
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+        assert worker.exitcode == 0
+    documents = read_commands(tmp_path)
+    assert len(documents) == 2 * ROUNDS
+    for name in names:
+        numbers = [each["grid"]["number"] for each in documents if each["command"][0] == name]
+        assert numbers == list(range(ROUNDS))
+    assert [
+        each["command"] for each in yaml.safe_load_all((tmp_path / "study.yaml").read_text())
+    ] == [each["command"] for each in documents]
+
+
+def test_yaml_and_own_reader_agree_on_every_value(tmp_path: Path):
+    grid = {
+        "lr": [1e-5, 1e22, 0.1, -1.5e-7, 1.0, 3],
+        "text": [
+            "yes",
+            "1e-5",
+            "größer\u2028\x85\x7f",
+            "a: b # c",
+            'quote"\\',
+            "tab\t",
+            "😀",
+            "\\ud83d",
+        ],
+        "nested": {"none": None, "true": True, "empty": {}, "list": []},
+        "über: key": "",
+    }
+    append_command(tmp_path, COMMAND, grid, "0123")
+    append_command(tmp_path, [], {}, "4567")
+    text = (tmp_path / "study.yaml").read_text(encoding="utf-8")
+    first, second = list(yaml.safe_load_all(text))
+    assert first["grid"] == grid
+    assert [type(value) for value in first["grid"]["lr"]] == [float] * 5 + [int]
+    assert first["command"] == COMMAND
+    assert (first["code_version"], second["code_version"]) == ("0123", "4567")
+    assert datetime.fromisoformat(first["time"]).utcoffset() is not None
+    assert read_commands(tmp_path) == [first, second]
+
+
+def test_earlier_documents_keep_their_bytes(tmp_path: Path):
+    append_command(tmp_path, COMMAND, {}, "0123")
+    before = (tmp_path / "study.yaml").read_bytes()
+    append_command(tmp_path, COMMAND, {}, "0123")
+    assert (tmp_path / "study.yaml").read_bytes().startswith(before)
+
+
+def test_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch):
+    append_command(tmp_path, COMMAND, {}, "0123")
+    before = (tmp_path / "study.yaml").read_bytes()
+    real_write = os.write
+    calls = []
+
+    def fill_up(descriptor: int, content: bytes) -> int:
+        calls.append(content)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_write(descriptor, content[:10])
+
+    monkeypatch.setattr(os, "write", fill_up)
+    with pytest.raises(OSError, match="No space left"):
+        append_command(tmp_path, COMMAND, {}, "0123")
+    assert (tmp_path / "study.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
+def test_value_that_is_not_plain_is_refused_before_writing(tmp_path: Path, value: object):
+    with pytest.raises(ValueError, match="not a (finite number|plain value)"):
+        append_command(tmp_path, [], {"x": value}, "0123")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_edited_by_hand_is_named_with_the_line(tmp_path: Path):
+    assert read_commands(tmp_path) == []
+    append_command(tmp_path, COMMAND, {}, "0123")
+    with (tmp_path / "study.yaml").open("a") as file:
+        file.write("oops\n")
+    with pytest.raises(UserError, match=r"study\.yaml line 6 is not as normexp writes it"):
+        read_commands(tmp_path)

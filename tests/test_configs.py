@@ -1,0 +1,50 @@
+"""Every YAML of conf/ composes into a config that a training accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from normexp.studies.arguments import parse_arguments
+from normexp.studies.config import compose_config
+from normexp.studies.folders import GROUPS, conf_dir, group_choices
+from normexp.studies.grid import list_cells
+from normexp.studies.validate import validate
+
+CHOICES = [
+    f"{group}={name}" for group in GROUPS for name in group_choices(group) if name != "custom"
+]
+FILES = sorted(conf_dir().rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choice_composes_and_validates(choice: str):
+    for cell in list_cells(parse_arguments([choice])):
+        validate(compose_config(cell))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(conf_dir()).as_posix())
+def test_file_belongs_to_a_group_and_begins_with_a_comment(file: Path):
+    parts = file.relative_to(conf_dir()).parts
+    assert parts == ("config.yaml",) or parts[0] in GROUPS
+    assert file.read_text().startswith("#")
+
+
+@pytest.mark.parametrize("group", ["norm", "model", "data"])
+def test_custom_choice_takes_any_knob(group: str):
+    config = compose_config([f"{group}=custom", f"{group}._target_=my.Thing", f"{group}.knob=2"])
+    assert config[group]._target_ == "my.Thing"
+    assert config[group].knob == 2
+    validate(config)
+
+
+def test_several_loggers_coexist():
+    config = compose_config(["logger=[wandb,tensorboard]"])
+    assert set(config.logger) == {"wandb", "tensorboard"}
+    assert config.logger.wandb.project == "normexp"
+
+
+def test_gpu_trainer_differs_from_auto_in_device_and_precision_only():
+    auto, gpu = compose_config([]).trainer, compose_config(["trainer=gpu"]).trainer
+    assert {key for key in auto if auto[key] != gpu[key]} == {"accelerator", "precision"}
