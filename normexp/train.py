@@ -10,7 +10,7 @@ from normexp.studies.entry import run_entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 finished or diverged, 1 something failed, 2 a user's mistake, 130 interrupted."""
+    """Exit code: 0 finished or diverged, 1 failed, 2 the user's mistake, 130 interrupted."""
     words = sys.argv[1:] if argv is None else list(argv)
     return run_entry(lambda: _train(words))
 

@@ -75,7 +75,7 @@ class InTurn(nn.Module):
             nn.utils.clip_grad_norm_(network.parameters(), max_norm)
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        """Hands each dropout its keys, (num_dropouts, S), and where this part of the batch begins."""
+        """Hands each dropout its keys, (num_dropouts, S), and where this part begins."""
         for index, network in enumerate(self.networks):
             for own, dropout in zip(keys, dropouts(network), strict=True):
                 dropout.key.copy_(own[index])
@@ -136,7 +136,7 @@ class Stacked(nn.Module):
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        """Hands each dropout its keys, (num_dropouts, S), and where this part of the batch begins."""
+        """Hands each dropout its keys, (num_dropouts, S), and where this part begins."""
         for own, dropout in zip(keys, dropouts(self.network), strict=True):
             dropout.key.copy_(own)
             dropout.first_sample.fill_(first_sample)

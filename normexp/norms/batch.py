@@ -7,12 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.contract import State, over_channels, widen
+from normexp.norms.contract import State, widen
+from normexp.norms.moments import Moments, normalize_batch, normalize_groups, pool, unbiased
 from normexp.norms.none import in_dtype_of, zero_masked
-
-# Groups with more elements than this run one after another: a loop saves the two copies of a fold,
-# and on a CPU that is worth more than the calls it adds from about here on.
-_LOOP_FROM_ELEMENTS = 2**16
 
 
 class BatchNorm(nn.Module):
@@ -80,8 +77,8 @@ class BatchNorm(nn.Module):
         else:
             refuse_one_value(x.shape)
             real = None if mask is None else mask.unsqueeze(1)
-            out, *moments = normalize_batch(wide, real, weight, bias, self.eps)
-            self._advance(*moments)
+            out, moments = normalize_batch(wide, real, weight, bias, self.eps)
+            self._advance(moments)
         return zero_masked(out, mask).to(x.dtype)
 
     def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -95,12 +92,12 @@ class BatchNorm(nn.Module):
         refuse_one_value(x.shape[1:])
         wide = zero_masked(widen(x).flatten(0, 1), flat_mask).unflatten(0, x.shape[:2])
         weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
-        out, *moments = normalize_groups(wide, mask, weight, bias, self.eps)
-        self._advance(*pool(*moments))
+        out, moments = normalize_groups(wide, mask, weight, bias, self.eps)
+        self._advance(pool(moments))
         return zero_masked(out.flatten(0, 1), flat_mask).unflatten(0, x.shape[:2]).to(x.dtype)
 
     @torch.no_grad()
-    def _advance(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
+    def _advance(self, moments: Moments) -> None:
         """Moves the running averages by one step; in place and by ops that vmap has rules for.
 
         The buffers are no operand of the kernel, which would keep them for its backward: they may
@@ -110,6 +107,7 @@ class BatchNorm(nn.Module):
             return
         assert self.running_var is not None
         assert self.num_batches_tracked is not None and self.num_values is not None
+        mean, var, count = moments
         self.num_batches_tracked.add_(1)
         factor = self._factor(self.num_batches_tracked, mean.dtype)
         if isinstance(count, Tensor):
@@ -157,82 +155,6 @@ class BatchNorm(nn.Module):
             "num_batches_tracked": step,
             "num_values": values.sum(dim=0),
         }
-
-
-def normalize_batch(
-    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
-    """Output, mean, biased variance and number of values of each channel.
-
-    Shapes: x (N, C, *), zero where not real; real broadcastable to x; mean and variance (C,); the
-    number (C,) or (1,) where it depends on `real`.
-    """
-    if real is None:
-        out, mean, scale = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-        var = (scale.detach().pow(-2) - eps).clamp(min=0)
-        return out, mean.detach(), var, x.numel() // x.shape[1]
-    pooled = (0, *range(2, x.ndim))
-    count = real.sum(dim=pooled).to(x.dtype)
-    safe = count.clamp(min=1)
-    mean = x.sum(dim=pooled) / safe
-    centred = torch.where(real, x - over_channels(mean, x), 0)
-    var = centred.square().sum(dim=pooled) / safe
-    out = centred * over_channels(torch.rsqrt(var + eps), x)
-    if weight is not None:
-        out = out * over_channels(weight, x)
-    if bias is not None:
-        out = out + over_channels(bias, x)
-    return out, mean.detach(), var.detach(), count
-
-
-def normalize_groups(
-    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
-    """As `normalize_batch` for x (G, N, C, *) and mask (G, N, *), with (G, C) of each moment."""
-    num_groups, num_samples, num_channels = x.shape[:3]
-    if mask is None and loops_over_groups(x.shape):
-        parts = [normalize_batch(part, None, weight, bias, eps) for part in x]
-        out, mean, var = (torch.stack([part[i] for part in parts]) for i in range(3))
-        return out, mean, var, parts[0][3]
-    real = None
-    if mask is not None:  # (G, N, *) -> (N, G * C, *)
-        wide = (num_samples, num_groups, num_channels, *mask.shape[2:])
-        real = mask.movedim(0, 1).unsqueeze(2).expand(wide).flatten(1, 2)
-    folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels stand as channels of their own
-    weight = None if weight is None else weight.repeat(num_groups)
-    bias = None if bias is None else bias.repeat(num_groups)
-    out, mean, var, count = normalize_batch(folded, real, weight, bias, eps)
-    by_group = (num_groups, num_channels)
-    if isinstance(count, Tensor):
-        count = count.unflatten(0, by_group)
-    out = out.unflatten(1, by_group).movedim(1, 0)
-    return out, mean.unflatten(0, by_group), var.unflatten(0, by_group), count
-
-
-def loops_over_groups(shape: torch.Size) -> bool:
-    """Whether groups of x (G, N, C, *) run one after another rather than folded into channels."""
-    return shape[1:].numel() > _LOOP_FROM_ELEMENTS
-
-
-def pool(
-    means: Tensor, variances: Tensor, counts: int | Tensor
-) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Moments of all groups' values together, from (G, C) of each group's."""
-    num_groups = len(means)
-    if isinstance(counts, Tensor):
-        total = counts.sum(dim=0)
-        weights = counts / total.clamp(min=1)
-    else:
-        total, weights = counts * num_groups, 1 / num_groups
-    mean = (weights * means).sum(dim=0)
-    var = (weights * (variances + (means - mean).square())).sum(dim=0)
-    return mean, var, total
-
-
-def unbiased(var: Tensor, count: int | Tensor) -> Tensor:
-    """A biased variance over `count` values times n / (n - 1); nothing to correct below two."""
-    fewer = (count - 1).clamp(min=1) if isinstance(count, Tensor) else count - 1
-    return var * (count / fewer)
 
 
 def refuse_one_value(shape: torch.Size) -> None:

@@ -2,7 +2,8 @@
 
 Axis legend, used in every shape comment of the project:
     N samples, C channels (features), H W image rows and columns, T token positions,
-    * any number of positions axes (none, L, H W, D H W), G groups of samples, S replicas, V vocabulary
+    * any number of position axes (none, L, H W, D H W), G groups of samples, S replicas,
+    V vocabulary
 
 A norm maps (N, C, *) to the same shape and dtype, with statistics in float32 or wider. One that
 pools positions or samples takes an optional `mask` (N, *), true where real; values at masked

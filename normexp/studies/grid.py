@@ -27,10 +27,20 @@ def compose_cells(arguments: Arguments) -> list[tuple[DictConfig, dict[str, str]
         UserError: whatever does not compose, in any cell: a typo is told before the first training.
     """
     cells = list_cells(arguments)
-    composed = [compose_cell(cell, arguments.config_dirs) for cell in cells]
-    if len(composed) == 1:
-        validate(composed[0][0])
-    return composed
+    if len(cells) > 1:
+        return [_compose_of_sweep(cell, arguments.config_dirs) for cell in cells]
+    config, choices = compose_cell(cells[0], arguments.config_dirs)
+    validate(config)
+    return [(config, choices)]
+
+
+def _compose_of_sweep(
+    cell: list[str], config_dirs: Sequence[str]
+) -> tuple[DictConfig, dict[str, str]]:
+    try:
+        return compose_cell(cell, config_dirs)
+    except UserError as error:
+        raise UserError(f"{error} (in the cell {' '.join(cell)})") from error
 
 
 def list_cells(arguments: Arguments) -> list[list[str]]:

@@ -30,13 +30,13 @@ from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
 from normexp.records.writer import open_atomic, write_config, write_result
 from normexp.studies.cell import Cell
+from normexp.tasks.classification import Classification
 from normexp.tasks.fit import fit
+from normexp.tasks.language_modeling import LanguageModeling
 from normexp.tasks.optimizer import Schedule
 from normexp.tasks.progress import TrainingProgress
 from normexp.tasks.recorder import Recorder, RunSink
 from normexp.tasks.training import Recipe, TrainingTask
-from normexp.tasks.classification import Classification
-from normexp.tasks.language_modeling import LanguageModeling
 from normexp.tasks.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)

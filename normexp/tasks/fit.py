@@ -30,7 +30,7 @@ def fit(
 
     Args:
         checkpoint: file to resume from where it exists, and to save to.
-        trainer_options: accelerator, devices, num_nodes, strategy, precision, as Lightning has them.
+        trainer_options: accelerator, devices, num_nodes, strategy, precision, for the Trainer.
 
     Raises:
         Interrupted: a stop was requested and the checkpoint written.
@@ -55,7 +55,7 @@ def fit(
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Without Lightning's notes on hardware and on loader workers, which there are none of here."""
+    """Without Lightning's notes on hardware, loader workers (none here) and its own internals."""
     notes = logging.getLogger("pytorch_lightning.utilities.rank_zero")
     level = notes.level
     notes.setLevel(logging.WARNING)
@@ -63,6 +63,7 @@ def quiet_lightning() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
             warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
             yield
     finally:
         notes.setLevel(level)

@@ -42,7 +42,7 @@ class Recorder:
         self.loggers = loggers
 
     def record(self, position: Position, values: dict[str, list[float]]) -> None:
-        """`values` maps a metric to one number per replica; a number that is not finite is absent."""
+        """`values` maps a metric to a number per replica; one that is not finite is absent."""
         for index, run_sinks in enumerate(self.sinks):
             row = {name: column[index] for name, column in values.items()}
             finite = {name: value for name, value in row.items() if math.isfinite(value)}

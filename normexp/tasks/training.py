@@ -141,7 +141,7 @@ class TrainingTask(pl.LightningModule):
         return torch.stack(losses).sum(dim=0)
 
     def _backward_part(self, part: Batch, num_targets: int, first_sample: int) -> Tensor:
-        """Adds a part's gradient; divided by the whole step's targets, so a short part weighs less."""
+        """Adds a part's gradient, over the whole step's targets: a short part weighs less."""
         self._hand_in_draws(first_sample)
         losses = self.replicas.measure(part, self.measure)["loss"] / num_targets
         self.manual_backward(losses.sum())

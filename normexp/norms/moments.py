@@ -1,0 +1,98 @@
+"""Normalizing by the moments of a batch, or of each group of its samples, and pooling moments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from normexp.norms.contract import over_channels
+
+# Groups with more elements than this run one after another: a loop saves the two copies of a fold,
+# and on a CPU that is worth more than the calls it adds from about here on.
+_LOOP_FROM_ELEMENTS = 2**16
+
+
+class Moments(NamedTuple):
+    """Mean, biased variance, and how many values they are of: (C,) each, or (G, C) by group.
+
+    The number is one integer unless it depends on a mask.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: int | Tensor
+
+
+def normalize_batch(
+    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Moments]:
+    """Output and moments of x (N, C, *), which is zero where `real`, shaped to broadcast, is not."""
+    if real is None:
+        out, mean, scale = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+        var = (scale.detach().pow(-2) - eps).clamp(min=0)
+        return out, Moments(mean.detach(), var, x.numel() // x.shape[1])
+    pooled = (0, *range(2, x.ndim))
+    count = real.sum(dim=pooled).to(x.dtype)  # (C,), or (1,) where channels share a mask
+    safe = count.clamp(min=1)
+    mean = x.sum(dim=pooled) / safe
+    centred = torch.where(real, x - over_channels(mean, x), 0)
+    var = centred.square().sum(dim=pooled) / safe
+    out = centred * over_channels(torch.rsqrt(var + eps), x)
+    if weight is not None:
+        out = out * over_channels(weight, x)
+    if bias is not None:
+        out = out + over_channels(bias, x)
+    return out, Moments(mean.detach(), var.detach(), count)
+
+
+def normalize_groups(
+    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Moments]:
+    """Output and moments by group of x (G, N, C, *), which is zero where mask (G, N, *) is not."""
+    num_groups, num_samples, num_channels = x.shape[:3]
+    if mask is None and loops_over_groups(x.shape):
+        parts = [normalize_batch(part, None, weight, bias, eps) for part in x]
+        means = torch.stack([moments.mean for _, moments in parts])
+        variances = torch.stack([moments.var for _, moments in parts])
+        out = torch.stack([part for part, _ in parts])
+        return out, Moments(means, variances, parts[0][1].count)
+    real = None
+    if mask is not None:  # (G, N, *) -> (N, G * C, *)
+        wide = (num_samples, num_groups, num_channels, *mask.shape[2:])
+        real = mask.movedim(0, 1).unsqueeze(2).expand(wide).flatten(1, 2)
+    folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels stand as channels of their own
+    weight = None if weight is None else weight.repeat(num_groups)
+    bias = None if bias is None else bias.repeat(num_groups)
+    out, (mean, var, count) = normalize_batch(folded, real, weight, bias, eps)
+    by_group = (num_groups, num_channels)
+    if isinstance(count, Tensor):
+        count = count.unflatten(0, by_group)
+    moments = Moments(mean.unflatten(0, by_group), var.unflatten(0, by_group), count)
+    return out.unflatten(1, by_group).movedim(1, 0), moments
+
+
+def loops_over_groups(shape: torch.Size) -> bool:
+    """Whether groups of x (G, N, C, *) run one after another rather than folded into channels."""
+    return shape[1:].numel() > _LOOP_FROM_ELEMENTS
+
+
+def pool(groups: Moments) -> Moments:
+    """Moments of all groups' values together, the variance within groups and between them."""
+    means, variances, counts = groups
+    num_groups = len(means)
+    if isinstance(counts, Tensor):
+        total = counts.sum(dim=0)
+        weights = counts / total.clamp(min=1)
+    else:
+        total, weights = counts * num_groups, 1 / num_groups
+    mean = (weights * means).sum(dim=0)
+    var = (weights * (variances + (means - mean).square())).sum(dim=0)
+    return Moments(mean, var, total)
+
+
+def unbiased(var: Tensor, count: int | Tensor) -> Tensor:
+    """A biased variance over `count` values times n / (n - 1); nothing to correct below two."""
+    fewer = (count - 1).clamp(min=1) if isinstance(count, Tensor) else count - 1
+    return var * (count / fewer)
