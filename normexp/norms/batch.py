@@ -112,7 +112,7 @@ class BatchNorm(nn.Module):
         factor = self._factor(self.num_batches_tracked, mean.dtype)
         if isinstance(count, Tensor):
             self.num_values.copy_(count[0])
-            factor = factor * (count > 0)  # all padding: nothing to move by
+            factor = factor * (count > 0).to(mean.dtype)  # all padding: nothing to move by
         else:
             self.num_values.fill_(count)
         self.running_mean.mul_(1 - factor).add_(factor * mean)

@@ -112,10 +112,12 @@ def _free_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], knobs: dict[str, Any]
 ) -> list[inspect.Parameter]:
     """The arguments of `function` that are not bound yet."""
+    if getattr(function, "__init__", None) is nn.Module.__init__:
+        return []  # takes nothing, whatever its signature says
     try:
         signature = inspect.signature(function)
     except TypeError as error:
-        raise UserError(f"norm._target_ is a {type(function).__name__}, not a norm") from error
+        raise UserError(f"norm._target_ names {function!r}, which cannot be called") from error
     except ValueError:  # written in C, without a signature: one positional argument it is
         return [inspect.Parameter("num_features", inspect.Parameter.POSITIONAL_ONLY)]
     parameters = signature.parameters

@@ -28,7 +28,7 @@ class Moments(NamedTuple):
 def normalize_batch(
     x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Moments]:
-    """Output and moments of x (N, C, *), which is zero where `real`, shaped to broadcast, is not."""
+    """Output and moments of x (N, C, *), zero where `real`, shaped to broadcast to it, is false."""
     if real is None:
         out, mean, scale = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
         var = (scale.detach().pow(-2) - eps).clamp(min=0)
@@ -50,7 +50,7 @@ def normalize_batch(
 def normalize_groups(
     x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Moments]:
-    """Output and moments by group of x (G, N, C, *), which is zero where mask (G, N, *) is not."""
+    """Output and moments by group of x (G, N, C, *), zero where mask (G, N, *) is false."""
     num_groups, num_samples, num_channels = x.shape[:3]
     if mask is None and loops_over_groups(x.shape):
         parts = [normalize_batch(part, None, weight, bias, eps) for part in x]

@@ -93,13 +93,17 @@ def _quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
+@lru_cache(maxsize=1)
 def register_custom() -> None:
     """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
 
     A file could not do this, as Hydra closes what it reads from files to unknown keys. What is
-    called, with the knobs by name: a norm with num_features; a model with `norm`, a NormFactory,
-    and those of input_shape, num_outputs, vocab_size and block_size that its signature names; a
-    data source, which returns a `normexp.data.Data`.
+    called, with the knobs by name:
+    - norm: with its number of features and eps, found by name, its layout by a probe; the key
+      norm.view=sequence is not the norm's: it shows (B, T, C) as (B, C, T) instead of by token.
+    - model: with `norm`, a NormFactory, and those of input_shape, num_outputs, vocab_size and
+      block_size that its signature names.
+    - data: returns a `normexp.data.Data`.
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:

@@ -80,7 +80,7 @@ def test_cfg_shows_the_composed_config_and_writes_nothing(
     before = list(sys.argv)
     assert hydra_app(["--cfg", "job", "optim=adamw", "batch_size=8"]) == 0
     shown = capsys.readouterr().out
-    assert "batch_size: 8" in shown and "name: adamw" in shown
+    assert "batch_size: 8" in shown and "_target_: torch.optim.AdamW" in shown
     assert list(tmp_path.iterdir()) == []
     assert sys.argv == before
 

@@ -93,7 +93,7 @@ def test_params_of_an_experiment_are_swept_with_and_without_m(recipe_dir: str):
 def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):
     line = ["-m", "--config-dir", recipe_dir, "experiment=mine", "batch_size=4"]
     cells = [config for config, _ in compose_cells(parse_arguments(line))]
-    assert [(cell.optim.name, cell.batch_size) for cell in cells] == [("sgd", 4), ("adamw", 4)]
+    assert [(cell.optim.default_lr, cell.batch_size) for cell in cells] == [(0.1, 4), (1e-3, 4)]
     assert {cell.study for cell in cells} == {"mine"}
 
 

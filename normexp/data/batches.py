@@ -1,0 +1,71 @@
+"""Training batches as gathers from tensors on the device, for every replica at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from normexp.data.dataset import Data
+from normexp.data.order import epoch_order, window_offset
+
+Batch = dict[str, Tensor]
+
+
+class TrainingBatches:
+    """What each optimizer step sees: replica r draws order and augmentation from `seeds[r]`.
+
+    An epoch is one pass over the training samples in batches of `batch_size`; a ragged last batch
+    is dropped where `drop_last`. Every tensor of a batch leads with the axes (S, N).
+    """
+
+    def __init__(self, data: Data, seeds: list[int], batch_size: int, *, drop_last: bool) -> None:
+        self.data = data
+        self.seeds = seeds
+        self.batch_size = batch_size
+        num_samples = len(data.train)
+        self.num_dropped = num_samples % batch_size if drop_last else 0
+        self.samples_per_epoch = num_samples - self.num_dropped
+        self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
+        self._epoch: int | None = None
+        self._order = torch.empty(0)
+        self._offset = torch.empty(0)
+
+    def chunk(self, first_step: int, num_steps: int) -> list[Batch]:
+        """The batches of `num_steps` optimizer steps from `first_step`, all within one epoch."""
+        epoch, position = divmod(first_step, self.steps_per_epoch)
+        assert position + num_steps <= self.steps_per_epoch, "a chunk ends with its epoch"
+        self._enter(epoch)
+        first = position * self.batch_size
+        last = min(first + num_steps * self.batch_size, self.samples_per_epoch)
+        batch = self.data.train.gather(self._order[:, first:last], self._offset)  # (S, K*N, ...)
+        parts = {name: value.split(self.batch_size, dim=1) for name, value in batch.items()}
+        batches = [{name: value[k] for name, value in parts.items()} for k in range(num_steps)]
+        for step, one in enumerate(batches, start=first_step):
+            one["inputs"] = self.data.model_inputs(self._augmented(one["inputs"], step))
+        return batches
+
+    def num_samples_before(self, step: int) -> int:
+        """Samples of one replica seen before `step`."""
+        epochs, position = divmod(step, self.steps_per_epoch)
+        within = min(position * self.batch_size, self.samples_per_epoch)
+        return epochs * self.samples_per_epoch + within
+
+    def _enter(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        num_samples = len(self.data.train)
+        orders = [epoch_order(seed, epoch, num_samples) for seed in self.seeds]
+        self._order = torch.stack(orders)  # (S, num_samples)
+        length = self.data.input_shape[0]  # windows start anew at another offset each epoch
+        offsets = [window_offset(seed, epoch, length) for seed in self.seeds]
+        self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
+        self._epoch = epoch
+
+    def _augmented(self, images: Tensor, step: int) -> Tensor:
+        augmentation = self.data.augmentation
+        if augmentation is None:
+            return images
+        rows = [augmentation.draw(seed, step, images.shape[1]) for seed in self.seeds]
+        draws = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        on_device = {name: draw.to(images.device) for name, draw in draws.items()}
+        return augmentation.apply(images, on_device)

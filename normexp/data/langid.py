@@ -1,0 +1,121 @@
+"""Name the language of a short string: names from the CLDR data inside Babel, without a network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from normexp.batching.draws import generator
+from normexp.data.dataset import Data, validate
+from normexp.data.samples import Examples
+from normexp.data.split import split_off_val, stratified_holdout
+from normexp.errors import UserError
+
+PAD, UNKNOWN = 0, 1
+_TEST_FRACTION = 0.2
+_TEST_SEED = 0  # a constant: samples and test set are the same whatever split_seed is
+
+
+def load_langid(
+    *,
+    languages: list[str],
+    samples_per_language: int,
+    max_length: int,
+    val_fraction: float,
+    split_seed: int,
+) -> Data:
+    """Names of territories, languages, scripts, variants, currencies and units, by language.
+
+    A string is cut to `max_length` characters; one that then occurs in two of the languages is
+    dropped from all. Tokens are characters: 0 pads, 1 is one that only test has.
+
+    Shapes: inputs int64 (N, max_length), mask bool of the same shape, targets int64 (N,).
+
+    Raises:
+        UserError: a language Babel does not know, or one with too few strings of its own.
+    """
+    import babel
+
+    version = f"babel {babel.__version__}"
+    if max_length < 1:
+        raise UserError(f"data.max_length={max_length} must be positive; try data.max_length=32")
+    own = read_own_strings(languages, max_length)
+    texts, targets = _sample(own, samples_per_language, version)
+    rest, held_out = stratified_holdout(targets, _TEST_FRACTION, _TEST_SEED)
+    symbols = ("<pad>", "<unknown>", *sorted({c for i in rest.tolist() for c in texts[i]}))
+    inputs, mask = _encode(texts, symbols, max_length)
+    train, val = split_off_val(len(rest), val_fraction, split_seed)
+    parts = (
+        Examples(inputs[indices], targets[indices], mask[indices])
+        for indices in (rest[train], rest[val], held_out)
+    )
+    return validate(
+        Data(
+            "langid",
+            "classification",
+            *parts,
+            num_outputs=len(own),
+            input_shape=(max_length,),
+            vocab_size=len(symbols),
+            class_names=tuple(own),
+            symbols=symbols,
+            source_version=version,
+        )
+    )
+
+
+def read_own_strings(languages: list[str], max_length: int) -> dict[str, list[str]]:
+    """For each language its strings that none of the other languages has, sorted."""
+    strings = {language: set(_read_names(language, max_length)) - {""} for language in languages}
+    if len(strings) < 2:
+        raise UserError(f"data.languages={list(languages)} must name at least two languages")
+    num_languages = Counter(text for names in strings.values() for text in names)
+    return {
+        language: sorted(text for text in names if num_languages[text] == 1)
+        for language, names in strings.items()
+    }
+
+
+def _read_names(language: str, max_length: int) -> Iterator[str]:
+    from babel import Locale, UnknownLocaleError
+
+    try:
+        locale = Locale.parse(language)
+    except (UnknownLocaleError, ValueError) as error:
+        raise UserError(
+            f"data.languages has {language!r}, which Babel does not know; try a code such as de"
+        ) from error
+    for kind in ("territories", "languages", "scripts", "variants", "currencies"):
+        for name in getattr(locale, kind).values():
+            yield str(name)[:max_length].strip()
+    for forms in locale.unit_display_names.values():
+        if "long" in forms:
+            yield str(forms["long"])[:max_length].strip()
+
+
+def _sample(own: dict[str, list[str]], per_language: int, version: str) -> tuple[list[str], Tensor]:
+    """As many strings of each language, drawn by a fixed seed, with their targets."""
+    fewest = min(own, key=lambda language: len(own[language]))
+    if not 10 <= per_language <= len(own[fewest]):
+        raise UserError(
+            f"data.samples_per_language={per_language} must be 10 to {len(own[fewest])}, the "
+            f"strings that only {fewest!r} has in {version}"
+        )
+    texts: list[str] = []
+    for target, names in enumerate(own.values()):
+        order = torch.randperm(len(names), generator=generator(_TEST_SEED, "split", target))
+        texts += [names[i] for i in order[:per_language].tolist()]
+    return texts, torch.arange(len(own)).repeat_interleave(per_language)
+
+
+def _encode(texts: list[str], symbols: tuple[str, ...], length: int) -> tuple[Tensor, Tensor]:
+    """Tokens (N, length), padded on the right, and their mask."""
+    token_of = {symbol: token for token, symbol in enumerate(symbols)}
+    inputs = torch.full((len(texts), length), PAD)
+    for row, text in zip(inputs, texts, strict=True):
+        row[: len(text)] = torch.tensor([token_of.get(c, UNKNOWN) for c in text])
+    lengths = torch.tensor([len(text) for text in texts])
+    return inputs, torch.arange(length) < lengths[:, None]

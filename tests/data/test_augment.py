@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from normexp.data.augment import Augmentation
+from normexp.errors import UserError
+
+EVERYTHING = Augmentation(crop_padding=2, flip=True, cutout=3)
+
+
+def augment_one(image: Tensor, draws: dict[str, Tensor], i: int, spec: Augmentation) -> Tensor:
+    """One image (C, H, W), by padding, slicing and filling."""
+    channels, height, width = image.shape
+    if spec.crop_padding:
+        p = spec.crop_padding
+        padded = torch.zeros(channels, height + 2 * p, width + 2 * p, dtype=image.dtype)
+        padded[:, p : p + height, p : p + width] = image
+        top, left = int(draws["crop_top"][i]), int(draws["crop_left"][i])
+        image = padded[:, top : top + height, left : left + width]
+    if spec.flip and draws["flip"][i]:
+        image = image.flip(-1)
+    if spec.cutout:
+        image = image.clone()
+        top = int(draws["cut_row"][i]) % height - spec.cutout // 2
+        left = int(draws["cut_column"][i]) % width - spec.cutout // 2
+        image[:, max(top, 0) : top + spec.cutout, max(left, 0) : left + spec.cutout] = 0
+    return image
+
+
+@pytest.mark.parametrize(
+    ("padding", "flip", "cutout"), list(product([0, 2], [False, True], [0, 1, 4]))
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_augmentation_equals_slicing_one_image_at_a_time(
+    padding: int, flip: bool, cutout: int, dtype: torch.dtype
+):
+    spec = Augmentation(padding, flip, cutout)
+    images = torch.randint(1, 256, (40, 3, 6, 5), generator=torch.manual_seed(0)).to(dtype)
+    draws = spec.draw(seed=1, step=2, num_samples=40)
+    expected = torch.stack([augment_one(image, draws, i, spec) for i, image in enumerate(images)])
+    out = spec.apply(images, draws)
+    assert out.dtype == dtype
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 16, 17, 500])
+def test_draws_of_a_sample_do_not_depend_on_the_number_of_samples(num_samples: int):
+    long = EVERYTHING.draw(seed=4, step=9, num_samples=1000)
+    for name, draw in EVERYTHING.draw(seed=4, step=9, num_samples=num_samples).items():
+        assert draw.shape == (num_samples,)
+        assert torch.equal(draw, long[name][:num_samples]), name
+
+
+def test_draws_of_one_kind_do_not_depend_on_the_other_kinds():
+    every = EVERYTHING.draw(seed=4, step=9, num_samples=50)
+    for alone in (Augmentation(2, False, 0), Augmentation(0, True, 0), Augmentation(0, False, 3)):
+        draws = alone.draw(seed=4, step=9, num_samples=50)
+        assert all(torch.equal(draw, every[name]) for name, draw in draws.items())
+
+
+def test_draws_change_with_step_and_seed_and_cover_their_range_evenly():
+    draws = EVERYTHING.draw(seed=0, step=0, num_samples=5000)
+    counts = torch.bincount(draws["crop_top"])
+    assert counts.shape == (5,)
+    assert counts.min() > 900 and counts.max() < 1100  # 5000 / 5, about 3.5 deviations of 28
+    assert abs(draws["flip"].float().mean() - 0.5) < 0.025
+    for seed, step in ((0, 1), (1, 0)):
+        assert not torch.equal(draws["crop_left"], EVERYTHING.draw(seed, step, 5000)["crop_left"])
+
+
+def test_leading_replica_axis_equals_each_replica_alone():
+    images = torch.randint(0, 256, (3, 8, 2, 5, 5), dtype=torch.uint8)
+    per_replica = [EVERYTHING.draw(seed, step=1, num_samples=8) for seed in range(3)]
+    stacked = {name: torch.stack([d[name] for d in per_replica]) for name in per_replica[0]}
+    out = EVERYTHING.apply(images, stacked)
+    for replica, draws in enumerate(per_replica):
+        assert torch.equal(out[replica], EVERYTHING.apply(images[replica], draws))
+
+
+@pytest.mark.parametrize("key", ["crop_padding", "cutout"])
+def test_negative_pixels_are_refused(key: str):
+    values = {"crop_padding": 0, "flip": False, "cutout": 0, key: -1}
+    with pytest.raises(UserError, match=f"data.augmentation.{key}=-1"):
+        Augmentation(**values)

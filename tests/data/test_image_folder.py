@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from normexp.data import Data, Examples
+from normexp.data.image_folder import load_image_folder
+from normexp.errors import UserError
+
+
+def pixels(split: str, name: str, index: int, height: int = 6, width: int = 5) -> np.ndarray:
+    seed = sum(map(ord, split + name)) * 100 + index
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """train: 5 cats, 5 dogs; test: 2 of each; beside them a val folder and hidden files."""
+    root = tmp_path / "pets"
+    for split, count in (("train", 5), ("test", 2)):
+        for name in ("dog", "cat"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            (folder / ".hidden.png").write_bytes(b"nothing")
+            (folder / "notes.txt").write_text("not an image")
+            for index in range(count):
+                image = Image.fromarray(pixels(split, name, index))
+                image.save(folder / f"{index}.png")
+    (root / "val" / "bird").mkdir(parents=True)
+    return root
+
+
+def load(root: Path, size: int | None = None) -> Data:
+    return load_image_folder(
+        root=str(root),
+        size=size,
+        data_dir=str(root.parent / "data"),
+        val_fraction=0.2,
+        split_seed=0,
+        augmentation=None,
+    )
+
+
+def test_images_and_classes_are_those_of_the_files(root: Path):
+    data = load(root)
+    assert (len(data.train), len(data.val), len(data.test)) == (8, 2, 4)
+    assert data.class_names == ("cat", "dog") and data.input_shape == (3, 6, 5)
+    assert isinstance(data.test, Examples)
+    assert data.test.targets.tolist() == [0, 0, 1, 1]
+    for row, (name, index) in enumerate([("cat", 0), ("cat", 1), ("dog", 0), ("dog", 1)]):
+        expected = torch.from_numpy(pixels("test", name, index)).permute(2, 0, 1)
+        assert torch.equal(data.test.inputs[row], expected)
+
+
+def test_grey_and_palette_images_become_rgb(root: Path):
+    grey = pixels("test", "cat", 0)[..., 0]
+    Image.fromarray(grey).save(root / "test/cat/0.png")
+    data = load(root)
+    assert isinstance(data.test, Examples)
+    assert torch.equal(data.test.inputs[0], torch.from_numpy(grey).expand(3, -1, -1))
+
+
+def test_images_in_nested_folders_and_capital_suffixes_count(root: Path):
+    (root / "train/cat/more").mkdir()
+    image = Image.fromarray(pixels("train", "cat", 9))
+    image.save(root / "train/cat/more/x.JPG", quality=95)
+    assert len(load(root).train) == 9
+
+
+def test_size_scales_and_crops_the_centre(root: Path):
+    wide = np.zeros((8, 16, 3), dtype=np.uint8)
+    wide[:, 4:12] = 200  # the central square
+    Image.fromarray(wide).save(root / "test/cat/0.png")
+    data = load(root, size=4)
+    assert isinstance(data.test, Examples)
+    assert data.input_shape == (3, 4, 4)
+    assert (data.test.inputs[0].float() - 200).abs().max() <= 25  # bicubic overshoots
+
+
+def spoil_keeping_status(path: Path) -> None:
+    """Other bytes, same size and time: only who decodes the file anew can notice."""
+    status = path.stat()
+    path.write_bytes(b"x" * status.st_size)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_second_load_comes_from_the_cache(root: Path):
+    first = load(root)
+    spoil_keeping_status(root / "train/cat/3.png")
+    again = load(root)
+    assert again.digest == first.digest
+    assert isinstance(again.train, Examples) and isinstance(first.train, Examples)
+    assert torch.equal(again.train.inputs, first.train.inputs)
+    assert len(list((root.parent / "data/cache").iterdir())) == 1
+
+
+def test_edited_file_is_decoded_anew(root: Path):
+    first = load(root)
+    Image.fromarray(pixels("edited", "cat", 0)).save(root / "train/cat/3.png")
+    assert load(root).digest != first.digest
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn zip", b"no tensor at all"])
+def test_unreadable_cache_is_reported_and_made_again(
+    root: Path, content: bytes, caplog: pytest.LogCaptureFixture
+):
+    first = load(root)
+    (cache,) = (root.parent / "data/cache").iterdir()
+    whole = cache.read_bytes()
+    cache.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert load(root).digest == first.digest
+    assert f"the cache {cache} is unreadable" in caplog.text
+    assert len(cache.read_bytes()) == len(whole)
+
+
+def test_cache_of_something_else_is_made_again(root: Path, caplog: pytest.LogCaptureFixture):
+    first = load(root)
+    (cache,) = (root.parent / "data/cache").iterdir()
+    torch.save(torch.zeros(3), cache)
+    assert load(root).digest == first.digest
+    assert "holds something else" in caplog.text
+
+
+def test_cache_that_cannot_be_written_is_reported(root: Path, caplog: pytest.LogCaptureFixture):
+    (root.parent / "data").write_text("a file where the folder should be")
+    assert len(load(root).train) == 8
+    assert "cannot keep the decoded images" in caplog.text
+
+
+def test_missing_root_is_refused(root: Path):
+    with pytest.raises(UserError, match="data.root=.*nowhere is no folder"):
+        load(root / "nowhere")
+
+
+def test_missing_test_folder_is_refused(root: Path):
+    shutil.rmtree(root / "test")
+    with pytest.raises(UserError, match="has no folder test/"):
+        load(root)
+
+
+def test_split_without_classes_is_refused(root: Path):
+    shutil.rmtree(root / "test")
+    (root / "test").mkdir()
+    with pytest.raises(UserError, match="test has no class folders"):
+        load(root)
+
+
+def test_empty_class_is_refused_by_name(root: Path):
+    for path in (root / "train/dog").glob("?.png"):
+        path.unlink()
+    with pytest.raises(UserError, match="train/dog holds no images"):
+        load(root)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_class_in_one_split_alone_is_refused_by_name(root: Path, split: str):
+    shutil.copytree(root / split / "cat", root / split / "lynx")
+    with pytest.raises(UserError, match=f"class lynx is in {split}/ alone"):
+        load(root)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"half"])
+@pytest.mark.parametrize("name", ["train/cat/0.png", "test/dog/1.png"])
+def test_corrupt_file_is_refused_by_name(root: Path, name: str, content: bytes):
+    path = root / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content == b"half" else content)
+    with pytest.raises(UserError, match=f"cannot decode .*{name}"):
+        load(root)
+    assert not (root.parent / "data").exists()
+
+
+def test_image_of_another_size_is_refused_by_name(root: Path):
+    Image.fromarray(pixels("test", "dog", 1, height=9)).save(root / "test/dog/1.png")
+    with pytest.raises(UserError, match="test/dog/1.png is 9x5 pixels.*6x5; set data.size=32"):
+        load(root)
+
+
+def test_size_must_be_positive(root: Path):
+    with pytest.raises(UserError, match="data.size=0 must be positive"):
+        load(root, size=0)
+
+
+def test_more_than_memory_holds_is_refused_with_its_size(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("normexp.data.memory.available_memory", lambda: 1000)
+    with pytest.raises(UserError, match="14 images of 6x5 needs .* GB of memory.*data.size"):
+        load(root)
+
+
+def test_plain_line_is_printed_where_stderr_is_no_terminal(
+    root: Path, capsys: pytest.CaptureFixture[str]
+):
+    load(root)
+    assert "decoding 14 images of data.root=" in capsys.readouterr().err
+    load(root)
+    assert capsys.readouterr().err == ""
