@@ -26,24 +26,64 @@ def model_arguments(batch: Batch) -> tuple[Tensor, ...]:
     return (batch["inputs"],) if mask is None else (batch["inputs"], mask)
 
 
-class InTurn(nn.Module):
-    """S plain networks, run one after another; also the form of a single network."""
+class Replicas(nn.Module):
+    """S networks trained together. `trees` are the modules that hold their tensors."""
 
-    is_stacked = False
+    is_stacked: bool
+    foreign_seeds: list[int] | None = None  # one per replica, where a module draws for itself
 
-    def __init__(self, networks: list[nn.Module]) -> None:
+    def __init__(self, trees: list[nn.Module], num_replicas: int) -> None:
         super().__init__()
-        self.networks = nn.ModuleList(networks)
-        self.num_replicas = len(networks)
-        self.foreign_seeds: list[int] | None = None  # set where a module draws for itself
+        self.trees = nn.ModuleList(trees)
+        self.num_replicas = num_replicas
 
     def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
         """`measure(output, batch)` of every replica, stacked to (S, ...).
 
         Values of `batch` are (S, N, ...), or (N, ...) where it is `shared` by the replicas.
         """
+        raise NotImplementedError
+
+    def replica(self, index: int) -> nn.Module:
+        """Replica `index` as a plain module of its own."""
+        raise NotImplementedError
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
+        raise NotImplementedError
+
+    def set_dropout(self, keys: Tensor, first_sample: int) -> None:
+        """Hands each dropout its keys, (num_dropouts, S), and where this part begins."""
+        raise NotImplementedError
+
+    def read_buffers(self) -> list[State]:
+        """A copy of the buffers of each tree."""
+        return [read_state(tree) for tree in self.trees]
+
+    def write_buffers(self, states: list[State]) -> None:
+        for tree, state in zip(self.trees, states, strict=True):
+            write_state(tree, state)
+
+    def merge_buffers(
+        self, start: list[State], parts: list[list[State]], shares: list[float]
+    ) -> None:
+        """Ends a step run in parts: buffers become what `merge_state` makes of them."""
+        for index, tree in enumerate(self.trees):
+            ends = [part[index] for part in parts]
+            write_state(tree, merge_state(tree, start[index], ends, shares))
+
+
+class InTurn(Replicas):
+    """Plain networks, run one after another; also the form of a single network."""
+
+    is_stacked = False
+
+    def __init__(self, networks: list[nn.Module]) -> None:
+        super().__init__(networks, len(networks))
+
+    def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
         rows = []
-        for index, network in enumerate(self.networks):
+        for index, network in enumerate(self.trees):
             own = batch if shared else {name: value[index] for name, value in batch.items()}
             if self.foreign_seeds is not None and network.training:
                 torch.manual_seed(self.foreign_seeds[index])
@@ -51,49 +91,32 @@ class InTurn(nn.Module):
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def replica(self, index: int) -> nn.Module:
-        """Replica `index` as a plain module of its own."""
-        return copy.deepcopy(self.networks[index])
-
-    def read_buffers(self) -> list[State]:
-        return [read_state(network) for network in self.networks]
-
-    def write_buffers(self, states: list[State]) -> None:
-        for network, state in zip(self.networks, states, strict=True):
-            write_state(network, state)
-
-    def merge_buffers(
-        self, start: list[State], parts: list[list[State]], shares: list[float]
-    ) -> None:
-        """Ends a step run in parts: buffers become what `merge_state` makes of them."""
-        for index, network in enumerate(self.networks):
-            ends = [part[index] for part in parts]
-            write_state(network, merge_state(network, start[index], ends, shares))
+        return copy.deepcopy(self.trees[index])
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
-        for network in self.networks:
+        for network in self.trees:
             nn.utils.clip_grad_norm_(network.parameters(), max_norm)
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        """Hands each dropout its keys, (num_dropouts, S), and where this part begins."""
-        for index, network in enumerate(self.networks):
+        for index, network in enumerate(self.trees):
             for own, dropout in zip(keys, dropouts(network), strict=True):
                 dropout.key.copy_(own[index])
                 dropout.first_sample.fill_(first_sample)
 
 
-class Stacked(nn.Module):
-    """S networks as one module whose parameters and buffers lead with axis S, run under vmap."""
+class Stacked(Replicas):
+    """One module whose parameters and buffers lead with axis S, run under vmap."""
 
     is_stacked = True
 
     def __init__(self, networks: list[nn.Module]) -> None:
-        super().__init__()
-        self.num_replicas = len(networks)
-        self.network = stack_networks(networks)
+        super().__init__([stack_networks(networks)], len(networks))
+
+    @property
+    def network(self) -> nn.Module:
+        return self.trees[0]
 
     def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
-        """As `InTurn.measure`; in-place and reassigned buffers end up in the stacked ones."""
         network = self.network
         buffers = dict(network.named_buffers())
         tensors = {**dict(network.named_parameters()), **buffers}
@@ -105,29 +128,17 @@ class Stacked(nn.Module):
             return measure(output, own_batch), changed
 
         run = vmap(one, in_dims=(0, None if shared else 0))
-        measured, reassigned = run(tensors, batch)
+        measured, reassigned = run(tensors, batch)  # buffers written in place are so already
         for name, value in reassigned.items():
             buffers[name].copy_(value.detach())
         return measured
 
     def replica(self, index: int) -> nn.Module:
-        """Replica `index` as a plain module of its own."""
         own = copy.deepcopy(self.network)
         _replace_tensors(own, lambda tensor: tensor[index].clone())
         return own
 
-    def read_buffers(self) -> State:
-        return read_state(self.network)
-
-    def write_buffers(self, states: State) -> None:
-        write_state(self.network, states)
-
-    def merge_buffers(self, start: State, parts: list[State], shares: list[float]) -> None:
-        """Ends a step run in parts: buffers become what `merge_state` makes of them."""
-        write_state(self.network, merge_state(self.network, start, parts, shares))
-
     def clip_gradients(self, max_norm: float) -> None:
-        """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
         squares = [g.flatten(1).square().sum(dim=1) for g in gradients]  # each (S,)
         norm = torch.stack(squares).sum(dim=0).sqrt()
@@ -136,13 +147,9 @@ class Stacked(nn.Module):
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        """Hands each dropout its keys, (num_dropouts, S), and where this part begins."""
         for own, dropout in zip(keys, dropouts(self.network), strict=True):
             dropout.key.copy_(own)
             dropout.first_sample.fill_(first_sample)
-
-
-Replicas = InTurn | Stacked
 
 
 def dropouts(network: nn.Module) -> list[Dropout]:

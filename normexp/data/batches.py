@@ -22,9 +22,9 @@ class TrainingBatches:
         self.data = data
         self.seeds = seeds
         self.batch_size = batch_size
+        self.dtype = torch.float32  # of images as a model receives them
         num_samples = len(data.train)
-        self.num_dropped = num_samples % batch_size if drop_last else 0
-        self.samples_per_epoch = num_samples - self.num_dropped
+        self.samples_per_epoch = num_samples - (num_samples % batch_size if drop_last else 0)
         self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
         self._epoch: int | None = None
         self._order = torch.empty(0)
@@ -41,7 +41,8 @@ class TrainingBatches:
         parts = {name: value.split(self.batch_size, dim=1) for name, value in batch.items()}
         batches = [{name: value[k] for name, value in parts.items()} for k in range(num_steps)]
         for step, one in enumerate(batches, start=first_step):
-            one["inputs"] = self.data.model_inputs(self._augmented(one["inputs"], step))
+            augmented = self._augmented(one["inputs"], step)
+            one["inputs"] = self.data.model_inputs(augmented, self.dtype)
         return batches
 
     def num_samples_before(self, step: int) -> int:

@@ -67,14 +67,14 @@ class Data:
         if self.mean is not None and self.std is not None:
             mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
             device = tensors_of(self.train)[0].device
-            self._scale = (1 / (255 * std)).float().view(-1, 1, 1).to(device)  # (C, 1, 1)
-            self._shift = (-mean / std).float().view(-1, 1, 1).to(device)
+            self._scale = (1 / (255 * std)).view(-1, 1, 1).to(device)  # (C, 1, 1)
+            self._shift = (-mean / std).view(-1, 1, 1).to(device)
 
-    def model_inputs(self, inputs: Tensor) -> Tensor:
-        """Images (..., C, H, W) as (x / 255 - mean) / std in float32; tokens unchanged."""
+    def model_inputs(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Images (..., C, H, W) as (x / 255 - mean) / std in `dtype`; tokens unchanged."""
         if self._scale is None or self._shift is None:
             return inputs
-        return inputs.float() * self._scale + self._shift
+        return inputs.to(dtype) * self._scale.to(dtype) + self._shift.to(dtype)
 
     def to(self, device: torch.device | str) -> Data:
         train, val, test = (split.to(device) for split in (self.train, self.val, self.test))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +189,7 @@ class Site(nn.Module):
 
     def apply_norm(self, x: Tensor, mask: Tensor | None = None, *, grouped: bool = False) -> Tensor:
         """The norm on `x` in this site's view, without a split; `grouped` says x leads with G."""
-        norm = self.norm.forward_groups if grouped else self.norm
+        norm = cast(Any, self.norm).forward_groups if grouped else self.norm
         lead = 1 if grouped else 0
         if self.view == "token":
             shown = x.flatten(lead, lead + 1)  # (B, T, C) -> (B*T, C)

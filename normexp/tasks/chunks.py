@@ -1,4 +1,7 @@
-"""What Lightning's loops iterate over: places in the data, never the data itself."""
+"""What Lightning's loops iterate over: places in the data, never the data itself.
+
+A place is a builtin slice, which Lightning hands through as it is; it would open a range.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 
 class ChunkLoader:
-    """The chunks of one epoch, from wherever training stands: ranges of optimizer steps.
+    """The chunks of one epoch, from wherever training stands: slices of optimizer steps.
 
     Chunks end with the epoch and with the last step. Within these bounds their size follows the
     clock: they double from one step until a chunk takes `target_seconds`, so that a small step
@@ -34,14 +37,14 @@ class ChunkLoader:
         self.max_steps = max_steps
         self._size = 1
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[slice]:
         step = self.current_step()
         epoch_end = (step // self.steps_per_epoch + 1) * self.steps_per_epoch
         end = min(epoch_end, self.total_steps)
         while step < end:
             num_steps = min(self._size, end - step)
             started = time.perf_counter()
-            yield range(step, step + num_steps)
+            yield slice(step, step + num_steps)
             self._resize(time.perf_counter() - started, num_steps)
             step += num_steps
 
@@ -51,7 +54,7 @@ class ChunkLoader:
 
 
 class IndexBlocks:
-    """The indices of a split in consecutive blocks, for evaluation."""
+    """The indices of a split as consecutive slices, for evaluation."""
 
     def __init__(self, num_samples: int, block_size: int) -> None:
         self.num_samples = num_samples
@@ -60,6 +63,6 @@ class IndexBlocks:
     def __len__(self) -> int:
         return -(-self.num_samples // self.block_size)
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[slice]:
         for first in range(0, self.num_samples, self.block_size):
-            yield range(first, min(first + self.block_size, self.num_samples))
+            yield slice(first, min(first + self.block_size, self.num_samples))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from normexp.batching.draws import derive_seed
@@ -46,8 +47,6 @@ class TrainingTask(pl.LightningModule):
     `loss`; and `summarise(means)`: metrics from those sums divided by the number of targets.
     """
 
-    automatic_optimization = False
-
     def __init__(
         self,
         replicas: Replicas,
@@ -57,6 +56,7 @@ class TrainingTask(pl.LightningModule):
         recorder: Recorder,
     ) -> None:
         super().__init__()
+        self.automatic_optimization = False
         self.replicas = replicas
         self.data = data
         self.batches = batches
@@ -71,7 +71,7 @@ class TrainingTask(pl.LightningModule):
         self._pending: list[Tensor] = []  # losses (S,) since the last row of train/loss
         self._sums: dict[str, Tensor] = {}
         self._num_targets = 0
-        self._num_dropouts = len(dropouts(next(replicas.children())))
+        self._num_dropouts = len(dropouts(replicas.trees[0]))
 
     def measure(self, output: Tensor, batch: Batch) -> Measured:
         raise NotImplementedError
@@ -83,9 +83,12 @@ class TrainingTask(pl.LightningModule):
         del stage
         self.data = self.batches.data = self.data.to(self.trainer.strategy.root_device)
 
+    def on_train_start(self) -> None:
+        self.batches.dtype = self.dtype  # as the trainer's precision has made it
+
     def transfer_batch_to_device(
-        self, batch: range, device: torch.device, dataloader_idx: int
-    ) -> range:
+        self, batch: slice, device: torch.device, dataloader_idx: int
+    ) -> slice:
         del device, dataloader_idx
         return batch  # places in data that is on the device already
 
@@ -106,10 +109,11 @@ class TrainingTask(pl.LightningModule):
         )
         return recipe.optimizer(groups, lr=recipe.lr)
 
-    def training_step(self, chunk: range) -> None:
+    def training_step(self, chunk: slice) -> None:
         started = time.perf_counter()
         optimizer = self.optimizers()
-        for batch in self.batches.chunk(chunk.start, len(chunk)):
+        assert isinstance(optimizer, LightningOptimizer)  # a list only where there are several
+        for batch in self.batches.chunk(chunk.start, chunk.stop - chunk.start):
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.lr * self.recipe.schedule.factor(self.step)
             optimizer.zero_grad()
@@ -155,7 +159,7 @@ class TrainingTask(pl.LightningModule):
                 for i in range(self._num_dropouts)
             ]
             self.replicas.set_dropout(torch.tensor(keys, device=self.device), first_sample)
-        if not self.replicas.is_stacked and self.replicas.foreign_seeds is not None:
+        if self.replicas.foreign_seeds is not None:
             index = self.step * self.recipe.sizes.batch_size + first_sample
             self.replicas.foreign_seeds = [derive_seed(seed, "foreign", index) for seed in seeds]
 
@@ -210,15 +214,15 @@ class TrainingTask(pl.LightningModule):
         """Samples per forward: about 512 over all replicas, as memory is shared by the stack."""
         return max(1, 512 // self.replicas.num_replicas)
 
-    def validation_step(self, block: range) -> None:
+    def validation_step(self, block: slice) -> None:
         self._add(self.data.val, block)
 
-    def test_step(self, block: range) -> None:
+    def test_step(self, block: slice) -> None:
         self._add(self.data.test, block)
 
-    def _add(self, split: Examples | Windows, block: range) -> None:
+    def _add(self, split: Examples | Windows, block: slice) -> None:
         batch = split.gather(torch.arange(block.start, block.stop, device=self.device))
-        batch["inputs"] = self.data.model_inputs(batch["inputs"])
+        batch["inputs"] = self.data.model_inputs(batch["inputs"], self.dtype)
         self._num_targets += batch["targets"].numel()
         for name, value in self.replicas.measure(batch, self.measure, shared=True).items():
             self._sums[name] = self._sums.get(name, 0) + value.double()

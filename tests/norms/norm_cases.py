@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from normexp.norms.instance import InstanceNorm
 from normexp.norms.layer import LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
 from normexp.norms.rms import RMSNorm
+
+Norm = TypeVar("Norm", bound=nn.Module)
 
 EPS = 1e-3  # large enough to be seen where it is left out or misplaced
 C = 8
@@ -66,7 +69,7 @@ def random_mask(*shape: int, seed: int = 1) -> Tensor:
     return mask
 
 
-def randomize(norm: nn.Module, seed: int = 7) -> nn.Module:
+def randomize(norm: Norm, seed: int = 7) -> Norm:
     """Parameters away from 1 and 0, running averages away from where they start."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from norm_cases import (
@@ -46,16 +48,16 @@ def test_norm_equals_its_torch_counterpart(name, num_dims, form, dtype):
     theirs = randomize(case.counterpart(num_dims).to(dtype))
     ours = case.make().to(dtype)
     ours.load_state_dict(theirs.state_dict())  # strict: the same names and shapes
-    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    close = partial(assert_close, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for training in (True, False, True):
         x = laid_out(2 * random_tensor(*SHAPES[num_dims], dtype=dtype) + 1, form)
         x.requires_grad_()
         out = ours.train(training)(x)
         expected = apply_counterpart(theirs.train(training), x, case.channels_last)
-        assert_close(out, expected, **close)
+        close(out, expected)
         found = gradients(out, [x, *ours.parameters()])
-        assert_close(found, gradients(expected, [x, *theirs.parameters()]), **close)
-        assert_close(ours.state_dict(), theirs.state_dict(), **close)
+        close(found, gradients(expected, [x, *theirs.parameters()]))
+        close(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize(("name", "num_dims"), CASES_AND_DIMS)

@@ -1,0 +1,59 @@
+"""What every statistic returns: an estimate with its bounds, or without them where none are due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import stdtrit
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate, its confidence interval, and how many values stand behind it.
+
+    estimate: in the unit of the values; None where there is nothing to estimate from
+    low, high: the bounds, both None where n is too small to give any
+    level: nominal coverage in (0, 1)
+    n: number of values (seeds, or pairs of seeds) used, after missing ones were left out
+    method: how the bounds were computed, for a caption
+    """
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+    level: float
+    n: int
+    method: str
+
+    def __post_init__(self) -> None:
+        if not 0 < self.level < 1:
+            raise ValueError(f"level={self.level} is no probability; try level=0.95")
+        if (self.low is None) != (self.high is None):
+            raise ValueError("an interval has both bounds or neither")
+
+
+def as_sample(values: ArrayLike) -> Array:
+    """Values as (n,) float64. NaN raises: the caller leaves missing values out and reports them."""
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.ndim != 1:
+        raise ValueError(f"values have shape {sample.shape}; a sample is one-dimensional")
+    if not np.isfinite(sample).all():
+        raise ValueError("values hold NaN or infinity; leave missing seeds out and report them")
+    return sample
+
+
+def t_interval(
+    estimate: float, standard_error: float, df: float, *, level: float, n: int, method: str
+) -> Interval:
+    """estimate -+ t(df, (1 + level) / 2) * standard_error; no bounds where df < 1.
+
+    Values without any spread give an interval of width 0, as the formula says.
+    """
+    if df < 1:
+        return Interval(estimate, None, None, level, n, method)
+    half_width = float(stdtrit(df, (1 + level) / 2)) * standard_error if standard_error else 0.0
+    return Interval(estimate, estimate - half_width, estimate + half_width, level, n, method)

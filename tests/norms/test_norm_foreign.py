@@ -1,0 +1,272 @@
+"""Norms from the wild: what is passed to them, how they are presented, and which are refused."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from norm_cases import C, gradients, random_tensor
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from normexp.errors import UserError
+from normexp.norms.contract import NormFactory
+from normexp.norms.foreign import adapt, bind_eps, foreign_factory
+from normexp.norms.group import GroupNorm
+from normexp.norms.layout import find_layout
+
+EPS = 1e-3
+
+
+class HiddenRMSNorm(nn.Module):
+    """The form of language model libraries: `hidden_size`, and channels last."""
+
+    def __init__(self, hidden_size: int, variance_epsilon: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = variance_epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = hidden.square().mean(dim=-1, keepdim=True) + self.variance_epsilon
+        return self.weight * hidden / scale.sqrt()
+
+
+class BareRMSNorm(nn.Module):
+    """No features asked, no parameters: only what it pools tells its layout."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(dim=self.axis, keepdim=True) + EPS).sqrt()
+
+
+class RowNorm(nn.Module):
+    """Batch statistics of rows (N, C); with positions its running mean takes another shape."""
+
+    running_mean: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(dim=0)
+        self.running_mean = 0.9 * self.running_mean + 0.1 * mean.detach()
+        return x - mean
+
+
+def build(make, **knobs) -> nn.Module:
+    return foreign_factory(partial(make, **knobs), target="their.Norm", eps=EPS)(C).double()
+
+
+def positions_joined(x: Tensor) -> Tensor:
+    return x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
+
+
+SHAPES = {2: (6, C), 3: (6, C, 5), 4: (4, C, 3, 5), 5: (3, C, 2, 3, 4)}
+ALL_DIMS = (2, 3, 4, 5)
+LAST = [
+    (nn.LayerNorm, {}, nn.LayerNorm(C, eps=EPS)),
+    (nn.RMSNorm, {}, nn.RMSNorm(C, eps=EPS)),
+    (HiddenRMSNorm, {}, nn.RMSNorm(C, eps=EPS)),
+    (BareRMSNorm, {}, nn.RMSNorm(C, eps=EPS)),
+]
+
+
+@pytest.mark.parametrize("num_dims", ALL_DIMS)
+@pytest.mark.parametrize(("make", "knobs", "reference"), LAST)
+def test_channels_last_norms_take_channels_first(make, knobs, reference, num_dims):
+    norm = build(make, **knobs)
+    x = random_tensor(*SHAPES[num_dims])
+    expected = reference.double()(x.movedim(1, -1)).movedim(-1, 1)
+    assert_close(norm(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_dims", ALL_DIMS)
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+def test_batch_norms_of_one_number_of_dimensions_take_any(make, num_dims):
+    norm, reference = build(make), nn.BatchNorm1d(C, eps=EPS).double()
+    x = random_tensor(*SHAPES[num_dims])
+    for _ in range(2):
+        expected = reference(positions_joined(x)).view(x.shape)
+        assert_close(norm(x), expected, rtol=0, atol=1e-12)
+    for name, value in reference.state_dict().items():
+        assert_close(norm.state_dict()[f"norm.{name}"], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_dims", [3, 4, 5])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("make", [nn.InstanceNorm1d, nn.InstanceNorm2d])
+def test_instance_norms_never_read_samples_as_channels(make, affine, num_dims):
+    """torch takes (N, C, T) for one image without a batch axis, and only warns."""
+    norm, reference = build(make, affine=affine), nn.InstanceNorm1d(C, eps=EPS)
+    x = random_tensor(*SHAPES[num_dims])
+    expected = reference(positions_joined(x)).view(x.shape)
+    assert_close(norm(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_dims", ALL_DIMS)
+def test_a_norm_that_fits_is_not_wrapped(num_dims):
+    norm = build(nn.GroupNorm, num_groups=4)
+    assert type(norm) is nn.GroupNorm and norm.eps == EPS
+    x = random_tensor(*SHAPES[num_dims])
+    assert_close(norm(x), nn.GroupNorm(4, C, eps=EPS).double()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_dims", ALL_DIMS)
+def test_a_norm_of_rows_sees_each_position_as_a_row(num_dims):
+    norm = build(RowNorm)
+    x = random_tensor(*SHAPES[num_dims])
+    mean = positions_joined(x).mean(dim=(0, 2))
+    expected = x - mean.view(-1, *[1] * (num_dims - 2))
+    assert_close(norm(x), expected, rtol=0, atol=1e-12)
+    assert_close(norm.state_dict()["norm.running_mean"], 0.1 * mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [nn.Tanh, nn.Identity, partial(BareRMSNorm, axis=1)])
+def test_without_a_sign_of_the_layout_channels_come_first(make):
+    layout = find_layout(adapt(make, target="their.Norm", eps=None), C, target="their.Norm")
+    assert not layout.channels_last and layout.num_dims == ALL_DIMS
+
+
+def test_gradients_pass_through_the_presentation():
+    norm, reference = build(nn.LayerNorm), nn.LayerNorm(C, eps=EPS).double()
+    x = random_tensor(4, C, 3, 5).requires_grad_()
+    expected = reference(x.movedim(1, -1)).movedim(-1, 1)
+    found = gradients(norm(x), [x, *norm.parameters()])
+    assert_close(found, gradients(expected, [x, *reference.parameters()]), rtol=0, atol=1e-12)
+
+
+def test_a_foreign_batch_norm_serves_token_sites_with_padding():
+    site = NormFactory(lambda n: foreign_factory(nn.BatchNorm2d, target="t", eps=EPS)(n).double())
+    x, mask = random_tensor(4, 5, C), torch.arange(5) < torch.tensor([[5], [2], [3], [1]])
+    expected = nn.BatchNorm1d(C, eps=EPS).double()(x[mask])
+    assert_close(site.tokens(C)(x, mask)[mask], expected, rtol=0, atol=1e-12)
+
+
+def test_the_finding_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO):
+        norm = foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=EPS)
+        for num_features in (8, 16):
+            norm(num_features)
+    expected = "norm._target_=torch.nn.LayerNorm takes channels last, 2-D 3-D 4-D 5-D inputs"
+    assert caplog.messages == [expected]
+
+
+def test_a_probe_leaves_the_random_state():
+    before = torch.get_rng_state()
+    foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=EPS)(C)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestArguments:
+    def test_features_are_passed_by_name_whatever_stands_first(self):
+        def make(size: float, channels: int, *, epsilon: float) -> nn.GroupNorm:
+            assert (size, epsilon) == (2.5, EPS)
+            return nn.GroupNorm(1, channels, eps=epsilon)
+
+        norm = adapt(partial(make, size=2.5), target="their.make", eps=EPS)(C)
+        assert norm.num_channels == C
+
+    def test_an_unknown_first_argument_takes_the_features(self):
+        makes = (
+            lambda k: nn.LayerNorm(k),
+            lambda k, /: nn.LayerNorm(k),
+            lambda *k: nn.LayerNorm(*k),
+        )
+        for make in makes:
+            assert adapt(make, target="t", eps=EPS)(C).normalized_shape == (C,)
+
+    def test_an_eps_that_the_user_set_is_kept(self):
+        norm = adapt(partial(HiddenRMSNorm, variance_epsilon=0.5), target="t", eps=EPS)(C)
+        assert norm.variance_epsilon == 0.5
+
+    def test_eps_is_bound_only_where_the_signature_has_it(self):
+        assert bind_eps(nn.BatchNorm2d, EPS)(C).eps == EPS
+        assert bind_eps(nn.Tanh, EPS) is nn.Tanh
+
+    def test_a_missing_argument_is_named(self):
+        with pytest.raises(UserError) as caught:
+            adapt(nn.GroupNorm, target="torch.nn.GroupNorm", eps=EPS)
+        expected = "norm._target_=torch.nn.GroupNorm needs the argument num_groups"
+        assert str(caught.value) == f"{expected}; set norm.num_groups=..."
+
+    def test_an_unknown_knob_is_named_with_those_there_are(self):
+        with pytest.raises(UserError, match=r"norm\.groups is no argument of .*num_groups, eps"):
+            bind_eps(partial(GroupNorm, **{"groups": 3}), EPS)
+
+    def test_a_constructor_that_fails_is_named_with_its_reason(self):
+        norm = adapt(partial(nn.GroupNorm, num_groups=3), target="torch.nn.GroupNorm", eps=EPS)
+        with pytest.raises(UserError, match="cannot be built for 8 features: num_channels"):
+            norm(C)
+
+    @pytest.mark.parametrize("make", [lambda n: n, torch.zeros, nn.functional.relu])
+    def test_what_makes_no_module_is_refused(self, make):
+        with pytest.raises(UserError, match=r"norm\._target_=their\.make (made|cannot|needs)"):
+            adapt(make, target="their.make", eps=EPS)(C)
+
+    def test_what_cannot_be_called_is_refused(self):
+        with pytest.raises(UserError, match="names 3, which cannot be called"):
+            adapt(3, target="their.number", eps=EPS)  # type: ignore[arg-type]
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2]
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Late(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "gain"):
+            self.gain = nn.Parameter(torch.ones(x.shape[1], *[1] * (x.ndim - 2)))
+        return x * self.gain
+
+
+class Renewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rho = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rho = nn.Parameter(self.rho.clamp(0, 1))
+        return x * self.rho
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(f"no {x.ndim}-D today")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Half, r"does not fit: it changes the shape, \(4, 8\) to \(4, 4\)"),
+        (Pair, "returns a tuple, not a tensor"),
+        (Late, "makes its parameter gain in its first forward"),
+        (Renewed, "makes its parameter rho in its first forward"),
+        (nn.LazyBatchNorm2d, "makes its parameter weight in its first forward"),
+        (Noisy, "is not deterministic"),
+        (Failing, r"fails on an input of shape \(4, 8\): no 2-D today"),
+    ],
+)
+def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
+    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
+        build(make)
+
+
+def test_dropout_in_training_is_no_reason_to_refuse():
+    assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C

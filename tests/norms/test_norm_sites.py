@@ -1,0 +1,143 @@
+"""A site in each view, with ghost sub-batches, over norms the project does and does not know."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from norm_cases import CASES, C, gradients, random_mask, random_tensor, randomize
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from normexp.norms.batch import BatchNorm
+from normexp.norms.contract import NormFactory, Site, named_sites
+from normexp.norms.instance import InstanceNorm
+from normexp.norms.layer import LayerNorm
+
+
+class MaxNorm(nn.Module):
+    """x / (weight * max over samples of |x|); a norm that the project does not know.
+
+    Its running maximum is an average as in batch norm; it counts its forwards.
+    """
+
+    running_max: Tensor
+    num_forwards: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.register_buffer("running_max", torch.ones(num_features))
+        self.register_buffer("num_forwards", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(dim=0)
+        with torch.no_grad():
+            self.num_forwards.add_(1)
+            self.running_max.mul_(0.9).add_(0.1 * scale)
+        return x / (self.weight * scale)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_an_unknown_norm_is_split_as_a_loop_over_its_groups(size):
+    """Ten samples: sizes 2 and 5 divide, 4 leaves a group of two that weighs two tenths."""
+    norm = randomize(MaxNorm(C).double())
+    by_hand = copy.deepcopy(norm)
+    x = random_tensor(10, C).requires_grad_()
+    outputs, averages = [], []
+    for part in x.split(size):
+        fresh = copy.deepcopy(by_hand)
+        fresh.weight = by_hand.weight
+        outputs.append(fresh(part))
+        averages.append(fresh.running_max * len(part) / 10)
+    expected = torch.cat(outputs)
+    out = Site(norm, "map", size)(x)
+    assert_close(out, expected, rtol=0, atol=0)
+    found = gradients(out, [x, norm.weight])
+    assert_close(found, gradients(expected, [x, by_hand.weight]), rtol=0, atol=1e-14)
+    assert_close(norm.running_max, torch.stack(averages).sum(dim=0), rtol=0, atol=1e-14)
+    assert norm.num_forwards == 1
+
+
+def shown(x: Tensor, view: str) -> Tensor:
+    return x.transpose(1, 2) if view == "sequence" else x.flatten(0, 1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("view", ["token", "sequence"])
+@pytest.mark.parametrize("size", [2, 4, None])
+def test_batch_norm_over_tokens_is_split_by_sample(size, view, masked):
+    """Six samples: size 4 leaves a ragged group of two."""
+    x = random_tensor(6, 5, C) + torch.arange(6).view(6, 1, 1)
+    mask = random_mask(6, 5) if masked else None
+    site = NormFactory(lambda n: randomize(BatchNorm(n).double()), view=view, norm_batch_size=size)
+    site = site.tokens(C)
+    alone = copy.deepcopy(site.norm)
+    theirs = nn.BatchNorm1d(C).double()
+    theirs.load_state_dict(alone.state_dict())
+    out = site(x, mask)
+    for i in range(0, 6, size or 6):
+        part = slice(i, i + (size or 6))
+        real = None if mask is None else mask[part].view(shown(x[part], view)[:, 0].shape)
+        expected = alone(shown(x[part], view), real)
+        assert_close(shown(out[part], view), expected, rtol=0, atol=1e-12)
+    theirs(x.flatten(0, 1) if mask is None else x[mask])
+    assert_close(site.norm.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_batch_norm_on_maps_in_ghost_batches_equals_torch_per_group(size):
+    x = random_tensor(7, C, 3, 3).requires_grad_()  # every size leaves a ragged group
+    site = Site(randomize(BatchNorm(C).double()), "map", size)
+    theirs = nn.BatchNorm2d(C).double()
+    theirs.load_state_dict(site.norm.state_dict())
+    per_group = copy.deepcopy(theirs)
+    expected = torch.cat([per_group(part) for part in x.split(size)])
+    out = site(x)
+    assert_close(out, expected, rtol=0, atol=1e-12)
+    found = gradients(out, [x, *site.norm.parameters()])
+    assert_close(found, gradients(expected, [x, *per_group.parameters()]), rtol=0, atol=1e-12)
+    theirs(x)
+    assert_close(site.norm.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)
+
+
+def test_torch_batch_norm_in_ghost_batches_has_the_gradients_of_each_group():
+    """Its kernel keeps the running averages for its backward; writing them before would raise."""
+    x = random_tensor(7, C, 3, 3).requires_grad_()
+    norm = nn.BatchNorm2d(C).double()
+    expected = torch.cat([copy.deepcopy(norm)(part) for part in x.split(3)])
+    found = gradients(Site(norm, "map", 3)(x), [x])
+    assert_close(found, gradients(expected, [x]), rtol=0, atol=1e-12)
+    means = torch.stack([part.mean(dim=(0, 2, 3)) * len(part) / 7 for part in x.split(3)])
+    assert_close(norm.running_mean, 0.1 * means.sum(dim=0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["layer", "layer2d", "instance", "group", "rms", "none"])
+def test_norms_within_a_sample_do_not_depend_on_the_split(name):
+    x, mask = random_tensor(7, C, 5), random_mask(7, 5)
+    norm = randomize(CASES[name].make().double())
+    whole, split = Site(norm, "map", None), Site(norm, "map", 3)
+    assert_close(split(x, mask), whole(x, mask), rtol=0, atol=1e-14)
+
+
+def test_evaluation_is_not_split():
+    norm = randomize(BatchNorm(C).double())
+    x = random_tensor(7, C)
+    assert torch.equal(Site(norm, "map", 2).eval()(x), norm.eval()(x))
+
+
+@pytest.mark.parametrize("view", ["token", "sequence"])
+def test_views_put_the_result_back(view):
+    """Layer norm pools a token, or with `sequence` a whole sample."""
+    x = random_tensor(4, 5, C)
+    site = NormFactory(lambda n: LayerNorm(n).double(), view=view).tokens(C)
+    axes = (2,) if view == "token" else (1, 2)
+    var, mean = torch.var_mean(x, dim=axes, correction=0, keepdim=True)
+    assert_close(site(x), (x - mean) / (var + 1e-5).sqrt(), rtol=0, atol=1e-12)
+
+
+def test_sites_are_named_by_module_path():
+    norm = NormFactory(InstanceNorm)
+    model = nn.Sequential(norm(4), nn.Sequential(nn.Linear(4, 4), norm.tokens(4)))
+    assert [name for name, _ in named_sites(model)] == ["0", "1.1"]
