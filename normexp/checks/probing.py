@@ -78,6 +78,8 @@ def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -
 
 def moved(before: Tensor, after: Tensor) -> bool:
     """Whether outputs differ by more than rounding."""
+    if not before.numel():
+        return False
     scale = before.abs().amax().clamp(min=1e-6)
     return bool(((before - after).abs().amax() > MOVED * scale) | after.isnan().any())
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.checks.probing import scratch
+from normexp.errors import UserError
 from normexp.norms.contract import Site, State, named_sites, read_state
 
 SHOWN_NAMES = 3  # sites that a message spells out
@@ -53,7 +54,10 @@ class ProbedSite:
             x = values.transpose(1, 2)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            out = own(x, mask)
+            try:
+                out = own(x, mask)
+            except (ValueError, RuntimeError) as error:
+                raise UserError(f"norm at {self.name}: {str(error).splitlines()[0]}") from error
         return as_maps(out, self.site), read_state(own)
 
 

@@ -15,31 +15,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder, build_data, build_network, build_norm
-from normexp.checks.probing import (
-    cannot_stack,
-    draws_for_itself,
-    mixes_samples,
-    probe_batch,
-    run_through,
-)
+from normexp.checks.causality import refusal_of
+from normexp.checks.coverage import check_coverage
+from normexp.checks.probing import probe_batch
+from normexp.checks.traits import PROBE_SAMPLES, Traits, measure_traits
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.records.identity import canonical, cell_id, source_digest
 
 logger = logging.getLogger(__name__)
 
-PROBE_SAMPLES = 4
 GROUPS = ("norm", "model", "data", "optim")
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What was measured of a built network before its training."""
-
-    mixes_samples: bool  # another sample moves this sample's output in training
-    draws_for_itself: bool  # a module uses torch's global random state
-    stacking_obstacle: str | None  # why replicas cannot run under vmap
-    elements_per_sample: int  # values of one sample that reach all sites
 
 
 @dataclass(frozen=True)
@@ -114,19 +100,6 @@ def count_steps(cfg: DictConfig, data: Data) -> int:
         left_out = num_samples % cfg.batch_size
         logger.info("drop_last leaves out %d of %d samples an epoch", left_out, num_samples)
     return steps * cfg.epochs
-
-
-def measure_traits(network: Any, data: Data, sizes: Sizes) -> Traits:
-    """Probes one network on a few training samples, under the sizes it will meet."""
-    num_samples = sizes.norm if sizes.norm < sizes.micro else sizes.micro
-    small = min(num_samples, max(PROBE_SAMPLES, 2))
-    elements = run_through(network, probe_batch(data, small), sizes.norm_batch_size)
-    batch = probe_batch(data, PROBE_SAMPLES)
-    own_draws = draws_for_itself(network, batch)
-    obstacle = (
-        "a module draws its own random numbers" if own_draws else cannot_stack(network, batch)
-    )
-    return Traits(mixes_samples(network, batch), own_draws, obstacle, elements)
 
 
 def _identity(cfg: DictConfig, data: Data) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""Everything that is measured of a built network before its training, and what is refused of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from normexp.batching.replicas import Batch
+from normexp.batching.sizes import Sizes
+from normexp.checks.causality import Leak, find_leak, note_of
+from normexp.checks.padding import check_padding, padded_batch
+from normexp.checks.probing import (
+    cannot_stack,
+    draws_for_itself,
+    mixes_samples,
+    probe_batch,
+    run_through,
+)
+from normexp.checks.reach import measure_reach
+from normexp.checks.sites import ProbedSite, probe_sites
+from normexp.checks.statistics_size import check_counts, count_values, smallest_group
+from normexp.data.dataset import Data
+
+logger = logging.getLogger(__name__)
+
+PROBE_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What was measured of a built network before its training.
+
+    Attributes:
+        mixes_samples: another sample moves this sample's output in training.
+        mixes_samples_in_evaluation: the same in evaluation.
+        leak: how a later position moves an earlier output in evaluation; language models only.
+        leaks_future_in_training: a later position moves an earlier output in training.
+        pools: the norm takes statistics; without, it acts on each value by itself.
+        draws_for_itself: a module uses torch's global random state.
+        stacking_obstacle: why replicas cannot run under vmap.
+        elements_per_sample: values of one sample that reach all sites.
+    """
+
+    mixes_samples: bool
+    mixes_samples_in_evaluation: bool
+    leak: Leak | None
+    leaks_future_in_training: bool
+    pools: bool
+    draws_for_itself: bool
+    stacking_obstacle: str | None
+    elements_per_sample: int
+
+    @property
+    def leaks_future(self) -> bool:
+        return self.leak is not None
+
+
+def measure_traits(network: nn.Module, data: Data, sizes: Sizes, *, drop_last: bool) -> Traits:
+    """Probes one network on a few training samples, under the sizes it will meet.
+
+    Raises:
+        UserError: a forward fails, a statistic is over one value, or padding is read; with the
+            names of the sites.
+    """
+    group_size = smallest_group(sizes, len(data.train), drop_last=drop_last)
+    small = min(group_size, PROBE_SAMPLES)
+    elements = run_through(network, probe_batch(data, small), sizes.norm_batch_size)
+    batch = probe_batch(data, PROBE_SAMPLES)
+    sites = probe_sites(network, batch)
+    check_counts(count_values(sites, group_size), group_size)
+    _check_padding(network, data)
+    leaks = [_find_leak(network, sites, batch, data, training=mode) for mode in (False, True)]
+    if leaks[1] and not leaks[0]:
+        logger.info(note_of(leaks[1]))
+    own_draws = draws_for_itself(network, batch)
+    obstacle = (
+        "a module draws its own random numbers" if own_draws else cannot_stack(network, batch)
+    )
+    return Traits(
+        mixes_samples=_mixes_samples(network, sites, batch, training=True),
+        mixes_samples_in_evaluation=_mixes_samples(network, sites, batch, training=False),
+        leak=leaks[0],
+        leaks_future_in_training=leaks[1] is not None,
+        pools=any(measure_reach(probed, training=True).pools for probed in sites),
+        draws_for_itself=own_draws,
+        stacking_obstacle=obstacle,
+        elements_per_sample=elements,
+    )
+
+
+def _mixes_samples(
+    network: nn.Module, sites: Sequence[ProbedSite], batch: Batch, *, training: bool
+) -> bool:
+    """At any site, which a branch that starts at zero would hide, or anywhere in the network."""
+    at_sites = any(measure_reach(probed, training=training).other_samples for probed in sites)
+    return at_sites or mixes_samples(network, batch, training=training)
+
+
+def _find_leak(
+    network: nn.Module, sites: Sequence[ProbedSite], batch: Batch, data: Data, *, training: bool
+) -> Leak | None:
+    if data.task != "language_modeling":
+        return None
+    assert data.vocab_size is not None
+    return find_leak(network, sites, batch, data.vocab_size, training=training)
+
+
+def _check_padding(network: nn.Module, data: Data) -> None:
+    batch = padded_batch(data, PROBE_SAMPLES)
+    if batch is not None:
+        assert data.vocab_size is not None
+        check_padding(network, probe_sites(network, batch), batch, data.vocab_size)
