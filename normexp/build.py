@@ -20,12 +20,12 @@ from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Data, validate
 from normexp.errors import UserError
 from normexp.norms.contract import NormFactory
-from normexp.norms.foreign import bind_eps, foreign_factory
+from normexp.norms.foreign import adapt, foreign_factory
 
 logger = logging.getLogger(__name__)
 
 # Keys of a norm's YAML that speak to the model or to us; everything else goes to the norm.
-RESERVED_NORM_KEYS = ("view",)
+RESERVED_NORM_KEYS = ("view", "half_life")
 # Keys of an optimizer's YAML that speak to the training.
 RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight_decay")
 
@@ -39,20 +39,45 @@ def build_data(cfg: DictConfig) -> Data:
     return data
 
 
-def build_norm(cfg: DictConfig, sizes: Sizes) -> NormFactory:
-    """The factory that builds the norm of every site."""
+def build_norm(
+    cfg: DictConfig, sizes: Sizes, data: Data, *, momentum: float | None = None
+) -> NormFactory:
+    """The factory that builds the norm of every site.
+
+    Args:
+        momentum: of running averages, where the config gives a half-life in its place.
+    """
     plain = _plain(cfg.norm)
     reserved = {key: plain.pop(key) for key in RESERVED_NORM_KEYS if key in plain}
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view} is neither token nor sequence")
-    make = _instantiate(OmegaConf.create({**plain, "_partial_": True}), "norm")
+    if momentum is not None:
+        plain["momentum"] = momentum
     target = str(plain["_target_"])
-    if target.startswith("normexp.norms."):
-        make = bind_eps(make, cfg.eps)
-    else:
-        make = foreign_factory(make, target=target, eps=cfg.eps)
-    return NormFactory(make, view=view, norm_batch_size=sizes.norm_batch_size)
+    make = _instantiate(OmegaConf.create({**plain, "_partial_": True}), "norm")
+    make = _with_num_positions(make, data)
+    factory = adapt if target.startswith("normexp.norms.") else foreign_factory
+    build = factory(make, target=target, eps=cfg.eps)
+
+    def isolated(num_features: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):  # a norm's draws must not move the weights' draws
+            return build(num_features)
+
+    return NormFactory(isolated, view=view, norm_batch_size=sizes.norm_batch_size)
+
+
+def _with_num_positions(make: Callable[..., Any], data: Data) -> Callable[..., Any]:
+    """Binds the length of a text sample for a norm that keeps state per position."""
+    target = make.func if isinstance(make, partial) else make
+    bound = make.keywords if isinstance(make, partial) else {}
+    try:
+        names = inspect.signature(target).parameters
+    except (TypeError, ValueError):  # no function, or written in C: `adapt` has the words for it
+        return make
+    if "num_positions" not in names or "num_positions" in bound:
+        return make
+    return partial(make, num_positions=data.input_shape[-1])
 
 
 @dataclass(frozen=True)
@@ -92,17 +117,22 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
     return NetworkBuilder(make, arguments)
 
 
-def build_optimizer(cfg: DictConfig) -> Callable[..., torch.optim.Optimizer]:
+def build_optimizer(
+    cfg: DictConfig, *, momentum: float | None = None
+) -> Callable[..., torch.optim.Optimizer]:
     """The optimizer that `optim` names, still to be given its parameters and learning rate."""
     plain = _plain(cfg.optim)
     knobs = {key: value for key, value in plain.items() if key not in RESERVED_OPTIM_KEYS}
+    if momentum is not None:
+        knobs["momentum"] = momentum
     return _instantiate(OmegaConf.create(knobs), "optim")
 
 
 def _instantiate(cfg: Any, key: str) -> Any:
     """Hydra's instantiate, with a user's mistake in one line."""
-    if OmegaConf.is_missing(cfg, "_target_"):
-        raise UserError(f"{key}._target_ is not set; give a dotted path, {key}._target_=pkg.Name")
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise UserError(f"{missing[0]} is not set; give {missing[0]}=...")
     try:
         return instantiate(cfg, _convert_="all")
     except InstantiationException as error:

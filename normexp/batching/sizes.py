@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from normexp.errors import UserError
@@ -56,7 +57,7 @@ class Sizes:
 
 def _check_divides(small_key: str, small: int, large_key: str, large: int) -> None:
     if large % small:
-        fits = max(size for size in range(1, min(small, large) + 1) if large % size == 0)
-        raise UserError(
-            f"{small_key}={small} does not divide {large_key}={large}; try {small_key}={fits}"
-        )
+        divisors = [size for size in range(1, large + 1) if large % size == 0]
+        nearest = sorted(divisors, key=lambda size: abs(math.log(size / small)))[:2]
+        remedy = " or ".join(f"{small_key}={size}" for size in sorted(nearest))
+        raise UserError(f"{small_key}={small} does not divide {large_key}={large}; try {remedy}")

@@ -17,9 +17,7 @@ from normexp.norms.contract import named_sites
 logger = logging.getLogger(__name__)
 
 
-def check_coverage(
-    network: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
-) -> None:
+def check_coverage(network: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     """Raises UserError for a parameter outside the optimizer; warns of a norm's without gradient.
 
     Args:

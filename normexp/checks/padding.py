@@ -57,7 +57,9 @@ def site_reads_padding(probed: ProbedSite, *, training: bool) -> bool:
     values = probed.values(num_positions=length + EXTRA_POSITIONS)
     before = probed.run(values[:, :, :length], training=training, mask=mask)
     padding = ~mask.unsqueeze(1)
-    changed = torch.where(padding, 3 * values[:, :, :length] + outlier(values), values[:, :, :length])
+    changed = torch.where(
+        padding, 3 * values[:, :, :length] + outlier(values), values[:, :, :length]
+    )
     longer = nn.functional.pad(mask, (0, EXTRA_POSITIONS), value=False)
     return any(
         _differs(before, probed.run(x, training=training, mask=other), mask)

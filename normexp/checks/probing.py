@@ -19,6 +19,8 @@ from normexp.norms.contract import named_sites
 
 # Relative size of a change that counts as one; rounding in float32 moves outputs by less.
 MOVED = 1e-4
+# Outputs are compared on this scale or their own, whichever is larger: below it lies rounding.
+SMALLEST_SCALE = 1e-2
 
 
 def probe_batch(data: Data, num_samples: int) -> Batch:
@@ -80,7 +82,7 @@ def moved(before: Tensor, after: Tensor) -> bool:
     """Whether outputs differ by more than rounding."""
     if not before.numel():
         return False
-    scale = before.abs().amax().clamp(min=1e-6)
+    scale = before.abs().amax().clamp(min=SMALLEST_SCALE)
     return bool(((before - after).abs().amax() > MOVED * scale) | after.isnan().any())
 
 
@@ -91,6 +93,21 @@ def mixes_samples(network: nn.Module, batch: Batch, *, training: bool = True) ->
     before = output_of(network, batch, training=training)
     after = output_of(network, changed, training=training)
     return moved(before[1:], after[1:])
+
+
+def ignores_inputs(network: nn.Module, batch: Batch) -> bool:
+    """Whether every sample has one output, whatever the parameters that are zero will become.
+
+    So where a mean over positions follows a norm that centres each channel over them.
+    """
+    changed = {name: value.clone() for name, value in batch.items()}
+    changed["inputs"][0] = other_inputs(batch["inputs"][0])
+    with scratch(network, training=True, norm_batch_size=None) as own:
+        for parameter in own.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.1)
+        outputs = own(*model_arguments(changed))
+    return not moved(outputs[:1].expand_as(outputs), outputs)
 
 
 def other_inputs(inputs: Tensor) -> Tensor:

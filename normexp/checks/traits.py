@@ -15,6 +15,7 @@ from normexp.checks.padding import check_padding, padded_batch
 from normexp.checks.probing import (
     cannot_stack,
     draws_for_itself,
+    ignores_inputs,
     mixes_samples,
     probe_batch,
     run_through,
@@ -23,6 +24,7 @@ from normexp.checks.reach import measure_reach
 from normexp.checks.sites import ProbedSite, probe_sites
 from normexp.checks.statistics_size import check_counts, count_values, smallest_group
 from normexp.data.dataset import Data
+from normexp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,11 @@ def measure_traits(network: nn.Module, data: Data, sizes: Sizes, *, drop_last: b
     batch = probe_batch(data, PROBE_SAMPLES)
     sites = probe_sites(network, batch)
     check_counts(count_values(sites, group_size), group_size)
+    if len(batch["inputs"]) > 1 and ignores_inputs(network, batch):
+        raise UserError(
+            "the model's output is the same for every input with this norm, as where a mean over "
+            "positions follows a norm that centres each channel over them; try norm=layer"
+        )
     _check_padding(network, data)
     leaks = [_find_leak(network, sites, batch, data, training=mode) for mode in (False, True)]
     if leaks[1] and not leaks[0]:

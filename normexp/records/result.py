@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 SCHEMA = 1
 Status = Literal["finished", "diverged", "failed"]
-OPTIONAL = ("diverged_at_step", "error", "num_parameters", "timing")
+OPTIONAL = ("diverged_at_step", "error", "num_parameters", "timing", "invalid")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Result:
         error: one line; only, and always, where failed.
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
             samples_per_second.
+        invalid: why no number here may be compared, as of a language model that reads the future.
 
     Raises:
         ValueError: an unknown status, a status without its reason, or a number that is not finite.
@@ -38,6 +39,7 @@ class Result:
     error: str | None = None
     num_parameters: int | None = None
     timing: dict[str, float] = field(default_factory=dict)
+    invalid: str | None = None
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from torch import nn
 
-from normexp.batching.sizes import Sizes
-from normexp.build import NetworkBuilder, build_data, build_network, build_norm
+from normexp.build import NetworkBuilder, build_data, build_network, build_norm, build_optimizer
 from normexp.checks.causality import refusal_of
 from normexp.checks.coverage import check_coverage
 from normexp.checks.probing import probe_batch
 from normexp.checks.traits import PROBE_SAMPLES, Traits, measure_traits
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.records.identity import canonical, cell_id, source_digest
+from normexp.records.identity import canonical, cell_id
+from normexp.studies.naming import identity_of, record_of
+from normexp.studies.plan import Plan, plan_training
+from normexp.tasks.optimizer import parameter_groups
 
 logger = logging.getLogger(__name__)
-
-GROUPS = ("norm", "model", "data", "optim")
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,11 @@ class Cell:
     id: str
     identity: dict[str, Any]  # canonical config, the content of the id's hash
     record: dict[str, Any]  # plain values that go into result.json
-    sizes: Sizes
+    plan: Plan
     data: Data
     build: NetworkBuilder
     traits: Traits
     num_parameters: int
-    num_steps: int
 
     @property
     def title(self) -> str:
@@ -55,6 +52,12 @@ class Cell:
     def directory(self) -> Path:
         return self.study_dir / self.id
 
+    @property
+    def invalid(self) -> str | None:
+        """Why no number of this cell may be compared; None where all may."""
+        leak = self.traits.leak
+        return None if leak is None else f"leaks the future at {leak.where}"
+
 
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     """Builds and probes what `cfg` asks for; a user's mistake is raised here, before any work.
@@ -62,77 +65,49 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     Args:
         choices: the name chosen in each config group, for the record.
     """
-    sizes = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
     data = build_data(cfg)
-    num_steps = count_steps(cfg, data)
-    norm = build_norm(cfg, sizes)
+    plan = plan_training(cfg, len(data.train))
+    norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
-    traits = measure_traits(network, data, sizes)
+    traits = measure_traits(network, data, plan.sizes, drop_last=cfg.drop_last)
+    if traits.leak is not None and not cfg.allow_leak:
+        raise UserError(refusal_of(traits.leak))
+    _check_coverage(cfg, plan, network, data)
     if not traits.mixes_samples:
         norm.norm_batch_size = None  # nothing to split: every size is the same training
-    identity = canonical(_identity(cfg, data), mixes_samples=traits.mixes_samples)
+    identity = canonical(identity_of(cfg, data, plan), mixes_samples=traits.mixes_samples)
     return Cell(
         cfg=cfg,
         id=cell_id(identity),
         identity=identity,
-        record=_record(cfg, choices, identity, traits),
-        sizes=sizes,
+        record=record_of(cfg, choices, plan, identity) | _record_of_traits(traits),
+        plan=plan,
         data=data,
         build=build,
         traits=traits,
         num_parameters=sum(p.numel() for p in network.parameters()),
-        num_steps=num_steps,
     )
 
 
-def count_steps(cfg: DictConfig, data: Data) -> int:
-    """Optimizer steps of the whole training."""
-    num_samples = len(data.train)
-    rounding = math.floor if cfg.drop_last else math.ceil
-    steps = rounding(num_samples / cfg.batch_size)
-    if steps == 0:
-        raise UserError(
-            f"batch_size={cfg.batch_size} is more than the {num_samples} training samples of "
-            f"data={data.name}; try batch_size={num_samples} or drop_last=false"
-        )
-    if cfg.drop_last and num_samples % cfg.batch_size:
-        left_out = num_samples % cfg.batch_size
-        logger.info("drop_last leaves out %d of %d samples an epoch", left_out, num_samples)
-    return steps * cfg.epochs
-
-
-def _identity(cfg: DictConfig, data: Data) -> dict[str, Any]:
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(plain, dict)
-    config = {str(key): value for key, value in plain.items()}
-    for group in ("norm", "model", "data"):
-        digest = _source_digest_of(config[group]["_target_"])
-        if digest is not None:
-            config[group]["source_digest"] = digest
-    config["data"]["digest"] = data.digest
-    return config
-
-
-def _source_digest_of(target: str) -> str | None:
-    """Digest of the user's own file that a target comes from; None for installed packages."""
+def _check_coverage(cfg: DictConfig, plan: Plan, network: nn.Module, data: Data) -> None:
+    """Builds the optimizer as the training will, to see that it holds every parameter."""
+    groups = parameter_groups(
+        network, weight_decay=cfg.optim.weight_decay, decay_norm=cfg.optim.decay_norm
+    )
     try:
-        file = inspect.getsourcefile(get_object(target))
-    except TypeError:  # built in
-        return None
-    return None if file is None else source_digest(Path(file))
+        optimizer = build_optimizer(cfg, momentum=plan.optimizer_momentum)(groups, lr=plan.lr)
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"optim._target_={cfg.optim._target_}: {reason}") from error
+    check_coverage(network, optimizer, probe_batch(data, PROBE_SAMPLES))
 
 
-def _record(
-    cfg: DictConfig, choices: Mapping[str, str], identity: dict[str, Any], traits: Traits
-) -> dict[str, Any]:
-    sizes = ("batch_size", "micro_batch_size", "norm_batch_size")
-    kept = ("epochs", "lr", "lr_rule", "eps", "max_grad_norm", "drop_last")
-    return {
-        **{group: choices[group] for group in GROUPS},
-        **{size: cfg[size] for size in sizes},
-        **{key: cfg[key] for key in kept},
-        "precision": cfg.trainer.precision,
-        "mixes_samples": traits.mixes_samples,
-        "identity": identity,
-    }
+def _record_of_traits(traits: Traits) -> dict[str, bool]:
+    kept = (
+        "mixes_samples",
+        "mixes_samples_in_evaluation",
+        "leaks_future",
+        "leaks_future_in_training",
+    )
+    return {name: getattr(traits, name) for name in kept}

@@ -78,7 +78,8 @@ def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Sequence[str]
     ended, missing = recorded_runs(cell, seeds)
     if cfg.dry_run:
         print(
-            f"{cell.id}: {len(missing)} runs to do, {len(ended)} done, {cell.num_steps} steps each"
+            f"{cell.id}: {len(missing)} runs to do, {len(ended)} done, "
+            f"{cell.plan.num_steps} steps each"
         )
         return Outcome("skipped", cell.title, cell, ended)
     if not missing:

@@ -85,11 +85,11 @@ def _train(cell: Cell, seeds: list[int], checkpoint: Path) -> list[Result]:
         fit(
             task,
             checkpoint=checkpoint,
-            epochs=cfg.epochs,
+            epochs=cell.plan.epochs,
             val_every_epochs=cfg.val_every_epochs,
             trainer_options=OmegaConf.to_container(cfg.trainer, resolve=True),  # type: ignore[arg-type]
             loggers=loggers,
-            callbacks=[TrainingProgress(cell.title, cfg.epochs)],
+            callbacks=[TrainingProgress(cell.title, cell.plan.epochs)],
         )
         results = _write_results(cell, seeds, task)
         finished = True
@@ -102,7 +102,7 @@ def _train(cell: Cell, seeds: list[int], checkpoint: Path) -> list[Result]:
 def build_replicas(cell: Cell, seeds: list[int]) -> Replicas:
     """One network per seed, in the form that the rule of `stacks` chooses."""
     networks = [cell.build(seed) for seed in seeds]
-    elements = cell.sizes.micro * cell.traits.elements_per_sample
+    elements = cell.plan.sizes.micro * cell.traits.elements_per_sample
     wanted = cell.cfg.stack
     if wanted == "auto":
         wanted = stacks(_device_type(cell.cfg.trainer.accelerator), len(seeds), elements)
@@ -120,10 +120,10 @@ def build_recipe(cell: Cell) -> Recipe:
     """How the cell is trained, from its config."""
     cfg = cell.cfg
     return Recipe(
-        sizes=cell.sizes,
-        optimizer=build_optimizer(cfg),
-        schedule=Schedule(cfg.optim.schedule, cfg.optim.warmup, cell.num_steps),
-        lr=cfg.lr,
+        sizes=cell.plan.sizes,
+        optimizer=build_optimizer(cfg, momentum=cell.plan.optimizer_momentum),
+        schedule=Schedule(cfg.optim.schedule, cfg.optim.warmup, cell.plan.num_steps),
+        lr=cell.plan.lr,
         weight_decay=cfg.optim.weight_decay,
         decay_norm=cfg.optim.decay_norm,
         max_grad_norm=cfg.max_grad_norm,
@@ -163,6 +163,7 @@ def _write_results(cell: Cell, seeds: list[int], task: TrainingTask) -> list[Res
             diverged_at_step=diverged_at,
             num_parameters=cell.num_parameters,
             timing=timing,
+            invalid=cell.invalid,
         )
         write_result(run_dir, result)
         results.append(result)

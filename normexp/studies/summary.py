@@ -29,6 +29,8 @@ def print_summary(outcome: Outcome) -> None:
         return
     words = {"skipped": "already recorded", "finished": "trained"}
     count = len(outcome.results)
+    if cell.invalid:
+        console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
     console.print(f"\n{cell.title}: {words[outcome.status]}, n = {count} seeds", markup=False)
     table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
     for name in SHOWN:
@@ -52,13 +54,12 @@ def next_commands(outcome: Outcome) -> list[str]:
     """Three commands that fit what was just trained."""
     assert outcome.cell is not None
     record = outcome.cell.record
-    others = [name for name in ("batch", "layer", "instance", "group") if name != record["norm"]]
-    data = f" data={record['data']}"
+    norm, data = record["norm"], f" data={record['data']}"
+    own = [] if norm == "custom" else [norm]  # custom takes a target, which a list has no room for
+    others = [name for name in ("batch", "layer", "instance", "group") if name != norm]
     return [
-        f"python -m normexp.train -m norm={record['norm']},{','.join(others)}{data}",
-        f"python -m normexp.train -m norm=batch,{record['norm']} norm_batch_size=2,8,32{data}"
-        if record["norm"] != "batch"
-        else f"python -m normexp.train -m norm=batch norm_batch_size=2,8,32{data}",
+        f"python -m normexp.train -m norm={','.join(own + others)}{data}",
+        f"python -m normexp.train -m norm=batch,group norm_batch_size=2,8,32{data}",
         "python -m normexp.train --help",
     ]
 
@@ -78,6 +79,8 @@ def print_closing_table(outcomes: Sequence[Outcome]) -> None:
         name = next((n for n in MAIN if values_of(outcome.results, n)), "")
         values = values_of(outcome.results, name)
         shown = f"{name} {_mean_and_sd(values)}" if values else outcome.error
+        if outcome.cell.invalid:
+            shown = f"INVALID {shown}"
         row = [*sizes, norm_size, shown, str(len(values)), outcome.cell.id]
         table.add_row(outcome.status, record["norm"], *row)
     Console(highlight=False, soft_wrap=True).print(table)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
+from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.studies.folders import CUSTOM_GROUPS
 from normexp.studies.kinds import as_typed
@@ -32,7 +33,7 @@ def validate(config: DictConfig) -> None:
             )
     for key, rule in RULES.items():
         _check(config, key, rule)
-    _check_sizes(config)
+    Sizes(config.batch_size, config.micro_batch_size, config.norm_batch_size)
 
 
 def _check(config: DictConfig, key: str, rule: Rule) -> None:
@@ -47,21 +48,6 @@ def _check(config: DictConfig, key: str, rule: Rule) -> None:
         return
     null = " or null" if rule.nullable else ""
     raise UserError(f"{key}={as_typed(value)}: must be {rule.wanted}{null}")
-
-
-def _check_sizes(config: DictConfig) -> None:
-    """Each size divides the one above it; null reads as the one above."""
-    above = "batch_size"
-    for key in ("micro_batch_size", "norm_batch_size"):
-        size, whole = config[key], config[above]
-        if size is None:
-            continue
-        if whole % size:
-            divisors = [n for n in range(1, whole + 1) if whole % n == 0]
-            nearest = sorted(divisors, key=lambda n: abs(math.log(n / size)))[:2]
-            remedy = " or ".join(f"{key}={n}" for n in sorted(nearest))
-            raise UserError(f"{key}={size} does not divide {above}={whole}; try {remedy}")
-        above = key
 
 
 def _is_whole(value: Any) -> bool:
@@ -97,7 +83,10 @@ RULES = {
     "norm_batch_size": SIZE,
     "epochs": COUNT,
     "lr": POSITIVE,
-    "lr_rule": _one_of("none", "linear", "sqrt"),
+    "steps": SIZE,
+    "samples": SIZE,
+    "lr_rule": _one_of("none", "linear", "sqrt", "momentum_aware"),
+    "base_batch_size": COUNT,
     "max_grad_norm": POSITIVE._replace(nullable=True),
     "seed": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
     "replicas": COUNT,
@@ -112,6 +101,8 @@ RULES = {
     "log_every": COUNT,
     "stack": _one_of("auto", True, False),
     "save_weights": FLAG,
+    "allow_leak": FLAG,
+    "diagnostics": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more", True),
     "optim.momentum": FRACTION,
     "optim.nesterov": FLAG,
     "optim.weight_decay": NOT_NEGATIVE,

@@ -1,0 +1,74 @@
+"""What a cell is called and what is written of it: its identity and its plain record."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from normexp.data.dataset import Data
+from normexp.records.identity import source_digest
+from normexp.studies.plan import Plan
+
+GROUPS = ("norm", "model", "data", "optim")
+# Ways of saying what `Plan` has worked out; the identity holds what came out of them.
+SPOKEN = ("epochs", "steps", "samples", "lr_rule", "base_batch_size", "allow_leak")
+
+
+def identity_of(cfg: DictConfig, data: Data, plan: Plan) -> dict[str, Any]:
+    """Everything that defines a training, for `records.canonical`: derived values, not spellings.
+
+    Holds a digest of the data and of a custom module's source, so an edited one is a new cell.
+    """
+    config = _plain(cfg)
+    for group in ("norm", "model", "data"):
+        digest = _source_digest_of(config[group]["_target_"])
+        if digest is not None:
+            config[group]["source_digest"] = digest
+    config["data"]["digest"] = data.digest
+    config = {key: value for key, value in config.items() if key not in SPOKEN}
+    config |= {"num_steps": plan.num_steps, "lr": plan.lr}
+    config["optim"].pop("default_lr")
+    if plan.optimizer_momentum is not None:
+        config["optim"]["momentum"] = plan.optimizer_momentum
+    config["norm"].pop("half_life", None)
+    if plan.norm_momentum is not None:
+        config["norm"]["momentum"] = plan.norm_momentum
+    return config
+
+
+def record_of(
+    cfg: DictConfig, choices: Mapping[str, str], plan: Plan, identity: dict[str, Any]
+) -> dict[str, Any]:
+    """Plain values for result.json: names as typed, sizes as asked, the whole identity below."""
+    spoken = ("batch_size", "micro_batch_size", "norm_batch_size", "lr_rule", "eps", "drop_last")
+    return {
+        **{group: choices[group] for group in GROUPS},
+        **{key: cfg[key] for key in spoken},
+        "split": plan.sizes.label,
+        "epochs": plan.num_steps / plan.steps_per_epoch,
+        "num_steps": plan.num_steps,
+        "lr": plan.lr,
+        "max_grad_norm": cfg.max_grad_norm,
+        "precision": cfg.trainer.precision,
+        "identity": identity,
+    }
+
+
+def _source_digest_of(target: str) -> str | None:
+    """Digest of the user's own file that a target comes from; None for installed packages."""
+    try:
+        file = inspect.getsourcefile(get_object(target))
+    except TypeError:  # built in
+        return None
+    return None if file is None else source_digest(Path(file))
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
