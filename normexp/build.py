@@ -30,6 +30,16 @@ RESERVED_NORM_KEYS = ("view", "half_life")
 RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight_decay")
 
 
+def check_device(cfg: DictConfig) -> None:
+    """Refuses a GPU where there is none."""
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if cfg.trainer.accelerator in ("gpu", "cuda", "mps") and not has_gpu:
+        raise UserError(
+            f"trainer.accelerator={cfg.trainer.accelerator}: there is no GPU on this machine; "
+            "try trainer=cpu, or trainer=auto, which takes what is there"
+        )
+
+
 def build_data(cfg: DictConfig) -> Data:
     """The data set that `data` names, checked and on the CPU."""
     data = _instantiate(cfg.data, "data")

@@ -86,7 +86,9 @@ def _find_remedy(probed: ProbedSite, length: int) -> str:
     reach = measure_reach(probed, training=False)
     if reach.other_samples:
         return "norm=batch with norm.track_running_stats=true, or norm=batch_per_position"
-    remedy = "norm=causal_group" if reach.other_channels else "norm=causal_instance"
+    if not reach.other_channels:
+        return "norm=causal_instance"
+    remedy = "norm=causal_group"
     site = probed.site
     if site.view == "sequence":
         as_tokens = replace(probed, site=Site(site.norm, "token", site.norm_batch_size))

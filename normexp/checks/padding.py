@@ -108,7 +108,7 @@ def _output_and_state(network: nn.Module, batch: Batch, *, training: bool) -> tu
 
 
 def _refuse_unmasked_mixing(sites: Sequence[ProbedSite]) -> None:
-    """A norm without `mask` gets a sample at a time, which one that mixes samples cannot live on."""
+    """A norm without `mask` gets one sample at a time: no use to one that mixes samples."""
     for probed in sites:
         site = probed.site
         if probed.mask is None or site.takes_mask or site.view == "token":

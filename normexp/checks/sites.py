@@ -20,6 +20,7 @@ from normexp.batching.replicas import Batch, model_arguments
 from normexp.checks.probing import scratch
 from normexp.errors import UserError
 from normexp.norms.contract import Site, State, named_sites, read_state
+from normexp.norms.views import as_maps, input_and_mask
 
 SHOWN_NAMES = 3  # sites that a message spells out
 
@@ -61,13 +62,6 @@ class ProbedSite:
         return as_maps(out, self.site), read_state(own)
 
 
-def as_maps(x: Tensor, site: Site) -> Tensor:
-    """What a site receives or returns as (N, C, P)."""
-    if site.view != "map":
-        return x.transpose(1, 2)
-    return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
-
-
 def probe_sites(network: nn.Module, batch: Batch) -> list[ProbedSite]:
     """The sites that a training forward on `batch` enters, in that order, once per input shape.
 
@@ -77,8 +71,7 @@ def probe_sites(network: nn.Module, batch: Batch) -> list[ProbedSite]:
     with scratch(network, training=True, norm_batch_size=None) as own:
 
         def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs["x"]
-            mask = args[1] if len(args) > 1 else kwargs.get("mask")
+            x, mask = input_and_mask(args, kwargs)
             found.setdefault((name, x.shape), ProbedSite(name, site, x.shape, mask))
 
         hooks = [

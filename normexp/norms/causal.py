@@ -18,8 +18,8 @@ class CausalGroupNorm(GroupNorm):
 
     Shape (N, C, T) in and out, or (N, C), which is one position; an affine per channel, statistics
     in float32 or wider, in training and evaluation alike. The last position equals group norm over
-    the whole sequence, and with G = C this is `CausalInstanceNorm`. Cumulative as cLN in Conv-TasNet
-    (arXiv:1809.07454), which has one group; groups of arXiv:1803.08494. Arguments as `GroupNorm`.
+    the whole sequence; with G = C this is `CausalInstanceNorm`. Groups of arXiv:1803.08494,
+    cumulative as cLN of Conv-TasNet (arXiv:1809.07454), which is G = 1. Arguments as `GroupNorm`.
 
     Raises:
         UserError: as `GroupNorm`, one value per group in training alone; several position axes.
@@ -79,9 +79,8 @@ def normalize_prefixes(
         )
     wide = zero_masked(widen(x), mask)
     groups = wide.view(*x.shape[:2], -1).unflatten(1, (num_groups, -1))  # (N, G, C/G, T)
-    real = torch.ones_like(groups[:, 0, 0], dtype=torch.bool)
-    if mask is not None:
-        real = mask.view(real.shape)
+    shape = (x.shape[0], groups.shape[-1])
+    real = x.new_ones(shape, dtype=torch.bool) if mask is None else mask.view(shape)
     first = real.int().argmax(dim=-1)[:, None, None, None]
     # No output depends on what is subtracted from all of a group, so no gradient does.
     reference = groups.take_along_dim(first, dim=-1).mean(dim=2, keepdim=True).detach()
@@ -89,10 +88,9 @@ def normalize_prefixes(
     mean, var = _prefix_moments(groups, real.unsqueeze(1))
     out = (groups - mean.unsqueeze(2)) * torch.rsqrt(var + eps).unsqueeze(2)
     out = out.flatten(1, 2).view(x.shape)
-    if weight is not None:
-        out = out * over_channels(weight.to(out.dtype), out)
-    if bias is not None:
-        out = out + over_channels(bias.to(out.dtype), out)
+    weight, bias = in_dtype_of(out, weight), in_dtype_of(out, bias)
+    if weight is not None and bias is not None:
+        out = out * over_channels(weight, out) + over_channels(bias, out)
     return zero_masked(out, mask).to(x.dtype)
 
 
@@ -100,15 +98,17 @@ def _prefix_moments(x: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance (N, G, T) of x (N, G, K, T) over K and the real positions s <= t.
 
     With b_s and v_s the mean and variance of position s over K, and n_s the number of positions up
-    to it: mean_t = sum b_s / n_t and var_t = sum [v_s + (n_s - 1) / n_s * (b_s - mean_{s-1})^2] / n_t
-    (Chan, Golub and LeVeque 1979). No term is negative, so no digits cancel and no later position
-    enters. x is zero where real (N, 1, T) is false.
+    to it, mean_t = sum b_s / n_t, var_t = sum (v_s + (n_s - 1) / n_s * (b_s - mean_{s-1})^2) / n_t
+    (Chan, Golub and LeVeque 1979). No term is negative, so no digits cancel; x is zero where `real`
+    (N, 1, T) is false.
     """
     count = real.cumsum(dim=-1).to(x.dtype)
     safe = count.clamp(min=1)  # positions before the first real one: 0 / 1
-    var, mean = torch.var_mean(x, dim=2, correction=0)
+    mean = x.mean(dim=2)
     prefix_mean = mean.cumsum(dim=-1) / safe
     mean_before = F.pad(prefix_mean[..., :-1], (1, 0))
     share = torch.where(real, (count - 1) / safe, 0)
-    steps = var + share * (mean - mean_before).square()
+    steps = share * (mean - mean_before).square()
+    if x.shape[2] > 1:  # a channel by itself has no variance at a position
+        steps = steps + (x - mean.unsqueeze(2)).square().mean(dim=2)
     return prefix_mean, steps.cumsum(dim=-1) / safe

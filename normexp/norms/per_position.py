@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import State, over_channels, widen
+from normexp.norms.contract import State, widen
 from normexp.norms.moments import Moments, normalize_groups, pool, unbiased
 from normexp.norms.none import in_dtype_of, zero_masked
 
@@ -33,6 +33,11 @@ class BatchNormPerPosition(BatchNorm):
         UserError: momentum outside (0, 1]; in forward, one sample in training, an input that is not
             (N, C, T), or real positions beyond `num_positions`.
     """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    num_values: Tensor
 
     def __init__(
         self,
@@ -64,8 +69,8 @@ class BatchNormPerPosition(BatchNorm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.ndim != 3:
             raise UserError(
-                "batch norm per position needs one positions axis (N, C, T), and an input of shape "
-                f"{tuple(x.shape)} has {x.ndim - 2}; try norm=batch, or norm.view=sequence for tokens"
+                "batch norm per position needs one positions axis (N, C, T), not an input of shape "
+                f"{tuple(x.shape)}; try norm=batch, or norm.view=sequence for tokens"
             )
         return self.forward_groups(x[None], None if mask is None else mask[None])[0]
 
@@ -104,19 +109,15 @@ class BatchNormPerPosition(BatchNorm):
         return out.unflatten(0, by_group).permute(0, 2, 3, 1)
 
     def _by_running_averages(self, x: Tensor) -> Tensor:
-        assert self.running_mean is not None and self.running_var is not None
         length = x.shape[-1]
         mean, var = (rows[:length].T.to(x.dtype) for rows in (self.running_mean, self.running_var))
         out = (x - mean) * torch.rsqrt(var + self.eps)  # (G, N, C, T)
-        if self.weight is not None and self.bias is not None:
-            out = out * self.weight.to(x.dtype)[:, None] + self.bias.to(x.dtype)[:, None]
-        return out
+        weight, bias = in_dtype_of(x, self.weight), in_dtype_of(x, self.bias)
+        return out if weight is None or bias is None else out * weight[:, None] + bias[:, None]
 
     @torch.no_grad()
     def _advance(self, moments: Moments) -> None:
         """Moves the running averages by one step, each row by what it has: a variance needs two."""
-        assert self.running_mean is not None and self.running_var is not None
-        assert self.num_batches_tracked is not None and self.num_values is not None
         assert self.momentum is not None
         mean, var, count = moments  # (T, C), T of the input
         count = count[:, 0] if isinstance(count, Tensor) else mean.new_full((len(mean),), count)
@@ -126,9 +127,9 @@ class BatchNormPerPosition(BatchNorm):
         self.num_batches_tracked.add_(1)
         self.num_values.copy_(count)
         count = count[:, None]
-        factor = self.momentum * (count > 0)
+        factor = self.momentum * (count > 0).to(mean.dtype)
         self.running_mean.mul_(1 - factor).add_(factor * mean)
-        factor = self.momentum * (count > 1)
+        factor = self.momentum * (count > 1).to(mean.dtype)
         self.running_var.mul_(1 - factor).add_(factor * unbiased(var, count))
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:

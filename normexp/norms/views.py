@@ -1,6 +1,8 @@
-"""What a site receives or returns, in one layout whatever its view."""
+"""What passes through a site, in one layout whatever its view."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +16,8 @@ def as_maps(x: Tensor, site: Site) -> Tensor:
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 
 
-def received(args: tuple[Tensor | None, ...], kwargs: dict[str, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Input and mask of a call of a site, given by place or by name."""
+def input_and_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """What a forward hook saw a site receive, given by place or by name."""
     x = args[0] if args else kwargs["x"]
     mask = args[1] if len(args) > 1 else kwargs.get("mask")
-    assert x is not None
     return x, mask

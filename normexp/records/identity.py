@@ -19,6 +19,7 @@ NOT_TRAINING = (
     *("data_dir", "runs_dir", "save_weights"),
     *("accelerator", "devices", "num_nodes", "strategy", "chunk", "stack", "launcher", "hydra"),
     *("logger", "progress", "evaluation", "diagnostics", "val_every_epochs", "allow_leak"),
+    *("evaluate_with", "evaluate_batch_sizes", "evaluate_every_epoch", "precise_samples"),
 )
 # The same inside `trainer`; its precision stays. Devices count only as `statistics_groups`.
 PLACEMENT = ("accelerator", "devices", "num_nodes", "strategy")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from normexp.errors import UserError
-from normexp.records.layout import CONFIG_FILE, RESULT_FILE
+from normexp.records.layout import CONFIG_FILE, EVALUATION_FILE, RESULT_FILE
 from normexp.records.result import Result
 
 
@@ -66,6 +66,11 @@ def append_whole(descriptor: int, content: bytes) -> None:
 def write_result(seed_dir: Path, result: Result) -> None:
     """result.json, the last file of a run: its presence means ended."""
     write_json(seed_dir / RESULT_FILE, result.to_dict())
+
+
+def write_evaluation(seed_dir: Path, content: Mapping[str, Any]) -> None:
+    """evaluation.json: metrics by statistics, {"precise": {"test/accuracy": 0.9, ...}, ...}."""
+    write_json(seed_dir / EVALUATION_FILE, content)
 
 
 def write_config(cell_dir: Path, config: str) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import nn
 
-from normexp.build import NetworkBuilder, build_data, build_network, build_norm, build_optimizer
+from normexp.build import (
+    NetworkBuilder,
+    build_data,
+    build_network,
+    build_norm,
+    build_optimizer,
+    check_device,
+)
 from normexp.checks.causality import refusal_of
 from normexp.checks.coverage import check_coverage
 from normexp.checks.probing import probe_batch
@@ -19,8 +26,10 @@ from normexp.checks.traits import PROBE_SAMPLES, Traits, measure_traits
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.records.identity import canonical, cell_id
+from normexp.studies.evaluation_plan import plan_evaluation
 from normexp.studies.naming import identity_of, record_of
 from normexp.studies.plan import Plan, plan_training
+from normexp.tasks.evaluation import EvaluationPlan
 from normexp.tasks.optimizer import parameter_groups
 
 logger = logging.getLogger(__name__)
@@ -38,6 +47,7 @@ class Cell:
     data: Data
     build: NetworkBuilder
     traits: Traits
+    evaluation: EvaluationPlan
     num_parameters: int
 
     @property
@@ -65,6 +75,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     Args:
         choices: the name chosen in each config group, for the record.
     """
+    check_device(cfg)
     data = build_data(cfg)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
@@ -74,6 +85,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     if traits.leak is not None and not cfg.allow_leak:
         raise UserError(refusal_of(traits.leak))
     _check_coverage(cfg, plan, network, data)
+    evaluation = plan_evaluation(cfg, plan.sizes, data, traits, network)
     if not traits.mixes_samples:
         norm.norm_batch_size = None  # nothing to split: every size is the same training
     identity = canonical(identity_of(cfg, data, plan), mixes_samples=traits.mixes_samples)
@@ -86,6 +98,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         data=data,
         build=build,
         traits=traits,
+        evaluation=evaluation,
         num_parameters=sum(p.numel() for p in network.parameters()),
     )
 

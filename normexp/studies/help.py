@@ -62,5 +62,5 @@ def _values() -> str:
     for line in (conf_dir() / "config.yaml").read_text().splitlines():
         if found := LINE.match(line):
             setting = f"{found['key']}={found['default']}"
-            lines.append(f"  {setting:<26}{found['comment']}")
+            lines.append(f"  {setting:<28}{found['comment']}")
     return "\n".join(lines) + "\n"

@@ -92,7 +92,8 @@ def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Sequence[str]
             raise UserError(f"{cell.directory}: another process is training this cell; wait for it")
         try:
             trained = train_stack(cell, missing)
-        except (Interrupted, KeyboardInterrupt):
+        except Interrupted:
+            logger.info("%s: the checkpoint is kept; the same line goes on from it", cell.id)
             raise KeyboardInterrupt from None
         except Exception as error:  # one cell's failure is a row, the others go on
             return _failed(cell, missing, error)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger
+from torch import nn
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import InTurn, Replicas, Stacked
@@ -28,9 +30,16 @@ from normexp.records.layout import (
 )
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
-from normexp.records.writer import open_atomic, write_config, write_result
+from normexp.records.writer import (
+    open_atomic,
+    write_config,
+    write_evaluation,
+    write_result,
+)
 from normexp.studies.cell import Cell
 from normexp.tasks.classification import Classification
+from normexp.tasks.diagnostics import Diagnostics
+from normexp.tasks.evaluation import StatisticsEvaluation
 from normexp.tasks.fit import fit
 from normexp.tasks.language_modeling import LanguageModeling
 from normexp.tasks.optimizer import Schedule
@@ -73,13 +82,8 @@ def _train(cell: Cell, seeds: list[int], checkpoint: Path) -> list[Result]:
     sinks: list[list[RunSink]] = [[writer] for writer in writers]
     for run_sinks, wandb_run in zip(sinks, wandb_runs, strict=False):
         run_sinks.append(wandb_run)
-    task = TASKS[cell.data.task](
-        replicas,
-        cell.data,
-        TrainingBatches(cell.data, seeds, cfg.batch_size, drop_last=cfg.drop_last),
-        build_recipe(cell),
-        Recorder(sinks, loggers),
-    )
+    task = build_task(cell, seeds, replicas, Recorder(sinks, loggers))
+    evaluation = StatisticsEvaluation(cell.evaluation)
     finished = False
     try:
         fit(
@@ -89,9 +93,9 @@ def _train(cell: Cell, seeds: list[int], checkpoint: Path) -> list[Result]:
             val_every_epochs=cfg.val_every_epochs,
             trainer_options=OmegaConf.to_container(cfg.trainer, resolve=True),  # type: ignore[arg-type]
             loggers=loggers,
-            callbacks=[TrainingProgress(cell.title, cell.plan.epochs)],
+            callbacks=[*build_callbacks(cell), evaluation],
         )
-        results = _write_results(cell, seeds, task)
+        results = _write_results(cell, seeds, task, evaluation)
         finished = True
     finally:
         for wandb_run in wandb_runs:
@@ -99,9 +103,31 @@ def _train(cell: Cell, seeds: list[int], checkpoint: Path) -> list[Result]:
     return results
 
 
+def build_task(
+    cell: Cell, seeds: list[int], replicas: Replicas, recorder: Recorder
+) -> TrainingTask:
+    """What trains and evaluates replicas of these seeds."""
+    batches = TrainingBatches(
+        cell.data, seeds, cell.plan.sizes.batch_size, drop_last=cell.cfg.drop_last
+    )
+    return TASKS[cell.data.task](replicas, cell.data, batches, build_recipe(cell), recorder)
+
+
+def build_callbacks(cell: Cell) -> list[Callback]:
+    """What watches the training."""
+    callbacks: list[Callback] = [TrainingProgress(cell.title, cell.plan.epochs)]
+    if cell.cfg.diagnostics:
+        callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
+    return callbacks
+
+
 def build_replicas(cell: Cell, seeds: list[int]) -> Replicas:
-    """One network per seed, in the form that the rule of `stacks` chooses."""
-    networks = [cell.build(seed) for seed in seeds]
+    """One new network per seed, in the form that the rule of `stacks` chooses."""
+    return arrange_replicas(cell, seeds, [cell.build(seed) for seed in seeds])
+
+
+def arrange_replicas(cell: Cell, seeds: list[int], networks: list[nn.Module]) -> Replicas:
+    """The networks of `seeds`, in the form that the rule of `stacks` chooses."""
     elements = cell.plan.sizes.micro * cell.traits.elements_per_sample
     wanted = cell.cfg.stack
     if wanted == "auto":
@@ -138,8 +164,10 @@ def _device_type(accelerator: str) -> str:
     return "cuda" if accelerator == "gpu" else accelerator
 
 
-def _write_results(cell: Cell, seeds: list[int], task: TrainingTask) -> list[Result]:
-    """Weights, then result.json of every run: its presence means ended."""
+def _write_results(
+    cell: Cell, seeds: list[int], task: TrainingTask, evaluation: StatisticsEvaluation
+) -> list[Result]:
+    """Weights, evaluations, then result.json of every run: its presence means ended."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     environment = describe_environment(gpu)
     if cell.data.source_version:
@@ -151,6 +179,8 @@ def _write_results(cell: Cell, seeds: list[int], task: TrainingTask) -> list[Res
         if cell.cfg.save_weights:
             with open_atomic(run_dir / WEIGHTS_FILE) as file:
                 torch.save(task.replicas.replica(index).cpu().state_dict(), file)
+        if cell.evaluation.adds:
+            write_evaluation(run_dir, evaluation.content(task, index))
         diverged_at = task.diverged_at[index]
         finals = {name: column[index] for name, column in task.final.items()}
         result = Result(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
@@ -31,9 +31,14 @@ def validate(config: DictConfig) -> None:
                 f"{group}._target_ is missing: name a class or function, as in "
                 f"{group}._target_=my_package.MyClass, and its knobs as {group}.<knob>=..."
             )
-    for key, rule in RULES.items():
-        _check(config, key, rule)
+    validate_keys(config, RULES)
     Sizes(config.batch_size, config.micro_batch_size, config.norm_batch_size)
+
+
+def validate_keys(config: DictConfig, keys: Iterable[str]) -> None:
+    """Checks the values of some keys by themselves. Raises UserError."""
+    for key in keys:
+        _check(config, key, RULES[key])
 
 
 def _check(config: DictConfig, key: str, rule: Rule) -> None:
@@ -67,6 +72,14 @@ def _one_of(*choices: str | bool) -> Rule:
     words = [as_typed(choice) for choice in choices]
     kinds = tuple({type(choice) for choice in choices})
     return Rule(lambda v: isinstance(v, kinds) and v in choices, f"one of {', '.join(words)}")
+
+
+def _list_of(rule: Rule) -> Rule:
+    def holds(value: Any) -> bool:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_list and len(value) > 0 and all(map(rule.holds, value))
+
+    return Rule(holds, f"a list, each {rule.wanted}")
 
 
 COUNT = Rule(lambda v: _is_whole(v) and v > 0, "a whole number above 0")
@@ -103,6 +116,10 @@ RULES = {
     "save_weights": FLAG,
     "allow_leak": FLAG,
     "diagnostics": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more", True),
+    "evaluate_with": _list_of(_one_of("running", "precise", "batch")),
+    "precise_samples": Rule(lambda v: _is_whole(v) and v > 1, "a whole number above 1"),
+    "evaluate_batch_sizes": _list_of(COUNT)._replace(nullable=True),
+    "evaluate_every_epoch": FLAG,
     "optim.momentum": FRACTION,
     "optim.nesterov": FLAG,
     "optim.weight_decay": NOT_NEGATIVE,

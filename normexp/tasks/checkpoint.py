@@ -75,7 +75,7 @@ class Checkpointer(pl.Callback):
         due = time.monotonic() - self._saved_at >= self.interval
         if not (due or self.stop.requested):
             return
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_at = time.monotonic()
         if self.stop.requested:
             raise Interrupted

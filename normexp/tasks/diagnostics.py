@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, Measure, model_arguments
-from normexp.norms.contract import Site, named_sites
-from normexp.norms.views import as_maps, received
+from normexp.norms.contract import Site, State, named_sites, read_state, widen
+from normexp.norms.views import as_maps, input_and_mask
 from normexp.tasks.training import TrainingTask
 
 FLAT = 1e-2  # of the largest slope: below it a bounded function counts as saturated
@@ -67,69 +70,111 @@ def measure_sites(
 
     For each site, over the real values of its input x (N, C, P) and output y:
 
-        input_mean, input_std       of x
-        output_rms                  sqrt(mean y^2)
-        dead                        share of channels with y <= 0 everywhere: a ReLU behind it is dead
-        running_gap                 mean over channels of |mean x - running_mean| / running std
-        saturated                   share of values whose slope |dy/dx| is below 1 % of the channel's
-                                    largest, that at x = 0 included; where `elementwise`
-        <parameter>_mean, _std      of each parameter, such as weight and bias
-        grad_norm                   2-norm of the loss gradient over the norm's parameters
+        input_mean, input_std   of x
+        output_rms              sqrt(mean y^2)
+        dead                    share of channels with y <= 0 everywhere, dead to a ReLU
+        running_gap             mean over channels of |mean x - running_mean| / running std
+        saturated               share of values whose slope |dy/dx| is below 1 % of the channel's
+                                largest, that at x = 0 included; where `elementwise`
+        weight_mean, weight_std of the parameter `weight`, and so for every other one
+        grad_norm               2-norm of the loss gradient over the norm's parameters
     """
-    found: dict[str, Tensor] = {}
     network.train()
-    hooks = []
-    for name, site in named_sites(network):
-        watch = _Watch(name, site, found, elementwise=elementwise)
-        hooks.append(site.register_forward_pre_hook(watch.before, with_kwargs=True))
-        hooks.append(site.register_forward_hook(watch.after, with_kwargs=True))
+    calls: dict[str, _Call] = {}
+    states = {name: read_state(site) for name, site in named_sites(network)}
+    hooks = [
+        site.register_forward_hook(partial(_keep_first, calls, name), with_kwargs=True)
+        for name, site in named_sites(network)
+    ]
     loss = measure(network(*model_arguments(batch)), batch)["loss"] / batch["targets"].numel()
     loss.backward()
     for hook in hooks:
         hook.remove()
+    found: dict[str, Tensor] = {}
     for name, site in named_sites(network):
-        found |= {f"{name}/{key}": value for key, value in describe_parameters(site).items()}
+        rows = describe_parameters(site)
+        if name in calls:
+            rows |= describe_values(site, calls[name], states[name])
+            if elementwise:
+                rows["saturated"] = share_of_flat(site, calls[name])
+        found |= {f"{name}/{key}": value for key, value in rows.items()}
+    if not found:  # a model without norms
+        return {}
     numbers = torch.stack([value.double() for value in found.values()]).tolist()
     return dict(zip(found, numbers, strict=True))
 
 
-class _Watch:
-    """Describes what passes through one site, at its first call."""
+class _Call(NamedTuple):
+    """One forward of a site; tensors as it received and returned them."""
 
-    def __init__(
-        self, name: str, site: Site, found: dict[str, Tensor], *, elementwise: bool
-    ) -> None:
-        self.name = name
-        self.site = site
-        self.found = found
-        self.elementwise = elementwise
+    x: Tensor
+    mask: Tensor | None
+    y: Tensor
 
-    @torch.no_grad()
-    def before(self, _: object, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        if self._is_known():
-            return
-        x, real = self._real(args, kwargs)
-        values = x[real.expand_as(x)]
-        self._keep("input_mean", values.mean())
-        self._keep("input_std", values.std(unbiased=False))
-        gap = running_gap(self.site, x, real)
-        if gap is not None:
-            self._keep("running_gap", gap)
-        if self.elementwise:
-            slopes = find_slopes(self.site, *received(args, kwargs))
-            self._keep("saturated", share_of_flat(slopes, real))
 
-    @torch.no_grad()
-    def after(
-        self,
-        _: object,
-        args: tuple[Tensor, ...],
-        kwargs: dict[str, Tensor],
-        output: Tensor,
-    ) -> None:
-        if f"{self.name}/output_rms" in self.found:
-            return
-        _, real = self._real(args, kwargs)
-        y = as_maps(output.float(), self.site)
-        self._keep("output_rms", y[real.expand_as(y)].square().mean().sqrt())
-        self._keep("dead", ((y <= 0) | ~real).all(dim=2).all(dim=0).float().mean())
+def _keep_first(
+    calls: dict[str, _Call], name: str, _: Any, args: Any, kwargs: Any, y: Tensor
+) -> None:
+    x, mask = input_and_mask(args, kwargs)
+    calls.setdefault(name, _Call(x.detach(), mask, y.detach()))
+
+
+def describe_values(site: Site, call: _Call, state: State) -> dict[str, Tensor]:
+    """The rows of `measure_sites` on input and output; `state` is from before the forward."""
+    x, y = (as_maps(widen(value), site) for value in (call.x, call.y))
+    real = torch.ones_like(x[:, :1]) if call.mask is None else call.mask[:, None].to(x.dtype)
+    num_real = real.sum()
+    count = num_real * x.shape[1]
+    mean = (x * real).sum() / count
+    rows = {
+        "input_mean": mean,
+        "input_std": ((x - mean).square() * real).sum().div(count).sqrt(),
+        "output_rms": (y.square() * real).sum().div(count).sqrt(),
+        "dead": (y * real <= 0).all(dim=2).all(dim=0).double().mean(),
+    }
+    running_mean, running_var = (_find(state, name) for name in ("running_mean", "running_var"))
+    if running_mean is not None and running_var is not None:
+        gap = (x * real).sum(dim=(0, 2)) / num_real - running_mean
+        if gap.shape == running_var.shape == x.shape[1:2]:
+            rows["running_gap"] = (gap.abs() / running_var.sqrt()).mean()
+    return rows
+
+
+def _find(state: State, name: str) -> Tensor | None:
+    """The buffer of this name, however deep the norm holds it."""
+    return next((value for path, value in state.items() if path.split(".")[-1] == name), None)
+
+
+def describe_parameters(site: Site) -> dict[str, Tensor]:
+    """Mean and std of each parameter, and the norm of all gradients."""
+    rows: dict[str, Tensor] = {}
+    squares = []
+    for path, parameter in site.named_parameters():
+        values = widen(parameter.detach())
+        name = path.removeprefix("norm.").removeprefix("norm.")  # a wrapped norm lies one deeper
+        rows[f"{name}_mean"] = values.mean()
+        rows[f"{name}_std"] = values.std(correction=0)
+        if parameter.grad is not None:
+            squares.append(widen(parameter.grad).square().sum())
+    if squares:
+        rows["grad_norm"] = torch.stack(squares).sum().sqrt()
+    return rows
+
+
+def share_of_flat(site: Site, call: _Call) -> Tensor:
+    """Share of values where an elementwise norm is nearly flat, as a saturated tanh is."""
+    at_zero = torch.zeros_like(call.x[:1])
+    slopes = [_slopes(site, x, mask) for x, mask in ((call.x, call.mask), (at_zero, None))]
+    steepest = torch.cat([s.amax(dim=2).amax(dim=0, keepdim=True) for s in slopes]).amax(dim=0)
+    flat = slopes[0] < FLAT * steepest[:, None]
+    if call.mask is None:
+        return flat.double().mean()
+    real = call.mask[:, None]
+    return (flat & real).sum() / (real.sum() * flat.shape[1])
+
+
+def _slopes(site: Site, x: Tensor, mask: Tensor | None) -> Tensor:
+    """|dy/dx| (N, C, P) of a norm that acts on each value by itself."""
+    x = x.detach().requires_grad_()
+    (slopes,) = torch.autograd.grad(site(x, mask).sum(), x)
+    return as_maps(widen(slopes), site).abs()

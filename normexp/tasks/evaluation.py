@@ -6,8 +6,10 @@ Their metrics carry a suffix: `val/accuracy@precise`, `test/loss@batch32`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from normexp.batching.replicas import Batch, Measured
 from normexp.errors import UserError
+from normexp.tasks.fit import quiet_lightning
 from normexp.tasks.frozen import batch_statistics, block_size, gather, holding, shuffled
 from normexp.tasks.population import Population, measure_population
 from normexp.tasks.recorder import finite_mean
@@ -22,27 +25,32 @@ from normexp.tasks.training import TrainingTask
 
 logger = logging.getLogger(__name__)
 
-STATISTICS = ("running", "precise", "batch")
 Columns = dict[str, list[float]]
 Block = tuple[Tensor, int]  # indices of a forward's samples, and how many from the first count
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Which statistics norms are evaluated with, besides the running ones of every validation.
+    """Which statistics norms are evaluated with; running ones are by every validation and test.
 
     Args:
-        precise: whether to evaluate with precise statistics, of `precise_samples` samples in groups
-            of `group_size`, the run's norm batch size.
-        batch_sizes: samples per group in each evaluation with batch statistics.
+        statistics: what is to be recorded, of running, precise and batch.
+        precise_samples: training samples for precise statistics.
+        group_size: samples per group in those, the run's norm batch size.
+        batch_sizes: samples per group in each evaluation with batch statistics; none without them.
         every_epoch: at every validation too, not only at the end.
     """
 
-    precise: bool
+    statistics: tuple[str, ...]
     precise_samples: int
     group_size: int
     batch_sizes: tuple[int, ...]
     every_epoch: bool
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is more to record than metrics with running statistics."""
+        return any(name != "running" for name in self.statistics)
 
 
 class StatisticsEvaluation(pl.Callback):
@@ -55,22 +63,41 @@ class StatisticsEvaluation(pl.Callback):
         self.plan = plan
         self.population: Population | None = None
         self._has_running_state = True  # until it is seen that it has none
+        self._val_step: int | None = None  # where val was evaluated last
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.plan.every_epoch:
+            assert isinstance(pl_module, TrainingTask)
             self._evaluate(trainer, pl_module, ("val",))
+            self._val_step = pl_module.step
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._evaluate(trainer, pl_module, ("val", "test"))
+        assert isinstance(pl_module, TrainingTask)
+        val_is_done = self._val_step == pl_module.step
+        self._evaluate(trainer, pl_module, ("test",) if val_is_done else ("val", "test"))
         log_gaps(self.population)
+        pl_module.recorder.flush()  # a test is the last that is recorded of a run
 
-    def _evaluate(
-        self, trainer: pl.Trainer, task: pl.LightningModule, splits: Sequence[str]
-    ) -> None:
-        assert isinstance(task, TrainingTask)
+    def content(self, task: TrainingTask, index: int) -> dict[str, Any]:
+        """What evaluation.json holds of replica `index`: its latest metrics by statistics.
+
+        `precise` also has num_samples, and `gap` how far running averages lie from it, by site.
+        """
+        found: dict[str, Any] = {}
+        for name, column in task.final.items():
+            metric, _, statistics = name.partition("@")
+            kind = "batch" if statistics.startswith("batch") else statistics or "running"
+            if kind in self.plan.statistics and math.isfinite(column[index]):
+                found.setdefault(statistics or "running", {})[metric] = column[index]
+        if self.population is not None and "precise" in found:
+            found["precise"]["num_samples"] = self.population.num_samples
+            found["gap"] = self.population.gaps[index]
+        return found
+
+    def _evaluate(self, trainer: pl.Trainer, task: TrainingTask, splits: Sequence[str]) -> None:
         metrics: Columns = {}
         with trainer.precision_plugin.forward_context():
-            if self.plan.precise and self._has_running_state:
+            if "precise" in self.plan.statistics and self._has_running_state:
                 self.population = measure_population(
                     task.replicas,
                     task.data,
@@ -84,9 +111,9 @@ class StatisticsEvaluation(pl.Callback):
                     metrics |= score_precise(task, self.population, splits)
             for size in self.plan.batch_sizes:
                 metrics |= score_batch(task, size, splits)
-        task.final.update(metrics)
-        task.recorder.record(task.position(task.step), metrics)
-        task.recorder.flush()
+        if metrics:
+            task.final.update(metrics)
+            task.recorder.record(task.position(task.step), metrics)
 
 
 @torch.no_grad()
@@ -162,3 +189,23 @@ def log_gaps(population: Population | None) -> None:
             "running averages at %s: mean off by %.2f sd, log2 of variance off by %+.2f",
             *(site, shift, ratio),
         )
+
+
+def evaluate(task: TrainingTask, evaluation: StatisticsEvaluation, **options: Any) -> None:
+    """Validates and tests a task that is not in training; `task.final` holds the metrics.
+
+    Args:
+        options: accelerator and precision, for the Trainer.
+    """
+    with quiet_lightning():
+        trainer = pl.Trainer(
+            devices=1,
+            logger=False,
+            callbacks=[evaluation],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        trainer.validate(task, verbose=False)
+        trainer.test(task, verbose=False)

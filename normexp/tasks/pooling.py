@@ -68,4 +68,4 @@ def undo_bessel(replicas: Replicas) -> None:
             if _has_moments(module) and hasattr(module, "num_values"):
                 norm: Any = module
                 num = norm.num_values[..., None].to(norm.running_var.dtype)
-                norm.running_var.mul_((num - 1) / num)
+                norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from normexp.batching.replicas import Batch, Replicas
 from normexp.data.dataset import Data
-from normexp.errors import UserError
 from normexp.norms.contract import State, named_sites
 from normexp.tasks.frozen import batch_statistics, block_size, gather, run, shuffled
 from normexp.tasks.gaps import SiteGaps, moment_gaps
@@ -38,21 +35,24 @@ def measure_population(
 ) -> Population | None:
     """Moments of training samples by forwards in training mode, pooled; the replicas stay as are.
 
-    Each site's norm sees groups of `group_size` samples, as in training; only the last group may be
-    shorter. With a group's mean m_i and biased variance v_i over n_i values, w_i = n_i / sum n_i:
-    mean = sum w_i m_i and var = sum w_i (v_i + (m_i - mean)^2). That is the population variance of
-    all values: the correction n / (n - 1) in running variances is undone (arXiv:2105.07576). A norm
-    with another kind of state pools it as its own merge_state does, its momentum at 1.
+    Each site's norm sees groups of `group_size` samples, as in training; the last may be shorter,
+    but a lone last sample is left out. With a group's mean m_i and biased variance v_i over n_i
+    values, w_i = n_i / sum n_i: mean = sum w_i m_i and var = sum w_i (v_i + (m_i - mean)^2). That
+    is the population variance of all values: the correction n / (n - 1) in running variances is
+    undone (arXiv:2105.07576). A norm with another kind of state pools it as its own merge_state
+    does, its momentum at 1.
 
     Args:
-        num_samples: the most to use: the first of a random order of the training split, not
-            augmented. A lone last sample with one value per channel is left out.
+        num_samples: the most to use, 2 or more: the first of a random order of the training split,
+            not augmented.
 
     Returns:
         None where no norm has running state that a training forward at momentum 1 replaces.
     """
     indices = shuffled(data, "train")[:num_samples]
-    indices = _without_lone_value(replicas, data, indices, group_size)
+    if len(indices) % group_size == 1 and group_size > 1:
+        indices = indices[:-1]
+        logger.info("precise statistics leave out a last sample that would be a group of its own")
     with batch_statistics(replicas, group_size), momentum_at_one(replicas):
         moved = _replaced_buffers(replicas, gather(replicas, data, "train", indices[:group_size]))
         if not moved:
@@ -88,37 +88,8 @@ def _replaced_buffers(replicas: Replicas, batch: Batch) -> list[str]:
     run(replicas, batch)
     again = replicas.read_buffers()[0]
     replicas.write_buffers(start)
-    replaced = all(torch.allclose(once[n], again[n], equal_nan=True) for n in first)
-    return moved if replaced else []
-
-
-def _without_lone_value(replicas: Replicas, data: Data, indices: Tensor, group_size: int) -> Tensor:
-    """`indices` but for a last sample that would be a group of one value per channel."""
-    if group_size == 1 or len(indices) % group_size != 1:
-        return indices
-    if _fewest_values(replicas, gather(replicas, data, "train", indices[-1:])) > 1:
-        return indices
-    if len(indices) == 1:
-        raise UserError("precise_samples=1 leaves one value per channel; try precise_samples=4096")
-    logger.info("precise statistics leave out a last sample that would be a group of its own")
-    return indices[:-1]
-
-
-def _fewest_values(replicas: Replicas, batch: Batch) -> int:
-    """Values per channel at the site where the samples of `batch` have the fewest."""
-    counts: list[int] = []
-
-    def count(site: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        x, *rest = args
-        mask = rest[0] if rest else kwargs.get("mask")
-        axis = 1 if site.view == "map" else -1
-        counts.append(x.numel() // x.shape[axis] if mask is None else int(mask.sum()))
-
-    sites = [site for _, site in named_sites(replicas)]
-    hooks = [site.register_forward_pre_hook(count, with_kwargs=True) for site in sites]
-    try:
-        run(replicas, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return min(counts)
+    for name in first:
+        places = once[name] != start[0][name]  # no padded position, which has no new value
+        if not torch.allclose(once[name][places], again[name][places], equal_nan=True):
+            return []
+    return moved

@@ -1,0 +1,230 @@
+"""The figures of a slice: one Vega-Lite specification each, for the page, the SVG and the PNG.
+
+A specification names its rows `rows` and holds them once under `datasets`; `usermeta` says to the
+page how it may be resized. Rows have the columns `norm` and `size`, which the page filters by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from normexp.reporting.rows import Row, size_rows, statistics_rows, timing_rows
+from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
+from normexp.reporting.style import DIVERGED, STATISTICS_STYLES, Style
+
+WIDTH = 560
+HEIGHT = 320
+ROWS = alt.NamedData("rows")
+VISIBLE = "indexof(hidden_norms, datum.norm) < 0 && indexof(hidden_sizes, '' + datum.size) < 0"
+FONT = "DejaVu Sans, Liberation Sans, Arial, sans-serif"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A finished figure: `spec` is Vega-Lite as JSON, `rows` its data."""
+
+    name: str
+    title: str
+    caption: str
+    spec: dict[str, Any]
+    rows: list[Row]
+    model: str
+    data: str
+
+
+def draw_metric(part: Slice, styles: dict[str, Style]) -> Figure | None:
+    """The metric against the size: a line per norm, intervals over seeds, and a strip of counts."""
+    rows = size_rows(part)
+    if not any(row["mean"] is not None for row in rows):
+        return None
+    norms = list(part.lines)
+    chart = alt.vconcat(_metric_panel(part, norms, styles), _count_strip(part, norms), spacing=12)
+    caption = (
+        f"{part.metric.label} against the {AXIS_TITLES[part.axis]}: mean and 95 % t interval over "
+        "seeds; points are moved sideways a little so that intervals stay apart. Below, the "
+        f"number of seeds behind each point: ×k diverged, !k failed, ?k missing. Open "
+        "markers on a level line are one cell, of a norm measured not to depend on this size."
+    )
+    return finish("metric_by_size", f"{part.metric.label} by {AXIS_WORDS[part.axis]}", caption, chart, rows, part)
+
+
+def draw_statistics(part: Slice, styles: dict[str, Style]) -> Figure | None:
+    """Running, precise and batch statistics in evaluation, one small panel per norm."""
+    del styles  # colours tell the statistics apart here
+    rows = statistics_rows(part)
+    if not rows:
+        return None
+    kinds = sorted({row["statistics"] for row in rows}, key=_statistics_rank)
+    colour, shape, dash = _encode_statistics(kinds)
+    x = _size_axis(part, "size", grid=False, title=part.axis.replace("_", " "))
+    y = _metric_axis(rows[0]["metric"])
+    base = alt.Chart().transform_filter(VISIBLE)
+    points = base.mark_point(filled=True, size=40, opacity=1)
+    panel = alt.layer(
+        base.mark_line().encode(x, y, colour, dash),
+        base.mark_rule().encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
+        points.encode(x, y, colour, shape, tooltip=_tooltip("statistics")),
+        data=ROWS,
+    ).properties(width=200, height=150)
+    chart = panel.facet(facet=alt.Facet("norm:N", title=None, sort=list(part.lines)), columns=3)
+    caption = (
+        "The same trained networks evaluated with running averages, with precise statistics and "
+        "with those of the evaluation batch: where they part, running averages mislead."
+    )
+    return finish("evaluation_statistics", "Evaluation statistics", caption, chart, rows, part,
+                  fit="facet")
+
+
+def draw_throughput(part: Slice, styles: dict[str, Style]) -> Figure | None:
+    """Samples per second by norm, one point per cell."""
+    rows = timing_rows(part)
+    if not rows:
+        return None
+    norms = list(part.lines)
+    colour, shape, _ = encode_norm(norms, styles)
+    points = alt.Chart(ROWS).transform_filter(VISIBLE).mark_point(filled=True, opacity=1, size=70)
+    chart = points.encode(
+        alt.X("samples_per_second:Q", title="training samples per second, of the whole stack")
+        .scale(zero=True),
+        alt.Y("norm:N", title=None, sort=norms),
+        colour.legend(None),
+        shape.legend(None),
+        tooltip=["norm:N", "size:N", "samples_per_second:Q", "step_ms:Q", "stack_size:Q",
+                 "directory:N"],
+    ).properties(width=WIDTH, height=alt.Step(26))
+    caption = (
+        "Speed of training, one point per cell: the median over its runs. Runs of one stack share "
+        "a time, so that there is no interval over seeds."
+    )
+    return finish("throughput", "Throughput", caption, chart, rows, part)
+
+
+def finish(
+    name: str, title: str, caption: str, chart: Any, rows: Sequence[Row], part: Slice,
+    fit: str = "width",
+) -> Figure:
+    """The chart as JSON with its data, title, theme and the parameters that the page filters by."""
+    spec = chart.to_dict(validate=False)
+    spec["datasets"] = {"rows": list(rows)}
+    spec["title"] = {"text": title, "subtitle": f"{part.title}, {part.fixed}"}
+    hidden = [{"name": name, "value": []} for name in ("hidden_norms", "hidden_sizes")]
+    spec["params"] = [*spec.get("params", []), *hidden]
+    spec["usermeta"] = {"fit": fit}
+    spec["config"] = _config()
+    return Figure(f"{name}_{part.slug}", title, caption, spec, list(rows),
+                  part.cells[0].model, part.cells[0].data)
+
+
+def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> alt.LayerChart:
+    x, y = _size_axis(part, "x", grid=True), _metric_axis(part.metric.label)
+    colour, shape, dash = encode_norm(norms, styles)
+    base = alt.Chart().transform_filter(VISIBLE)
+    points = base.mark_point(strokeWidth=1.6, opacity=1, size=64)
+    filled = base.mark_point(filled=True, opacity=1, size=64)
+    place = (x, y, colour, shape)
+    return alt.layer(
+        base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
+        base.mark_rule(strokeWidth=1.6)
+        .transform_filter("datum.shown")
+        .encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
+        filled.transform_filter("!datum.independent").encode(*place, tooltip=_tooltip()),
+        points.transform_filter("datum.independent").encode(*place, tooltip=_tooltip()),
+        data=ROWS,
+    ).properties(width=WIDTH, height=HEIGHT)
+
+
+def _count_strip(part: Slice, norms: list[str]) -> alt.Chart:
+    """Seeds behind each point, so that no bar stands without its n and nothing diverged hides."""
+    return (
+        alt.Chart(ROWS)
+        .transform_filter(VISIBLE)
+        .transform_filter("datum.shown")
+        .mark_text(fontSize=10)
+        .encode(
+            _size_axis(part, "size", grid=False, labels=False),
+            alt.Y("norm:N", title="seeds", sort=norms).axis(
+                labelFontSize=10, ticks=False, domain=False, labelLimit=110
+            ),
+            alt.Text("count:N"),
+            color=alt.condition(
+                "datum.diverged > 0 || datum.failed > 0", alt.value(DIVERGED), alt.value("#666666")
+            ),
+            tooltip=_tooltip(),
+        )
+        .properties(width=WIDTH, height=alt.Step(15))
+    )
+
+
+def _size_axis(
+    part: Slice, field: str, *, grid: bool, labels: bool = True, title: str | None = None
+) -> alt.X:
+    axis = alt.Axis(values=part.sizes, format="d", grid=grid, labels=labels, ticks=labels,
+                    domain=labels, labelOverlap="greedy")
+    scale = alt.Scale(type="log", base=2, nice=False,
+                      domain=[part.sizes[0] / 1.7, part.sizes[-1] * 1.7])
+    words = (title or AXIS_TITLES[part.axis]) if labels else None
+    return alt.X(f"{field}:Q", title=words, axis=axis, scale=scale)
+
+
+def _metric_axis(label: str) -> alt.Y:
+    return alt.Y("mean:Q", title=label, scale=alt.Scale(zero=False))
+
+
+def encode_norm(
+    norms: list[str], styles: dict[str, Style]
+) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
+    """Colour, marker and dash of the norms; equal domains, so that their legends are one."""
+    colours = [styles[norm].colour for norm in norms]
+    markers = [styles[norm].marker for norm in norms]
+    dashes = [list(styles[norm].dash) for norm in norms]
+    return (
+        alt.Color("norm:N", title=None, scale=alt.Scale(domain=norms, range=colours)),
+        alt.Shape("norm:N", title=None, scale=alt.Scale(domain=norms, range=markers)),
+        alt.StrokeDash("norm:N", title=None, scale=alt.Scale(domain=norms, range=dashes)),
+    )
+
+
+def _tooltip(*extra: str) -> list[alt.Tooltip]:
+    columns = {"norm": "norm", **{name: name for name in extra}, "size": "size",
+               "text": "mean [95 % interval]", "count": "seeds", "seeds": "values by seed",
+               "note": "note", "directory": "directory"}
+    return [alt.Tooltip(f"{column}:N", title=title) for column, title in columns.items()]
+
+
+def _encode_statistics(kinds: list[str]) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
+    styles = [STATISTICS_STYLES[min(i, len(STATISTICS_STYLES) - 1)] for i in range(len(kinds))]
+    colour, shape, dash = (
+        alt.Scale(domain=kinds, range=[getattr(style, part) for style in styles])
+        for part in ("colour", "marker", "dash")
+    )
+    field, title = "statistics:N", "evaluated with"
+    return (
+        alt.Color(field, title=title, scale=colour),
+        alt.Shape(field, title=title, scale=shape),
+        alt.StrokeDash(field, title=title, scale=dash),
+    )
+
+
+def _statistics_rank(name: str) -> tuple[int, int]:
+    order = ["running", "precise"]
+    digits = name.removeprefix("batch")
+    return (order.index(name) if name in order else 2), int(digits) if digits.isdigit() else 0
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "font": FONT,
+        "background": "#ffffff",
+        "view": {"stroke": None},
+        "axis": {"gridColor": "#e4e4e4", "labelFontSize": 11, "titleFontSize": 12,
+                 "titleFontWeight": "normal", "titleLimit": 420},
+        "title": {"anchor": "start", "fontSize": 14, "subtitleFontSize": 11,
+                  "subtitleColor": "#555555", "limit": 560, "offset": 10},
+        "legend": {"orient": "bottom", "columns": 4, "labelFontSize": 11, "symbolSize": 80,
+                   "labelLimit": 150, "symbolStrokeWidth": 1.6},
+        "header": {"labelFontSize": 12, "labelFontWeight": "bold"},
+    }

@@ -1,0 +1,203 @@
+"""The tables of a report, each as CSV, Markdown and LaTeX from one list of rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from normexp.reporting.cells import Cell
+from normexp.reporting.metric import Metric, choose_metric, describe_metric
+from normexp.reporting.numbers import format_interval
+from normexp.reporting.rows import Row, describe_cell
+from normexp.reporting.slices import AXIS_WORDS, Slice
+from normexp.reporting.verdict import Comparison, Loss
+from normexp.stats import Interval, iqm, median
+
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+       "×": r"$\times$", "±": r"$\pm$", "·": r"$\cdot$"}
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of plain values under named columns; None is shown as `-`, and empty in CSV."""
+
+    name: str
+    title: str
+    columns: list[str]
+    rows: list[Row]
+
+    def to_csv(self) -> str:
+        """Numbers with every digit; a leading apostrophe keeps spreadsheets from running text."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows([_plain(row.get(column)) for column in self.columns] for row in self.rows)
+        return text.getvalue()
+
+    def to_markdown(self) -> str:
+        lines = [self.columns, ["---"] * len(self.columns)]
+        lines += [[show(row.get(c)).replace("|", "\\|") for c in self.columns] for row in self.rows]
+        return f"{self.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def to_latex(self) -> str:
+        """A tabular with booktabs rules."""
+        lines = [[show(row.get(c)) for c in self.columns] for row in self.rows]
+        head, *body = [
+            " & ".join(text.replace("\n", " ").translate(LATEX) for text in line) + r" \\"
+            for line in [self.columns, *lines]
+        ]
+        inner = "\n".join([r"\toprule", head, r"\midrule", *body, r"\bottomrule"])
+        kind = "l" * len(self.columns)
+        return f"% {self.title}\n\\begin{{tabular}}{{{kind}}}\n{inner}\n\\end{{tabular}}\n"
+
+
+def show(value: Any) -> str:
+    """A value as text on one line."""
+    if value is None or value == "":
+        return "-"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split())
+
+
+def cell_table(cells: Sequence[Cell], metric: str | None, tolerance: float | None) -> Table:
+    """One row per cell: its sizes, the mean with interval, median, IQM, and every count."""
+    available = {name for cell in cells for run in cell.runs for name in run.result.metrics}
+    rows = []
+    for cell in cells:
+        own = {name for run in cell.runs for name in run.result.metrics}
+        name = choose_metric(own, metric) or choose_metric(available, metric) or "val/loss"
+        rows.append(_cell_row(cell, describe_metric(name, tolerance)))
+    columns = ["norm", "model", "data", "batch size", "norm batch size", "lr", "metric",
+               "mean [95 % interval]", "median", "IQM", "n", "seeds", "diverged", "failed",
+               "missing", "note", "directory"]
+    return Table("cells", "Cells", columns, rows)
+
+
+def sensitivity_table(parts: Sequence[tuple[Slice, list[Loss]]]) -> Table:
+    """One row per norm and slice: drop, slope, area and threshold."""
+    rows = []
+    for part, losses in parts:
+        for loss in losses:
+            found, digits = loss.sensitivity, part.metric.digits
+            row = {"norm": loss.norm, "setting": f"{part.title}, {part.fixed}",
+                   "size": AXIS_WORDS[part.axis], "metric": part.metric.label, "kind": loss.kind}
+            if found is not None:
+                row |= {
+                    "from": found.reference_size,
+                    "to": found.smallest_size,
+                    "drop": format_interval(found.drop, digits),
+                    "loss per halving": format_interval(found.slope, digits + 1),
+                    "mean over log2 size": format_interval(found.area, digits),
+                    "threshold": f"{found.threshold.status} {found.threshold.size}",
+                    "n": found.drop.n,
+                    "seeds": found.num_seeds,
+                }
+            rows.append(row)
+    columns = ["norm", "setting", "size", "metric", "kind", "from", "to", "drop",
+               "loss per halving", "mean over log2 size", "threshold", "n", "seeds"]
+    return Table("sensitivity", "Batch-size sensitivity", columns, rows)
+
+
+def comparison_table(parts: Sequence[tuple[Slice, list[Comparison]]]) -> Table:
+    """One row per declared comparison, with p before and after Holm's correction."""
+    rows = [
+        {
+            "norm": one.norm,
+            "reference": one.reference,
+            "setting": f"{part.title}, {part.fixed}",
+            "at": f"{AXIS_WORDS[part.axis]} {one.size}",
+            "difference (positive: better)": format_interval(one.difference, part.metric.digits),
+            "unit": part.metric.unit,
+            "share of pairs won": format_interval(one.improvement, 2),
+            "p": one.judgement and one.judgement.p_value,
+            "p after Holm": one.judgement and one.judgement.adjusted_p_value,
+            "n": one.difference.n,
+            "verdict": one.kind,
+        }
+        for part, comparisons in parts
+        for one in comparisons
+    ]
+    columns = ["norm", "reference", "setting", "at", "difference (positive: better)", "unit",
+               "share of pairs won", "p", "p after Holm", "n", "verdict"]
+    return Table("comparisons", "Norms against the reference", columns, rows)
+
+
+def run_table(cells: Sequence[Cell]) -> Table:
+    """Every ended run with all of its metrics as recorded."""
+    names = sorted({name for cell in cells for run in cell.runs for name in run.result.metrics})
+    rows = [
+        {
+            "study": run.study,
+            "norm": cell.norm,
+            "model": cell.model,
+            "data": cell.data,
+            "batch size": cell.batch_size,
+            "norm batch size": cell.norm_batch_size if cell.mixes_samples else None,
+            "lr": cell.lr,
+            "seed": run.result.seed,
+            "status": run.result.status,
+            "diverged at step": run.result.diverged_at_step,
+            "error": run.result.error,
+            "invalid": run.result.invalid,
+            **run.result.metrics,
+            "directory": str(run.directory),
+        }
+        for cell in cells
+        for run in cell.runs
+    ]
+    first = ["study", "norm", "model", "data", "batch size", "norm batch size", "lr", "seed",
+             "status", "diverged at step", "error", "invalid"]
+    return Table("runs", "Runs", [*first, *names, "directory"], rows)
+
+
+def _cell_row(cell: Cell, metric: Metric) -> Row:
+    found, values = describe_cell(cell, metric), list(cell.values(metric).values())
+    return {
+        "norm": cell.norm,
+        "model": cell.model,
+        "data": cell.data,
+        "batch size": cell.batch_size,
+        "norm batch size": cell.norm_batch_size if cell.mixes_samples else "any",
+        "lr": cell.lr,
+        "metric": metric.label,
+        "mean [95 % interval]": found["text"],
+        "median": _estimate(median(values), metric),
+        "IQM": _estimate(iqm(values), metric),
+        "n": found["n"],
+        "seeds": found["seeds"],
+        "diverged": found["diverged"],
+        "failed": found["failed"],
+        "missing": found["missing"],
+        "note": _note(cell, metric),
+        "directory": found["directory"],
+    }
+
+
+def _note(cell: Cell, metric: Metric) -> str:
+    """Why a row is not like the others; the first error of a failed run among it."""
+    notes = [f"INVALID: {cell.invalid}"] if cell.invalid else []
+    error = next((run.result.error for run in cell.runs if run.result.error), None)
+    if error:
+        notes.append(f"failed: {error}")
+    finished = cell.seeds("finished")
+    if finished and not cell.values(metric):
+        notes.append(f"no {metric.name} recorded")
+    if len(finished) == 1:
+        notes.append("one seed: no interval")
+    return "; ".join(notes)
+
+
+def _estimate(interval: Interval, metric: Metric) -> str | None:
+    return None if interval.estimate is None else f"{interval.estimate:.{metric.digits}f}"
+
+
+def _plain(value: Any) -> Any:
+    text = "" if value is None else value
+    starts_formula = isinstance(text, str) and text[:1] in ("=", "+", "@", "\t", "\r")
+    return f"'{text}" if starts_formula else text

@@ -1,0 +1,114 @@
+"""Evaluating a finished cell again, from the weights it kept."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from normexp.errors import UserError
+from normexp.records.layout import (
+    EVALUATION_FILE,
+    RESULT_FILE,
+    WEIGHTS_FILE,
+    list_seeds,
+    seed_dir,
+)
+from normexp.records.reader import read_json, read_result
+from normexp.records.result import Result
+from normexp.records.writer import write_evaluation
+from normexp.studies.cell import Cell, prepare_cell
+from normexp.studies.loading import find_cell, load_config, load_weights
+from normexp.studies.naming import GROUPS
+from normexp.studies.stack import arrange_replicas, build_task
+from normexp.tasks.evaluation import StatisticsEvaluation, evaluate
+from normexp.tasks.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+Contents = dict[int, dict[str, Any]]  # evaluation.json by seed
+
+
+def evaluate_run(cell_dir: Path, asked: DictConfig) -> None:
+    """Evaluates every finished run of a cell as `asked`, adds to its evaluation.json, and shows it.
+
+    Args:
+        asked: evaluate_with and its companions, in the place of what the training had.
+
+    Raises:
+        UserError: no finished cell, changed code or data, or evaluations that it cannot answer.
+    """
+    find_cell(cell_dir)
+    results = finished_results(cell_dir)
+    choices = {group: results[0].config[group] for group in GROUPS}
+    cell = prepare_cell(DictConfig(OmegaConf.merge(load_config(cell_dir), asked)), choices)
+    if cell.id != results[0].cell_id:
+        raise UserError(
+            f"{cell_dir}: its norm, model or data has changed since it was trained, the same "
+            f"config is now {cell.id}; train it again"
+        )
+    contents = _evaluate(cell, cell_dir, [result.seed for result in results])
+    for seed, content in contents.items():
+        path = seed_dir(cell_dir, seed) / EVALUATION_FILE
+        write_evaluation(path.parent, (read_json(path) if path.exists() else {}) | content)
+    print_evaluations(cell, contents)
+
+
+def finished_results(cell_dir: Path) -> list[Result]:
+    """The results of the runs that can be evaluated: finished, with weights."""
+    folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
+    ended = [folder for folder in folders if (folder / RESULT_FILE).is_file()]
+    results = [read_result(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
+    finished = [result for result in results if result.status == "finished"]
+    if not finished:
+        why = "kept its weights (save_weights=true)" if ended else "has ended: train it first"
+        raise UserError(f"{cell_dir} is no finished run: none of its seeds {why}")
+    if len(finished) < len(folders):
+        left_out = len(folders) - len(finished)
+        logger.info(
+            "%d of %d runs are left out: not finished, or no weights", left_out, len(folders)
+        )
+    return finished
+
+
+def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
+    precision = cell.cfg.trainer.precision
+    networks = [cell.build(seed) for seed in seeds]
+    for seed, network in zip(seeds, networks, strict=True):
+        load_weights(network, seed_dir(cell_dir, seed), precision=precision)
+    replicas = arrange_replicas(cell, seeds, networks)
+    task = build_task(cell, seeds, replicas, Recorder([]))
+    evaluation = StatisticsEvaluation(cell.evaluation)
+    accelerator = cell.cfg.trainer.accelerator if torch.cuda.is_available() else "cpu"
+    evaluate(task, evaluation, accelerator=accelerator, precision=precision)
+    return {seed: evaluation.content(task, index) for index, seed in enumerate(seeds)}
+
+
+def print_evaluations(cell: Cell, contents: Contents) -> None:
+    """A table of metrics by statistics: mean over seeds, with the standard deviation."""
+    kinds = [kind for kind in next(iter(contents.values())) if kind != "gap"]
+    names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
+    console = Console(highlight=False)
+    if cell.invalid:
+        console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
+    console.print(f"{cell.title}: n = {len(contents)} seeds, mean (sd)", markup=False)
+    table = Table("metric", *kinds, box=None)
+    for name in names:
+        if name != "num_samples":
+            table.add_row(name, *(_cell(contents, kind, name) for kind in kinds))
+    console.print(table)
+
+
+def _cell(contents: Contents, kind: str, name: str) -> str:
+    values = [c[kind][name] for c in contents.values() if name in c.get(kind, {})]
+    if not values:
+        return "-"
+    spread = f" ({statistics.stdev(values):.4f})" if len(values) > 1 else ""
+    fewer = f" n={len(values)}" if len(values) < len(contents) else ""
+    return f"{statistics.mean(values):.4f}{spread}{fewer}"

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from normexp.batching.budget import count_steps, count_steps_per_epoch
+from normexp.batching.learning_rate import momentum_of_half_life, scale_learning_rate
+from normexp.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("rule", "lr", "momentum"),
+    [
+        ("none", 0.1, 0.9),
+        ("linear", 0.4, 0.9),
+        ("sqrt", 0.2, 0.9),
+        ("momentum_aware", 0.1 * 4 * (1 - 0.9**4) / (1 - 0.9), 0.9**4),
+    ],
+)
+def test_rule_at_four_times_the_base_batch(rule: str, lr: float, momentum: float):
+    scaled = scale_learning_rate(rule, lr=0.1, momentum=0.9, batch_size=128, base_batch_size=32)
+    assert scaled == pytest.approx((lr, momentum))
+
+
+def test_momentum_aware_rule_keeps_what_a_sample_moves_and_how_long_it_lasts():
+    """lr / (batch_size * (1 - m)) is a sample's total effect, m^(1 / batch_size) its decay."""
+    for batch_size in (8, 32, 256):
+        lr, momentum = scale_learning_rate(
+            "momentum_aware", lr=0.1, momentum=0.9, batch_size=batch_size, base_batch_size=32
+        )
+        assert momentum is not None
+        assert lr / (batch_size * (1 - momentum)) == pytest.approx(0.1 / (32 * (1 - 0.9)))
+        assert momentum ** (1 / batch_size) == pytest.approx(0.9 ** (1 / 32))
+
+
+def test_momentum_aware_rule_needs_a_momentum():
+    with pytest.raises(UserError, match=r"needs optim\.momentum"):
+        scale_learning_rate(
+            "momentum_aware", lr=0.1, momentum=None, batch_size=8, base_batch_size=32
+        )
+
+
+def test_unknown_rule_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="lr_rule=cubic is none of none, linear, sqrt"):
+        scale_learning_rate("cubic", lr=1.0, momentum=None, batch_size=8, base_batch_size=8)
+
+
+@pytest.mark.parametrize("batch_size", [2, 10, 100])
+def test_half_life_halves_the_past_at_every_batch_size(batch_size: int):
+    momentum = momentum_of_half_life(100, batch_size)
+    assert (1 - momentum) ** (100 / batch_size) == pytest.approx(0.5)
+
+
+def test_half_life_must_be_positive():
+    with pytest.raises(UserError, match=r"norm\.half_life=0"):
+        momentum_of_half_life(0, 8)
+
+
+def test_steps_of_an_epoch_with_and_without_its_ragged_end():
+    assert count_steps_per_epoch(70, 32, drop_last=True) == 2
+    assert count_steps_per_epoch(70, 32, drop_last=False) == 3
+    with pytest.raises(UserError, match="batch_size=80 is more than the 70 training samples"):
+        count_steps_per_epoch(70, 80, drop_last=True)
+
+
+def test_budget_in_epochs_steps_or_samples():
+    assert count_steps(10, 32, epochs=3, steps=None, samples=None) == 30
+    assert count_steps(10, 32, epochs=3, steps=7, samples=None) == 7
+    assert count_steps(10, 32, epochs=3, steps=None, samples=100) == 3
+    with pytest.raises(UserError, match="steps=7 and samples=100 are both set"):
+        count_steps(10, 32, epochs=3, steps=7, samples=100)
+    with pytest.raises(UserError, match="samples=20 is less than one batch_size=32"):
+        count_steps(10, 32, epochs=3, steps=None, samples=20)

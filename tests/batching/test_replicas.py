@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from normexp.batching.replicas import InTurn, Stacked, stack_networks
+from normexp.batching.stacking import CPU_ELEMENTS, stacks
+
+
+def networks(count: int = 3) -> list[nn.Module]:
+    made = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        made.append(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double())
+    return made
+
+
+def measure(output, batch):
+    return {"loss": nn.functional.cross_entropy(output, batch["targets"], reduction="sum")}
+
+
+def batch(count: int = 3):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 6, 4, dtype=torch.double, generator=generator)
+    return {"inputs": inputs, "targets": torch.randint(0, 2, (count, 6), generator=generator)}
+
+
+def test_stacked_tensors_lead_with_the_replicas_and_are_leaves():
+    stacked = stack_networks(networks())
+    assert stacked[0].weight.shape == (3, 5, 4)
+    assert stacked[1].running_mean.shape == (3, 5)
+    assert all(p.is_leaf and p.requires_grad for p in stacked.parameters())
+
+
+def test_replica_taken_out_of_a_stack_is_the_network_that_went_in():
+    given = networks()
+    replica = Stacked(given).replica(1)
+    for name, value in given[1].state_dict().items():
+        assert torch.equal(replica.state_dict()[name], value), name
+
+
+def test_clipping_of_a_stack_is_clipping_of_each_replica():
+    given, whole = networks(), batch()
+    stacked, in_turn = Stacked(given), InTurn(networks())
+    for replicas in (stacked, in_turn):
+        replicas.eval()  # torch's batch norm cannot write its running mean under vmap
+        replicas.measure(whole, measure)["loss"].sum().backward()
+        replicas.clip_gradients(0.5)
+    for index, network in enumerate(in_turn.trees):
+        for name, parameter in network.named_parameters():
+            mine = dict(stacked.network.named_parameters())[name]
+            assert mine.grad is not None and parameter.grad is not None
+            torch.testing.assert_close(mine.grad[index], parameter.grad, rtol=1e-12, atol=1e-14)
+        norm = torch.stack([p.grad.norm() for p in network.parameters()]).norm()
+        assert norm <= 0.5 + 1e-9
+
+
+def test_shared_batch_reaches_every_replica():
+    whole = {name: value[0] for name, value in batch().items()}
+    stacked, in_turn = Stacked(networks()).eval(), InTurn(networks()).eval()
+    a, b = (r.measure(whole, measure, shared=True)["loss"] for r in (stacked, in_turn))
+    assert a.shape == (3,)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_shared_parameters_stay_shared_in_a_stack():
+    tied = networks(2)
+    for network in tied:
+        network.append(nn.Linear(5, 2).double())
+        network[3].weight = network[2].weight
+    stacked = stack_networks(tied)
+    assert stacked[3].weight is stacked[2].weight
+
+
+@pytest.mark.parametrize(
+    ("device", "replicas", "elements", "expected"),
+    [
+        ("cpu", 1, 10, False),
+        ("cpu", 4, CPU_ELEMENTS, True),
+        ("cpu", 4, CPU_ELEMENTS + 1, False),
+        ("cuda", 4, CPU_ELEMENTS + 1, True),
+    ],
+)
+def test_rule_of_stacking(device: str, replicas: int, elements: int, expected: bool):
+    assert stacks(device, replicas, elements) is expected

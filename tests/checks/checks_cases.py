@@ -1,0 +1,148 @@
+"""Small networks and data for the probes, and norms with one fault each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from normexp.batching.sizes import Sizes
+from normexp.build import build_norm
+from normexp.data.dataset import Data
+from normexp.data.samples import Examples, Windows
+from normexp.models.convnet import ConvNet
+from normexp.models.gpt import GPT
+from normexp.models.text_encoder import TextEncoder
+from normexp.norms.contract import NormFactory, View
+from normexp.studies.config import compose_config
+
+VOCAB, LENGTH, WIDTH = 7, 8, 16
+Make = Callable[[int], nn.Module]
+
+
+class PositionMean(nn.Module):
+    """Centres each channel over the positions, padding and future included."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # (N, C, T)
+        del mask
+        return x - x.mean(dim=-1, keepdim=True)
+
+
+def source(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def text_data() -> Data:
+    """A text of random symbols in windows of 8."""
+
+    def windows(seed: int) -> Windows:
+        return Windows(torch.randint(VOCAB, (200,), generator=source(seed)), LENGTH)
+
+    return Data(
+        name="text",
+        task="language_modeling",
+        train=windows(0),
+        val=windows(1),
+        test=windows(2),
+        num_outputs=VOCAB,
+        input_shape=(LENGTH,),
+        vocab_size=VOCAB,
+        bytes_per_token=1.0,
+    )
+
+
+def padded_data(lengths: Sequence[int] = (2, 3, 4, 5, 6, 8)) -> Data:
+    """Strings of 8 places of which the first few are real."""
+
+    def examples(seed: int) -> Examples:
+        tokens = torch.randint(1, VOCAB, (len(lengths), LENGTH), generator=source(seed))
+        mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+        return Examples(tokens, torch.arange(len(lengths)) % 3, mask)
+
+    return Data(
+        name="strings",
+        task="classification",
+        train=examples(0),
+        val=examples(1),
+        test=examples(2),
+        num_outputs=3,
+        input_shape=(LENGTH,),
+        vocab_size=VOCAB,
+    )
+
+
+def image_data(num_train: int = 40) -> Data:
+    """Noise of 8x8 pixels in three classes."""
+
+    def examples(count: int, seed: int) -> Examples:
+        images = torch.randint(256, (count, 1, 8, 8), generator=source(seed)).to(torch.uint8)
+        return Examples(images, torch.arange(count) % 3)
+
+    return Data(
+        name="noise",
+        task="classification",
+        train=examples(num_train, 0),
+        val=examples(6, 1),
+        test=examples(6, 2),
+        num_outputs=3,
+        input_shape=(1, 8, 8),
+        mean=(0.5,),
+        std=(0.3,),
+    )
+
+
+def shipped(name: str, data: Data, view: View) -> NormFactory:
+    """The norm of conf/norm/<name>.yaml in a view, for WIDTH features."""
+    return build_norm(_config_of(name, view), Sizes(8), data)
+
+
+@cache
+def _config_of(name: str, view: View) -> DictConfig:
+    groups = ["norm.num_groups=4"] if "group" in name else []
+    return compose_config([f"norm={name}", f"norm.view={view}", *groups])
+
+
+def gpt(norm: NormFactory) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(norm, VOCAB, LENGTH, depth=1, width=WIDTH, num_heads=2, dropout=0.0)
+
+
+def encoder(norm: NormFactory, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return TextEncoder(norm, VOCAB, LENGTH, 3, depth=1, width=WIDTH, num_heads=2, dropout=dropout)
+
+
+def convnet(norm: NormFactory) -> nn.Module:
+    torch.manual_seed(0)
+    return ConvNet(norm, (1, 8, 8), 3, width=8)
+
+
+class Hidden(nn.Module):
+    """A language model whose one norm sits in a branch that starts at zero."""
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.norm = norm.tokens(WIDTH)
+        self.gate = nn.Parameter(torch.zeros(()))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embedding(inputs)
+        return self.head(x + self.gate * self.norm(x))
+
+
+class FlatNet(nn.Module):
+    """Images as vectors, with one norm."""
+
+    def __init__(self, norm: NormFactory, width: int = WIDTH) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(64, width)
+        self.norm1 = norm(width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm1(self.hidden(inputs.flatten(1)))))
