@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -60,12 +61,12 @@ def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -
     seen: list[int] = []
     with scratch(network, training=True, norm_batch_size=norm_batch_size) as own:
 
-        def enter(name: str, inputs: Tensor) -> None:
+        def enter(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
             entered.append(name)
-            seen.append(inputs.numel())
+            seen.append(args[0].numel())
 
         for name, site in named_sites(own):
-            site.register_forward_pre_hook(lambda _, args, name=name: enter(name, args[0]))
+            site.register_forward_pre_hook(partial(enter, name))
             site.register_forward_hook(lambda *_: entered.pop() and None)
         try:
             own(*model_arguments(batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,13 +53,18 @@ class Reach:
         return own + round(sum(others) / len(others) * (group_size - 1))
 
 
-def measure_reach(probed: ProbedSite, *, training: bool, num_samples: int | None = None) -> Reach:
+def measure_reaches(sites: Sequence[ProbedSite], *, training: bool) -> list[tuple[str, Reach]]:
+    """The reach at each site, with the site's name."""
+    return [(probed.name, measure_reach(probed, training=training)) for probed in sites]
+
+
+def measure_reach(probed: ProbedSite, *, training: bool) -> Reach:
     """Runs the site with and without an outlier in its first value, then on other scales.
 
     Scales alone tell a statistic over one value, where (x - x) and x / |x| stay the same, from a
     norm that takes no statistic.
     """
-    values = probed.values(num_samples)
+    values = probed.values()
     before, _ = probed.run(values, training=training)
     changed = values.clone()
     changed[0, 0, 0] += outlier(values)

@@ -34,10 +34,11 @@ class ProbedSite:
     shape: torch.Size
     mask: Tensor | None
 
-    def values(self, num_samples: int | None = None, num_positions: int | None = None) -> Tensor:
+    def values(self, num_positions: int | None = None) -> Tensor:
         """Fixed random numbers (N, C, P) of either sign and 0.5 to 1.5 in size: none is special."""
-        num, channels, positions = as_maps(torch.empty(self.shape, device="meta"), self.site).shape
-        shape = (num_samples or num, channels, num_positions or positions)
+        empty = torch.empty(self.shape, device="meta")
+        num_samples, channels, positions = as_maps(empty, self.site).shape
+        shape = (num_samples, channels, num_positions or positions)
         source = torch.Generator().manual_seed(0)
         size = 0.5 + torch.rand(shape, generator=source)
         sign = 1 - 2 * torch.randint(2, shape, generator=source)

@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from normexp.batching.sizes import Sizes
-from normexp.checks.reach import measure_reach
-from normexp.checks.sites import ProbedSite, name_some
+from normexp.checks.reach import Reach
+from normexp.checks.sites import name_some
 from normexp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 FEW_VALUES = 8
-PROBED_SAMPLES = 4  # of a group; the others do what these do
 
 
 def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
@@ -26,19 +25,17 @@ def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
     return last_micro % sizes.norm or sizes.norm
 
 
-def count_values(sites: Sequence[ProbedSite], group_size: int) -> dict[str, int]:
+def count_values(reaches: Sequence[tuple[str, Reach]], group_size: int) -> dict[str, int]:
     """Values per statistic at each site in training, where `group_size` samples share one.
 
     Sites whose norm takes no statistic are left out. A site that is entered with several shapes
     counts with its smallest.
     """
     counts: dict[str, int] = {}
-    for probed in sites:
-        num_samples = min(group_size, PROBED_SAMPLES)
-        reach = measure_reach(probed, training=True, num_samples=num_samples)
+    for name, reach in reaches:
         if reach.pools:
             count = reach.num_values(group_size)
-            counts[probed.name] = min(count, counts.get(probed.name, count))
+            counts[name] = min(count, counts.get(name, count))
     return counts
 
 

@@ -20,7 +20,7 @@ from normexp.checks.probing import (
     probe_batch,
     run_through,
 )
-from normexp.checks.reach import measure_reach
+from normexp.checks.reach import measure_reaches
 from normexp.checks.sites import ProbedSite, probe_sites
 from normexp.checks.statistics_size import check_counts, count_values, smallest_group
 from normexp.data.dataset import Data
@@ -72,7 +72,8 @@ def measure_traits(network: nn.Module, data: Data, sizes: Sizes, *, drop_last: b
     elements = run_through(network, probe_batch(data, small), sizes.norm_batch_size)
     batch = probe_batch(data, PROBE_SAMPLES)
     sites = probe_sites(network, batch)
-    check_counts(count_values(sites, group_size), group_size)
+    reaches = {mode: measure_reaches(sites, training=mode) for mode in (True, False)}
+    check_counts(count_values(reaches[True], group_size), group_size)
     if len(batch["inputs"]) > 1 and ignores_inputs(network, batch):
         raise UserError(
             "the model's output is the same for every input with this norm, as where a mean over "
@@ -86,24 +87,22 @@ def measure_traits(network: nn.Module, data: Data, sizes: Sizes, *, drop_last: b
     obstacle = (
         "a module draws its own random numbers" if own_draws else cannot_stack(network, batch)
     )
+    mixing = [
+        # A branch that starts at zero hides a site, and a norm outside the sites has none.
+        any(reach.other_samples for _, reach in reaches[mode])
+        or mixes_samples(network, batch, training=mode)
+        for mode in (True, False)
+    ]
     return Traits(
-        mixes_samples=_mixes_samples(network, sites, batch, training=True),
-        mixes_samples_in_evaluation=_mixes_samples(network, sites, batch, training=False),
+        mixes_samples=mixing[0],
+        mixes_samples_in_evaluation=mixing[1],
         leak=leaks[0],
         leaks_future_in_training=leaks[1] is not None,
-        pools=any(measure_reach(probed, training=True).pools for probed in sites),
+        pools=any(reach.pools for _, reach in reaches[True]),
         draws_for_itself=own_draws,
         stacking_obstacle=obstacle,
         elements_per_sample=elements,
     )
-
-
-def _mixes_samples(
-    network: nn.Module, sites: Sequence[ProbedSite], batch: Batch, *, training: bool
-) -> bool:
-    """At any site, which a branch that starts at zero would hide, or anywhere in the network."""
-    at_sites = any(measure_reach(probed, training=training).other_samples for probed in sites)
-    return at_sites or mixes_samples(network, batch, training=training)
 
 
 def _find_leak(

@@ -203,8 +203,10 @@ def _labelled(cells: list[Cell]) -> list[Cell]:
         for cell, own in zip(same, knobs, strict=True):
             words = [f"{key.removeprefix('norm.')}={own.get(key)}" for key in varying]
             labelled.append(replace(cell, norm=" ".join([cell.norm, *words])))
-    return [cell if not cell.invalid else replace(cell, norm=f"{cell.norm} INVALID")
-            for cell in labelled]
+    return [
+        cell if not cell.invalid else replace(cell, norm=f"{cell.norm} INVALID")
+        for cell in labelled
+    ]
 
 
 def _told_apart(cells: list[Cell]) -> list[Cell]:

@@ -108,14 +108,15 @@ def _panel(
     tip = [
         alt.Tooltip(f"{field}:N", title=title)
         for field, title in {
-            "norm": "norm", "samples": "samples seen", "text": "mean [95 % interval]",
-            "n": "seeds", "directory": "directory",
+            "norm": "norm",
+            "samples": "samples seen",
+            "text": "mean [95 % interval]",
+            "n": "seeds",
+            "directory": "directory",
         }.items()
     ]
     return alt.layer(
-        base.mark_area(opacity=0.15).encode(
-            x, alt.Y("low:Q"), alt.Y2("high:Q"), colour
-        ),
+        base.mark_area(opacity=0.15).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
         base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
         base.mark_point(opacity=0, size=60).encode(x, y, tooltip=tip),
         base.mark_point(shape="M-1,-1L1,1M1,-1L-1,1", size=50, stroke=DIVERGED, strokeWidth=2)

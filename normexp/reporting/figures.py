@@ -49,7 +49,14 @@ def draw_metric(part: Slice, styles: dict[str, Style]) -> Figure | None:
         f"number of seeds behind each point: ×k diverged, !k failed, ?k missing. Open "
         "markers on a level line are one cell, of a norm measured not to depend on this size."
     )
-    return finish("metric_by_size", f"{part.metric.label} by {AXIS_WORDS[part.axis]}", caption, chart, rows, part)
+    return finish(
+        "metric_by_size",
+        f"{part.metric.label} by {AXIS_WORDS[part.axis]}",
+        caption,
+        chart,
+        rows,
+        part,
+    )
 
 
 def draw_statistics(part: Slice, styles: dict[str, Style]) -> Figure | None:
@@ -75,8 +82,9 @@ def draw_statistics(part: Slice, styles: dict[str, Style]) -> Figure | None:
         "The same trained networks evaluated with running averages, with precise statistics and "
         "with those of the evaluation batch: where they part, running averages mislead."
     )
-    return finish("evaluation_statistics", "Evaluation statistics", caption, chart, rows, part,
-                  fit="facet")
+    return finish(
+        "evaluation_statistics", "Evaluation statistics", caption, chart, rows, part, fit="facet"
+    )
 
 
 def draw_throughput(part: Slice, styles: dict[str, Style]) -> Figure | None:
@@ -88,13 +96,20 @@ def draw_throughput(part: Slice, styles: dict[str, Style]) -> Figure | None:
     colour, shape, _ = encode_norm(norms, styles)
     points = alt.Chart(ROWS).transform_filter(VISIBLE).mark_point(filled=True, opacity=1, size=70)
     chart = points.encode(
-        alt.X("samples_per_second:Q", title="training samples per second, of the whole stack")
-        .scale(zero=True),
+        alt.X(
+            "samples_per_second:Q", title="training samples per second, of the whole stack"
+        ).scale(zero=True),
         alt.Y("norm:N", title=None, sort=norms),
         colour.legend(None),
         shape.legend(None),
-        tooltip=["norm:N", "size:N", "samples_per_second:Q", "step_ms:Q", "stack_size:Q",
-                 "directory:N"],
+        tooltip=[
+            "norm:N",
+            "size:N",
+            "samples_per_second:Q",
+            "step_ms:Q",
+            "stack_size:Q",
+            "directory:N",
+        ],
     ).properties(width=WIDTH, height=alt.Step(26))
     caption = (
         "Speed of training, one point per cell: the median over its runs. Runs of one stack share "
@@ -104,7 +119,12 @@ def draw_throughput(part: Slice, styles: dict[str, Style]) -> Figure | None:
 
 
 def finish(
-    name: str, title: str, caption: str, chart: Any, rows: Sequence[Row], part: Slice,
+    name: str,
+    title: str,
+    caption: str,
+    chart: Any,
+    rows: Sequence[Row],
+    part: Slice,
     fit: str = "width",
 ) -> Figure:
     """The chart as JSON with its data, title, theme and the parameters that the page filters by."""
@@ -115,8 +135,15 @@ def finish(
     spec["params"] = [*spec.get("params", []), *hidden]
     spec["usermeta"] = {"fit": fit}
     spec["config"] = _config()
-    return Figure(f"{name}_{part.slug}", title, caption, spec, list(rows),
-                  part.cells[0].model, part.cells[0].data)
+    return Figure(
+        f"{name}_{part.slug}",
+        title,
+        caption,
+        spec,
+        list(rows),
+        part.cells[0].model,
+        part.cells[0].data,
+    )
 
 
 def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> alt.LayerChart:
@@ -127,7 +154,7 @@ def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> al
     filled = base.mark_point(filled=True, opacity=1, size=64)
     place = (x, y, colour, shape)
     return alt.layer(
-        base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
+        base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash.legend(None)),
         base.mark_rule(strokeWidth=1.6)
         .transform_filter("datum.shown")
         .encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
@@ -162,10 +189,18 @@ def _count_strip(part: Slice, norms: list[str]) -> alt.Chart:
 def _size_axis(
     part: Slice, field: str, *, grid: bool, labels: bool = True, title: str | None = None
 ) -> alt.X:
-    axis = alt.Axis(values=part.sizes, format="d", grid=grid, labels=labels, ticks=labels,
-                    domain=labels, labelOverlap="greedy")
-    scale = alt.Scale(type="log", base=2, nice=False,
-                      domain=[part.sizes[0] / 1.7, part.sizes[-1] * 1.7])
+    axis = alt.Axis(
+        values=part.sizes,
+        format="d",
+        grid=grid,
+        labels=labels,
+        ticks=labels,
+        domain=labels,
+        labelOverlap="greedy",
+    )
+    scale = alt.Scale(
+        type="log", base=2, nice=False, domain=[part.sizes[0] / 1.7, part.sizes[-1] * 1.7]
+    )
     words = (title or AXIS_TITLES[part.axis]) if labels else None
     return alt.X(f"{field}:Q", title=words, axis=axis, scale=scale)
 
@@ -189,9 +224,16 @@ def encode_norm(
 
 
 def _tooltip(*extra: str) -> list[alt.Tooltip]:
-    columns = {"norm": "norm", **{name: name for name in extra}, "size": "size",
-               "text": "mean [95 % interval]", "count": "seeds", "seeds": "values by seed",
-               "note": "note", "directory": "directory"}
+    columns = {
+        "norm": "norm",
+        **{name: name for name in extra},
+        "size": "size",
+        "text": "mean [95 % interval]",
+        "count": "seeds",
+        "seeds": "values by seed",
+        "note": "note",
+        "directory": "directory",
+    }
     return [alt.Tooltip(f"{column}:N", title=title) for column, title in columns.items()]
 
 
@@ -220,11 +262,28 @@ def _config() -> dict[str, Any]:
         "font": FONT,
         "background": "#ffffff",
         "view": {"stroke": None},
-        "axis": {"gridColor": "#e4e4e4", "labelFontSize": 11, "titleFontSize": 12,
-                 "titleFontWeight": "normal", "titleLimit": 420},
-        "title": {"anchor": "start", "fontSize": 14, "subtitleFontSize": 11,
-                  "subtitleColor": "#555555", "limit": 560, "offset": 10},
-        "legend": {"orient": "bottom", "columns": 4, "labelFontSize": 11, "symbolSize": 80,
-                   "labelLimit": 150, "symbolStrokeWidth": 1.6},
+        "axis": {
+            "gridColor": "#e4e4e4",
+            "labelFontSize": 11,
+            "titleFontSize": 12,
+            "titleFontWeight": "normal",
+            "titleLimit": 420,
+        },
+        "title": {
+            "anchor": "start",
+            "fontSize": 14,
+            "subtitleFontSize": 11,
+            "subtitleColor": "#555555",
+            "limit": 560,
+            "offset": 10,
+        },
+        "legend": {
+            "orient": "bottom",
+            "columns": 4,
+            "labelFontSize": 11,
+            "symbolSize": 80,
+            "labelLimit": 150,
+            "symbolStrokeWidth": 1.6,
+        },
         "header": {"labelFontSize": 12, "labelFontWeight": "bold"},
     }

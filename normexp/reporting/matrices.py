@@ -24,29 +24,42 @@ def draw_heat_map(part: Slice, styles: dict[str, Style]) -> Figure | None:
     low, high = min(values), max(values)
     for row in rows:
         row |= _heat_text(row, low, high, part)
-    base = alt.Chart().transform_filter(VISIBLE).encode(
-        alt.X("size:O", title=AXIS_TITLES[part.axis], sort=part.sizes).axis(labelAngle=0),
-        alt.Y("norm:N", title=None, sort=list(part.lines)),
+    base = (
+        alt.Chart()
+        .transform_filter(VISIBLE)
+        .encode(
+            alt.X("size:O", title=AXIS_TITLES[part.axis], sort=part.sizes).axis(labelAngle=0),
+            alt.Y("norm:N", title=None, sort=list(part.lines)),
+        )
     )
-    scale = alt.Scale(scheme="viridis", domain=[low, high], reverse=not part.metric.higher_is_better)
+    scale = alt.Scale(
+        scheme="viridis", domain=[low, high], reverse=not part.metric.higher_is_better
+    )
     colour = alt.Color("mean:Q", title=part.metric.label, scale=scale).legend(
         orient="bottom", gradientLength=220, direction="horizontal"
     )
     ink = alt.Color("ink:N", scale=None)
-    chart = alt.layer(
-        base.mark_rect(fill="#d9d9d9").transform_filter("datum.mean === null"),
-        base.mark_rect().transform_filter("datum.mean !== null").encode(colour),
-        base.mark_text(dy=-7, fontSize=12).encode(alt.Text("value:N"), ink, tooltip=_heat_tooltip()),
-        base.mark_text(dy=9, fontSize=9).encode(alt.Text("under:N"), ink),
-        data=ROWS,
-    ).resolve_scale(color="independent").properties(width=alt.Step(CELL), height=alt.Step(40))
+    chart = (
+        alt.layer(
+            base.mark_rect(fill="#d9d9d9").transform_filter("datum.mean === null"),
+            base.mark_rect().transform_filter("datum.mean !== null").encode(colour),
+            base.mark_text(dy=-7, fontSize=12).encode(
+                alt.Text("value:N"), ink, tooltip=_heat_tooltip()
+            ),
+            base.mark_text(dy=9, fontSize=9).encode(alt.Text("under:N"), ink),
+            data=ROWS,
+        )
+        .resolve_scale(color="independent")
+        .properties(width=alt.Step(CELL), height=alt.Step(40))
+    )
     caption = (
         f"Mean {part.metric.label} by norm and size, and the half width of its 95 % interval with "
         "the number of seeds. Grey: no seed finished; blank: not run. A norm that does not depend "
         "on the norm batch size has one cell, shown along its row."
     )
-    return finish("heat_map", f"{part.metric.label} by norm and size", caption, chart, rows, part,
-                  fit="none")
+    return finish(
+        "heat_map", f"{part.metric.label} by norm and size", caption, chart, rows, part, fit="none"
+    )
 
 
 def draw_improvement(part: Slice, styles: dict[str, Style]) -> Figure | None:
@@ -56,28 +69,47 @@ def draw_improvement(part: Slice, styles: dict[str, Style]) -> Figure | None:
     if not rows:
         return None
     norms = [norm for norm in part.lines if any(row["norm"] == norm for row in rows)]
-    base = alt.Chart().transform_filter(VISIBLE).encode(
-        alt.X("other:N", title="... beats this norm", sort=norms).axis(labelAngle=-40, orient="top"),
-        alt.Y("norm:N", title="this norm ...", sort=norms),
+    base = (
+        alt.Chart()
+        .transform_filter(VISIBLE)
+        .encode(
+            alt.X("other:N", title="... beats this norm", sort=norms).axis(
+                labelAngle=-40, orient="top"
+            ),
+            alt.Y("norm:N", title="this norm ...", sort=norms),
+        )
     )
-    colour = alt.Color("probability:Q", title="probability").scale(
-        scheme="purplegreen", domain=[0, 1]
-    ).legend(orient="bottom", gradientLength=220, direction="horizontal")
+    colour = (
+        alt.Color("probability:Q", title="probability")
+        .scale(scheme="purplegreen", domain=[0, 1])
+        .legend(orient="bottom", gradientLength=220, direction="horizontal")
+    )
     ink = alt.Color("ink:N", scale=None)
     tip = ["norm:N", "other:N", "value:N", "bounds:N", "n:Q"]
-    chart = alt.layer(
-        base.mark_rect().encode(colour),
-        base.mark_text(dy=-7, fontSize=12).encode(alt.Text("value:N"), ink, tooltip=tip),
-        base.mark_text(dy=9, fontSize=9).encode(alt.Text("bounds:N"), ink),
-        data=ROWS,
-    ).resolve_scale(color="independent").properties(width=alt.Step(CELL), height=alt.Step(40))
+    chart = (
+        alt.layer(
+            base.mark_rect().encode(colour),
+            base.mark_text(dy=-7, fontSize=12).encode(alt.Text("value:N"), ink, tooltip=tip),
+            base.mark_text(dy=9, fontSize=9).encode(alt.Text("bounds:N"), ink),
+            data=ROWS,
+        )
+        .resolve_scale(color="independent")
+        .properties(width=alt.Step(CELL), height=alt.Step(40))
+    )
     caption = (
         f"Probability that the norm of the row beats the norm of the column at size "
         f"{part.sizes[0]}, in pairs of runs with one seed, with its 95 % Clopper-Pearson interval. "
         "These are not corrected for their number: the verdict is the place for decisions."
     )
-    return finish("improvement", f"Probability of improvement at size {part.sizes[0]}", caption,
-                  chart, rows, part, fit="none")
+    return finish(
+        "improvement",
+        f"Probability of improvement at size {part.sizes[0]}",
+        caption,
+        chart,
+        rows,
+        part,
+        fit="none",
+    )
 
 
 def improvement_rows(part: Slice) -> list[Row]:
@@ -107,7 +139,9 @@ def _heat_text(row: Row, low: float, high: float, part: Slice) -> Row:
         return {"value": reason, "under": row["count"], "ink": DIVERGED}
     share = (row["mean"] - low) / (high - low) if high > low else 1.0
     brightness = share if part.metric.higher_is_better else 1 - share
-    half = "" if row["low"] is None else f"±{(row['high'] - row['low']) / 2:.{part.metric.digits}f} "
+    half = (
+        "" if row["low"] is None else f"±{(row['high'] - row['low']) / 2:.{part.metric.digits}f} "
+    )
     return {
         "value": f"{row['mean']:.{part.metric.digits}f}",
         "under": f"{half}n={row['n']}" if row["shown"] else "same cell",
@@ -116,6 +150,12 @@ def _heat_text(row: Row, low: float, high: float, part: Slice) -> Row:
 
 
 def _heat_tooltip() -> list[alt.Tooltip]:
-    columns = {"norm": "norm", "size": "size", "text": "mean [95 % interval]", "count": "seeds",
-               "seeds": "values by seed", "directory": "directory"}
+    columns = {
+        "norm": "norm",
+        "size": "size",
+        "text": "mean [95 % interval]",
+        "count": "seeds",
+        "seeds": "values by seed",
+        "directory": "directory",
+    }
     return [alt.Tooltip(f"{column}:N", title=title) for column, title in columns.items()]

@@ -16,7 +16,9 @@ def format_interval(interval: Interval, digits: int) -> str:
     if interval.low is None or interval.high is None:
         return f"{interval.estimate:.{digits}f}"
     shown = _digits_of(interval.low, interval.high, digits)
-    estimate, low, high = (f"{x:.{shown}f}" for x in (interval.estimate, interval.low, interval.high))
+    estimate, low, high = (
+        f"{x:.{shown}f}" for x in (interval.estimate, interval.low, interval.high)
+    )
     return f"{_positive_zero(estimate)} [{_positive_zero(low)}, {_positive_zero(high)}]"
 
 

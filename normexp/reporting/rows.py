@@ -93,7 +93,9 @@ def timing_rows(part: Slice) -> list[Row]:
     """Samples per second of each cell's stacks: the median, since a stack's seeds share one time."""
     rows = []
     for cell in part.cells:
-        timings = [run.result.timing for run in cell.runs if "samples_per_second" in run.result.timing]
+        timings = [
+            run.result.timing for run in cell.runs if "samples_per_second" in run.result.timing
+        ]
         if not timings:
             continue
         speeds = sorted(timing["samples_per_second"] for timing in timings)

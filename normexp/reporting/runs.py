@@ -90,9 +90,7 @@ def _evaluated(run_dir: Path) -> dict[str, float]:
     }
 
 
-def _reason_for_nothing(
-    name: str, root: Path, unended: list[Path], problems: list[str]
-) -> str:
+def _reason_for_nothing(name: str, root: Path, unended: list[Path], problems: list[str]) -> str:
     if problems:
         return f"study={name} has no readable result; the first problem: {problems[0]}"
     if unended:

@@ -112,9 +112,12 @@ def _slices_of(cells: list[Cell], title: str, metric: Metric) -> list[Slice]:
     follows = [c for c in cells if not c.mixes_samples or c.norm_batch_size == c.batch_size]
     ways = {"norm batch size = batch size": follows}
     if not slices:
-        ways |= {f"norm batch size {size}": [c for c in cells if not c.mixes_samples
-                 or c.norm_batch_size == size]
-                 for size in sorted({c.norm_batch_size for c in mixing})}
+        ways |= {
+            f"norm batch size {size}": [
+                c for c in cells if not c.mixes_samples or c.norm_batch_size == size
+            ]
+            for size in sorted({c.norm_batch_size for c in mixing})
+        }
     seen: list[set[str]] = []
     for fixed, chosen in ways.items():
         ids = {cell.id for cell in chosen}
@@ -124,8 +127,13 @@ def _slices_of(cells: list[Cell], title: str, metric: Metric) -> list[Slice]:
     if slices:
         return slices
     return [
-        _norm_axis(cells, size, {c.norm_batch_size for c in mixing if c.batch_size == size}
-                   or {size}, title, metric)
+        _norm_axis(
+            cells,
+            size,
+            {c.norm_batch_size for c in mixing if c.batch_size == size} or {size},
+            title,
+            metric,
+        )
         for size in batch_sizes
     ]
 

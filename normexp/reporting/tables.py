@@ -18,8 +18,14 @@ from normexp.stats import Interval, iqm, median
 
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
-       "×": r"$\times$", "±": r"$\pm$", "·": r"$\cdot$"}
+    | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "×": r"$\times$",
+        "±": r"$\pm$",
+        "·": r"$\cdot$",
+    }
 )
 
 
@@ -73,9 +79,25 @@ def cell_table(cells: Sequence[Cell], metric: str | None, tolerance: float | Non
         own = {name for run in cell.runs for name in run.result.metrics}
         name = choose_metric(own, metric) or choose_metric(available, metric) or "val/loss"
         rows.append(_cell_row(cell, describe_metric(name, tolerance)))
-    columns = ["norm", "model", "data", "batch size", "norm batch size", "lr", "metric",
-               "mean [95 % interval]", "median", "IQM", "n", "seeds", "diverged", "failed",
-               "missing", "note", "directory"]
+    columns = [
+        "norm",
+        "model",
+        "data",
+        "batch size",
+        "norm batch size",
+        "lr",
+        "metric",
+        "mean [95 % interval]",
+        "median",
+        "IQM",
+        "n",
+        "seeds",
+        "diverged",
+        "failed",
+        "missing",
+        "note",
+        "directory",
+    ]
     return Table("cells", "Cells", columns, rows)
 
 
@@ -85,8 +107,13 @@ def sensitivity_table(parts: Sequence[tuple[Slice, list[Loss]]]) -> Table:
     for part, losses in parts:
         for loss in losses:
             found, digits = loss.sensitivity, part.metric.digits
-            row = {"norm": loss.norm, "setting": f"{part.title}, {part.fixed}",
-                   "size": AXIS_WORDS[part.axis], "metric": part.metric.label, "kind": loss.kind}
+            row = {
+                "norm": loss.norm,
+                "setting": f"{part.title}, {part.fixed}",
+                "size": AXIS_WORDS[part.axis],
+                "metric": part.metric.label,
+                "kind": loss.kind,
+            }
             if found is not None:
                 row |= {
                     "from": found.reference_size,
@@ -99,8 +126,21 @@ def sensitivity_table(parts: Sequence[tuple[Slice, list[Loss]]]) -> Table:
                     "seeds": found.num_seeds,
                 }
             rows.append(row)
-    columns = ["norm", "setting", "size", "metric", "kind", "from", "to", "drop",
-               "loss per halving", "mean over log2 size", "threshold", "n", "seeds"]
+    columns = [
+        "norm",
+        "setting",
+        "size",
+        "metric",
+        "kind",
+        "from",
+        "to",
+        "drop",
+        "loss per halving",
+        "mean over log2 size",
+        "threshold",
+        "n",
+        "seeds",
+    ]
     return Table("sensitivity", "Batch-size sensitivity", columns, rows)
 
 
@@ -123,8 +163,19 @@ def comparison_table(parts: Sequence[tuple[Slice, list[Comparison]]]) -> Table:
         for part, comparisons in parts
         for one in comparisons
     ]
-    columns = ["norm", "reference", "setting", "at", "difference (positive: better)", "unit",
-               "share of pairs won", "p", "p after Holm", "n", "verdict"]
+    columns = [
+        "norm",
+        "reference",
+        "setting",
+        "at",
+        "difference (positive: better)",
+        "unit",
+        "share of pairs won",
+        "p",
+        "p after Holm",
+        "n",
+        "verdict",
+    ]
     return Table("comparisons", "Norms against the reference", columns, rows)
 
 
@@ -151,8 +202,20 @@ def run_table(cells: Sequence[Cell]) -> Table:
         for cell in cells
         for run in cell.runs
     ]
-    first = ["study", "norm", "model", "data", "batch size", "norm batch size", "lr", "seed",
-             "status", "diverged at step", "error", "invalid"]
+    first = [
+        "study",
+        "norm",
+        "model",
+        "data",
+        "batch size",
+        "norm batch size",
+        "lr",
+        "seed",
+        "status",
+        "diverged at step",
+        "error",
+        "invalid",
+    ]
     return Table("runs", "Runs", [*first, *names, "directory"], rows)
 
 

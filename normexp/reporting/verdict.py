@@ -109,9 +109,7 @@ def compare_norms(part: Slice, size: int | None = None) -> list[Comparison]:
         if draft.difference.low is not None
     }
     judgements = judge_family(family, alpha=ALPHA) if family else {}
-    return [
-        _judged(draft, judgements.get(draft.norm), present, part) for draft in drafts
-    ]
+    return [_judged(draft, judgements.get(draft.norm), present, part) for draft in drafts]
 
 
 def paired_values(a: Cell, b: Cell, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
@@ -170,9 +168,7 @@ def _draft(cell: Cell, reference: Cell, size: int, metric: Metric) -> Comparison
     a, b = paired_values(cell, reference, metric)
     difference = oriented(paired_difference(a, b), metric)
     improvement = paired_improvement(a, b, higher_is_better=metric.higher_is_better)
-    return Comparison(
-        cell.norm, reference.norm, size, difference, improvement, None, "no data", ""
-    )
+    return Comparison(cell.norm, reference.norm, size, difference, improvement, None, "no data", "")
 
 
 def _judged(
@@ -197,8 +193,10 @@ def _comparison_words(
         amount = f"{gap.estimate:+.{metric.digits}f} {unit}".strip()
         return "no interval", f"differs from {reference} by {amount} in one seed: no verdict"
     size = format_interval(gap if gap.estimate >= 0 else negated(gap), metric.digits)
-    chance = "" if draft.improvement.estimate is None else (
-        f", better in {draft.improvement.estimate:.0%} of pairs"
+    chance = (
+        ""
+        if draft.improvement.estimate is None
+        else (f", better in {draft.improvement.estimate:.0%} of pairs")
     )
     amount = f"{size} {unit}".strip()
     if judgement.rejected:
@@ -206,7 +204,10 @@ def _comparison_words(
         return kind, f"is {kind} than {reference} by {amount}{chance}"
     signed = f"{format_interval(gap, metric.digits)} {unit}".strip()
     if max(-gap.low, gap.high) <= metric.tolerance:
-        return "tie", f"and {reference} are tied within {metric.tolerance_words}: difference {signed}"
+        return (
+            "tie",
+            f"and {reference} are tied within {metric.tolerance_words}: difference {signed}",
+        )
     after = " after Holm's correction" if gap.low > 0 or gap.high < 0 else ""
     return "unclear", f"and {reference} cannot be told apart{after}: difference {signed}{chance}"
 
@@ -224,5 +225,7 @@ def _lost_words(cell: Cell) -> str:
         "failed": cell.seeds("failed"),
         "missing": cell.missing,
     }
-    parts = [f"{len(seeds)} of {len(cell.expected)} {word}" for word, seeds in groups.items() if seeds]
+    parts = [
+        f"{len(seeds)} of {len(cell.expected)} {word}" for word, seeds in groups.items() if seeds
+    ]
     return ", ".join(parts)

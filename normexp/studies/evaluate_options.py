@@ -49,7 +49,7 @@ def parse_evaluate_options(words: Sequence[str]) -> tuple[str, DictConfig]:
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KEYS)}"
             raise UserError(f"{key}: unknown key; {hint}")
         if override.is_sweep_override():
-            raise UserError(f"{override.input_line}: write {key}=[...] for several")
+            raise UserError(f"{override.input_line}: one value is wanted, a list is [a,b]")
         given[key] = override.value()
     run = given.pop("run", None)
     if run is None:

@@ -91,17 +91,17 @@ def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
 
 
 def print_evaluations(cell: Cell, contents: Contents) -> None:
-    """A table of metrics by statistics: mean over seeds, with the standard deviation."""
+    """A table, a row for each kind of statistics: mean over seeds, with the standard deviation."""
     kinds = [kind for kind in next(iter(contents.values())) if kind != "gap"]
     names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
     console = Console(highlight=False)
     if cell.invalid:
         console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
     console.print(f"{cell.title}: n = {len(contents)} seeds, mean (sd)", markup=False)
-    table = Table("metric", *kinds, box=None)
-    for name in names:
-        if name != "num_samples":
-            table.add_row(name, *(_cell(contents, kind, name) for kind in kinds))
+    metrics = [name for name in names if name != "num_samples"]
+    table = Table("statistics", *metrics, box=None)
+    for kind in kinds:
+        table.add_row(kind, *(_cell(contents, kind, name) for name in metrics))
     console.print(table)
 
 

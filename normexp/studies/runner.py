@@ -8,13 +8,14 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 
 from normexp.errors import UserError
 from normexp.records.environment import code_version, describe_environment
-from normexp.records.layout import LOCK_FILE, RESULT_FILE, seed_dir
+from normexp.records.layout import LOCK_FILE, LOG_FILE, RESULT_FILE, seed_dir, stack_dir
 from normexp.records.lock import StackLock
 from normexp.records.reader import read_result
 from normexp.records.result import Result
@@ -28,6 +29,8 @@ from normexp.tasks.checkpoint import Interrupted
 
 logger = logging.getLogger(__name__)
 
+ComposedCell = tuple[DictConfig, Mapping[str, str]]
+GRID_KEYS = ("batch_size", "micro_batch_size", "norm_batch_size", "lr", "seed", "replicas")
 CellStatus = Literal["finished", "skipped", "refused", "failed"]
 
 
@@ -42,13 +45,26 @@ class Outcome:
     error: str = ""
 
 
-def run_cells(
-    configs: Sequence[tuple[DictConfig, Mapping[str, str]]], command: Sequence[str]
-) -> int:
+@dataclass
+class Command:
+    """What was typed, for study.yaml: once in each study that it writes to."""
+
+    words: list[str]
+    grid: dict[str, list[Any]]
+    recorded: set[Path] = field(default_factory=set)
+
+    def record(self, study_dir: Path) -> None:
+        if study_dir not in self.recorded:
+            append_command(study_dir, self.words, self.grid, code_version())
+            self.recorded.add(study_dir)
+
+
+def run_cells(configs: Sequence[ComposedCell], words: Sequence[str]) -> int:
     """Trains what is missing of each cell and prints what came out; returns the exit code.
 
     A single cell that is refused raises its UserError; in a sweep it is a row of the closing table.
     """
+    command = Command(list(words), grid_of(configs))
     with notes_to_stderr():
         if len(configs) == 1:
             outcome = _run_one(*configs[0], command)
@@ -61,7 +77,7 @@ def run_cells(
     return 1 if bad else 0
 
 
-def _run_of_sweep(cfg: DictConfig, choices: Mapping[str, str], command: Sequence[str]) -> Outcome:
+def _run_of_sweep(cfg: DictConfig, choices: Mapping[str, str], command: Command) -> Outcome:
     try:
         validate(cfg)
         outcome = _run_one(cfg, choices, command)
@@ -72,7 +88,7 @@ def _run_of_sweep(cfg: DictConfig, choices: Mapping[str, str], command: Sequence
     return outcome
 
 
-def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Sequence[str]) -> Outcome:
+def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Command) -> Outcome:
     cell = prepare_cell(cfg, choices)
     seeds = list(range(cfg.seed, cfg.seed + cfg.replicas))
     ended, missing = recorded_runs(cell, seeds)
@@ -86,18 +102,26 @@ def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Sequence[str]
         return Outcome("skipped", cell.title, cell, ended)
     ensure_writable(cell.study_dir)
     cell.directory.mkdir(parents=True, exist_ok=True)
-    append_command(cell.study_dir, list(command), {}, code_version())
+    command.record(cell.study_dir)
     with StackLock(cell.directory / LOCK_FILE) as held:
         if not held:
             raise UserError(f"{cell.directory}: another process is training this cell; wait for it")
-        try:
-            trained = train_stack(cell, missing)
-        except Interrupted:
-            logger.info("%s: the checkpoint is kept; the same line goes on from it", cell.id)
-            raise KeyboardInterrupt from None
-        except Exception as error:  # one cell's failure is a row, the others go on
-            return _failed(cell, missing, error)
-    return Outcome("finished", cell.title, cell, sorted(ended + trained, key=lambda r: r.seed))
+        trained = [result for stack in contiguous(missing) for result in _train(cell, stack)]
+    errors = [result.error for result in trained if result.error is not None]
+    results = sorted(ended + trained, key=lambda result: result.seed)
+    error = f"{errors[0]} (see {cell.directory}/stacks/*/{LOG_FILE})" if errors else ""
+    return Outcome("failed" if errors else "finished", cell.title, cell, results, error)
+
+
+def _train(cell: Cell, seeds: list[int]) -> list[Result]:
+    """One stack; its failure is recorded and does not stop what comes after."""
+    try:
+        return train_stack(cell, seeds)
+    except Interrupted:
+        logger.info("%s: the checkpoint is kept; the same line goes on from it", cell.id)
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        return _record_failure(cell, seeds, error)
 
 
 def recorded_runs(cell: Cell, seeds: Sequence[int]) -> tuple[list[Result], list[int]]:
@@ -113,10 +137,27 @@ def recorded_runs(cell: Cell, seeds: Sequence[int]) -> tuple[list[Result], list[
     return ended, missing
 
 
-def _failed(cell: Cell, seeds: Sequence[int], error: Exception) -> Outcome:
-    """Records the failure of a stack with its error; the traceback goes to its log."""
+def grid_of(configs: Sequence[ComposedCell]) -> dict[str, list[Any]]:
+    """The values that a command spans, of the keys that a study usually varies."""
+    rows = [{**choices, **{key: cfg[key] for key in GRID_KEYS}} for cfg, choices in configs]
+    return {key: list(dict.fromkeys(row[key] for row in rows)) for key in rows[0]}
+
+
+def contiguous(seeds: Sequence[int]) -> list[list[int]]:
+    """Runs of consecutive seeds: a stack is named after its first and last."""
+    groups: list[list[int]] = []
+    for seed in seeds:
+        if groups and groups[-1][-1] == seed - 1:
+            groups[-1].append(seed)
+        else:
+            groups.append([seed])
+    return groups
+
+
+def _record_failure(cell: Cell, seeds: Sequence[int], error: Exception) -> list[Result]:
+    """Results with the error in one line; the traceback goes to the stack's log."""
     reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-    log = cell.directory / "stacks" / f"{seeds[0]}-{seeds[-1]}" / "run.log"
+    log = stack_dir(cell.directory, seeds[0], seeds[-1]) / LOG_FILE
     with open(log, "a", encoding="utf-8") as file:
         traceback.print_exception(error, file=file)
     environment = describe_environment()
@@ -126,7 +167,7 @@ def _failed(cell: Cell, seeds: Sequence[int], error: Exception) -> Outcome:
     ]
     for result in results:
         write_result(seed_dir(cell.directory, result.seed), result)
-    return Outcome("failed", cell.title, cell, results, error=f"{reason} (see {log})")
+    return results
 
 
 def print_line(outcome: Outcome) -> None:

@@ -100,6 +100,9 @@ def _train(cell: Cell, seeds: list[int], checkpoint: Path) -> list[Result]:
     finally:
         for wandb_run in wandb_runs:
             wandb_run.finish(failed=not finished)
+    if wandb_runs and wandb_runs[0].mode == "offline":
+        folder = cell.study_dir / "wandb"
+        logger.info("W&B was offline; send its runs later: wandb sync %s/offline-run-*", folder)
     return results
 
 
@@ -214,6 +217,7 @@ def _wandb_runs(cell: Cell, seeds: list[int]) -> list[WandbRun]:
     chosen = cell.cfg.logger.get("wandb")
     if chosen is None:
         return []
+    invalid = ["INVALID"] if cell.invalid else []
     return [
         WandbRun(
             project=chosen.project,
@@ -222,7 +226,7 @@ def _wandb_runs(cell: Cell, seeds: list[int]) -> list[WandbRun]:
             directory=cell.study_dir,
             group=cell.id,
             seed=seed,
-            tags=[cell.record["norm"], cell.record["model"], cell.record["data"]],
+            tags=[cell.record["norm"], cell.record["model"], cell.record["data"], *invalid],
             config=cell.record | {"seed": seed},
         )
         for seed in seeds

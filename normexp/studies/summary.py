@@ -29,14 +29,15 @@ def print_summary(outcome: Outcome) -> None:
         return
     words = {"skipped": "already recorded", "finished": "trained"}
     count = len(outcome.results)
-    if cell.invalid:
-        console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
     console.print(f"\n{cell.title}: {words[outcome.status]}, n = {count} seeds", markup=False)
+    if cell.invalid:
+        console.print(f"INVALID, every number: {cell.invalid}", markup=False, soft_wrap=True)
     table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
     for name in SHOWN:
         values = values_of(outcome.results, name)
         if values:
-            table.add_row(name, *_spread(values), str(len(values)))
+            stamp = " INVALID" if cell.invalid else ""
+            table.add_row(name + stamp, *_spread(values), str(len(values)))
     console.print(table)
     diverged = [result for result in outcome.results if result.status == "diverged"]
     for result in diverged:

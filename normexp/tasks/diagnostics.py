@@ -49,7 +49,7 @@ class Diagnostics(pl.Callback):
     def _record(self, trainer: pl.Trainer, task: TrainingTask) -> None:
         num_samples = min(task.recipe.sizes.micro, len(task.data.train))
         batch = task.data.train.gather(torch.arange(num_samples, device=task.device))
-        batch["inputs"] = task.data.model_inputs(batch["inputs"], task.dtype)
+        batch["inputs"] = task.data.model_inputs(batch["inputs"], task.batches.dtype)
         devices = [task.device] if task.device.type == "cuda" else []
         rows = []
         with torch.random.fork_rng(devices=devices), torch.enable_grad():

@@ -57,13 +57,26 @@ def _nothing(output: Tensor, _: Batch) -> Measured:
 
 @contextmanager
 def holding(replicas: Replicas, states: list[State]) -> Iterator[None]:
-    """The buffers named in `states`, one for each tree, hold these values while inside."""
+    """In evaluation mode, with the values of `states`, one for each tree, in their buffers."""
     before = replicas.read_buffers()
+    with evaluation_mode(replicas):
+        try:
+            replicas.write_buffers(states)
+            yield
+        finally:
+            replicas.write_buffers(before)
+
+
+@contextmanager
+def evaluation_mode(replicas: Replicas) -> Iterator[None]:
+    """As `eval()`, with every module's mode as before afterwards."""
+    modes = {module: module.training for module in replicas.modules()}
+    replicas.eval()
     try:
-        replicas.write_buffers(states)
         yield
     finally:
-        replicas.write_buffers(before)
+        for module, training in modes.items():
+            module.training = training
 
 
 @contextmanager
@@ -73,20 +86,17 @@ def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
     A norm's running state moves while inside. Modes, group sizes and buffers are as before
     afterwards, also on an error.
     """
-    modes = {module: module.training for module in replicas.modules()}
     sites = [site for _, site in named_sites(replicas)]
     sizes = [site.norm_batch_size for site in sites]
     buffers, values = dict(replicas.named_buffers()), read_state(replicas)
-    replicas.eval()
-    try:
-        for site in sites:
-            site.train()
-            site.norm_batch_size = group_size
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for site, size in zip(sites, sizes, strict=True):
-            site.norm_batch_size = size
-        install_state(replicas, buffers)  # a foreign norm may have put other tensors in their place
-        write_state(replicas, values)
+    with evaluation_mode(replicas):
+        try:
+            for site in sites:
+                site.train()
+                site.norm_batch_size = group_size
+            yield
+        finally:
+            for site, size in zip(sites, sizes, strict=True):
+                site.norm_batch_size = size
+            install_state(replicas, buffers)  # a foreign norm may have replaced the tensors
+            write_state(replicas, values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ def _gaps_of(running: State, population: State) -> SiteGaps:
             difference = running[name] - population[name]
             gap = _gap(difference, population[variance], running[variance])
             if gap is not None:
-                gaps[owner.removesuffix(".norm")] = gap  # the site's own name
+                gaps[re.sub(r"(\.norm)+$", "", owner)] = gap  # the site's own name
     return gaps
 
 

@@ -33,10 +33,11 @@ class WandbRun:
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
+        self.mode = resolve_mode(mode)
         self.run = wandb.init(
             project=project,
             entity=entity,
-            mode=resolve_mode(mode),  # type: ignore[arg-type]
+            mode=self.mode,  # type: ignore[arg-type]
             dir=directory,
             name=f"{group}/seed-{seed}",
             group=group,

@@ -13,6 +13,7 @@ from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.contract import NormFactory
 from normexp.norms.layer import LayerNorm
+from normexp.norms.per_position import BatchNormPerPosition
 
 
 class CarelessState(BatchNorm):
@@ -25,6 +26,17 @@ class CarelessState(BatchNorm):
             with torch.no_grad():
                 self.running_mean.copy_(x.mean(dim=0))
         return out
+
+
+class OneLength(nn.Module):
+    """An encoder that takes strings of 8 only."""
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        self.encoder = encoder(norm)
+
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        return self.encoder(inputs.view(-1, 8), mask.view(-1, 8))
 
 
 class WholeMean(nn.Module):
@@ -73,6 +85,13 @@ def test_norm_without_a_mask_that_mixes_samples_needs_the_token_view():
 
 def test_norm_without_a_mask_that_pools_a_sample_gets_real_positions_only():
     check(encoder(NormFactory(lambda n: nn.GroupNorm(4, n), view="sequence")))
+
+
+def test_model_and_norm_for_one_length_are_probed_by_content():
+    def whole(num_features: int) -> nn.Module:
+        return BatchNormPerPosition(num_features, num_positions=8)
+
+    check(OneLength(NormFactory(whole, view="sequence")))
 
 
 def test_dropout_is_not_taken_for_a_reader_of_padding():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
 from normexp.checks.probing import probe_batch
-from normexp.checks.sites import probe_sites
+from normexp.checks.reach import measure_reaches
+from normexp.checks.sites import ProbedSite, probe_sites
 from normexp.checks.statistics_size import check_counts, count_values, smallest_group
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
@@ -45,7 +47,11 @@ def torch_batch_norm(num_features: int) -> nn.Module:
 
 
 def counts_of(network: nn.Module, group_size: int) -> dict[str, int]:
-    return count_values(probe_sites(network, probe_batch(image_data(), 4)), group_size)
+    return counts_at(probe_sites(network, probe_batch(image_data(), 4)), group_size)
+
+
+def counts_at(sites: Sequence[ProbedSite], group_size: int) -> dict[str, int]:
+    return count_values(measure_reaches(sites, training=True), group_size)
 
 
 # The sites of the small convnet see 8 channels at 64 positions, 16 at 16, 16 at 16.
@@ -80,11 +86,11 @@ def test_count_over_tokens_is_of_the_view():
     data = padded_data()
     batch = probe_batch(data, 4)
     tokens = probe_sites(encoder(NormFactory(group_norm)), batch)
-    assert set(count_values(tokens, 8).values()) == {16 // 4}
+    assert set(counts_at(tokens, 8).values()) == {16 // 4}
     positions = probe_sites(encoder(NormFactory(group_norm, view="sequence")), batch)
-    assert set(count_values(positions, 8).values()) == {16 // 4 * 8}
+    assert set(counts_at(positions, 8).values()) == {16 // 4 * 8}
     pooled = probe_sites(encoder(NormFactory(BatchNorm)), batch)
-    assert set(count_values(pooled, 32).values()) == {32 * 8}
+    assert set(counts_at(pooled, 32).values()) == {32 * 8}
 
 
 @pytest.mark.parametrize("make", [lambda n: nn.GroupNorm(n, n), lambda _: OwnSize()])
@@ -93,6 +99,11 @@ def test_statistic_over_one_value_is_refused_with_its_site(make: Make):
     assert counts == {"norm1": 1}
     with pytest.raises(UserError, match="statistics over 1 value at norm1"):
         check_counts(counts, 32)
+
+
+def test_group_of_one_sample_leaves_batch_norm_one_value():
+    assert counts_of(FlatNet(NormFactory(BatchNorm)), 1) == {"norm1": 1}
+    assert counts_of(convnet(NormFactory(BatchNorm)), 1)["norm2"] == 16
 
 
 def test_weight_that_starts_at_zero_is_no_statistic_over_one_value():

@@ -1,0 +1,143 @@
+"""One report, worked out but not yet written: verdicts, figures and tables of one or more studies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from normexp.errors import UserError
+from normexp.reporting.cells import Cell, build_cells
+from normexp.reporting.compare import Change, compare_studies, difference_table
+from normexp.reporting.curves import History, draw_curves, read_history
+from normexp.reporting.figures import Figure, draw_metric, draw_statistics, draw_throughput
+from normexp.reporting.groups import draw_groups
+from normexp.reporting.learning_rates import draw_learning_rates
+from normexp.reporting.matrices import draw_heat_map, draw_improvement
+from normexp.reporting.metric import require_metric
+from normexp.reporting.runs import StudyRuns, load_runs
+from normexp.reporting.sites import draw_sites
+from normexp.reporting.slices import Slice, build_slices
+from normexp.reporting.style import assign_styles
+from normexp.reporting.tables import (
+    Table,
+    cell_table,
+    comparison_table,
+    run_table,
+    sensitivity_table,
+)
+from normexp.reporting.verdict import (
+    Comparison,
+    Loss,
+    compare_norms,
+    describe_losses,
+    family_note,
+)
+
+DRAWN = (draw_metric, draw_heat_map, draw_improvement, draw_statistics, draw_learning_rates,
+         draw_groups, draw_throughput)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One slice with all that is said and shown of it."""
+
+    part: Slice
+    losses: list[Loss]
+    comparisons: list[Comparison]
+    figures: list[Figure]
+
+    @property
+    def heading(self) -> str:
+        return f"{self.part.title}, {self.part.fixed}"
+
+    @property
+    def note(self) -> str:
+        return family_note(self.comparisons)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is written to a folder; `problems` are rows for runs that cannot be read."""
+
+    title: str
+    directory: Path
+    sections: list[Section]
+    changes: list[Change]
+    tables: list[Table]
+    cells: list[Cell]
+    num_unended: int
+    problems: list[str]
+
+
+def build_report(
+    runs_dir: Path, names: Sequence[str], *, metric: str | None, tolerance: float | None
+) -> Report:
+    """Reads the studies and works out everything; writes nothing.
+
+    Raises:
+        UserError: a study that is missing or empty, or a metric that no run has.
+    """
+    studies = [load_runs(runs_dir, name) for name in names]
+    available = {m for s in studies for run in s.runs for m in run.result.metrics}
+    require_metric(metric, available)
+    cells = build_cells(studies)
+    slices = build_slices(cells, metric=metric, tolerance=tolerance)
+    sections = _sections(slices, cells)
+    changes = compare_studies(cells, studies, metric, tolerance) if len(studies) > 1 else []
+    tables = [
+        cell_table(cells, metric, tolerance),
+        sensitivity_table([(one.part, one.losses) for one in sections]),
+        comparison_table([(one.part, one.comparisons) for one in sections]),
+        run_table(cells),
+    ]
+    if changes:
+        tables.insert(0, difference_table(changes))
+    return Report(
+        title=" and ".join(names),
+        directory=runs_dir / "+".join(names) / "report",
+        sections=sections,
+        changes=changes,
+        tables=tables,
+        cells=cells,
+        num_unended=sum(len(study.unended) for study in studies),
+        problems=[problem for study in studies for problem in study.problems],
+    )
+
+
+def check_names(names: Sequence[str]) -> None:
+    """UserError for no study, or one named twice."""
+    if not names:
+        raise UserError("study is missing: name one of the folders in runs_dir, study=NAME")
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled:
+        raise UserError(f"study={doubled} is named twice; name each study once")
+
+
+def describe_counts(report: Report) -> str:
+    """`12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`."""
+    runs = [run for cell in report.cells for run in cell.runs]
+    counts = {status: sum(run.result.status == status for run in runs)
+              for status in ("finished", "diverged", "failed")}
+    missing = sum(len(cell.missing) for cell in report.cells)
+    words = [f"{count} {status}" for status, count in counts.items() if count]
+    rest = {"not ended": report.num_unended, "unreadable": len(report.problems),
+            "seeds missing": missing}
+    tail = "".join(f"; {count} {word}" for word, count in rest.items() if count)
+    return f"{len(report.cells)} cells, {len(runs)} runs: {', '.join(words)}{tail}"
+
+
+def _sections(slices: Sequence[Slice], cells: Sequence[Cell]) -> list[Section]:
+    styles = assign_styles(cell.norm for cell in cells)
+    sections = []
+    for part in slices:
+        histories: dict[str, History] = {}
+        ends = {part.sizes[0], part.sizes[-1]}
+        for line in part.lines.values():
+            for cell in filter(None, map(line.at, ends)):
+                histories[cell.id] = histories.get(cell.id) or read_history(cell)
+        found = [draw(part, styles) for draw in DRAWN]
+        figures = [figure for figure in found if figure is not None]
+        figures += draw_curves(part, styles, histories) + draw_sites(part, styles, histories)
+        sections.append(Section(part, describe_losses(part), compare_norms(part), figures))
+    return sections
