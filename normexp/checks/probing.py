@@ -73,10 +73,15 @@ def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -
         except (ValueError, RuntimeError) as error:
             if not entered and isinstance(error, UserError):
                 raise
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             where = f"norm at site {entered[-1]}" if entered else "model"
             raise UserError(f"{where}: {reason}") from error
     return sum(seen) // len(batch["targets"])
+
+
+def first_line(error: Exception) -> str:
+    """What a message to the user quotes of an error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def moved(before: Tensor, after: Tensor) -> bool:
@@ -139,5 +144,5 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
             stacked = Stacked(networks).measure(pair, outputs)["output"]
             alone = InTurn(networks).measure(pair, outputs)["output"]
     except Exception as error:  # any foreign module, any reason: the fallback is exact
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     return "its outputs under vmap differ" if moved(alone, stacked) else None

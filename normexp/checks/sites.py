@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.checks.probing import scratch
+from normexp.checks.probing import first_line, scratch
 from normexp.errors import UserError
 from normexp.norms.contract import Site, State, named_sites, read_state
 from normexp.norms.views import as_maps, input_and_mask
@@ -59,7 +59,7 @@ class ProbedSite:
             try:
                 out = own(x, mask)
             except (ValueError, RuntimeError) as error:
-                raise UserError(f"norm at {self.name}: {str(error).splitlines()[0]}") from error
+                raise UserError(f"norm at {self.name}: {first_line(error)}") from error
         return as_maps(out, self.site), read_state(own)
 
 

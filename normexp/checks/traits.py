@@ -20,7 +20,7 @@ from normexp.checks.probing import (
     probe_batch,
     run_through,
 )
-from normexp.checks.reach import measure_reaches
+from normexp.checks.reach import Reach, measure_reaches
 from normexp.checks.sites import ProbedSite, probe_sites
 from normexp.checks.statistics_size import check_counts, count_values, smallest_group
 from normexp.data.dataset import Data
@@ -87,15 +87,9 @@ def measure_traits(network: nn.Module, data: Data, sizes: Sizes, *, drop_last: b
     obstacle = (
         "a module draws its own random numbers" if own_draws else cannot_stack(network, batch)
     )
-    mixing = [
-        # A branch that starts at zero hides a site, and a norm outside the sites has none.
-        any(reach.other_samples for _, reach in reaches[mode])
-        or mixes_samples(network, batch, training=mode)
-        for mode in (True, False)
-    ]
     return Traits(
-        mixes_samples=mixing[0],
-        mixes_samples_in_evaluation=mixing[1],
+        mixes_samples=_mixes_samples(network, reaches[True], batch, training=True),
+        mixes_samples_in_evaluation=_mixes_samples(network, reaches[False], batch, training=False),
         leak=leaks[0],
         leaks_future_in_training=leaks[1] is not None,
         pools=any(reach.pools for _, reach in reaches[True]),
@@ -103,6 +97,14 @@ def measure_traits(network: nn.Module, data: Data, sizes: Sizes, *, drop_last: b
         stacking_obstacle=obstacle,
         elements_per_sample=elements,
     )
+
+
+def _mixes_samples(
+    network: nn.Module, reaches: Sequence[tuple[str, Reach]], batch: Batch, *, training: bool
+) -> bool:
+    """At a site, which a branch that starts at zero would hide, or anywhere in the network."""
+    at_a_site = any(reach.other_samples for _, reach in reaches)
+    return at_a_site or mixes_samples(network, batch, training=training)
 
 
 def _find_leak(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from normexp.models.arguments import check_positive
@@ -14,7 +15,8 @@ class TextEncoder(nn.Module):
 
     Shapes: inputs (B, T) int64 and mask (B, T) bool, true where real -> (B, num_outputs), T at most
     block_size. Attention reads real positions only, every site gets the mask, and the head sees the
-    mean over real positions. All shapes are static.
+    maximum over real positions (a mean would erase a norm that centres each channel over positions,
+    as instance norm does). All shapes are static.
 
     Args:
         depth: blocks.
@@ -52,10 +54,10 @@ class TextEncoder(nn.Module):
         x = self.embedding(inputs)
         for block in self.blocks:
             x = block(x, mask)
-        return self.head(masked_mean(self.final_norm(x, mask), mask))
+        return self.head(masked_max(self.final_norm(x, mask), mask))
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x (B, T, C) over the real positions, (B, C); zero for a sample that has none."""
-    total = x.masked_fill(~mask[:, :, None], 0).sum(dim=1)
-    return total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+def masked_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Maximum of x (B, T, C) over the real positions, (B, C); zero for a sample that has none."""
+    largest = x.masked_fill(~mask[:, :, None], -torch.inf).amax(dim=1)
+    return torch.where(mask.any(dim=1, keepdim=True), largest, 0)

@@ -11,9 +11,10 @@ from normexp.norms.contract import NormFactory
 
 
 class ViT(nn.Module):
-    """Patches become tokens with learned positions; pre-norm blocks, final norm, mean over tokens.
+    """Patches become tokens with learned positions; pre-norm blocks, final norm, max over tokens.
 
-    Shapes: (N, C, H, W) -> (N, num_outputs). The mean takes the place of the paper's class token.
+    Shapes: (N, C, H, W) -> (N, num_outputs). The maximum takes the place of the
+    paper's class token; a mean would erase a norm that centres each channel over positions.
 
     Args:
         patch_size: pixels along a side of a patch; divides H and W.
@@ -70,7 +71,7 @@ class ViT(nn.Module):
         x = self.patch_embedding(self.split(inputs)) + self.positions.weight
         for block in self.blocks:
             x = block(x)
-        return self.head(self.final_norm(x).mean(dim=1))
+        return self.head(self.final_norm(x).amax(dim=1))
 
 
 def largest_patch_size(height: int, width: int, limit: int) -> int:

@@ -18,7 +18,7 @@ NOT_TRAINING = (
     *("seed", "replicas", "study", "experiment", "dry_run", "retry_failed", "fail_fast"),
     *("data_dir", "runs_dir", "save_weights"),
     *("accelerator", "devices", "num_nodes", "strategy", "chunk", "stack", "launcher", "hydra"),
-    *("logger", "progress", "evaluation", "diagnostics", "val_every_epochs", "allow_leak"),
+    *("logger", "progress", "evaluation", "diagnostics", "val_every_epochs"),
     *("evaluate_with", "evaluate_batch_sizes", "evaluate_every_epoch", "precise_samples"),
 )
 # The same inside `trainer`; its precision stays. Devices count only as `statistics_groups`.

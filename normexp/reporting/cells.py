@@ -10,6 +10,7 @@ from typing import Any
 
 from normexp.reporting.metric import Metric
 from normexp.reporting.runs import Run, StudyRuns, flatten
+from normexp.reporting.style import order_norms
 
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # Keys that belong to the norm: these may differ between the norms that are compared.
@@ -96,7 +97,9 @@ def build_cells(studies: Sequence[StudyRuns]) -> list[Cell]:
     cells = [cell for study in studies for cell in _cells_of(study, alone=len(studies) == 1)]
     if len(studies) > 1:
         cells = _without_what_differs_by_study(cells)
-    return _told_apart(_labelled(_without_derived(cells)))
+    cells = _told_apart(_labelled(_without_derived(cells)))
+    places = {norm: place for place, norm in enumerate(order_norms(cell.norm for cell in cells))}
+    return sorted(cells, key=lambda c: (places[c.norm], c.batch_size, c.norm_batch_size, c.lr or 0))
 
 
 def describe_settings(settings: Settings, others: Iterable[Settings]) -> str:

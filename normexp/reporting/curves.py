@@ -102,7 +102,10 @@ def _panel(
     norms: Sequence[str], styles: dict[str, Style], metric: Metric, size: int, axis: str
 ) -> alt.LayerChart:
     colour, _, dash = encode_norm(list(norms), styles)
-    x = alt.X("samples:Q", title="training samples seen").axis(format="~s")
+    colour = colour.legend(
+        symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1, symbolSize=300
+    )
+    x = alt.X("samples:Q", title="training samples seen").axis(format="~s", tickCount=6)
     y = alt.Y("mean:Q", title=metric.label).scale(zero=False)
     base = alt.Chart().transform_filter(VISIBLE).transform_filter(f"datum.size == {size}")
     tip = [

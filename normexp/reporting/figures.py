@@ -98,7 +98,8 @@ def draw_throughput(part: Slice, styles: dict[str, Style]) -> Figure | None:
     chart = points.encode(
         alt.X(
             "samples_per_second:Q", title="training samples per second, of the whole stack"
-        ).scale(zero=True),
+        ).scale(zero=True)
+        .axis(tickCount=5),
         alt.Y("norm:N", title=None, sort=norms),
         colour.legend(None),
         shape.legend(None),
@@ -154,7 +155,7 @@ def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> al
     filled = base.mark_point(filled=True, opacity=1, size=64)
     place = (x, y, colour, shape)
     return alt.layer(
-        base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash.legend(None)),
+        base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
         base.mark_rule(strokeWidth=1.6)
         .transform_filter("datum.shown")
         .encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
@@ -178,7 +179,7 @@ def _count_strip(part: Slice, norms: list[str]) -> alt.Chart:
             ),
             alt.Text("count:N"),
             color=alt.condition(
-                "datum.diverged > 0 || datum.failed > 0", alt.value(DIVERGED), alt.value("#666666")
+                "datum.diverged > 0 || datum.failed > 0", alt.value(DIVERGED), alt.value("#808080")
             ),
             tooltip=_tooltip(),
         )
@@ -217,7 +218,9 @@ def encode_norm(
     markers = [styles[norm].marker for norm in norms]
     dashes = [list(styles[norm].dash) for norm in norms]
     return (
-        alt.Color("norm:N", title=None, scale=alt.Scale(domain=norms, range=colours)),
+        alt.Color("norm:N", title=None, scale=alt.Scale(domain=norms, range=colours)).legend(
+            symbolStrokeWidth=0
+        ),
         alt.Shape("norm:N", title=None, scale=alt.Scale(domain=norms, range=markers)),
         alt.StrokeDash("norm:N", title=None, scale=alt.Scale(domain=norms, range=dashes)),
     )

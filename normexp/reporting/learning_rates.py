@@ -28,7 +28,7 @@ def draw_learning_rates(part: Slice, styles: dict[str, Style]) -> Figure | None:
            "directory:N"]
     chart = alt.layer(
         base.mark_point(size=14, opacity=0.5, color="#888888").encode(x, y, tooltip=tip),
-        chosen.mark_line(strokeWidth=1.6).encode(x, y, colour, dash.legend(None)),
+        chosen.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
         chosen.mark_point(filled=True, opacity=1, size=70).encode(x, y, colour, shape, tooltip=tip),
     ).properties(width=WIDTH, height=HEIGHT * 0.75)
     caption = (

@@ -6,7 +6,7 @@ import math
 
 from normexp.stats import Interval
 
-MOST_DIGITS = 6
+MOST_DIGITS = 4
 
 
 def format_interval(interval: Interval, digits: int) -> str:
@@ -56,7 +56,8 @@ def p_value_of(interval: Interval) -> float:
 def _digits_of(low: float, high: float, digits: int) -> int:
     """Enough for the half width, and enough that a bound off 0 is not shown as 0."""
     half_width = (high - low) / 2
-    wanted = digits if half_width == 0 else max(digits, math.ceil(-math.log10(half_width)))
+    has_width = half_width > 1e-9 * max(abs(low), abs(high))  # else the last bits of a float
+    wanted = max(digits, math.ceil(-math.log10(half_width))) if has_width else digits
     excludes_zero = low > 0 or high < 0
     nearest = min(abs(low), abs(high))
     while excludes_zero and wanted < MOST_DIGITS and round(nearest, wanted) == 0:

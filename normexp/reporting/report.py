@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from normexp.errors import UserError
 from normexp.reporting.cells import Cell, build_cells
 from normexp.reporting.compare import Change, compare_studies, difference_table
 from normexp.reporting.curves import History, draw_curves, read_history
@@ -95,7 +94,7 @@ def build_report(
         tables.insert(0, difference_table(changes))
     return Report(
         title=" and ".join(names),
-        directory=runs_dir / "+".join(names) / "report",
+        directory=report_directory(runs_dir, names),
         sections=sections,
         changes=changes,
         tables=tables,
@@ -105,13 +104,9 @@ def build_report(
     )
 
 
-def check_names(names: Sequence[str]) -> None:
-    """UserError for no study, or one named twice."""
-    if not names:
-        raise UserError("study is missing: name one of the folders in runs_dir, study=NAME")
-    doubled = next((name for name in names if names.count(name) > 1), None)
-    if doubled:
-        raise UserError(f"study={doubled} is named twice; name each study once")
+def report_directory(runs_dir: Path, names: Sequence[str]) -> Path:
+    """runs/NAME/report, or runs/A+B/report for several."""
+    return runs_dir / "+".join(names) / "report"
 
 
 def describe_counts(report: Report) -> str:

@@ -47,7 +47,7 @@ def _draw(
     base = alt.Chart().transform_filter(VISIBLE)
     tip = ["norm:N", "site:N", "value:Q", "n:Q", "directory:N"]
     chart = alt.layer(
-        base.mark_line(strokeWidth=1.4).encode(x, y, colour, dash.legend(None)),
+        base.mark_line(strokeWidth=1.4).encode(x, y, colour, dash),
         base.mark_point(filled=True, opacity=1, size=44).encode(x, y, colour, shape, tooltip=tip),
         data=ROWS,
     ).properties(width=560, height=220)

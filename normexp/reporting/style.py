@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")
-DIVERGED = "#c0392b"
+DIVERGED = "#d0453a"
 
 
 @dataclass(frozen=True)

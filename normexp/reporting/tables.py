@@ -239,6 +239,7 @@ def _cell_row(cell: Cell, metric: Metric) -> Row:
         "missing": found["missing"],
         "note": _note(cell, metric),
         "directory": found["directory"],
+        "count": found["count"],
     }
 
 

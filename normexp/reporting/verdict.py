@@ -16,6 +16,7 @@ from normexp.reporting.cells import Cell
 from normexp.reporting.metric import Metric
 from normexp.reporting.numbers import format_interval, negated, p_value_of
 from normexp.reporting.slices import AXIS_WORDS, Line, Slice, align
+from normexp.reporting.style import base_of
 from normexp.stats import (
     Interval,
     Judgement,
@@ -73,7 +74,11 @@ def describe_loss(line: Line, part: Slice) -> Loss:
     if invalid:
         return Loss(line.norm, "invalid", f"{line.norm} is not compared: {invalid}.", None)
     if line.independent is not None:
-        text = f"{line.norm} does not depend on the {axis} (measured: it does not mix samples)."
+        counts = _counts(line.independent, len(line.independent.values(metric)), "seeds")
+        text = (
+            f"{line.norm} does not depend on the {axis} "
+            f"(measured: it does not mix samples; {counts})."
+        )
         return Loss(line.norm, "independent", text, None)
     sizes = sorted(line.cells)
     if len(sizes) < 2:
@@ -94,10 +99,19 @@ def compare_norms(part: Slice, size: int | None = None) -> list[Comparison]:
     """Each norm against the reference at `size` (the smallest); paired by seed, Holm-corrected."""
     at = part.sizes[0] if size is None else size
     valid = [line for line in part.lines.values() if not any(c.invalid for c in line.all_cells)]
-    present = {line.norm: cell for line in valid if (cell := line.at(at)) is not None}
+    present = [cell for line in valid if (cell := line.at(at)) is not None]
+    studies = dict.fromkeys(cell.study for cell in present)
+    return [
+        one
+        for study in studies  # each is a family of its own; studies are compared elsewhere
+        for one in _compare({c.norm: c for c in present if c.study == study}, part, at)
+    ]
+
+
+def _compare(present: dict[str, Cell], part: Slice, at: int) -> list[Comparison]:
     if len(present) < 2:
         return []
-    reference = REFERENCE if REFERENCE in present else next(iter(present))
+    reference = next((norm for norm in present if base_of(norm) == REFERENCE), next(iter(present)))
     drafts = [
         _draft(cell, present[reference], at, part.metric)
         for norm, cell in present.items()
@@ -196,7 +210,7 @@ def _comparison_words(
     chance = (
         ""
         if draft.improvement.estimate is None
-        else (f", better in {draft.improvement.estimate:.0%} of pairs")
+        else f", ahead in {draft.improvement.estimate * gap.n:g} of {gap.n} pairs"
     )
     amount = f"{size} {unit}".strip()
     if judgement.rejected:

@@ -21,7 +21,7 @@ from normexp.build import (
 )
 from normexp.checks.causality import refusal_of
 from normexp.checks.coverage import check_coverage
-from normexp.checks.probing import probe_batch
+from normexp.checks.probing import first_line, probe_batch
 from normexp.checks.traits import PROBE_SAMPLES, Traits, measure_traits
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -111,8 +111,7 @@ def _check_coverage(cfg: DictConfig, plan: Plan, network: nn.Module, data: Data)
     try:
         optimizer = build_optimizer(cfg, momentum=plan.optimizer_momentum)(groups, lr=plan.lr)
     except (TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"optim._target_={cfg.optim._target_}: {reason}") from error
+        raise UserError(f"optim._target_={cfg.optim._target_}: {first_line(error)}") from error
     check_coverage(network, optimizer, probe_batch(data, PROBE_SAMPLES))
 
 

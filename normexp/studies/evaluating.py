@@ -47,7 +47,10 @@ def evaluate_run(cell_dir: Path, asked: DictConfig) -> None:
     find_cell(cell_dir)
     results = finished_results(cell_dir)
     choices = {group: results[0].config[group] for group in GROUPS}
-    cell = prepare_cell(DictConfig(OmegaConf.merge(load_config(cell_dir), asked)), choices)
+    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir), asked))
+    if not torch.cuda.is_available():
+        cfg.trainer.accelerator = "cpu"  # wherever it was trained
+    cell = prepare_cell(cfg, choices)
     if cell.id != results[0].cell_id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, the same "
@@ -85,8 +88,7 @@ def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
     replicas = arrange_replicas(cell, seeds, networks)
     task = build_task(cell, seeds, replicas, Recorder([]))
     evaluation = StatisticsEvaluation(cell.evaluation)
-    accelerator = cell.cfg.trainer.accelerator if torch.cuda.is_available() else "cpu"
-    evaluate(task, evaluation, accelerator=accelerator, precision=precision)
+    evaluate(task, evaluation, accelerator=cell.cfg.trainer.accelerator, precision=precision)
     return {seed: evaluation.content(task, index) for index, seed in enumerate(seeds)}
 
 

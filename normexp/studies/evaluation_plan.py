@@ -9,6 +9,7 @@ from torch import nn
 
 from normexp.batching.sizes import Sizes
 from normexp.checks.probing import probe_batch
+from normexp.checks.reach import measure_reaches
 from normexp.checks.sites import name_some, probe_sites
 from normexp.checks.statistics_size import count_values
 from normexp.checks.traits import PROBE_SAMPLES, Traits
@@ -69,7 +70,7 @@ def _check_leak(traits: Traits) -> None:
 
 def _check_values(batch_size: int, network: nn.Module, data: Data) -> None:
     sites = probe_sites(network, probe_batch(data, PROBE_SAMPLES))
-    counts = count_values(sites, batch_size)
+    counts = count_values(measure_reaches(sites, training=True), batch_size)
     single = [name for name, count in counts.items() if count == 1]
     if single:
         raise UserError(

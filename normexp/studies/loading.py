@@ -71,7 +71,7 @@ def find_cell(run: Path) -> Path:
     """`run`, if it is the folder of a cell; UserError with what is near where it is not."""
     if (run / CONFIG_FILE).is_file():
         return run
-    if seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
+    if run.is_dir() and seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
         raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
     if run.is_dir():
         cells = [path.name for path in Study(run).list_cells()]

@@ -11,7 +11,7 @@ from model_cases import (
 )
 from torch import nn
 
-from normexp.models.text_encoder import masked_mean
+from normexp.models.text_encoder import masked_max
 from normexp.norms.contract import NormFactory, named_sites
 
 FACTORIES = {
@@ -72,10 +72,10 @@ def test_a_later_token_moves_the_answer_through_earlier_positions(encoder: nn.Mo
     assert (seen[0][:, 0] != seen[1][:, 0]).any()
 
 
-def test_masked_mean_is_the_mean_of_the_real_positions() -> None:
+def test_masked_max_is_the_largest_real_value() -> None:
     x = torch.arange(12.0).view(2, 3, 2)
     mask = torch.tensor([[True, True, False], [False, False, False]])
-    assert torch.equal(masked_mean(x, mask), torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
+    assert torch.equal(masked_max(x, mask), torch.tensor([[2.0, 3.0], [0.0, 0.0]]))
 
 
 def test_text_encoder_sites_are_named_by_role() -> None:

@@ -112,6 +112,8 @@ def test_what_defines_a_training_changes_the_hash(change):
         {"evaluation": {"batches": 10}},
         {"diagnostics": {"every": 10}},
         {"val_every_epochs": 5},
+        {"evaluate_with": ["precise"], "precise_samples": 9},
+        {"evaluate_batch_sizes": [2], "evaluate_every_epoch": True},
         {"chunk": 1},
         {"stack": False},
         {"dry_run": True},

@@ -26,15 +26,10 @@ from normexp.norms.contract import named_sites
 from normexp.norms.group import GroupNorm
 from normexp.norms.moments import Moments
 from normexp.tasks import frozen
-from normexp.tasks.evaluation import (
-    EvaluationPlan,
-    StatisticsEvaluation,
-    completed_blocks,
-    score_batch,
-    score_precise,
-)
+from normexp.tasks.evaluation import EvaluationPlan, StatisticsEvaluation
 from normexp.tasks.frozen import gather, shuffled
 from normexp.tasks.population import Population, measure_population
+from normexp.tasks.scoring import completed_blocks, score_batch, score_precise
 from normexp.tasks.training import TrainingTask
 
 FORMS = {
@@ -174,9 +169,11 @@ def test_gap_compares_running_with_population_moments_per_site():
     mean, var = precise["norm2.norm.running_mean"], precise["norm2.norm.running_var"]
     shift = (site.running_mean - mean).abs() / var.sqrt()  # type: ignore[operator]
     ratio = (site.running_var / var).log2()  # type: ignore[operator]
-    assert gap["mean_shift"] == pytest.approx({"mean": shift.mean(), "max": shift.max()})
-    assert gap["log2_var_ratio"]["mean"] == pytest.approx(ratio.mean())
-    assert abs(gap["log2_var_ratio"]["max"]) == pytest.approx(ratio.abs().max())
+    assert gap["mean_shift"] == pytest.approx(
+        {"mean": shift.mean().item(), "max": shift.max().item()}
+    )
+    assert gap["log2_var_ratio"]["mean"] == pytest.approx(ratio.mean().item())
+    assert abs(gap["log2_var_ratio"]["max"]) == pytest.approx(ratio.abs().max().item())
 
 
 @pytest.mark.parametrize("make_norm", [group_norm, backwards, no_running_state])
@@ -195,7 +192,6 @@ def snapshot(task: TrainingTask) -> dict[str, object]:
     taken |= {f"{n}.momentum": getattr(m, "momentum", None) for n, m in modules.items()}
     taken |= {f"{n}.size": getattr(m, "norm_batch_size", None) for n, m in modules.items()}
     taken |= {f"{n}.names": tuple(sorted(vars(m))) for n, m in modules.items()}
-    taken |= {f"{n}.hooks": len(m._forward_pre_hooks) for n, m in modules.items()}
     taken |= {n: (id(b), b.tolist()) for n, b in task.replicas.named_buffers()}
     return taken
 
@@ -214,17 +210,27 @@ class Breaks(BatchNorm):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-@pytest.mark.parametrize("limit", [1, 8, 16])
-def test_everything_is_as_before_when_a_forward_raises(monkeypatch, limit, form):
+@pytest.mark.parametrize("limit", [1, 5, 13])
+def test_all_is_as_before_when_a_forward_for_precise_statistics_raises(monkeypatch, limit, form):
     monkeypatch.setattr(frozen, "STACK_SAMPLES", 16)
     task = trained(make_norm=Breaks, **form)
     before = snapshot(task)
-    for call in (lambda: population_of(task), lambda: score_batch(task, 3, ["val", "test"])):
-        monkeypatch.setattr(Breaks, "forwards", 0)
-        monkeypatch.setattr(Breaks, "limit", limit)
-        with pytest.raises(RuntimeError, match="broken"):
-            call()
-        assert snapshot(task) == before
+    monkeypatch.setattr(Breaks, "forwards", 0)
+    monkeypatch.setattr(Breaks, "limit", limit)
+    with pytest.raises(RuntimeError, match="broken"):
+        population_of(task)
+    assert snapshot(task) == before
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_all_is_as_before_when_a_forward_with_batch_statistics_raises(monkeypatch, form):
+    task = trained(make_norm=Breaks, **form)
+    before = snapshot(task)
+    monkeypatch.setattr(Breaks, "forwards", 0)
+    monkeypatch.setattr(Breaks, "limit", 5)
+    with pytest.raises(RuntimeError, match="broken"):
+        score_batch(task, 3, ["val", "test"])
+    assert snapshot(task) == before
 
 
 @pytest.mark.parametrize("make_norm", [BatchNorm, foreign], ids=["shipped", "foreign"])

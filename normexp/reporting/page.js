@@ -1,0 +1,164 @@
+// Draws the figures when they come into view, and filters, sorts and saves what is on the page.
+const report = JSON.parse(document.getElementById("report").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const figures = new Map(); // element -> { view, width }
+const hidden = { norm: new Set(), size: new Set(), model: new Set(), data: new Set() };
+
+function theme() {
+  const style = getComputedStyle(document.documentElement);
+  const [ink, faint, line] = ["--ink", "--faint", "--line"].map((v) => style.getPropertyValue(v));
+  return { background: "transparent", title: { color: ink, subtitleColor: faint },
+    axis: { labelColor: ink, titleColor: ink, gridColor: line, domainColor: faint, tickColor: faint },
+    legend: { labelColor: ink, titleColor: ink }, header: { labelColor: ink, titleColor: ink } };
+}
+
+function merged(base, extra) {
+  const result = { ...base };
+  for (const [key, value] of Object.entries(extra)) {
+    const both = value && typeof value === "object" && base[key] && typeof base[key] === "object";
+    result[key] = both ? merged(base[key], value) : value;
+  }
+  return result;
+}
+
+// The specification at the width that is there; `shrink` is what the last try was too wide.
+function fitted(spec, room, shrink) {
+  const copy = structuredClone(spec);
+  const fit = copy.usermeta.fit;
+  const width = Math.max(170, Math.min(760, room - 90) - shrink);
+  copy.config = merged(copy.config, theme());
+  copy.config.title.limit = room - 20;
+  copy.config.legend.columns = Math.max(1, Math.floor(room / 140));
+  copy.config.axis.titleLimit = width + 70;
+  copy.config.axis.titleFontSize = width < 300 ? 10 : 12;
+  if (fit === "facet") {
+    copy.columns = Math.max(1, Math.floor(room / 270));
+    copy.spec.width = Math.max(130, Math.min(240, room / copy.columns - 80) - shrink / copy.columns);
+  } else if (fit === "width") {
+    for (const view of copy.vconcat ?? [copy]) view.width = width;
+    for (const view of copy.vconcat ?? []) if (view.title) view.title = { text: view.title, fontSize: 12 };
+  }
+  return copy;
+}
+
+async function draw(element) {
+  const spec = report.figures[element.dataset.figure];
+  const room = element.clientWidth;
+  if (!room) return;
+  const options = { actions: false, renderer: "svg", tooltip: { theme: dark.matches ? "dark" : "light" } };
+  const embed = (shrink) => window.vegaEmbed(element.firstElementChild, fitted(spec, room, shrink), options);
+  figures.get(element)?.view?.finalize();
+  let result = await embed(0);
+  const excess = (element.querySelector("svg.marks")?.getBoundingClientRect().width ?? 0) - room;
+  if (excess > 0 && spec.usermeta.fit !== "none") {
+    result.finalize();
+    result = await embed(excess + 4);
+  }
+  figures.set(element, { view: result.view, width: room });
+  await filterView(result.view);
+  element.dataset.ready = "yes";
+}
+
+async function filterView(view) {
+  view.signal("hidden_norms", [...hidden.norm]).signal("hidden_sizes", [...hidden.size]);
+  await view.runAsync();
+}
+
+function filterPage() {
+  for (const row of document.querySelectorAll("[data-norm], [data-model]")) {
+    row.hidden = Object.entries(hidden).some(([key, values]) => values.has(row.dataset[key]));
+  }
+  for (const { view } of figures.values()) if (view) filterView(view);
+}
+
+function save(name, url) {
+  const link = document.createElement("a");
+  [link.href, link.download] = [url, name];
+  link.click();
+}
+
+function saveCsv(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  save(`${name}.csv`, url);
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+async function saveImage(chart, kind) {
+  const { view } = figures.get(chart) ?? {};
+  if (view) save(`${chart.dataset.figure}.${kind}`, await view.toImageURL(kind, 2));
+}
+
+function asCsv(rows) {
+  const columns = [...new Set(rows.flatMap(Object.keys))];
+  const quoted = (value) => {
+    const text = value == null ? "" : String(value);
+    const safe = typeof value === "string" && /^[=+@\t]/.test(text) ? `'${text}` : text;
+    return /[",\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+  };
+  return [columns, ...rows.map((row) => columns.map((c) => row[c]))]
+    .map((line) => line.map(quoted).join(",")).join("\n") + "\n";
+}
+
+function sortBy(header) {
+  const table = header.closest("table");
+  const column = [...header.parentNode.children].indexOf(header);
+  const down = header.getAttribute("aria-sort") === "ascending";
+  for (const other of header.parentNode.children) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", down ? "descending" : "ascending");
+  const key = (row) => {
+    const text = row.children[column].textContent;
+    const number = Number.parseFloat(text);
+    return Number.isNaN(number) ? text : number;
+  };
+  const compare = (a, b) => typeof a === typeof b
+    ? (a < b ? -1 : a > b ? 1 : 0) : (typeof a === "number" ? -1 : 1);
+  const rows = [...table.tBodies[0].rows].map((row) => [key(row), row]);
+  rows.sort((a, b) => (down ? -1 : 1) * compare(a[0], b[0]));
+  table.tBodies[0].append(...rows.map(([, row]) => row));
+}
+
+document.addEventListener("change", (event) => {
+  const { filter, value } = event.target.dataset;
+  if (!filter) return;
+  hidden[filter][event.target.checked ? "delete" : "add"](value);
+  filterPage();
+});
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button");
+  const { rows, table, image } = button?.dataset ?? {};
+  if (rows) saveCsv(rows, asCsv(report.figures[rows].datasets.rows));
+  else if (table) saveCsv(table, report.tables[table]);
+  else if (image) saveImage(button.closest("figure").querySelector(".chart"), image);
+  else if (button?.closest("th")) sortBy(button.closest("th"));
+});
+
+const seen = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) {
+    if (isIntersecting && !figures.has(target)) {
+      figures.set(target, {});
+      draw(target);
+    }
+  }
+}, { rootMargin: "600px" });
+const charts = document.querySelectorAll(".chart");
+charts.forEach((chart) => seen.observe(chart));
+const redraw = (wanted) => charts.forEach((c) => figures.get(c)?.view && wanted(c) && draw(c));
+dark.addEventListener("change", () => redraw(() => true));
+let waiting;
+addEventListener("resize", () => {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => redraw((c) => figures.get(c).width !== c.clientWidth), 200);
+});
+
+// Served on localhost, the page follows its study; opened from disk, it asks nobody for anything.
+if (location.protocol === "http:") {
+  let version;
+  setInterval(async () => {
+    try {
+      const answer = await fetch(location.href, { method: "HEAD", cache: "no-store" });
+      const now = answer.headers.get("ETag");
+      if (version && now !== version) location.reload();
+      version = now;
+    } catch { /* the server was stopped; the page stays as it is */ }
+  }, 2000);
+}

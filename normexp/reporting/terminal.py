@@ -1,0 +1,69 @@
+"""The main table and the verdict in a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from normexp.reporting.report import Report, Section, describe_counts
+from normexp.reporting.tables import show
+
+# Columns of the tables that are worth a terminal's width, under shorter names.
+COLUMNS = {
+    "cells": {
+        "norm": "norm",
+        "batch size": "batch",
+        "norm batch size": "norm batch",
+        "metric": "metric",
+        "mean [95 % interval]": "mean [95 %]",
+        "count": "seeds",
+        "note": "note",
+    },
+    "differences": {
+        "norm": "norm",
+        "setting": "setting",
+        "after - before [95 % interval]": "after - before",
+        "n pairs": "pairs",
+        "verdict": "verdict",
+    },
+}
+MOST_ROWS = 40
+
+
+def print_report(report: Report) -> None:
+    """Counts, the main table without its empty columns, the verdict, and unreadable files."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{report.title}: {describe_counts(report)}", markup=False)
+    _print_table(console, report)
+    for section in report.sections:
+        _print_section(console, section)
+    for change in report.changes:
+        for line in [*change.config, *change.environment, *change.alone]:
+            console.print(f"  {line}", markup=False)
+    for problem in report.problems:
+        console.print(f"not read: {problem}", markup=False, style="red")
+
+
+def _print_table(console: Console, report: Report) -> None:
+    table = report.tables[0]
+    names = COLUMNS[table.name]
+    kept = [c for c in names if any(row.get(c) not in (None, "") for row in table.rows)]
+    drawn = RichTable(box=None)
+    for column in kept:
+        drawn.add_column(Text(names[column]), no_wrap=column not in ("note", "setting"))
+    for row in table.rows[:MOST_ROWS]:
+        drawn.add_row(*(Text(show(row.get(column))) for column in kept))
+    console.print(drawn)
+    if any(mark in str(row.get("count")) for row in table.rows for mark in "×!?"):
+        console.print("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
+    if len(table.rows) > MOST_ROWS:
+        console.print(f"... and {len(table.rows) - MOST_ROWS} more rows in tables/{table.name}.md")
+
+
+def _print_section(console: Console, section: Section) -> None:
+    console.print(f"\n{section.heading}", markup=False, style="bold")
+    for one in [*section.losses, *section.comparisons]:
+        console.print(f"- {one.text}", markup=False)
+    if section.note:
+        console.print(section.note, markup=False, style="dim")
