@@ -27,7 +27,8 @@ class Sizes:
             if value is not None and value < 1:
                 raise UserError(f"{key}={value} is not positive; try {key}=1 or more")
         _check_divides("micro_batch_size", self.micro, "batch_size", self.batch_size)
-        _check_divides("norm_batch_size", self.norm, "micro_batch_size", self.micro)
+        above = "batch_size" if self.micro_batch_size is None else "micro_batch_size"
+        _check_divides("norm_batch_size", self.norm, above, self.micro)
 
     @property
     def micro(self) -> int:

@@ -44,18 +44,39 @@ def compare_studies(
     searched = len({cell.lr for cell in by_study[studies[0].name]}) > 1
     first = _by_place(by_study[studies[0].name], searched=searched)
     return [
-        _change(studies[0], later, first, _by_place(by_study[later.name], searched=searched),
-                metric, tolerance)
+        _change(
+            studies[0],
+            later,
+            first,
+            _by_place(by_study[later.name], searched=searched),
+            metric,
+            tolerance,
+        )
         for later in studies[1:]
     ]
 
 
 def difference_table(changes: Sequence[Change]) -> Table:
     """The differences of all pairs of studies as one table."""
-    columns = ["before", "after", "norm", "setting", "metric", "before: mean", "after: mean",
-               "after - before [95 % interval]", "n pairs", "p after Holm", "verdict"]
-    return Table("differences", "Differences between the studies", columns,
-                 [row for change in changes for row in change.rows])
+    columns = [
+        "before",
+        "after",
+        "norm",
+        "setting",
+        "metric",
+        "before: mean",
+        "after: mean",
+        "after - before [95 % interval]",
+        "n pairs",
+        "p after Holm",
+        "verdict",
+    ]
+    return Table(
+        "differences",
+        "Differences between the studies",
+        columns,
+        [row for change in changes for row in change.rows],
+    )
 
 
 def _change(
@@ -77,8 +98,12 @@ def _change(
         judgement = judged.get(str(i))
         row["p after Holm"] = judgement and judgement.adjusted_p_value
         row["verdict"] = _verdict(row, rejected=judgement is not None and judgement.rejected)
-    alone = [f"only in {before.name}: {_words(cell)}" for p, cell in first.items() if p not in second]
-    alone += [f"only in {after.name}: {_words(cell)}" for p, cell in second.items() if p not in first]
+    alone = [
+        f"only in {before.name}: {_words(cell)}" for p, cell in first.items() if p not in second
+    ]
+    alone += [
+        f"only in {after.name}: {_words(cell)}" for p, cell in second.items() if p not in first
+    ]
     shared = [(cell, second[place]) for place, cell in first.items() if place in second]
     config = sorted({line for a, b in shared for line in _differences(a.config, b.config)})
     environment = _differences(_environment(before), _environment(after))
@@ -123,9 +148,15 @@ def _verdict(row: Row, *, rejected: bool) -> str:
 
 def _by_place(cells: Sequence[Cell], *, searched: bool) -> dict[Any, Cell]:
     return {
-        (_base(cell), cell.model, cell.data, cell.batch_size, cell.micro_batch_size,
-         cell.norm_batch_size if cell.mixes_samples else None,
-         cell.lr if searched else None): cell
+        (
+            _base(cell),
+            cell.model,
+            cell.data,
+            cell.batch_size,
+            cell.micro_batch_size,
+            cell.norm_batch_size if cell.mixes_samples else None,
+            cell.lr if searched else None,
+        ): cell
         for cell in cells
     }
 
@@ -142,7 +173,9 @@ def _words(cell: Cell) -> str:
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """`key: before -> after` for every key that differs; an absent value is a dash."""
-    return [f"{key}: {show(a.get(key))} -> {show(b.get(key))}" for key in sorted(varying_keys([a, b]))]
+    return [
+        f"{key}: {show(a.get(key))} -> {show(b.get(key))}" for key in sorted(varying_keys([a, b]))
+    ]
 
 
 def _environment(study: StudyRuns) -> dict[str, str]:

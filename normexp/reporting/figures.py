@@ -96,9 +96,8 @@ def draw_throughput(part: Slice, styles: dict[str, Style]) -> Figure | None:
     colour, shape, _ = encode_norm(norms, styles)
     points = alt.Chart(ROWS).transform_filter(VISIBLE).mark_point(filled=True, opacity=1, size=70)
     chart = points.encode(
-        alt.X(
-            "samples_per_second:Q", title="training samples per second, of the whole stack"
-        ).scale(zero=True)
+        alt.X("samples_per_second:Q", title="training samples per second, of the whole stack")
+        .scale(zero=True)
         .axis(tickCount=5),
         alt.Y("norm:N", title=None, sort=norms),
         colour.legend(None),

@@ -24,8 +24,10 @@ def draw_groups(part: Slice, styles: dict[str, Style]) -> Figure | None:
         for norm in ("layer", "instance")
         if norm in part.lines and (cell := part.lines[norm].at(part.sizes[0])) is not None
     ]
-    x = alt.X("groups:Q", title="number of groups").scale(type="log", base=2, nice=False).axis(
-        values=counts, format="d"
+    x = (
+        alt.X("groups:Q", title="number of groups")
+        .scale(type="log", base=2, nice=False)
+        .axis(values=counts, format="d")
     )
     y = alt.Y("mean:Q", title=part.metric.label).scale(zero=False)
     tip = ["norm:N", "groups:Q", "text:N", "count:N", "seeds:N", "directory:N"]
@@ -36,11 +38,15 @@ def draw_groups(part: Slice, styles: dict[str, Style]) -> Figure | None:
     chart = alt.layer(
         swept.mark_line(color=style.colour).encode(x, y),
         swept.mark_rule(color=style.colour).encode(x, alt.Y("low:Q"), alt.Y2("high:Q")),
-        swept.mark_point(filled=True, opacity=1, size=64, color=style.colour, shape=style.marker)
-        .encode(x, y, tooltip=tip),
+        swept.mark_point(
+            filled=True, opacity=1, size=64, color=style.colour, shape=style.marker
+        ).encode(x, y, tooltip=tip),
         level.encode(
-            y, alt.Color("norm:N", title="level of")
-            .scale(domain=list(colours), range=list(colours.values())), tooltip=tip,
+            y,
+            alt.Color("norm:N", title="level of").scale(
+                domain=list(colours), range=list(colours.values())
+            ),
+            tooltip=tip,
         ),
         data=ROWS,
     ).properties(width=WIDTH, height=HEIGHT * 0.75)

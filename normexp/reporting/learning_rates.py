@@ -18,14 +18,22 @@ def draw_learning_rates(part: Slice, styles: dict[str, Style]) -> Figure | None:
         return None
     norms = list(part.lines)
     colour, shape, dash = encode_norm(norms, styles)
-    x = alt.X("size:Q", title=AXIS_TITLES[part.axis]).scale(type="log", base=2, nice=False).axis(
-        values=part.sizes, format="d"
+    x = (
+        alt.X("size:Q", title=AXIS_TITLES[part.axis])
+        .scale(type="log", base=2, nice=False)
+        .axis(values=part.sizes, format="d")
     )
     y = alt.Y("lr:Q", title="learning rate (log scale)").scale(type="log")
     base = alt.Chart(ROWS).transform_filter(VISIBLE)
     chosen = base.transform_filter("datum.chosen")
-    tip = ["norm:N", "size:N", "lr:Q", alt.Tooltip("text:N", title="validation, mean"), "count:N",
-           "directory:N"]
+    tip = [
+        "norm:N",
+        "size:N",
+        "lr:Q",
+        alt.Tooltip("text:N", title="validation, mean"),
+        "count:N",
+        "directory:N",
+    ]
     chart = alt.layer(
         base.mark_point(size=14, opacity=0.5, color="#888888").encode(x, y, tooltip=tip),
         chosen.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),

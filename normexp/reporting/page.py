@@ -170,5 +170,4 @@ def _row(row: dict[str, Any], columns: list[str]) -> str:
         else f"<td>{escape(show(row.get(c)))}</td>"
         for c in columns
     )
-    return f'<tr{attributes}{" class=bad" if marked else ""}>{cells}</tr>'
-
+    return f"<tr{attributes}{' class=bad' if marked else ''}>{cells}</tr>"

@@ -14,7 +14,7 @@ from normexp.reporting.groups import draw_groups
 from normexp.reporting.learning_rates import draw_learning_rates
 from normexp.reporting.matrices import draw_heat_map, draw_improvement
 from normexp.reporting.metric import require_metric
-from normexp.reporting.runs import StudyRuns, load_runs
+from normexp.reporting.runs import load_runs
 from normexp.reporting.sites import draw_sites
 from normexp.reporting.slices import Slice, build_slices
 from normexp.reporting.style import assign_styles
@@ -33,8 +33,15 @@ from normexp.reporting.verdict import (
     family_note,
 )
 
-DRAWN = (draw_metric, draw_heat_map, draw_improvement, draw_statistics, draw_learning_rates,
-         draw_groups, draw_throughput)
+DRAWN = (
+    draw_metric,
+    draw_heat_map,
+    draw_improvement,
+    draw_statistics,
+    draw_learning_rates,
+    draw_groups,
+    draw_throughput,
+)
 
 
 @dataclass(frozen=True)
@@ -112,12 +119,17 @@ def report_directory(runs_dir: Path, names: Sequence[str]) -> Path:
 def describe_counts(report: Report) -> str:
     """`12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`."""
     runs = [run for cell in report.cells for run in cell.runs]
-    counts = {status: sum(run.result.status == status for run in runs)
-              for status in ("finished", "diverged", "failed")}
+    counts = {
+        status: sum(run.result.status == status for run in runs)
+        for status in ("finished", "diverged", "failed")
+    }
     missing = sum(len(cell.missing) for cell in report.cells)
     words = [f"{count} {status}" for status, count in counts.items() if count]
-    rest = {"not ended": report.num_unended, "unreadable": len(report.problems),
-            "seeds missing": missing}
+    rest = {
+        "not ended": report.num_unended,
+        "unreadable": len(report.problems),
+        "seeds missing": missing,
+    }
     tail = "".join(f"; {count} {word}" for word, count in rest.items() if count)
     return f"{len(report.cells)} cells, {len(runs)} runs: {', '.join(words)}{tail}"
 

@@ -35,9 +35,7 @@ def draw_sites(
     ]
 
 
-def _draw(
-    part: Slice, styles: dict[str, Style], name: str, title: str, rows: list[Row]
-) -> Figure:
+def _draw(part: Slice, styles: dict[str, Style], name: str, title: str, rows: list[Row]) -> Figure:
     sites = list(dict.fromkeys(row["site"] for row in rows))
     colour, shape, dash = encode_norm(list(part.lines), styles)
     x = alt.X("site:N", title="norm site, by depth", sort=sites).axis(
@@ -67,7 +65,14 @@ def _rows(part: Slice, histories: dict[str, History]) -> list[Row]:
                 site, _, diagnostic = name.removeprefix(PREFIX).rpartition("/")
                 values = points[max(points)]
                 rows.append(
-                    {"norm": cell.norm, "size": size, "site": site, "diagnostic": diagnostic,
-                     "value": fmean(values), "n": len(values), "directory": str(cell.directory)}
+                    {
+                        "norm": cell.norm,
+                        "size": size,
+                        "site": site,
+                        "diagnostic": diagnostic,
+                        "value": fmean(values),
+                        "n": len(values),
+                        "directory": str(cell.directory),
+                    }
                 )
     return rows

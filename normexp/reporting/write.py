@@ -39,7 +39,6 @@ def write_report(report: Report) -> Path:
 
 
 def _write_into(folder: Path, report: Report) -> None:
-    (folder / "index.html").write_text(render_page(report), encoding="utf-8")
     tables, figures = folder / "tables", folder / "figures"
     tables.mkdir()
     figures.mkdir()
@@ -48,9 +47,12 @@ def _write_into(folder: Path, report: Report) -> None:
         for ending, text in texts.items():
             (tables / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
     drawn = [figure for section in report.sections for figure in section.figures]
+    # Drawing and bundling happen outside Python's lock, so both cores of a laptop are of use.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        page = pool.submit(render_page, report)
         for finished in [pool.submit(_write_figure, figures, figure) for figure in drawn]:
             finished.result()
+        (folder / "index.html").write_text(page.result(), encoding="utf-8")
 
 
 def _write_figure(folder: Path, figure: Figure) -> None:

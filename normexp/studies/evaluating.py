@@ -23,10 +23,10 @@ from normexp.records.layout import (
 from normexp.records.reader import read_json, read_result
 from normexp.records.result import Result
 from normexp.records.writer import write_evaluation
+from normexp.studies.assembly import arrange_replicas, build_task
 from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.loading import find_cell, load_config, load_weights
 from normexp.studies.naming import GROUPS
-from normexp.studies.stack import arrange_replicas, build_task
 from normexp.tasks.evaluation import StatisticsEvaluation, evaluate
 from normexp.tasks.recorder import Recorder
 

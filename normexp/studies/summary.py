@@ -14,7 +14,7 @@ from normexp.records.result import Result
 if TYPE_CHECKING:
     from normexp.studies.runner import Outcome
 
-SHOWN = ("test/accuracy", "val/accuracy", "test/bits_per_byte", "val/bits_per_byte", "test/loss")
+SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
 
 
@@ -33,11 +33,10 @@ def print_summary(outcome: Outcome) -> None:
     if cell.invalid:
         console.print(f"INVALID, every number: {cell.invalid}", markup=False, soft_wrap=True)
     table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
-    for name in SHOWN:
+    for name in shown_metrics(outcome.results):
         values = values_of(outcome.results, name)
-        if values:
-            stamp = " INVALID" if cell.invalid else ""
-            table.add_row(name + stamp, *_spread(values), str(len(values)))
+        stamp = " INVALID" if cell.invalid else ""
+        table.add_row(name + stamp, *_spread(values), str(len(values)))
     console.print(table)
     diverged = [result for result in outcome.results if result.status == "diverged"]
     for result in diverged:
@@ -49,6 +48,12 @@ def print_summary(outcome: Outcome) -> None:
     console.print("next:")
     for command in next_commands(outcome):
         console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def shown_metrics(results: Sequence[Result]) -> list[str]:
+    """The recorded metrics worth a row, each with its other evaluation statistics below it."""
+    names = {name for result in results for name in result.metrics}
+    return [name for base in SHOWN for name in sorted(names) if name.partition("@")[0] == base]
 
 
 def next_commands(outcome: Outcome) -> list[str]:
@@ -84,7 +89,10 @@ def print_closing_table(outcomes: Sequence[Outcome]) -> None:
             shown = f"INVALID {shown}"
         row = [*sizes, norm_size, shown, str(len(values)), outcome.cell.id]
         table.add_row(outcome.status, record["norm"], *row)
-    Console(highlight=False, soft_wrap=True).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)  # a log file has no edge
+    console.print(table)
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:

@@ -50,6 +50,8 @@ def fit(
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         trainer.fit(task, ckpt_path=resume, weights_only=True)
+        if task.validated_at != task.step:  # the last epoch had no validation of its own
+            trainer.validate(task, verbose=False)
         trainer.test(task, verbose=False)
 
 

@@ -63,6 +63,7 @@ class TrainingTask(pl.LightningModule):
         self.recipe = recipe
         self.recorder = recorder
         self.step = 0  # optimizer steps done
+        self.validated_at: int | None = None  # the step of the last validation
         self.train_seconds = 0.0
         self.latest_loss: float | None = None
         num = replicas.num_replicas
@@ -84,13 +85,18 @@ class TrainingTask(pl.LightningModule):
         self.data = self.batches.data = self.data.to(self.trainer.strategy.root_device)
 
     def on_train_start(self) -> None:
-        self.batches.dtype = self.dtype  # as the trainer's precision has made it
+        self.batches.dtype = self.input_dtype  # as the trainer's precision has made it
 
     def transfer_batch_to_device(
         self, batch: slice, device: torch.device, dataloader_idx: int
     ) -> slice:
         del device, dataloader_idx
         return batch  # places in data that is on the device already
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What images are given as: the precision of the parameters."""
+        return next(self.replicas.parameters()).dtype
 
     # --- training ---------------------------------------------------------------------------
 
@@ -222,13 +228,14 @@ class TrainingTask(pl.LightningModule):
 
     def _add(self, split: Examples | Windows, block: slice) -> None:
         batch = split.gather(torch.arange(block.start, block.stop, device=self.device))
-        batch["inputs"] = self.data.model_inputs(batch["inputs"], self.dtype)
+        batch["inputs"] = self.data.model_inputs(batch["inputs"], self.input_dtype)
         self._num_targets += batch["targets"].numel()
         for name, value in self.replicas.measure(batch, self.measure, shared=True).items():
             self._sums[name] = self._sums.get(name, 0) + value.double()
 
     def on_validation_epoch_end(self) -> None:
         self._finish("val")
+        self.validated_at = self.step
 
     def on_test_epoch_end(self) -> None:
         self._finish("test")

@@ -17,9 +17,16 @@ CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
 MISSING = "needs chromium and chromedriver (Debian: apt install chromium chromium-driver)"
 ARGUMENTS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--hide-scrollbars", "--force-device-scale-factor=1",
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--force-device-scale-factor=1",
 ]
 
 
@@ -35,8 +42,10 @@ class Browser:
             [str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         options = {"binary": CHROMIUM, "args": [*ARGUMENTS, f"--user-data-dir={profile}"]}
-        wanted = {"goog:chromeOptions": options,
-                  "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        wanted = {
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+        }
         self._wait_for_driver()
         session = self._send("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self.session = f"/session/{session['sessionId']}"
@@ -62,8 +71,13 @@ class Browser:
         return self._send("POST", f"{self.session}/goog/cdp/execute", body)
 
     def resize(self, width: int, height: int = 1200) -> None:
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=height,
-                     deviceScaleFactor=1, mobile=False)
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def dark(self, on: bool) -> None:
         value = "dark" if on else "light"

@@ -1,0 +1,61 @@
+"""What a stack leaves when its runs have ended: weights, evaluations, results."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from normexp.records.environment import describe_environment
+from normexp.records.layout import WEIGHTS_FILE, seed_dir
+from normexp.records.result import Result
+from normexp.records.writer import open_atomic, write_evaluation, write_result
+from normexp.studies.cell import Cell
+from normexp.tasks.evaluation import StatisticsEvaluation
+from normexp.tasks.training import TrainingTask
+
+
+def write_results(
+    cell: Cell, seeds: list[int], task: TrainingTask, evaluation: StatisticsEvaluation
+) -> list[Result]:
+    """Weights, evaluations, then result.json of every run: its presence means ended."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    environment = describe_environment(gpu)
+    if cell.data.source_version:
+        environment["data_source"] = cell.data.source_version
+    timing = _timing(task, len(seeds))
+    results = []
+    for index, seed in enumerate(seeds):
+        run_dir = seed_dir(cell.directory, seed)
+        if cell.cfg.save_weights:
+            with open_atomic(run_dir / WEIGHTS_FILE) as file:
+                torch.save(task.replicas.replica(index).cpu().state_dict(), file)
+        if cell.evaluation.adds:
+            write_evaluation(run_dir, evaluation.content(task, index))
+        diverged_at = task.diverged_at[index]
+        finals = {name: column[index] for name, column in task.final.items()}
+        result = Result(
+            cell_id=cell.id,
+            seed=seed,
+            status="finished" if diverged_at is None else "diverged",
+            config=cell.record | {"stacked": task.replicas.is_stacked},
+            metrics={name: value for name, value in finals.items() if math.isfinite(value)},
+            environment=environment,
+            diverged_at_step=diverged_at,
+            num_parameters=cell.num_parameters,
+            timing=timing,
+            invalid=cell.invalid,
+        )
+        write_result(run_dir, result)
+        results.append(result)
+    return results
+
+
+def _timing(task: TrainingTask, num_replicas: int) -> dict[str, float]:
+    samples = task.batches.num_samples_before(task.step) * num_replicas
+    return {
+        "train_seconds": task.train_seconds,
+        "step_ms": 1000 * task.train_seconds / max(task.step, 1),
+        "stack_size": num_replicas,
+        "samples_per_second": samples / max(task.train_seconds, 1e-9),
+    }

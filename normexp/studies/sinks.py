@@ -1,0 +1,76 @@
+"""Where the rows of a stack go beside metrics.csv: W&B, TensorBoard, the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from pytorch_lightning.loggers import Logger
+
+from normexp.errors import UserError
+from normexp.studies.cell import Cell
+from normexp.tasks.wandb_run import WandbRun
+
+logger = logging.getLogger(__name__)
+
+
+def open_wandb_runs(cell: Cell, seeds: list[int]) -> list[WandbRun]:
+    """One W&B run per seed; none where W&B was not asked for."""
+    chosen = cell.cfg.logger.get("wandb")
+    if chosen is None:
+        return []
+    invalid = ["INVALID"] if cell.invalid else []
+    return [
+        WandbRun(
+            project=chosen.project,
+            entity=chosen.entity,
+            mode=chosen.mode,
+            directory=cell.study_dir,
+            group=cell.id,
+            seed=seed,
+            tags=[cell.record["norm"], cell.record["model"], cell.record["data"], *invalid],
+            config=cell.record | {"seed": seed},
+        )
+        for seed in seeds
+    ]
+
+
+def tell_how_to_sync(cell: Cell, wandb_runs: Sequence[WandbRun]) -> None:
+    """One line where W&B was offline."""
+    if wandb_runs and wandb_runs[0].mode == "offline":
+        folder = cell.study_dir / "wandb"
+        logger.info("W&B was offline; send its runs later: wandb sync %s/offline-run-*", folder)
+
+
+def open_loggers(cell: Cell, seeds: list[int]) -> list[Logger]:
+    """Lightning's loggers that were asked for; they get the mean over the stack."""
+    if "tensorboard" not in cell.cfg.logger:
+        return []
+    from pytorch_lightning.loggers import TensorBoardLogger
+
+    if find_spec("tensorboard") is None:
+        raise UserError(
+            "logger=tensorboard needs the package tensorboard; pip install 'normexp[tensorboard]'"
+        )
+    version = f"{seeds[0]}-{seeds[-1]}"
+    return [TensorBoardLogger(cell.directory, name="tensorboard", version=version)]
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """The log of normexp's own modules into a file, appended, while inside."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("normexp")
+    level = package.level
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(level)
+        handler.close()
