@@ -59,9 +59,8 @@ def draw_metric(part: Slice, styles: dict[str, Style]) -> Figure | None:
     )
 
 
-def draw_statistics(part: Slice, styles: dict[str, Style]) -> Figure | None:
+def draw_statistics(part: Slice) -> Figure | None:
     """Running, precise and batch statistics in evaluation, one small panel per norm."""
-    del styles  # colours tell the statistics apart here
     rows = statistics_rows(part)
     if not rows:
         return None

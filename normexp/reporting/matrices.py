@@ -7,16 +7,15 @@ import altair as alt
 from normexp.reporting.figures import ROWS, VISIBLE, Figure, finish
 from normexp.reporting.rows import Row, interval_columns, size_rows
 from normexp.reporting.slices import AXIS_TITLES, Slice
-from normexp.reporting.style import DIVERGED, Style
+from normexp.reporting.style import DIVERGED
 from normexp.reporting.verdict import paired_values
 from normexp.stats import paired_improvement
 
 CELL = 74  # pixels; wide enough for `0.88` over `[0.47, 1.00]`
 
 
-def draw_heat_map(part: Slice, styles: dict[str, Style]) -> Figure | None:
+def draw_heat_map(part: Slice) -> Figure | None:
     """Norm against size: the mean as colour and number, with the number of seeds under it."""
-    del styles  # a colour is a value here
     rows = [row for row in size_rows(part) if row["mean"] is not None or row["expected"]]
     values = [row["mean"] for row in rows if row["mean"] is not None]
     if not values:
@@ -62,9 +61,8 @@ def draw_heat_map(part: Slice, styles: dict[str, Style]) -> Figure | None:
     )
 
 
-def draw_improvement(part: Slice, styles: dict[str, Style]) -> Figure | None:
-    """P(the norm of the row beats that of the column) at the smallest size, in pairs of one seed."""
-    del styles
+def draw_improvement(part: Slice) -> Figure | None:
+    """P(the norm of the row beats that of the column) at the smallest size, paired by seed."""
     rows = improvement_rows(part)
     if not rows:
         return None

@@ -1,4 +1,4 @@
-"""What a metric is called on an axis, which way is better, and what counts as a small difference."""
+"""What a metric is called on an axis, which way is better, and which difference is small."""
 
 from __future__ import annotations
 

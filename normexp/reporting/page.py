@@ -94,7 +94,8 @@ def _sentence(text: str, kind: str) -> str:
 def _figure(figure: Figure) -> str:
     name, label = escape(figure.name), escape(figure.title)
     return (
-        f'<figure><div class="chart" data-figure="{name}" role="img" aria-label="{label}"><div></div></div>'
+        f'<figure><div class="chart" data-figure="{name}" role="img" aria-label="{label}">'
+        f"<div></div></div>"
         f"<figcaption>{escape(figure.caption)}</figcaption>"
         f'<div class="bar"><button data-rows="{name}">data (CSV)</button>'
         f'<button data-image="svg">SVG</button><button data-image="png">PNG</button></div></figure>'

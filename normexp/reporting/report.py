@@ -1,4 +1,4 @@
-"""One report, worked out but not yet written: verdicts, figures and tables of one or more studies."""
+"""One report, worked out but not yet written: verdicts, figures and tables of its studies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from normexp.reporting.cells import Cell, build_cells
 from normexp.reporting.compare import Change, compare_studies, difference_table
-from normexp.reporting.curves import History, draw_curves, read_history
+from normexp.reporting.curves import draw_curves, read_history
 from normexp.reporting.figures import Figure, draw_metric, draw_statistics, draw_throughput
 from normexp.reporting.groups import draw_groups
 from normexp.reporting.learning_rates import draw_learning_rates
@@ -17,7 +17,7 @@ from normexp.reporting.metric import require_metric
 from normexp.reporting.runs import load_runs
 from normexp.reporting.sites import draw_sites
 from normexp.reporting.slices import Slice, build_slices
-from normexp.reporting.style import assign_styles
+from normexp.reporting.style import Style, assign_styles
 from normexp.reporting.tables import (
     Table,
     cell_table,
@@ -31,16 +31,6 @@ from normexp.reporting.verdict import (
     compare_norms,
     describe_losses,
     family_note,
-)
-
-DRAWN = (
-    draw_metric,
-    draw_heat_map,
-    draw_improvement,
-    draw_statistics,
-    draw_learning_rates,
-    draw_groups,
-    draw_throughput,
 )
 
 
@@ -136,15 +126,26 @@ def describe_counts(report: Report) -> str:
 
 def _sections(slices: Sequence[Slice], cells: Sequence[Cell]) -> list[Section]:
     styles = assign_styles(cell.norm for cell in cells)
-    sections = []
-    for part in slices:
-        histories: dict[str, History] = {}
-        ends = {part.sizes[0], part.sizes[-1]}
-        for line in part.lines.values():
-            for cell in filter(None, map(line.at, ends)):
-                histories[cell.id] = histories.get(cell.id) or read_history(cell)
-        found = [draw(part, styles) for draw in DRAWN]
-        figures = [figure for figure in found if figure is not None]
-        figures += draw_curves(part, styles, histories) + draw_sites(part, styles, histories)
-        sections.append(Section(part, describe_losses(part), compare_norms(part), figures))
-    return sections
+    return [
+        Section(part, describe_losses(part), compare_norms(part), _figures(part, styles))
+        for part in slices
+    ]
+
+
+def _figures(part: Slice, styles: dict[str, Style]) -> list[Figure]:
+    """Those that there is data for, the answer first."""
+    ends = {part.sizes[0], part.sizes[-1]}
+    shown = {c.id: c for line in part.lines.values() for c in map(line.at, ends) if c is not None}
+    histories = {cell_id: read_history(cell) for cell_id, cell in shown.items()}
+    found = [
+        draw_metric(part, styles),
+        draw_heat_map(part),
+        draw_improvement(part),
+        draw_statistics(part),
+        draw_learning_rates(part, styles),
+        draw_groups(part, styles),
+        *draw_curves(part, styles, histories),
+        *draw_sites(part, styles, histories),
+        draw_throughput(part, styles),
+    ]
+    return [figure for figure in found if figure is not None]

@@ -90,7 +90,7 @@ def statistics_rows(part: Slice) -> list[Row]:
 
 
 def timing_rows(part: Slice) -> list[Row]:
-    """Samples per second of each cell's stacks: the median, since a stack's seeds share one time."""
+    """Samples per second of each cell: the median, since the seeds of a stack share one time."""
     rows = []
     for cell in part.cells:
         timings = [

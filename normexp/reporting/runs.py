@@ -1,4 +1,4 @@
-"""The runs of a study as they lie on disk: ended ones, unended ones, and files that are not ours."""
+"""The runs of a study as they lie on disk: ended, unended, and files that are not ours."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from normexp.reporting.cells import Cell, Settings, describe_settings
-from normexp.reporting.metric import Metric, choose_metric, describe_metric
+from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
 from normexp.reporting.style import order_norms
 
 AXIS_TITLES = {
@@ -71,6 +71,8 @@ def build_slices(
     for settings, members in panels.items():
         available = {name for cell in members for run in cell.runs for name in run.result.metrics}
         name = choose_metric(available, metric)
+        if not available:  # all diverged or failed, which is worth saying too
+            name = metric or PREFERRED[0]
         if name is not None:
             title = describe_settings(settings, panels)
             slices += _slices_of(members, title, describe_metric(name, tolerance))

@@ -143,10 +143,14 @@ def family_note(comparisons: Sequence[Comparison]) -> str:
     judged = [one for one in comparisons if one.judgement is not None]
     if not judged:
         return ""
+    families = [one.reference for one in judged]
+    words = " and ".join(
+        f"{families.count(reference)} with {reference}" for reference in dict.fromkeys(families)
+    )
     return (
-        f"{len(judged)} comparisons with {judged[0].reference} at the smallest size were declared; "
-        f"with Holm's correction the probability of any false `better` or `worse` among them is at "
-        f"most {ALPHA:.0%}. Intervals are 95 % each (t, paired by seed)."
+        f"Comparisons declared beforehand: {words}, at the smallest size. With Holm's correction "
+        f"the probability of any false better or worse among those with one reference is at most "
+        f"{ALPHA:.0%}. Intervals are 95 % each (t, paired by seed), without correction."
     )
 
 

@@ -52,10 +52,10 @@ def build_replicas(cell: Cell, seeds: list[int]) -> Replicas:
 
 def arrange_replicas(cell: Cell, seeds: list[int], networks: list[nn.Module]) -> Replicas:
     """The networks of `seeds`, in the form that the rule of `stacks` chooses."""
-    elements = cell.plan.sizes.micro * cell.traits.elements_per_sample
     wanted = cell.cfg.stack
     if wanted == "auto":
-        wanted = stacks(_device_type(cell.cfg.trainer.accelerator), len(seeds), elements)
+        device_type = _device_type(cell.cfg.trainer.accelerator)
+        wanted = stacks(device_type, len(seeds), cell.elements_per_forward)
     if wanted and len(seeds) > 1:
         if cell.traits.stacking_obstacle is None:
             return Stacked(networks)

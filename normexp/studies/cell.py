@@ -63,6 +63,11 @@ class Cell:
         return self.study_dir / self.id
 
     @property
+    def elements_per_forward(self) -> int:
+        """Values that reach all sites of one replica in one forward pass."""
+        return self.plan.sizes.micro * self.traits.elements_per_sample
+
+    @property
     def invalid(self) -> str | None:
         """Why no number of this cell may be compared; None where all may."""
         leak = self.traits.leak

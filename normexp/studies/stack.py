@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from normexp.batching.stacking import suitable_threads
 from normexp.records.layout import CHECKPOINT_FILE, LOG_FILE, METRICS_FILE, seed_dir, stack_dir
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
@@ -30,7 +31,7 @@ def train_stack(cell: Cell, seeds: list[int]) -> list[Result]:
     write_config(cell.directory, OmegaConf.to_yaml(cell.cfg, resolve=True))
     for seed in seeds:
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
-    with logging_to(directory / LOG_FILE):
+    with logging_to(directory / LOG_FILE), suitable_threads(cell.elements_per_forward):
         results = _train(cell, seeds, directory / CHECKPOINT_FILE)
     (directory / CHECKPOINT_FILE).unlink(missing_ok=True)
     return results

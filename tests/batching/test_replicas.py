@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from normexp.batching.replicas import InTurn, Stacked, stack_networks
-from normexp.batching.stacking import CPU_ELEMENTS, stacks
+from normexp.batching.stacking import SMALL_FORWARD, stacks, suitable_threads
 
 
 def networks(count: int = 3) -> list[nn.Module]:
@@ -77,10 +77,23 @@ def test_shared_parameters_stay_shared_in_a_stack():
     ("device", "replicas", "elements", "expected"),
     [
         ("cpu", 1, 10, False),
-        ("cpu", 4, CPU_ELEMENTS, True),
-        ("cpu", 4, CPU_ELEMENTS + 1, False),
-        ("cuda", 4, CPU_ELEMENTS + 1, True),
+        ("cpu", 4, SMALL_FORWARD, True),
+        ("cpu", 4, SMALL_FORWARD + 1, False),
+        ("cuda", 4, SMALL_FORWARD + 1, True),
     ],
 )
 def test_rule_of_stacking(device: str, replicas: int, elements: int, expected: bool):
     assert stacks(device, replicas, elements) is expected
+
+
+def test_small_network_gets_one_thread_and_gives_it_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with suitable_threads(SMALL_FORWARD):
+            assert torch.get_num_threads() == 1
+        with suitable_threads(SMALL_FORWARD + 1):
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

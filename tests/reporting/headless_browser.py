@@ -1,4 +1,4 @@
-"""A headless Chromium driven over the W3C WebDriver protocol, with nothing but the standard library."""
+"""A headless Chromium, driven over the W3C WebDriver protocol by the standard library alone."""
 
 from __future__ import annotations
 

@@ -59,13 +59,13 @@ def test_one_seed_has_no_bar():
 def test_heat_map_marks_a_cell_without_any_finished_seed():
     runs = make_runs("batch", {0: None, 1: None}, norm_batch_size=2)
     runs += make_runs("batch", {0: 0.8, 1: 0.9}, norm_batch_size=8)
-    figure = draw_heat_map(*prepare(runs))
+    figure = draw_heat_map(prepare(runs)[0])
     assert figure is not None and [row["value"] for row in figure.rows] == ["×2", "85.0"]
     assert "×2" in svg_of(figure)
 
 
 def test_improvement_of_a_over_b_and_b_over_a_are_complements():
-    figure = draw_improvement(*prepare(make_study(np.random.default_rng(0))))
+    figure = draw_improvement(prepare(make_study(np.random.default_rng(0)))[0])
     assert figure is not None
     found = {(row["norm"], row["other"]): row["probability"] for row in figure.rows}
     assert all(p + found[b, a] == pytest.approx(1) for (a, b), p in found.items())
@@ -73,7 +73,7 @@ def test_improvement_of_a_over_b_and_b_over_a_are_complements():
 
 
 def test_evaluation_statistics_are_those_of_norms_that_have_them():
-    figure = draw_statistics(*prepare(make_study(np.random.default_rng(0))))
+    figure = draw_statistics(prepare(make_study(np.random.default_rng(0)))[0])
     assert figure is not None and {row["norm"] for row in figure.rows} == {"batch"}
     assert {row["statistics"] for row in figure.rows} == {"running", "precise", "batch32"}
     assert "batch32" in svg_of(figure)
@@ -106,11 +106,11 @@ def test_groups_sweep_has_layer_and_instance_as_levels():
 
 
 def test_figures_without_data_are_left_out():
-    prepared = prepare(make_runs("batch", {0: None, 1: None}, norm_batch_size=2))
-    drawn = (draw_metric, draw_heat_map, draw_improvement, draw_statistics, draw_learning_rates,
-             draw_groups)
-    assert [draw(*prepared) for draw in drawn] == [None] * len(drawn)
-    assert draw_throughput(*prepared) is not None
+    part, styles = prepare(make_runs("batch", {0: None, 1: None}, norm_batch_size=2))
+    assert [draw(part) for draw in (draw_heat_map, draw_improvement, draw_statistics)] == [None] * 3
+    styled = (draw_metric, draw_learning_rates, draw_groups)
+    assert [draw(part, styles) for draw in styled] == [None] * 3
+    assert draw_throughput(part, styles) is not None
 
 
 def test_curves_have_means_over_seeds_and_few_points(tmp_path: Path):

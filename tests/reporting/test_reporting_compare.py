@@ -27,7 +27,15 @@ def write_both(root: Path, gain: float) -> None:
                 environment={"python": "3.11", "code_version": version},
             )
             write_runs(runs)
-    write_runs(make_runs("group", {0: 0.9}, root=root, study="new"))
+    write_runs(
+        make_runs(
+            "group",
+            {0: 0.9},
+            root=root,
+            study="new",
+            environment={"python": "3.11", "code_version": "two"},
+        )
+    )
 
 
 def change_of(root: Path) -> Change:

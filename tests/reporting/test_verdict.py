@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import pytest
 from synthetic_study import make_runs, make_study, study_of
 
 from normexp.reporting.cells import build_cells

@@ -1,0 +1,183 @@
+"""The page in a real browser: filters, hover, sorting, dark and light, widths, and no network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from headless_browser import CHROMIUM, DRIVER, MISSING, Browser
+from synthetic_study import make_runs, write_runs, write_study
+
+from normexp.report import main
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING),
+]
+
+MANY = ("layer", "instance", "group", "rms", "layer2d", "none", "dyt", "frn", "evonorm", "my_norm",
+        "your_norm_with_a_name")  # fmt: skip
+READY = "[...document.querySelectorAll('.chart')].every(c => c.dataset.ready)"
+SCROLL = "document.querySelectorAll('.chart').forEach(c => c.scrollIntoView())"
+# Pairs of texts in one chart whose boxes share more than a pixel or two of rounding.
+OVERLAPS = """
+const found = [];
+for (const svg of document.querySelectorAll('.chart svg.marks')) {
+  const texts = [...svg.querySelectorAll('text')].filter(t => t.textContent && t.style.opacity != 0
+    && getComputedStyle(t).opacity != 0);
+  const boxes = texts.map(t => [t.textContent, t.getBoundingClientRect(), t.getAttribute('transform')]);
+  for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++) {
+    const [a, b] = [boxes[i][1], boxes[j][1]];
+    if ([boxes[i][2], boxes[j][2]].some(t => /rotate\\((?!0|-90|90)/.test(t))) continue;
+    const x = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const y = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (x > 2 && y > 3) found.push([boxes[i][0], boxes[j][0]]);
+  }
+}
+return found;
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a report of four norms, one with diverged and missing seeds."""
+    root = tmp_path_factory.mktemp("page")
+    write_study(root, np.random.default_rng(0))
+    values = {0: 0.8, 1: None, 2: 0.81, 3: 0.79}
+    write_runs(make_runs("instance", values, root=root, norm_batch_size=2))
+    write_runs(make_runs("batch", {0: 0.9, 1: 0.91}, root=root, norm_batch_size=2, data="digits"))
+    assert main(["study=synthetic", f"runs_dir={root}"]) == 0
+    return (root / "synthetic" / "report" / "index.html").as_uri()
+
+
+def show(browser: Browser, url: str, *, width: int = 1000, dark: bool = False) -> None:
+    browser.resize(width)
+    browser.dark(dark)
+    browser.errors(), browser.requests()
+    browser.open(url)
+    browser.run(SCROLL)
+    browser.wait(READY)
+    browser.run("scrollTo(0, 0)")
+
+
+def test_page_opens_fast_without_errors_or_requests(browser: Browser, page: str):
+    start = time.monotonic()
+    show(browser, page)
+    assert time.monotonic() - start < 6  # every chart drawn, on a busy machine
+    assert browser.errors() == []
+    assert [url for url in browser.requests() if not url.startswith("chrome:")] == [page]
+
+
+@pytest.mark.parametrize("width", [400, 1000, 2000])
+@pytest.mark.parametrize("dark", [False, True])
+def test_page_fits_its_width(browser: Browser, page: str, width: int, dark: bool):
+    show(browser, page, width=width, dark=dark)
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    paper = browser.run("return getComputedStyle(document.body).backgroundColor")
+    label = browser.run(
+        "return document.querySelector('.role-axis-title text').getAttribute('fill')"
+    )
+    assert (paper, label) == (
+        ("rgb(22, 25, 29)", "#e6e9ed") if dark else ("rgb(255, 255, 255)", "#1b1f24")
+    )
+    assert browser.run(OVERLAPS) == []
+
+
+def test_changing_the_scheme_redraws(browser: Browser, page: str):
+    show(browser, page)
+    browser.dark(True)
+    axis = "document.querySelector('.role-axis-title text').getAttribute('fill')"
+    browser.wait(f"{axis} === '#e6e9ed'")
+
+
+def test_filters_hide_rows_lines_and_sections(browser: Browser, page: str):
+    show(browser, page)
+    shown = (
+        "return [...document.querySelectorAll('tbody tr[data-norm=batch]')]"
+        ".some(r => r.offsetParent)"
+    )
+    marks = "document.querySelector('[data-figure^=metric] .mark-symbol path')"
+    colours = (
+        "[...document.querySelectorAll('[data-figure^=metric] .mark-rule line')]"
+        ".map(l => l.getAttribute('stroke'))"
+    )
+    assert browser.run(f"return {colours}").count("#d55e00") >= 4 and browser.run(shown)
+    assert browser.run(f"return Boolean({marks})")
+    browser.run("document.querySelector('[data-filter=norm][data-value=batch]').click()")
+    browser.wait(f"!{colours}.includes('#d55e00')")
+    assert not browser.run(shown)
+    browser.run("document.querySelector('[data-filter=data][data-value=digits]').click()")
+    sections = "return [...document.querySelectorAll('section')].map(s => s.hidden)"
+    assert sorted(browser.run(sections)) == [False, True]
+    browser.run("document.querySelector('[data-filter=size][data-value=\"2\"]').click()")
+    browser.wait(f"{colours}.length > 0")
+
+
+def test_hover_shows_values_seeds_and_directory(browser: Browser, page: str):
+    show(browser, page)
+    figure = "[data-figure^=metric] .mark-symbol path"
+    point = browser.run(
+        f"const p = document.querySelector('{figure}'); p.scrollIntoView({{block: 'center'}});"
+        "const r = p.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]"
+    )
+    browser.move_to(point[0] - 30, point[1] - 30)
+    browser.move_to(*point)
+    browser.wait("document.querySelector('#vg-tooltip-element.visible')")
+    text = browser.run("return document.querySelector('#vg-tooltip-element').textContent")
+    assert "values by seed" in text and "0: " in text and "synthetic/" in text
+
+
+def test_a_click_on_a_heading_sorts_numbers_as_numbers(browser: Browser, page: str):
+    show(browser, page)
+    column = (
+        "[...document.querySelectorAll('table')][0].querySelectorAll('tbody tr td:nth-child(5)')"
+    )
+    head = "document.querySelector('table thead th:nth-child(5) button').click()"
+    browser.run(head)
+    up = browser.run(f"return [...{column}].map(c => c.textContent)")
+    browser.run(head)
+    down = browser.run(f"return [...{column}].map(c => c.textContent)")
+    assert [text for text in up if text != "any"] == ["2", "2", "8", "32", "128"]
+    assert down == up[::-1] or [t for t in down if t != "any"] == ["128", "32", "8", "2", "2"]
+
+
+def test_every_chart_and_table_can_be_saved(browser: Browser, page: str, tmp_path: Path):
+    show(browser, page)
+    browser.command("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    count = browser.run(
+        "const buttons = document.querySelectorAll('button[data-rows], button[data-table]');"
+        "buttons.forEach(b => b.click()); return buttons.length"
+    )
+    end = time.monotonic() + 10
+    while len(list(tmp_path.glob("*.csv"))) < count and time.monotonic() < end:
+        time.sleep(0.1)
+    files = list(tmp_path.glob("*.csv"))
+    assert len(files) == count > 5
+    assert "norm" in next(tmp_path.glob("metric_by_size*.csv")).read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("width", [400, 1000, 2000])
+@pytest.mark.parametrize("count", [1, 5, 11])
+def test_no_text_overlaps(browser: Browser, tmp_path: Path, width: int, count: int):
+    rng = np.random.default_rng(0)
+    for position, norm in enumerate(("batch", *MANY[:count])):
+        for size in (1, 2, 4, 8, 16, 64, 256, 1024):
+            level = 0.8 + 0.01 * position
+            values = {k: None if rng.random() < 0.2 else rng.normal(level, 0.01) for k in range(8)}
+            options = {"norm_batch_size": size, "batch_size": 1024, "mixes_samples": True}
+            write_runs(make_runs(norm, values, root=tmp_path, **options), with_history=True)
+    assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
+    url = (tmp_path / "synthetic" / "report" / "index.html").as_uri()
+    show(browser, url, width=width)
+    assert browser.run(OVERLAPS) == []
+    assert browser.run("return document.documentElement.scrollWidth") <= width
