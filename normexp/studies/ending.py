@@ -32,7 +32,7 @@ def write_results(
                 torch.save(task.replicas.replica(index).cpu().state_dict(), file)
         if cell.evaluation.adds:
             write_evaluation(run_dir, evaluation.content(task, index))
-        diverged_at = task.diverged_at[index]
+        diverged_at = task.losses.diverged_at[index]
         finals = {name: column[index] for name, column in task.final.items()}
         result = Result(
             cell_id=cell.id,

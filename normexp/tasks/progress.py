@@ -67,8 +67,9 @@ class TrainingProgress(pl.Callback):
     def _describe(self, task: TrainingTask) -> str:
         epoch = task.position(task.step).epoch + 1
         parts = [self.title, f"epoch {epoch}/{self.epochs}"]
-        if task.latest_loss is not None:
-            parts.append(f"loss {task.latest_loss:.3f}")
+        loss = finite_mean(task.losses.latest or [])
+        if loss is not None:
+            parts.append(f"loss {loss:.3f}")
         for name in ("val/accuracy", "val/bits_per_byte"):
             mean = finite_mean(task.final.get(name, []))
             if mean is not None:

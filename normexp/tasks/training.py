@@ -15,12 +15,14 @@ import torch
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor
 
+from normexp.batching.accumulation import accumulate
 from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import Batch, Measured, Replicas, dropouts
 from normexp.batching.sizes import Sizes
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Examples, Windows
 from normexp.tasks.chunks import ChunkLoader, IndexBlocks
+from normexp.tasks.losses import LossHistory
 from normexp.tasks.optimizer import OptimizerFactory, Schedule, parameter_groups
 from normexp.tasks.recorder import Position, Recorder, finite_mean
 
@@ -62,14 +64,10 @@ class TrainingTask(pl.LightningModule):
         self.batches = batches
         self.recipe = recipe
         self.recorder = recorder
-        self.step = 0  # optimizer steps done
         self.validated_at: int | None = None  # the step of the last validation
         self.train_seconds = 0.0
-        self.latest_loss: float | None = None
-        num = replicas.num_replicas
-        self.diverged_at: list[int | None] = [None] * num
+        self.losses = LossHistory(replicas.num_replicas, recipe.log_every)
         self.final: dict[str, list[float]] = {}
-        self._pending: list[Tensor] = []  # losses (S,) since the last row of train/loss
         self._sums: dict[str, Tensor] = {}
         self._num_targets = 0
         self._num_dropouts = len(dropouts(replicas.trees[0]))
@@ -98,6 +96,11 @@ class TrainingTask(pl.LightningModule):
         """What images are given as: the precision of the parameters."""
         return next(self.replicas.parameters()).dtype
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.losses.num_steps
+
     # --- training ---------------------------------------------------------------------------
 
     def train_dataloader(self) -> ChunkLoader:
@@ -117,38 +120,18 @@ class TrainingTask(pl.LightningModule):
 
     def training_step(self, chunk: slice) -> None:
         started = time.perf_counter()
-        optimizer = self.optimizers()
+        recipe, optimizer = self.recipe, self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)  # a list only where there are several
         for batch in self.batches.chunk(chunk.start, chunk.stop - chunk.start):
             for group in optimizer.param_groups:
-                group["lr"] = self.recipe.lr * self.recipe.schedule.factor(self.step)
+                group["lr"] = recipe.lr * recipe.schedule.factor(self.step)
             optimizer.zero_grad()
-            self._pending.append(self._backward(batch))
-            if self.recipe.max_grad_norm is not None:
-                self.replicas.clip_gradients(self.recipe.max_grad_norm)
+            self.losses.add(accumulate(self.replicas, batch, recipe.sizes, self._backward_part))
+            if recipe.max_grad_norm is not None:
+                self.replicas.clip_gradients(recipe.max_grad_norm)
             optimizer.step()
-            self.step += 1
         self._record_losses()
         self.train_seconds += time.perf_counter() - started
-
-    def _backward(self, batch: Batch) -> Tensor:
-        """Gradients of the step's mean loss; returns that loss per replica (S,)."""
-        num_samples = batch["targets"].shape[1]
-        num_targets = batch["targets"][0].numel()
-        bounds = self.recipe.sizes.micro_bounds(num_samples)
-        if len(bounds) == 1:
-            return self._backward_part(batch, num_targets, 0)
-        replicas = self.replicas
-        start = replicas.read_buffers()
-        losses, ends = [], []
-        for first, last in bounds:
-            part = {name: value[:, first:last] for name, value in batch.items()}
-            losses.append(self._backward_part(part, num_targets, first))
-            ends.append(replicas.read_buffers())
-            replicas.write_buffers(start)
-        shares = [(last - first) / num_samples for first, last in bounds]
-        replicas.merge_buffers(start, ends, shares)
-        return torch.stack(losses).sum(dim=0)
 
     def _backward_part(self, part: Batch, num_targets: int, first_sample: int) -> Tensor:
         """Adds a part's gradient, over the whole step's targets: a short part weighs less."""
@@ -170,30 +153,9 @@ class TrainingTask(pl.LightningModule):
             self.replicas.foreign_seeds = [derive_seed(seed, "foreign", index) for seed in seeds]
 
     def _record_losses(self) -> None:
-        """Rows of train/loss at multiples of `log_every`, so chunk sizes leave no trace."""
-        every = self.recipe.log_every
-        begun = self.step - len(self._pending)
-        if self.step // every == begun // every:
-            return
-        losses = torch.stack(self._pending).float().cpu()  # (K, S); the one wait for the device
-        boundary = (begun // every + 1) * every
-        done = 0
-        while boundary <= self.step:
-            until = boundary - begun
-            mean = losses[done:until].mean(dim=0)
-            self._note_divergence(losses[done:until], begun + done)
-            self.recorder.record(self.position(boundary), {"train/loss": mean.tolist()})
-            self.latest_loss = finite_mean(mean.tolist())
-            done, boundary = until, boundary + every
-        self._pending = self._pending[done:]
-
-    def _note_divergence(self, losses: Tensor, first_step: int) -> None:
-        """Remembers for each replica the first step whose loss was not finite."""
-        bad = ~torch.isfinite(losses)  # (K, S)
-        for index in bad.any(dim=0).nonzero().flatten().tolist():
-            if self.diverged_at[index] is None:
-                self.diverged_at[index] = first_step + int(bad[:, index].float().argmax())
-        if all(step is not None for step in self.diverged_at):
+        for step, losses in self.losses.take_rows():
+            self.recorder.record(self.position(step), {"train/loss": losses})
+        if self.losses.all_diverged:
             self.trainer.should_stop = True
 
     def position(self, step: int) -> Position:
@@ -202,10 +164,7 @@ class TrainingTask(pl.LightningModule):
         return Position(step, epoch, self.batches.num_samples_before(step))
 
     def on_train_end(self) -> None:
-        if self._pending:
-            losses = torch.stack(self._pending).float().cpu()
-            self._note_divergence(losses, self.step - len(self._pending))
-            self._pending = []
+        self.losses.finish()
         self.recorder.flush()
 
     # --- evaluation -------------------------------------------------------------------------
@@ -256,18 +215,16 @@ class TrainingTask(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.recorder.flush()
         checkpoint["normexp"] = {
-            "step": self.step,
-            "pending": [loss.cpu() for loss in self._pending],
-            "diverged_at": self.diverged_at,
+            "losses": self.losses.state_dict(),
             "train_seconds": self.train_seconds,
+            "validated_at": self.validated_at,
             "final": self.final,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["normexp"]
-        self.step = state["step"]
-        self._pending = [loss.to(self.device) for loss in state["pending"]]
-        self.diverged_at = state["diverged_at"]
+        self.losses.load_state_dict(state["losses"], self.device)
         self.train_seconds = state["train_seconds"]
+        self.validated_at = state["validated_at"]
         self.final = state["final"]
         self.recorder.truncate_after(self.step)

@@ -126,7 +126,7 @@ def test_replica_that_diverges_is_noted_and_leaves_the_others_alone(tmp_path: Pa
         weight = tree.head.weight[0] if stacked else tree.head.weight  # of replica 0
         weight.fill_(torch.inf)
     train(broken, tmp_path / "b.ckpt")
-    assert broken.diverged_at == [0, None]
+    assert broken.losses.diverged_at == [0, None]
     assert_states_close(state_of(broken, 1), state_of(healthy, 1), atol=1e-12)
     assert rows_of(broken, 1) == rows_of(healthy, 1)
     assert all("train/loss" not in values for _, _, _, values in rows_of(broken, 0))
@@ -135,7 +135,7 @@ def test_replica_that_diverges_is_noted_and_leaves_the_others_alone(tmp_path: Pa
 def test_training_stops_early_where_every_replica_diverged(tmp_path: Path):
     task = build_task(lr=1e30, max_chunk=1)
     train(task, tmp_path / "a.ckpt", precision="32-true")
-    assert task.diverged_at[0] is not None
+    assert task.losses.diverged_at[0] is not None
     assert task.step < 10
     assert math.isnan(task.final["test/accuracy"][0])  # no result, rather than class 0's share
 
