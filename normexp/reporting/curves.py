@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import altair as alt
 
@@ -100,7 +101,7 @@ def _curve(cell: Cell, history: History, metric: Metric, size: int) -> list[Row]
 
 def _panel(
     norms: Sequence[str], styles: dict[str, Style], metric: Metric, size: int, axis: str
-) -> alt.LayerChart:
+) -> Any:
     colour, _, dash = encode_norm(list(norms), styles)
     colour = colour.legend(
         symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1, symbolSize=300

@@ -145,7 +145,7 @@ def finish(
     )
 
 
-def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> alt.LayerChart:
+def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> Any:
     x, y = _size_axis(part, "x", grid=True), _metric_axis(part.metric.label)
     colour, shape, dash = encode_norm(norms, styles)
     base = alt.Chart().transform_filter(VISIBLE)

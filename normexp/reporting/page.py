@@ -65,7 +65,7 @@ def _bundle() -> str:
     """Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed."""
     import vl_convert
 
-    return vl_convert.javascript_bundle().replace("</script", "<\\/script")
+    return vl_convert.javascript_bundle(snippet=None).replace("</script", "<\\/script")
 
 
 def _data(report: Report) -> str:

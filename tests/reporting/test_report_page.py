@@ -20,15 +20,15 @@ pytestmark = [
 
 MANY = ("layer", "instance", "group", "rms", "layer2d", "none", "dyt", "frn", "evonorm", "my_norm",
         "your_norm_with_a_name")  # fmt: skip
-READY = "[...document.querySelectorAll('.chart')].every(c => c.dataset.ready)"
-SCROLL = "document.querySelectorAll('.chart').forEach(c => c.scrollIntoView())"
+CHART = "document.querySelectorAll('.chart')"
 # Pairs of texts in one chart whose boxes share more than a pixel or two of rounding.
 OVERLAPS = """
 const found = [];
 for (const svg of document.querySelectorAll('.chart svg.marks')) {
   const texts = [...svg.querySelectorAll('text')].filter(t => t.textContent && t.style.opacity != 0
     && getComputedStyle(t).opacity != 0);
-  const boxes = texts.map(t => [t.textContent, t.getBoundingClientRect(), t.getAttribute('transform')]);
+  const boxes = texts.map(
+    t => [t.textContent, t.getBoundingClientRect(), t.getAttribute('transform')]);
   for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++) {
     const [a, b] = [boxes[i][1], boxes[j][1]];
     if ([boxes[i][2], boxes[j][2]].some(t => /rotate\\((?!0|-90|90)/.test(t))) continue;
@@ -65,8 +65,9 @@ def show(browser: Browser, url: str, *, width: int = 1000, dark: bool = False) -
     browser.dark(dark)
     browser.errors(), browser.requests()
     browser.open(url)
-    browser.run(SCROLL)
-    browser.wait(READY)
+    for index in range(browser.run(f"return {CHART}.length")):  # each is drawn when it is seen
+        browser.run(f"{CHART}[{index}].scrollIntoView()")
+        browser.wait(f"{CHART}[{index}].dataset.ready")
     browser.run("scrollTo(0, 0)")
 
 

@@ -1,0 +1,1 @@
+"""The three batch sizes: how a step is split, stacked and drawn."""

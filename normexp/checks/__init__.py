@@ -1,0 +1,1 @@
+"""What is measured of a built network before it is trained."""

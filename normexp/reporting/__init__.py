@@ -1,0 +1,1 @@
+"""From records to tables, figures and a page; without torch."""

@@ -1,0 +1,1 @@
+"""The LightningModules: optimizer steps in chunks, evaluation, checkpoints, what is logged."""
