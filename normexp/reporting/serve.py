@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,7 +50,11 @@ def stamp_of(studies: Sequence[Path]) -> frozenset[tuple[str, int]]:
         for name in (RESULT_FILE, EVALUATION_FILE)
         for file in study.glob(f"*/seed-*/{name}")
     )
-    return frozenset((str(file), file.stat().st_mtime_ns) for file in files)
+    found = set()
+    for file in files:
+        with suppress(FileNotFoundError):  # removed just now, by a rerun
+            found.add((str(file), file.stat().st_mtime_ns))
+    return frozenset(found)
 
 
 def _try(rebuild: Callable[[], None]) -> None:

@@ -176,11 +176,26 @@ def print_line(outcome: Outcome) -> None:
     print(f"{outcome.status:<9} {outcome.title}{note}", file=sys.stderr)
 
 
+class Unheard(logging.Filter):
+    """Passes each note once: cells and replicas of a command share most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self.heard
+        self.heard.add(message)
+        return is_new
+
+
 @contextmanager
 def notes_to_stderr() -> Iterator[None]:
     """normexp's own notes and warnings on stderr, one line each."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(Unheard())
     package = logging.getLogger("normexp")
     package.addHandler(handler)
     level, propagate = package.level, package.propagate

@@ -155,10 +155,11 @@ def test_a_click_on_a_heading_sorts_numbers_as_numbers(browser: Browser, page: s
 def test_every_chart_and_table_can_be_saved(browser: Browser, page: str, tmp_path: Path):
     show(browser, page)
     browser.command("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    count = browser.run(
-        "const buttons = document.querySelectorAll('button[data-rows], button[data-table]');"
-        "buttons.forEach(b => b.click()); return buttons.length"
-    )
+    buttons = "document.querySelectorAll('button[data-rows], button[data-table]')"
+    count = browser.run(f"return {buttons}.length")
+    for index in range(count):
+        browser.run(f"{buttons}[{index}].click()")
+        time.sleep(0.1)  # Chromium lets a page save ten files at a time
     end = time.monotonic() + 10
     while len(list(tmp_path.glob("*.csv"))) < count and time.monotonic() < end:
         time.sleep(0.1)
@@ -167,9 +168,8 @@ def test_every_chart_and_table_can_be_saved(browser: Browser, page: str, tmp_pat
     assert "norm" in next(tmp_path.glob("metric_by_size*.csv")).read_text().splitlines()[0]
 
 
-@pytest.mark.parametrize("width", [400, 1000, 2000])
-@pytest.mark.parametrize("count", [1, 5, 11])
-def test_no_text_overlaps(browser: Browser, tmp_path: Path, width: int, count: int):
+@pytest.mark.parametrize("count", [0, 4, 11])
+def test_no_text_overlaps(browser: Browser, tmp_path: Path, count: int):
     rng = np.random.default_rng(0)
     for position, norm in enumerate(("batch", *MANY[:count])):
         for size in (1, 2, 4, 8, 16, 64, 256, 1024):
@@ -179,6 +179,8 @@ def test_no_text_overlaps(browser: Browser, tmp_path: Path, width: int, count: i
             write_runs(make_runs(norm, values, root=tmp_path, **options), with_history=True)
     assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
     url = (tmp_path / "synthetic" / "report" / "index.html").as_uri()
-    show(browser, url, width=width)
-    assert browser.run(OVERLAPS) == []
-    assert browser.run("return document.documentElement.scrollWidth") <= width
+    for width in (400, 1000, 2000):
+        show(browser, url, width=width)
+        assert browser.run("return document.querySelectorAll('.chart svg text').length") > 50
+        assert browser.run(OVERLAPS) == []
+        assert browser.run("return document.documentElement.scrollWidth") <= width
