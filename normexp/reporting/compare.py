@@ -11,7 +11,7 @@ from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.numbers import format_interval, p_value_of
 from normexp.reporting.rows import Row
 from normexp.reporting.runs import StudyRuns
-from normexp.reporting.tables import Table, show
+from normexp.reporting.table import Table, show
 from normexp.reporting.verdict import ALPHA, oriented, paired_values
 from normexp.stats import judge_family, paired_difference
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import altair as alt
 
-from normexp.reporting.rows import Row, size_rows, statistics_rows, timing_rows
+from normexp.reporting.rows import Row, size_rows
 from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
-from normexp.reporting.style import DIVERGED, STATISTICS_STYLES, Style
+from normexp.reporting.style import DIVERGED, Style
 
 WIDTH = 560
 HEIGHT = 320
@@ -59,64 +59,6 @@ def draw_metric(part: Slice, styles: dict[str, Style]) -> Figure | None:
     )
 
 
-def draw_statistics(part: Slice) -> Figure | None:
-    """Running, precise and batch statistics in evaluation, one small panel per norm."""
-    rows = statistics_rows(part)
-    if not rows:
-        return None
-    kinds = sorted({row["statistics"] for row in rows}, key=_statistics_rank)
-    colour, shape, dash = _encode_statistics(kinds)
-    x = _size_axis(part, "size", grid=False, title=part.axis.replace("_", " "))
-    y = _metric_axis(rows[0]["metric"])
-    base = alt.Chart().transform_filter(VISIBLE)
-    points = base.mark_point(filled=True, size=40, opacity=1)
-    panel = alt.layer(
-        base.mark_line().encode(x, y, colour, dash),
-        base.mark_rule().encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
-        points.encode(x, y, colour, shape, tooltip=_tooltip("statistics")),
-        data=ROWS,
-    ).properties(width=200, height=150)
-    chart = panel.facet(facet=alt.Facet("norm:N", title=None, sort=list(part.lines)), columns=3)
-    caption = (
-        "The same trained networks evaluated with running averages, with precise statistics and "
-        "with those of the evaluation batch: where they part, running averages mislead."
-    )
-    return finish(
-        "evaluation_statistics", "Evaluation statistics", caption, chart, rows, part, fit="facet"
-    )
-
-
-def draw_throughput(part: Slice, styles: dict[str, Style]) -> Figure | None:
-    """Samples per second by norm, one point per cell."""
-    rows = timing_rows(part)
-    if not rows:
-        return None
-    norms = list(part.lines)
-    colour, shape, _ = encode_norm(norms, styles)
-    points = alt.Chart(ROWS).transform_filter(VISIBLE).mark_point(filled=True, opacity=1, size=70)
-    chart = points.encode(
-        alt.X("samples_per_second:Q", title="training samples per second, of the whole stack")
-        .scale(zero=True)
-        .axis(tickCount=5),
-        alt.Y("norm:N", title=None, sort=norms),
-        colour.legend(None),
-        shape.legend(None),
-        tooltip=[
-            "norm:N",
-            "size:N",
-            "samples_per_second:Q",
-            "step_ms:Q",
-            "stack_size:Q",
-            "directory:N",
-        ],
-    ).properties(width=WIDTH, height=alt.Step(26))
-    caption = (
-        "Speed of training, one point per cell: the median over its runs. Runs of one stack share "
-        "a time, so that there is no interval over seeds."
-    )
-    return finish("throughput", "Throughput", caption, chart, rows, part)
-
-
 def finish(
     name: str,
     title: str,
@@ -146,7 +88,7 @@ def finish(
 
 
 def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> Any:
-    x, y = _size_axis(part, "x", grid=True), _metric_axis(part.metric.label)
+    x, y = size_axis(part, "x", grid=True), metric_axis(part.metric.label)
     colour, shape, dash = encode_norm(norms, styles)
     base = alt.Chart().transform_filter(VISIBLE)
     points = base.mark_point(strokeWidth=1.6, opacity=1, size=64)
@@ -157,8 +99,8 @@ def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> An
         base.mark_rule(strokeWidth=1.6)
         .transform_filter("datum.shown")
         .encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
-        filled.transform_filter("!datum.independent").encode(*place, tooltip=_tooltip()),
-        points.transform_filter("datum.independent").encode(*place, tooltip=_tooltip()),
+        filled.transform_filter("!datum.independent").encode(*place, tooltip=tooltip()),
+        points.transform_filter("datum.independent").encode(*place, tooltip=tooltip()),
         data=ROWS,
     ).properties(width=WIDTH, height=HEIGHT)
 
@@ -171,7 +113,7 @@ def _count_strip(part: Slice, norms: list[str]) -> alt.Chart:
         .transform_filter("datum.shown")
         .mark_text(fontSize=10)
         .encode(
-            _size_axis(part, "size", grid=False, labels=False),
+            size_axis(part, "size", grid=False, labels=False),
             alt.Y("norm:N", title="seeds", sort=norms).axis(
                 labelFontSize=10, ticks=False, domain=False, labelLimit=110
             ),
@@ -179,13 +121,13 @@ def _count_strip(part: Slice, norms: list[str]) -> alt.Chart:
             color=alt.condition(
                 "datum.diverged > 0 || datum.failed > 0", alt.value(DIVERGED), alt.value("#808080")
             ),
-            tooltip=_tooltip(),
+            tooltip=tooltip(),
         )
         .properties(width=WIDTH, height=alt.Step(15))
     )
 
 
-def _size_axis(
+def size_axis(
     part: Slice, field: str, *, grid: bool, labels: bool = True, title: str | None = None
 ) -> alt.X:
     axis = alt.Axis(
@@ -204,7 +146,7 @@ def _size_axis(
     return alt.X(f"{field}:Q", title=words, axis=axis, scale=scale)
 
 
-def _metric_axis(label: str) -> alt.Y:
+def metric_axis(label: str) -> alt.Y:
     return alt.Y("mean:Q", title=label, scale=alt.Scale(zero=False))
 
 
@@ -224,7 +166,7 @@ def encode_norm(
     )
 
 
-def _tooltip(*extra: str) -> list[alt.Tooltip]:
+def tooltip(*extra: str) -> list[alt.Tooltip]:
     columns = {
         "norm": "norm",
         **{name: name for name in extra},
@@ -236,26 +178,6 @@ def _tooltip(*extra: str) -> list[alt.Tooltip]:
         "directory": "directory",
     }
     return [alt.Tooltip(f"{column}:N", title=title) for column, title in columns.items()]
-
-
-def _encode_statistics(kinds: list[str]) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
-    styles = [STATISTICS_STYLES[min(i, len(STATISTICS_STYLES) - 1)] for i in range(len(kinds))]
-    colour, shape, dash = (
-        alt.Scale(domain=kinds, range=[getattr(style, part) for style in styles])
-        for part in ("colour", "marker", "dash")
-    )
-    field, title = "statistics:N", "evaluated with"
-    return (
-        alt.Color(field, title=title, scale=colour),
-        alt.Shape(field, title=title, scale=shape),
-        alt.StrokeDash(field, title=title, scale=dash),
-    )
-
-
-def _statistics_rank(name: str) -> tuple[int, int]:
-    order = ["running", "precise"]
-    digits = name.removeprefix("batch")
-    return (order.index(name) if name in order else 2), int(digits) if digits.isdigit() else 0
 
 
 def _config() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from normexp.reporting.compare import Change
 from normexp.reporting.figures import Figure
 from normexp.reporting.report import Report, Section, describe_counts
 from normexp.reporting.style import order_norms
-from normexp.reporting.tables import Table, show
+from normexp.reporting.table import Table, show
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "

@@ -9,7 +9,7 @@ from pathlib import Path
 from normexp.reporting.cells import Cell, build_cells
 from normexp.reporting.compare import Change, compare_studies, difference_table
 from normexp.reporting.curves import draw_curves, read_history
-from normexp.reporting.figures import Figure, draw_metric, draw_statistics, draw_throughput
+from normexp.reporting.figures import Figure, draw_metric
 from normexp.reporting.groups import draw_groups
 from normexp.reporting.learning_rates import draw_learning_rates
 from normexp.reporting.matrices import draw_heat_map, draw_improvement
@@ -17,14 +17,16 @@ from normexp.reporting.metric import require_metric
 from normexp.reporting.runs import load_runs
 from normexp.reporting.sites import draw_sites
 from normexp.reporting.slices import Slice, build_slices
+from normexp.reporting.statistics import draw_statistics
 from normexp.reporting.style import Style, assign_styles
+from normexp.reporting.table import Table
 from normexp.reporting.tables import (
-    Table,
     cell_table,
     comparison_table,
     run_table,
     sensitivity_table,
 )
+from normexp.reporting.throughput import draw_throughput
 from normexp.reporting.verdict import (
     Comparison,
     Loss,

@@ -7,7 +7,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from normexp.reporting.report import Report, Section, describe_counts
-from normexp.reporting.tables import show
+from normexp.reporting.table import show
 
 # Columns of the tables that are worth a terminal's width, under shorter names.
 COLUMNS = {

@@ -11,14 +11,16 @@ import vl_convert
 from synthetic_study import make_runs, make_study, study_of, write_study
 
 from normexp.reporting.cells import build_cells
-from normexp.reporting.figures import Figure, draw_metric, draw_statistics, draw_throughput
+from normexp.reporting.figures import Figure, draw_metric
 from normexp.reporting.groups import draw_groups
 from normexp.reporting.learning_rates import draw_learning_rates
 from normexp.reporting.matrices import draw_heat_map, draw_improvement
 from normexp.reporting.report import build_report
 from normexp.reporting.runs import Run
 from normexp.reporting.slices import Slice, build_slices
+from normexp.reporting.statistics import draw_statistics
 from normexp.reporting.style import Style, assign_styles
+from normexp.reporting.throughput import draw_throughput
 
 
 def prepare(runs: list[Run]) -> tuple[Slice, dict[str, Style]]:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -82,6 +83,21 @@ def test_bad_input_is_one_message(tmp_path: Path, capsys, words: list[str], mess
     error = capsys.readouterr().err
     assert re.match(f"normexp: .*{message}", error) and error.count("\n") == 1
     assert not (tmp_path / "synthetic" / "report").exists()
+
+
+@pytest.mark.slow
+def test_two_thousand_runs_are_reported_in_half_a_minute(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    norms = [f"norm{i}" for i in range(10)]
+    for data in ("a", "b", "c", "d", "e"):
+        for norm in norms:
+            for size in (2, 4, 8, 32, 128):
+                values = dict(enumerate(rng.normal(0.9, 0.01, 8).tolist()))
+                options = {"norm_batch_size": size, "mixes_samples": True, "data": data}
+                write_runs(make_runs(norm, values, root=tmp_path, **options), with_history=True)
+    start = time.monotonic()
+    assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
+    assert time.monotonic() - start < 30
 
 
 def test_several_studies_are_a_list():
