@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -30,14 +32,23 @@ RESERVED_NORM_KEYS = ("view", "half_life")
 RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight_decay")
 
 
-def check_device(cfg: DictConfig) -> None:
-    """Refuses a GPU where there is none."""
+def check_trainer(cfg: DictConfig) -> None:
+    """Refuses a GPU where there is none, several devices, and what Lightning's Trainer refuses."""
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     if cfg.trainer.accelerator in ("gpu", "cuda", "mps") and not has_gpu:
         raise UserError(
             f"trainer.accelerator={cfg.trainer.accelerator}: there is no GPU on this machine; "
             "try trainer=cpu, or trainer=auto, which takes what is there"
         )
+    if cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1:
+        raise UserError(
+            f"trainer.devices={cfg.trainer.devices}, num_nodes={cfg.trainer.num_nodes}: "
+            "a cell trains on one device; try trainer.devices=1 trainer.num_nodes=1"
+        )
+    try:
+        pl.Trainer(logger=False, enable_checkpointing=False, **_plain(cfg.trainer))
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"trainer: {str(error).splitlines()[0]}") from error
 
 
 def build_data(cfg: DictConfig) -> Data:
@@ -149,8 +160,8 @@ def _instantiate(cfg: Any, key: str) -> Any:
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from None
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{key}._target_={cfg._target_}: {reason}") from error
+        reason = str(cause or error).strip() or type(cause).__name__
+        raise UserError(f"{key}._target_={cfg._target_}: {reason.splitlines()[0]}") from error
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from normexp.reporting.options import HELP, Options, parse_options
 from normexp.studies.entry import run_entry
+
+if TYPE_CHECKING:
+    from normexp.reporting.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,33 +26,55 @@ def _report(words: list[str]) -> int:
         print(HELP)
         return 0
     options = parse_options(words)
-    _write(options)
+    if "tensorboard" in options.log:
+        from normexp.reporting.to_tensorboard import require_tensorboard
+
+        require_tensorboard()
+    from normexp.reporting.terminal import print_report
+
+    report = _write(options)
+    print_report(report)
+    print(f"\nreport: {report.directory / 'index.html'}")
+    _log(report, options)
     if options.serve:
-        _serve(options)
+        _serve(report, options)
     return 0
 
 
-def _write(options: Options) -> None:
+def _write(options: Options) -> Report:
     from normexp.reporting.report import build_report
-    from normexp.reporting.terminal import print_report
     from normexp.reporting.write import write_report
 
     report = build_report(
         options.runs_dir, options.studies, metric=options.metric, tolerance=options.tolerance
     )
-    folder = write_report(report)
-    print_report(report)
-    print(f"\nreport: {folder / 'index.html'}")
+    write_report(report)
+    return report
 
 
-def _serve(options: Options) -> None:
-    from normexp.reporting.report import report_directory
+def _log(report: Report, options: Options) -> None:
+    """To the trackers that were asked for; a report that is served is logged once, at its start."""
+    if "tensorboard" in options.log:
+        from normexp.reporting.to_tensorboard import log_to_tensorboard
+
+        print(log_to_tensorboard(report))
+    if "wandb" in options.log:
+        from normexp.reporting.to_wandb import log_to_wandb
+        from normexp.studies.wandb_target import find_wandb_target
+
+        print(log_to_wandb(report, find_wandb_target([cell.directory for cell in report.cells])))
+
+
+def _serve(report: Report, options: Options) -> None:
+    from normexp.reporting.report import describe_counts
     from normexp.reporting.serve import serve_report
 
+    def rebuild() -> None:
+        print(f"{time.strftime('%H:%M:%S')} {describe_counts(_write(options))}", flush=True)
+
     studies = [options.runs_dir / name for name in options.studies]
-    directory = report_directory(options.runs_dir, options.studies)
     try:
-        serve_report(directory, studies, lambda: _write(options), stop=threading.Event())
+        serve_report(report.directory, studies, rebuild, stop=threading.Event())
     except KeyboardInterrupt:
         print()
 

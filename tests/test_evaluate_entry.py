@@ -65,7 +65,7 @@ def test_evaluating_kept_weights_gives_what_training_recorded(
     recorded = [evaluation(cell_dir, seed) for seed in (0, 1)]
     for seed in (0, 1):
         (seed_dir(copy, seed) / "evaluation.json").unlink()
-    assert main([f"run={copy}"]) == 0
+    assert main([f"run={copy}", "evaluate_with=[running,precise,batch]"]) == 0
     for seed in (0, 1):
         assert evaluation(copy, seed) == recorded[seed]
     shown = capsys.readouterr().out

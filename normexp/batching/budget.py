@@ -25,6 +25,7 @@ def count_steps(
     epochs: int,
     steps: int | None,
     samples: int | None,
+    samples_per_epoch: int,
 ) -> int:
     """Optimizer steps of a whole training; `steps` or `samples`, where set, take epochs' place."""
     if steps is not None and samples is not None:
@@ -34,5 +35,6 @@ def count_steps(
     if samples is not None:
         if samples < batch_size:
             raise UserError(f"samples={samples} is less than one batch_size={batch_size}")
-        return samples // batch_size
+        whole, rest = divmod(samples, samples_per_epoch)
+        return whole * steps_per_epoch + rest // batch_size
     return epochs * steps_per_epoch

@@ -70,7 +70,7 @@ def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -
             site.register_forward_hook(lambda *_: entered.pop() and None)
         try:
             own(*model_arguments(batch))
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # of foreign code, any kind
             if not entered and isinstance(error, UserError):
                 raise
             reason = first_line(error)

@@ -58,7 +58,7 @@ class ProbedSite:
             torch.manual_seed(0)
             try:
                 out = own(x, mask)
-            except (ValueError, RuntimeError) as error:
+            except Exception as error:
                 raise UserError(f"norm at {self.name}: {first_line(error)}") from error
         return as_maps(out, self.site), read_state(own)
 

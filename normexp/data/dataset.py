@@ -35,7 +35,7 @@ class Data:
         input_shape: (C, H, W), or (T,) for tokens.
         mean, std: per channel of the train split, in 0..1 units; None for tokens.
         vocab_size: number of different tokens; None for images.
-        bytes_per_token: UTF-8 bytes per token, language modelling only.
+        bytes_per_token: UTF-8 bytes per token of each split, language modelling only.
         augmentation: of training images; None for none.
         class_names, symbols: names of targets and of tokens, for reports.
         source_version: of the package that the content comes from, "" where there is none.
@@ -52,7 +52,7 @@ class Data:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     vocab_size: int | None = None
-    bytes_per_token: float | None = None
+    bytes_per_token: dict[str, float] | None = None
     augmentation: Augmentation | None = None
     class_names: tuple[str, ...] | None = None
     symbols: tuple[str, ...] | None = None
@@ -133,8 +133,11 @@ def _check_windows(data: Data, split: str, part: Windows) -> None:
         )
     if data.vocab_size is None or data.vocab_size != data.num_outputs:
         raise _wrong(data, f"vocab_size={data.vocab_size} must be num_outputs={data.num_outputs}")
-    if not data.bytes_per_token or data.bytes_per_token < 0:
-        raise _wrong(data, f"bytes_per_token={data.bytes_per_token} must be above 0")
+    sizes = data.bytes_per_token or {}
+    if any(sizes.get(split, 0) <= 0 for split in ("train", "val", "test")):
+        raise _wrong(
+            data, f"bytes_per_token={data.bytes_per_token} must be above 0 for train, val and test"
+        )
     _check_range(data, f"{split}.tokens", part.tokens, data.vocab_size, "vocab_size")
 
 
@@ -148,7 +151,7 @@ def _check_statistics(data: Data) -> None:
                 data, f"{key}={values} needs one value for each of {num_channels} channels"
             )
     if data.std is not None and min(data.std) <= 0:
-        raise _wrong(data, f"std={data.std} must be above 0")
+        raise _wrong(data, f"std={data.std} must be above 0 for train, val and test")
 
 
 def _check_names(data: Data) -> None:

@@ -98,7 +98,8 @@ def build_text_data(
     tokens, symbols = encode_characters(text)
     num_test = int(len(text) * test_fraction)
     num_val = int(len(text) * val_fraction)
-    parts = tokens.split([len(text) - num_val - num_test, num_val, num_test])
+    lengths = [len(text) - num_val - num_test, num_val, num_test]
+    parts = tokens.split(lengths)
     train, val, test = (Windows(part, block_size) for part in parts)
     return validate(
         Data(
@@ -110,11 +111,20 @@ def build_text_data(
             num_outputs=len(symbols),
             input_shape=(block_size,),
             vocab_size=len(symbols),
-            bytes_per_token=len(text.encode()) / len(text),
+            bytes_per_token=_bytes_per_character(text, lengths),
             symbols=symbols,
             source_version=source_version,
         )
     )
+
+
+def _bytes_per_character(text: str, lengths: list[int]) -> dict[str, float]:
+    """Of each split's own text: scripts differ, and a text may change its script."""
+    found, first = {}, 0
+    for split, length in zip(("train", "val", "test"), lengths, strict=True):
+        found[split] = len(text[first : first + length].encode()) / length
+        first += length
+    return found
 
 
 def encode_characters(text: str) -> tuple[torch.Tensor, tuple[str, ...]]:

@@ -14,6 +14,9 @@ a norm without them is split by running it once per part:
 
     forward_groups(x, mask=None)        x (G, N, C, *): statistics per group, in one call
     merge_state(start, parts, shares)   the state after a step that was run in parts
+
+and an attribute `sequential_state = True`, where its state must see samples one after another: such
+a norm is refused where a step is split.
 """
 
 from __future__ import annotations

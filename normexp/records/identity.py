@@ -15,10 +15,9 @@ from typing import Any
 
 # Top-level keys that do not change what is trained: who runs it, where, how it is watched.
 NOT_TRAINING = (
-    *("seed", "replicas", "study", "experiment", "dry_run", "retry_failed", "fail_fast"),
-    *("data_dir", "runs_dir", "save_weights"),
-    *("accelerator", "devices", "num_nodes", "strategy", "chunk", "stack", "launcher", "hydra"),
-    *("logger", "progress", "evaluation", "diagnostics", "val_every_epochs"),
+    *("seed", "replicas", "study", "experiment", "dry_run", "hydra", "allow_leak"),
+    *("data_dir", "runs_dir", "save_weights", "chunk", "stack", "log_every"),
+    *("logger", "diagnostics", "val_every_epochs"),
     *("evaluate_with", "evaluate_batch_sizes", "evaluate_every_epoch", "precise_samples"),
 )
 # The same inside `trainer`; its precision stays. Devices count only as `statistics_groups`.

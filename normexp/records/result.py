@@ -22,7 +22,7 @@ class Result:
         diverged_at_step: the optimizer step whose loss was not finite; only where diverged.
         error: one line; only, and always, where failed.
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
-            samples_per_second.
+            samples_per_second; on a GPU peak_memory_mb of the whole stack, in 10^6 bytes.
         invalid: why no number here may be compared, as of a language model that reads the future.
 
     Raises:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from normexp.reporting.cells import Cell, varying_keys
+from normexp.reporting.comparisons import ALPHA, oriented, paired_values
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.numbers import format_interval, p_value_of
 from normexp.reporting.rows import Row
 from normexp.reporting.runs import StudyRuns
 from normexp.reporting.table import Table, show
-from normexp.reporting.verdict import ALPHA, oriented, paired_values
 from normexp.stats import judge_family, paired_difference
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import altair as alt
 
+from normexp.reporting.comparisons import paired_values
 from normexp.reporting.figures import ROWS, VISIBLE, Figure, finish
 from normexp.reporting.rows import Row, interval_columns, size_rows
 from normexp.reporting.slices import AXIS_TITLES, Slice
 from normexp.reporting.style import DIVERGED
-from normexp.reporting.verdict import paired_values
 from normexp.stats import paired_improvement
 
 CELL = 74  # pixels; wide enough for `0.88` over `[0.47, 1.00]`

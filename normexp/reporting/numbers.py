@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from normexp.stats import Interval
 
@@ -32,14 +33,14 @@ def negated(interval: Interval) -> Interval:
         return interval
     low = None if interval.high is None else -interval.high
     high = None if interval.low is None else -interval.low
-    return Interval(-interval.estimate, low, high, interval.level, interval.n, interval.method)
+    return replace(interval, estimate=-interval.estimate, low=low, high=high)
 
 
 def p_value_of(interval: Interval) -> float:
-    """Two-sided p of "the mean is 0" that belongs to a t interval of a mean of n values.
+    """Two-sided p of "the mean is 0" that belongs to a t interval.
 
-    p = 2 P(T > |estimate| / se) with n - 1 degrees of freedom: p < 1 - level exactly where the
-    interval leaves 0 out, so that words from either agree. 1 where there is no interval.
+    p = 2 P(T > |estimate| / se) with the interval's degrees of freedom: p < 1 - level exactly where
+    the interval leaves 0 out, so that words from either agree. 1 where there is no interval.
     """
     from scipy.special import stdtr, stdtrit
 
@@ -48,9 +49,10 @@ def p_value_of(interval: Interval) -> float:
     half_width = (interval.high - interval.low) / 2
     if half_width == 0:
         return 1.0 if interval.estimate == 0 else 0.0
-    df = interval.n - 1
-    t = abs(interval.estimate) / half_width * float(stdtrit(df, (1 + interval.level) / 2))
-    return float(2 * stdtr(df, -t))
+    if interval.df is None:
+        raise ValueError(f"an interval by {interval.method} has no p of a t test")
+    t = abs(interval.estimate) / half_width * float(stdtrit(interval.df, (1 + interval.level) / 2))
+    return float(2 * stdtr(interval.df, -t))
 
 
 def _digits_of(low: float, high: float, digits: int) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from normexp.errors import UserError
 
-KEYS = ("study", "runs_dir", "metric", "tolerance", "serve")
+KEYS = ("study", "runs_dir", "metric", "tolerance", "serve", "log")
+TRACKERS = ("wandb", "tensorboard")
 HELP = """\
 normexp.report turns a study into tables, figures, a page and a verdict.
 
@@ -24,6 +25,8 @@ Values (key=value) and their defaults:
   tolerance=1             differences within it are called a tie, in the metric's unit (points,
                           nats, bits per byte); by default 1 point, 0.05 nats, 0.02 bits
   serve=false             true serves the page on 127.0.0.1 and follows the study until Ctrl-C
+  log=wandb               also logs figures, main table and verdict: wandb, tensorboard, or
+                          [wandb,tensorboard]; W&B takes the project of the study's own runs
 """
 
 
@@ -36,6 +39,7 @@ class Options:
     metric: str | None
     tolerance: float | None
     serve: bool
+    log: list[str]
 
 
 def parse_options(words: Sequence[str]) -> Options:
@@ -54,18 +58,32 @@ def parse_options(words: Sequence[str]) -> Options:
         metric=given.get("metric") or None,
         tolerance=_tolerance(given.get("tolerance")),
         serve=_switch(given.get("serve", "false")),
+        log=_trackers(given.get("log", "")),
     )
 
 
 def _studies(text: str) -> list[str]:
-    inner = text.removeprefix("[").removesuffix("]") if text.startswith("[") else text
-    names = [name.strip().strip("'\"") for name in inner.split(",") if name.strip()]
+    names = _names(text)
     if not names:
         raise UserError("study is missing: name one of the folders in runs_dir, study=NAME")
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled:
         raise UserError(f"study={doubled} is named twice; name each study once")
     return names
+
+
+def _trackers(text: str) -> list[str]:
+    names = _names(text)
+    unknown = next((name for name in names if name not in TRACKERS), None)
+    if unknown is not None:
+        raise UserError(f"log={unknown} is not known; choose from {', '.join(TRACKERS)}")
+    return list(dict.fromkeys(names))
+
+
+def _names(text: str) -> list[str]:
+    """The names in `a`, `a,b` or `[a, b]`."""
+    inner = text.removeprefix("[").removesuffix("]") if text.startswith("[") else text
+    return [name.strip().strip("'\"") for name in inner.split(",") if name.strip()]
 
 
 def _tolerance(text: str | None) -> float | None:

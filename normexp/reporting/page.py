@@ -15,6 +15,7 @@ from typing import Any
 
 from normexp.reporting.compare import Change
 from normexp.reporting.figures import Figure
+from normexp.reporting.overall import Overall
 from normexp.reporting.report import Report, Section, describe_counts
 from normexp.reporting.style import order_norms
 from normexp.reporting.table import Table, show
@@ -46,7 +47,9 @@ def render_page(report: Report) -> str:
 <h1>{escape(report.title)}</h1>
 <p class="faint">{escape(describe_counts(report))}</p>
 {_filters(report)}
-{_problems(report)}
+{_list("Files that could not be read", report.problems, "problems")}
+{_list("Cells without an ended run", report.waiting, "note")}
+{"".join(map(_verdict, report.overall))}
 {"".join(map(_section, report.sections))}
 {"".join(map(_change, report.changes))}
 {"".join(map(_table, (t for t in report.tables if t.name != "runs")))}
@@ -76,15 +79,18 @@ def _data(report: Report) -> str:
     return json.dumps(content, allow_nan=False).replace("<", "\\u003c")
 
 
+def _verdict(verdict: Overall | Section) -> str:
+    said = [*verdict.losses, *verdict.comparisons]
+    sentences = "".join(_sentence(one.text, one.kind) for one in said)
+    note = f'<p class="note">{escape(verdict.note)}</p>' if verdict.note else ""
+    return f'<h2>{escape(verdict.heading)}</h2><ul class="verdict">{sentences}</ul>{note}'
+
+
 def _section(section: Section) -> str:
-    losses = "".join(_sentence(one.text, one.kind) for one in section.losses)
-    comparisons = "".join(_sentence(one.text, one.kind) for one in section.comparisons)
-    note = f'<p class="note">{escape(section.note)}</p>' if section.note else ""
     cell = section.part.cells[0]
     return (
         f'<section data-model="{escape(cell.model)}" data-data="{escape(cell.data)}">'
-        f"<h2>{escape(section.heading)}</h2>"
-        f'<ul class="verdict">{losses}{comparisons}</ul>{note}'
+        f"{_verdict(section)}"
         f'<div class="figures">{"".join(map(_figure, section.figures))}</div></section>\n'
     )
 
@@ -125,11 +131,11 @@ def _group(key: str, values: Iterable[str]) -> str:
     return f"<fieldset><legend>{key}</legend>{boxes}</fieldset>"
 
 
-def _problems(report: Report) -> str:
-    if not report.problems:
+def _list(title: str, lines: list[str], kind: str) -> str:
+    if not lines:
         return ""
-    lines = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
-    return f'<h2>Files that could not be read</h2><ul class="problems">{lines}</ul>'
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<h2>{title}</h2><ul class="{kind}">{items}</ul>'
 
 
 def _change(change: Change) -> str:

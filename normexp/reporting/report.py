@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from normexp.reporting.cells import Cell, build_cells
 from normexp.reporting.compare import Change, compare_studies, difference_table
+from normexp.reporting.comparisons import Comparison, compare_norms, family_note
 from normexp.reporting.curves import draw_curves, read_history
 from normexp.reporting.figures import Figure, draw_metric
 from normexp.reporting.groups import draw_groups
 from normexp.reporting.learning_rates import draw_learning_rates
 from normexp.reporting.matrices import draw_heat_map, draw_improvement
 from normexp.reporting.metric import require_metric
-from normexp.reporting.runs import load_runs
+from normexp.reporting.overall import Overall, describe_overall
+from normexp.reporting.runs import StudyRuns, load_runs
 from normexp.reporting.sites import draw_sites
 from normexp.reporting.slices import Slice, build_slices
 from normexp.reporting.statistics import draw_statistics
@@ -27,13 +30,7 @@ from normexp.reporting.tables import (
     sensitivity_table,
 )
 from normexp.reporting.throughput import draw_throughput
-from normexp.reporting.verdict import (
-    Comparison,
-    Loss,
-    compare_norms,
-    describe_losses,
-    family_note,
-)
+from normexp.reporting.verdict import Loss, describe_losses
 
 
 @dataclass(frozen=True)
@@ -56,16 +53,28 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """What is written to a folder; `problems` are rows for runs that cannot be read."""
+    """What is written to a folder.
+
+    overall: answers over several data sets; none for one data set, or where studies are compared
+    waiting: one line for each cell that has no ended run yet
+    problems: one line for each result that cannot be read
+    """
 
     title: str
     directory: Path
+    overall: list[Overall]
     sections: list[Section]
     changes: list[Change]
     tables: list[Table]
     cells: list[Cell]
     num_unended: int
+    waiting: list[str]
     problems: list[str]
+
+    @property
+    def verdicts(self) -> list[Overall | Section]:
+        """Everything that has sentences: the answer over all data sets first."""
+        return [*self.overall, *self.sections]
 
 
 def build_report(
@@ -82,11 +91,15 @@ def build_report(
     cells = build_cells(studies)
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
     sections = _sections(slices, cells)
+    overall = describe_overall(slices) if len(studies) == 1 else []
     changes = compare_studies(cells, studies, metric, tolerance) if len(studies) > 1 else []
     tables = [
         cell_table(cells, metric, tolerance),
         sensitivity_table([(one.part, one.losses) for one in sections]),
-        comparison_table([(one.part, one.comparisons) for one in sections]),
+        comparison_table(
+            [(one.heading, one.parts[0], one.comparisons) for one in overall]
+            + [(one.heading, one.part, one.comparisons) for one in sections]
+        ),
         run_table(cells),
     ]
     if changes:
@@ -94,11 +107,13 @@ def build_report(
     return Report(
         title=" and ".join(names),
         directory=report_directory(runs_dir, names),
+        overall=overall,
         sections=sections,
         changes=changes,
         tables=tables,
         cells=cells,
         num_unended=sum(len(study.unended) for study in studies),
+        waiting=[line for study in studies for line in _waiting(study)],
         problems=[problem for study in studies for problem in study.problems],
     )
 
@@ -124,6 +139,17 @@ def describe_counts(report: Report) -> str:
     }
     tail = "".join(f"; {count} {word}" for word, count in rest.items() if count)
     return f"{len(report.cells)} cells, {len(runs)} runs: {', '.join(words)}{tail}"
+
+
+def _waiting(study: StudyRuns) -> list[str]:
+    """Cells of which no run has ended, and so have no row: still training, or interrupted."""
+    begun = Counter(run_dir.parent for run_dir in study.unended)
+    ended = {run.directory.parent for run in study.runs}
+    return [
+        f"{cell.name}: {count} run{'s' * (count > 1)} begun, none ended"
+        for cell, count in begun.items()
+        if cell not in ended
+    ]
 
 
 def _sections(slices: Sequence[Slice], cells: Sequence[Cell]) -> list[Section]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from normexp.reporting.rows import Row
@@ -24,19 +24,24 @@ LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of plain values under named columns; None is shown as `-`, and empty in CSV."""
+    """Rows of plain values under named columns; None is shown as `-`, and empty in CSV.
+
+    numbers: more columns, of the CSV alone: what a program reads instead of `1.2 [0.6, 1.9]`
+    """
 
     name: str
     title: str
     columns: list[str]
     rows: list[Row]
+    numbers: list[str] = field(default_factory=list)
 
     def to_csv(self) -> str:
         """Numbers with every digit; a leading apostrophe keeps spreadsheets from running text."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows([_plain(row.get(column)) for column in self.columns] for row in self.rows)
+        columns = [*self.columns, *self.numbers]
+        writer.writerow(columns)
+        writer.writerows([_plain(row.get(column)) for column in columns] for row in self.rows)
         return text.getvalue()
 
     def to_markdown(self) -> str:

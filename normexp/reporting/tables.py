@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from normexp.reporting.cells import Cell
+from normexp.reporting.comparisons import Comparison
 from normexp.reporting.metric import Metric, choose_metric, describe_metric
 from normexp.reporting.numbers import format_interval
 from normexp.reporting.rows import Row, describe_cell
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.table import Table
-from normexp.reporting.verdict import Comparison, Loss
-from normexp.stats import Interval, iqm, median
+from normexp.reporting.verdict import Loss
+from normexp.stats import Interval, iqm, mean, median
 
 
 def cell_table(cells: Sequence[Cell], metric: str | None, tolerance: float | None) -> Table:
@@ -31,8 +32,8 @@ def cell_table(cells: Sequence[Cell], metric: str | None, tolerance: float | Non
         "lr",
         "metric",
         "mean [95 % interval]",
-        "median",
-        "IQM",
+        "median [95 % interval]",
+        "IQM [95 % interval]",
         "n",
         "seeds",
         "diverged",
@@ -41,7 +42,7 @@ def cell_table(cells: Sequence[Cell], metric: str | None, tolerance: float | Non
         "note",
         "directory",
     ]
-    return Table("cells", "Cells", columns, rows)
+    return Table("cells", "Cells", columns, rows, numbers=list(_numbers([])))
 
 
 def sensitivity_table(parts: Sequence[tuple[Slice, list[Loss]]]) -> Table:
@@ -87,23 +88,26 @@ def sensitivity_table(parts: Sequence[tuple[Slice, list[Loss]]]) -> Table:
     return Table("sensitivity", "Batch-size sensitivity", columns, rows)
 
 
-def comparison_table(parts: Sequence[tuple[Slice, list[Comparison]]]) -> Table:
-    """One row per declared comparison, with p before and after Holm's correction."""
+def comparison_table(answers: Sequence[tuple[str, Slice, list[Comparison]]]) -> Table:
+    """One row per declared comparison, with p before and after Holm's correction.
+
+    answers: heading, a slice for its axis and metric, and what was compared
+    """
     rows = [
         {
             "norm": one.norm,
             "reference": one.reference,
-            "setting": f"{part.title}, {part.fixed}",
+            "setting": heading,
             "at": f"{AXIS_WORDS[part.axis]} {one.size}",
             "difference (positive: better)": format_interval(one.difference, part.metric.digits),
             "unit": part.metric.unit,
-            "share of pairs won": format_interval(one.improvement, 2),
+            "probability of improvement": format_interval(one.improvement, 2),
             "p": one.judgement and one.judgement.p_value,
             "p after Holm": one.judgement and one.judgement.adjusted_p_value,
             "n": one.difference.n,
             "verdict": one.kind,
         }
-        for part, comparisons in parts
+        for heading, part, comparisons in answers
         for one in comparisons
     ]
     columns = [
@@ -113,7 +117,7 @@ def comparison_table(parts: Sequence[tuple[Slice, list[Comparison]]]) -> Table:
         "at",
         "difference (positive: better)",
         "unit",
-        "share of pairs won",
+        "probability of improvement",
         "p",
         "p after Holm",
         "n",
@@ -173,8 +177,8 @@ def _cell_row(cell: Cell, metric: Metric) -> Row:
         "lr": cell.lr,
         "metric": metric.label,
         "mean [95 % interval]": found["text"],
-        "median": _estimate(median(values), metric),
-        "IQM": _estimate(iqm(values), metric),
+        "median [95 % interval]": _with_level(median(values), metric),
+        "IQM [95 % interval]": _with_level(iqm(values), metric),
         "n": found["n"],
         "seeds": found["seeds"],
         "diverged": found["diverged"],
@@ -183,6 +187,7 @@ def _cell_row(cell: Cell, metric: Metric) -> Row:
         "note": _note(cell, metric),
         "directory": found["directory"],
         "count": found["count"],
+        **_numbers(values),
     }
 
 
@@ -200,5 +205,18 @@ def _note(cell: Cell, metric: Metric) -> str:
     return "; ".join(notes)
 
 
-def _estimate(interval: Interval, metric: Metric) -> str | None:
-    return None if interval.estimate is None else f"{interval.estimate:.{metric.digits}f}"
+def _numbers(values: list[float]) -> dict[str, float | None]:
+    """What the CSV has beside the texts: mean, median and IQM with their bounds, every digit."""
+    found = {"mean": mean(values), "median": median(values), "IQM": iqm(values)}
+    return {
+        f"{name}{end}": value
+        for name, one in found.items()
+        for end, value in {"": one.estimate, " low": one.low, " high": one.high}.items()
+    }
+
+
+def _with_level(interval: Interval, metric: Metric) -> str:
+    """The median of 5 values has an interval of 93.75 %, and says so."""
+    differs = interval.low is not None and abs(interval.level - 0.95) > 0.0005
+    note = f" ({interval.level:.1%})".replace("%", " %") if differs else ""
+    return format_interval(interval, metric.digits) + note

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from normexp.reporting.overall import Overall
 from normexp.reporting.report import Report, Section, describe_counts
 from normexp.reporting.table import show
 
@@ -32,15 +33,17 @@ MOST_ROWS = 40
 
 
 def print_report(report: Report) -> None:
-    """Counts, the main table without its empty columns, the verdict, and unreadable files."""
+    """Counts, the main table without its empty columns, the verdict, and what is not there."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{report.title}: {describe_counts(report)}", markup=False)
     _print_table(console, report)
-    for section in report.sections:
-        _print_section(console, section)
+    for verdict in report.verdicts:
+        _print_verdict(console, verdict)
     for change in report.changes:
         for line in [*change.config, *change.environment, *change.alone]:
             console.print(f"  {line}", markup=False)
+    for line in report.waiting:
+        console.print(f"not ended: {line}", markup=False, style="dim")
     for problem in report.problems:
         console.print(f"not read: {problem}", markup=False, style="red")
 
@@ -61,9 +64,9 @@ def _print_table(console: Console, report: Report) -> None:
         console.print(f"... and {len(table.rows) - MOST_ROWS} more rows in tables/{table.name}.md")
 
 
-def _print_section(console: Console, section: Section) -> None:
-    console.print(f"\n{section.heading}", markup=False, style="bold")
-    for one in [*section.losses, *section.comparisons]:
+def _print_verdict(console: Console, verdict: Overall | Section) -> None:
+    console.print(f"\n{verdict.heading}", markup=False, style="bold")
+    for one in [*verdict.losses, *verdict.comparisons]:
         console.print(f"- {one.text}", markup=False)
-    if section.note:
-        console.print(section.note, markup=False, style="dim")
+    if verdict.note:
+        console.print(verdict.note, markup=False, style="dim")

@@ -20,6 +20,7 @@ class Interval:
     level: nominal coverage in (0, 1)
     n: number of values (seeds, or pairs of seeds) used, after missing ones were left out
     method: how the bounds were computed, for a caption
+    df: degrees of freedom of a t interval; None where it is none
     """
 
     estimate: float | None
@@ -28,6 +29,7 @@ class Interval:
     level: float
     n: int
     method: str
+    df: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.level < 1:
@@ -56,4 +58,5 @@ def t_interval(
     if df < 1:
         return Interval(estimate, None, None, level, n, method)
     half_width = float(stdtrit(df, (1 + level) / 2)) * standard_error if standard_error else 0.0
-    return Interval(estimate, estimate - half_width, estimate + half_width, level, n, method)
+    low, high = estimate - half_width, estimate + half_width
+    return Interval(estimate, low, high, level, n, method, df)

@@ -24,6 +24,9 @@ from normexp.tasks.training import Recipe, TrainingTask
 
 logger = logging.getLogger(__name__)
 
+# Optimizers of torch that update each value from its own history alone.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+
 TASKS = {"classification": Classification, "language_modeling": LanguageModeling}
 
 
@@ -45,25 +48,41 @@ def build_callbacks(cell: Cell) -> list[Callback]:
     return callbacks
 
 
-def build_replicas(cell: Cell, seeds: list[int]) -> Replicas:
-    """One new network per seed, in the form that the rule of `stacks` chooses."""
-    return arrange_replicas(cell, seeds, [cell.build(seed) for seed in seeds])
+def build_replicas(cell: Cell, seeds: list[int], *, is_stacked: bool | None = None) -> Replicas:
+    """One new network per seed, in the form that the rule of `stacks` chooses.
+
+    Args:
+        is_stacked: the form of the checkpoint to resume from, which then counts; None without one.
+    """
+    networks = [cell.build(seed) for seed in seeds]
+    return arrange_replicas(cell, seeds, networks, is_stacked=is_stacked)
 
 
-def arrange_replicas(cell: Cell, seeds: list[int], networks: list[nn.Module]) -> Replicas:
+def arrange_replicas(
+    cell: Cell, seeds: list[int], networks: list[nn.Module], *, is_stacked: bool | None = None
+) -> Replicas:
     """The networks of `seeds`, in the form that the rule of `stacks` chooses."""
-    wanted = cell.cfg.stack
+    wanted = cell.cfg.stack if is_stacked is None else is_stacked
     if wanted == "auto":
         device_type = _device_type(cell.cfg.trainer.accelerator)
         wanted = stacks(device_type, len(seeds), cell.elements_per_forward)
     if wanted and len(seeds) > 1:
-        if cell.traits.stacking_obstacle is None:
+        obstacle = cell.traits.stacking_obstacle or _obstacle_of_optimizer(cell)
+        if obstacle is None:
             return Stacked(networks)
-        logger.info("replicas run one after another: %s", cell.traits.stacking_obstacle)
+        logger.info("replicas run one after another: %s", obstacle)
     in_turn = InTurn(networks)
     if cell.traits.draws_for_itself:
         in_turn.foreign_seeds = [derive_seed(seed, "foreign") for seed in seeds]
     return in_turn
+
+
+def _obstacle_of_optimizer(cell: Cell) -> str | None:
+    """Why a stack would not be trained as its runs alone; None for what acts value by value."""
+    name = str(cell.cfg.optim._target_).rpartition(".")[2]
+    if name in ELEMENTWISE:
+        return None
+    return f"{name} is not known to act value by value"
 
 
 def build_recipe(cell: Cell) -> Recipe:
@@ -77,6 +96,7 @@ def build_recipe(cell: Cell) -> Recipe:
         weight_decay=cfg.optim.weight_decay,
         decay_norm=cfg.optim.decay_norm,
         max_grad_norm=cfg.max_grad_norm,
+        eval_group=cell.plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
         log_every=cfg.log_every,
         max_chunk=cfg.chunk,
     )

@@ -17,11 +17,12 @@ from normexp.build import (
     build_network,
     build_norm,
     build_optimizer,
-    check_device,
+    check_trainer,
 )
 from normexp.checks.causality import refusal_of
 from normexp.checks.coverage import check_coverage
 from normexp.checks.probing import first_line, probe_batch
+from normexp.checks.splitting import check_split
 from normexp.checks.traits import PROBE_SAMPLES, Traits, measure_traits
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -80,19 +81,21 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     Args:
         choices: the name chosen in each config group, for the record.
     """
-    check_device(cfg)
+    check_trainer(cfg)
     data = build_data(cfg)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
+    check_split(network, plan.sizes)
     traits = measure_traits(network, data, plan.sizes, drop_last=cfg.drop_last)
     if traits.leak is not None and not cfg.allow_leak:
         raise UserError(refusal_of(traits.leak))
     _check_coverage(cfg, plan, network, data)
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits, network)
-    if not traits.mixes_samples:
-        norm.norm_batch_size = None  # nothing to split: every size is the same training
+    if not traits.mixes_samples and norm.norm_batch_size is not None:
+        norm.norm_batch_size = None
+        logger.info("the norm mixes no samples: every norm_batch_size is this one cell")
     identity = canonical(identity_of(cfg, data, plan), mixes_samples=traits.mixes_samples)
     return Cell(
         cfg=cfg,

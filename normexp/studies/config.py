@@ -19,7 +19,7 @@ from normexp.studies.composing import (
 )
 from normexp.studies.folders import GROUPS
 from normexp.studies.kinds import refuse_type_change
-from normexp.studies.refusals import refuse_lone_sweep
+from normexp.studies.refusals import refuse_lone_sweep, refuse_other_target
 
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
@@ -51,6 +51,7 @@ def compose_cell(
         if not is_choice(override) and not override.is_delete():
             key = override.key_or_group
             refuse_type_change(key, _select(defaults, key), _select(values, key))
+            refuse_other_target(key, _select(defaults, key), choices)
     if isinstance(config.get("study"), int | float):  # study=2026 names a folder
         config.study = str(config.study)
     return config, choices

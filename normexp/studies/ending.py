@@ -34,6 +34,8 @@ def write_results(
             write_evaluation(run_dir, evaluation.content(task, index))
         diverged_at = task.losses.diverged_at[index]
         finals = {name: column[index] for name, column in task.final.items()}
+        if diverged_at is None and not all(map(math.isfinite, finals.values())):
+            diverged_at = task.step  # the last update broke what its loss could not show yet
         result = Result(
             cell_id=cell.id,
             seed=seed,
@@ -58,4 +60,22 @@ def _timing(task: TrainingTask, num_replicas: int) -> dict[str, float]:
         "step_ms": 1000 * task.train_seconds / max(task.step, 1),
         "stack_size": num_replicas,
         "samples_per_second": samples / max(task.train_seconds, 1e-9),
+        **peak_memory(task.trainer.strategy.root_device),
     }
+
+
+def forget_peak_memory() -> None:
+    """Starts the count of a new stack; does not wake a GPU that nobody has used yet."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """`peak_memory_mb`: most memory that tensors held since then, in 10^6 bytes; GPUs alone.
+
+    On a CPU there is only the peak of the process since its start, which is that of the largest
+    cell so far, so nothing is recorded.
+    """
+    if device.type != "cuda":
+        return {}
+    return {"peak_memory_mb": torch.cuda.max_memory_allocated(device) / 1e6}

@@ -13,7 +13,7 @@ from normexp.studies.composing import parse_overrides
 from normexp.studies.validate import validate_keys
 
 DEFAULTS: dict[str, Any] = {
-    "evaluate_with": ["running", "precise", "batch"],
+    "evaluate_with": ["running", "precise"],
     "precise_samples": 4096,
     "evaluate_batch_sizes": None,
     "evaluate_every_epoch": False,
@@ -26,8 +26,9 @@ normexp.evaluate evaluates the finished runs of a cell again, from the weights t
 
 Values (key=value) and their defaults:
   run                                        folder of the cell, required
-  evaluate_with=[running,precise,batch]      statistics that norms use: running averages, moments
-                                             pooled over training samples, those of a batch itself
+  evaluate_with=[running,precise]            statistics that norms use: running averages, moments
+                                             pooled over training samples; also batch, each
+                                             batch's own
   precise_samples=4096                       training samples for precise statistics
   evaluate_batch_sizes=null                  samples per batch, as in [2,8,32]; null: as in training
 
@@ -54,6 +55,8 @@ def parse_evaluate_options(words: Sequence[str]) -> tuple[str, DictConfig]:
     run = given.pop("run", None)
     if run is None:
         raise UserError("run is missing: name the folder of a cell, run=runs/<study>/<cell_id>")
+    if "evaluate_batch_sizes" in given and "evaluate_with" not in given:
+        given["evaluate_with"] = [*DEFAULTS["evaluate_with"], "batch"]
     options = OmegaConf.create(DEFAULTS | given)
     validate_keys(options, DEFAULTS)
     return str(run), options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from normexp.studies.plan import Plan
 
 GROUPS = ("norm", "model", "data", "optim")
 # Ways of saying what `Plan` has worked out; the identity holds what came out of them.
-SPOKEN = ("epochs", "steps", "samples", "lr_rule", "base_batch_size", "allow_leak")
+SPOKEN = ("epochs", "steps", "samples", "lr_rule", "base_batch_size")
 
 
 def identity_of(cfg: DictConfig, data: Data, plan: Plan) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def identity_of(cfg: DictConfig, data: Data, plan: Plan) -> dict[str, Any]:
     Holds a digest of the data and of a custom module's source, so an edited one is a new cell.
     """
     config = _plain(cfg)
-    for group in ("norm", "model", "data"):
-        digest = _source_digest_of(config[group]["_target_"])
+    for part in _parts_with_target(config):
+        digest = _source_digest_of(part["_target_"])
         if digest is not None:
-            config[group]["source_digest"] = digest
+            part["source_digest"] = digest
     config["data"]["digest"] = data.digest
     config = {key: value for key, value in config.items() if key not in SPOKEN}
     config |= {"num_steps": plan.num_steps, "lr": plan.lr}
@@ -57,6 +57,18 @@ def record_of(
         "precision": cfg.trainer.precision,
         "identity": identity,
     }
+
+
+def _parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping of a config, at any depth, that names something to build."""
+    if isinstance(tree, dict):
+        if isinstance(tree.get("_target_"), str):
+            yield tree
+        for value in tree.values():
+            yield from _parts_with_target(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _parts_with_target(value)
 
 
 def _source_digest_of(target: str) -> str | None:

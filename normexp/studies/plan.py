@@ -47,6 +47,11 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
         batch_size=sizes.batch_size,
         base_batch_size=cfg.base_batch_size,
     )
+    if lr != cfg.lr:
+        logger.info(
+            "lr_rule=%s takes lr from %g at base_batch_size=%d to %g at batch_size=%d",
+            *(cfg.lr_rule, cfg.lr, cfg.base_batch_size, lr, sizes.batch_size),
+        )
     return Plan(
         sizes=sizes,
         steps_per_epoch=steps_per_epoch,
@@ -56,6 +61,7 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
             epochs=cfg.epochs,
             steps=cfg.steps,
             samples=cfg.samples,
+            samples_per_epoch=min(num_train, steps_per_epoch * sizes.batch_size),
         ),
         lr=lr,
         optimizer_momentum=momentum,

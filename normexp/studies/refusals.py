@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import Any
@@ -62,6 +62,18 @@ def refuse_known_addition(override: Override, known: DictConfig) -> None:
     """`+key=value` for a key that the config has."""
     if override.is_add() and override.key_or_group in _names(known):
         raise UserError(f"{override.input_line}: the key exists, write it without the +")
+
+
+def refuse_other_target(key: str, default: Any, choices: Mapping[str, str]) -> None:
+    """`norm=batch norm._target_=...`: records would call another norm by the name of batch."""
+    group, _, leaf = key.partition(".")
+    if leaf != "_target_" or group not in CUSTOM_GROUPS or choices.get(group) == "custom":
+        return
+    if default not in (None, "???"):
+        raise UserError(
+            f"{key} is set, but {group}={choices.get(group)} has one of its own; "
+            f"try {group}=custom {key}=..."
+        )
 
 
 def explain_composition(

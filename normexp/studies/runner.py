@@ -15,7 +15,14 @@ from omegaconf import DictConfig
 
 from normexp.errors import UserError
 from normexp.records.environment import code_version, describe_environment
-from normexp.records.layout import LOCK_FILE, LOG_FILE, RESULT_FILE, seed_dir, stack_dir
+from normexp.records.layout import (
+    EVALUATION_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    RESULT_FILE,
+    seed_dir,
+    stack_dir,
+)
 from normexp.records.lock import StackLock
 from normexp.records.reader import read_result
 from normexp.records.result import Result
@@ -82,14 +89,21 @@ def _run_of_sweep(cfg: DictConfig, choices: Mapping[str, str], command: Command)
         validate(cfg)
         outcome = _run_one(cfg, choices, command)
     except UserError as error:
-        title = f"{choices['norm']} on {choices['data']}"
-        outcome = Outcome("refused", title, error=str(error))
+        outcome = Outcome("refused", _title(choices), error=str(error))
+    except Exception as error:  # of foreign code; the other cells go on
+        logger.exception("%s", _title(choices))
+        outcome = Outcome("failed", _title(choices), error=f"{type(error).__name__}: {error}")
     print_line(outcome)
     return outcome
 
 
+def _title(choices: Mapping[str, str]) -> str:
+    return f"{choices['norm']} on {choices['data']}"
+
+
 def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Command) -> Outcome:
-    cell = prepare_cell(cfg, choices)
+    with collected_notes() as notes:
+        cell = prepare_cell(cfg, choices)
     seeds = list(range(cfg.seed, cfg.seed + cfg.replicas))
     ended, missing = recorded_runs(cell, seeds)
     if cfg.dry_run:
@@ -99,6 +113,7 @@ def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Command) -> O
         )
         return Outcome("skipped", cell.title, cell, ended)
     if not missing:
+        _tell_of_evaluation(cell, seeds)
         return Outcome("skipped", cell.title, cell, ended)
     ensure_writable(cell.study_dir)
     cell.directory.mkdir(parents=True, exist_ok=True)
@@ -106,22 +121,38 @@ def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Command) -> O
     with StackLock(cell.directory / LOCK_FILE) as held:
         if not held:
             raise UserError(f"{cell.directory}: another process is training this cell; wait for it")
-        trained = [result for stack in contiguous(missing) for result in _train(cell, stack)]
+        ended, missing = recorded_runs(cell, seeds)  # again: another process may have ended some
+        trained = [result for stack in contiguous(missing) for result in _train(cell, stack, notes)]
     errors = [result.error for result in trained if result.error is not None]
     results = sorted(ended + trained, key=lambda result: result.seed)
     error = f"{errors[0]} (see {cell.directory}/stacks/*/{LOG_FILE})" if errors else ""
     return Outcome("failed" if errors else "finished", cell.title, cell, results, error)
 
 
-def _train(cell: Cell, seeds: list[int]) -> list[Result]:
+def _train(cell: Cell, seeds: list[int], notes: list[str]) -> list[Result]:
     """One stack; its failure is recorded and does not stop what comes after."""
     try:
-        return train_stack(cell, seeds)
+        return train_stack(cell, seeds, notes)
+    except UserError:
+        raise
     except Interrupted:
-        logger.info("%s: the checkpoint is kept; the same line goes on from it", cell.id)
+        logger.info("%s: the same line goes on from here", cell.id)
         raise KeyboardInterrupt from None
     except Exception as error:
         return _record_failure(cell, seeds, error)
+
+
+def _tell_of_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
+    """Runs that were recorded without an evaluation that is asked for now can be given one."""
+    paths = [seed_dir(cell.directory, seed) / EVALUATION_FILE for seed in seeds]
+    if cell.evaluation.adds and not all(path.is_file() for path in paths):
+        asked = ",".join(cell.evaluation.statistics)
+        logger.info(
+            "recorded without other statistics; they can be added: "
+            "python -m normexp.evaluate run=%s evaluate_with=[%s]",
+            cell.directory,
+            asked,
+        )
 
 
 def recorded_runs(cell: Cell, seeds: Sequence[int]) -> tuple[list[Result], list[int]]:
@@ -174,6 +205,23 @@ def print_line(outcome: Outcome) -> None:
     """One line as soon as a cell of a sweep has ended."""
     note = f": {outcome.error}" if outcome.error else ""
     print(f"{outcome.status:<9} {outcome.title}{note}", file=sys.stderr)
+
+
+@contextmanager
+def collected_notes() -> Iterator[list[str]]:
+    """The notes of normexp's modules while inside, as texts."""
+    notes: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            notes.append(record.getMessage())
+
+    package, handler = logging.getLogger("normexp"), Collector()
+    package.addHandler(handler)
+    try:
+        yield notes
+    finally:
+        package.removeHandler(handler)
 
 
 class Unheard(logging.Filter):

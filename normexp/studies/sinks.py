@@ -11,6 +11,7 @@ from pathlib import Path
 from pytorch_lightning.loggers import Logger
 
 from normexp.errors import UserError
+from normexp.records.layout import seed_dir
 from normexp.studies.cell import Cell
 from normexp.tasks.wandb_run import WandbRun
 
@@ -31,6 +32,7 @@ def open_wandb_runs(cell: Cell, seeds: list[int]) -> list[WandbRun]:
             directory=cell.study_dir,
             group=cell.id,
             seed=seed,
+            id_file=seed_dir(cell.directory, seed) / "wandb-id",
             tags=[cell.record["norm"], cell.record["model"], cell.record["data"], *invalid],
             config=cell.record | {"seed": seed},
         )

@@ -31,6 +31,9 @@ def validate(config: DictConfig) -> None:
                 f"{group}._target_ is missing: name a class or function, as in "
                 f"{group}._target_=my_package.MyClass, and its knobs as {group}.<knob>=..."
             )
+    for key in OPTIM_KEYS:
+        if key not in config.optim:
+            raise UserError(f"optim.{key} is missing: an optimizer's YAML says it, see conf/optim")
     validate_keys(config, RULES)
     Sizes(config.batch_size, config.micro_batch_size, config.norm_batch_size)
 
@@ -90,6 +93,8 @@ FRACTION = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number from 0 to belo
 FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
 FOLDER = Rule(lambda v: isinstance(v, str) and v != "", "a folder")
 
+OPTIM_KEYS = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
+
 RULES = {
     "batch_size": COUNT,
     "micro_batch_size": SIZE,
@@ -120,6 +125,7 @@ RULES = {
     "precise_samples": Rule(lambda v: _is_whole(v) and v > 1, "a whole number above 1"),
     "evaluate_batch_sizes": _list_of(COUNT)._replace(nullable=True),
     "evaluate_every_epoch": FLAG,
+    "norm.half_life": POSITIVE._replace(nullable=True),
     "optim.momentum": FRACTION,
     "optim.nesterov": FLAG,
     "optim.weight_decay": NOT_NEGATIVE,

@@ -18,7 +18,7 @@ class Classification(TrainingTask):
         loss = functional.cross_entropy(output, targets, reduction="sum")
         return {"loss": loss, "correct": (output.argmax(dim=-1) == targets).sum()}
 
-    def summarise(self, means: Measured) -> Measured:
+    def summarise(self, means: Measured, split: str) -> Measured:  # noqa: ARG002
         loss, correct = means["loss"], means["correct"]
         accuracy = torch.where(loss.isfinite(), correct, torch.nan)  # NaN logits point at class 0
         return {"loss": loss, "accuracy": accuracy}

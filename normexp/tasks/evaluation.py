@@ -68,6 +68,12 @@ class StatisticsEvaluation(pl.Callback):
         log_gaps(self.population)
         pl_module.recorder.flush()  # a test is the last that is recorded of a run
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"val_step": self._val_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._val_step = state_dict["val_step"]
+
     def content(self, task: TrainingTask, index: int) -> dict[str, Any]:
         """What evaluation.json holds of replica `index`: its latest metrics by statistics.
 

@@ -25,15 +25,19 @@ def fit(
     trainer_options: dict[str, Any],
     loggers: list[Logger],
     callbacks: list[pl.Callback],
-) -> None:
+) -> bool:
     """Trains, validates as it goes, and tests once at the end; `task.final` holds the metrics.
 
     Args:
         checkpoint: file to resume from where it exists, and to save to.
         trainer_options: accelerator, devices, num_nodes, strategy, precision, for the Trainer.
 
+    Returns:
+        Whether a stop was requested too late to stop this training, which is whole.
+
     Raises:
         Interrupted: a stop was requested and the checkpoint written.
+        KeyboardInterrupt: a second request, which waits for nothing.
     """
     stop = StopRequest()
     with quiet_lightning(), stop.listening():
@@ -49,10 +53,14 @@ def fit(
             **trainer_options,
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
-        trainer.fit(task, ckpt_path=resume, weights_only=True)
+        try:
+            trainer.fit(task, ckpt_path=resume, weights_only=True)
+        except SystemExit:  # what Lightning makes of the KeyboardInterrupt of a second request
+            raise KeyboardInterrupt from None
         if task.validated_at != task.step:  # the last epoch had no validation of its own
             trainer.validate(task, verbose=False)
         trainer.test(task, verbose=False)
+    return stop.requested
 
 
 @contextmanager

@@ -18,7 +18,7 @@ class LanguageModeling(TrainingTask):
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()  # (N*T, V), (N*T,)
         return {"loss": functional.cross_entropy(logits, targets, reduction="sum")}
 
-    def summarise(self, means: Measured) -> Measured:
+    def summarise(self, means: Measured, split: str) -> Measured:
         assert self.data.bytes_per_token is not None
         bits = means["loss"] / math.log(2)
-        return {"loss": means["loss"], "bits_per_byte": bits / self.data.bytes_per_token}
+        return {"loss": means["loss"], "bits_per_byte": bits / self.data.bytes_per_token[split]}

@@ -58,11 +58,12 @@ class LossHistory:
         return torch.stack(self._pending).double().cpu()  # (K, S)
 
     def _note_divergence(self, losses: Tensor, first_step: int) -> None:
-        """Remembers for each replica the first step whose loss was not finite."""
+        """Remembers for each replica the first step, counted from 1, whose loss was not finite."""
         bad = ~torch.isfinite(losses)  # (K, S)
         for index in bad.any(dim=0).nonzero().flatten().tolist():
             if self.diverged_at[index] is None:
-                self.diverged_at[index] = first_step + int(bad[:, index].float().argmax())
+                steps = first_step + int(bad[:, index].float().argmax())
+                self.diverged_at[index] = steps + 1
 
     def state_dict(self) -> dict[str, Any]:
         pending = [losses.cpu() for losses in self._pending]

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from normexp.batching.replicas import Batch, Measured
 from normexp.errors import UserError
-from normexp.tasks.frozen import batch_statistics, block_size, gather, holding, shuffled
+from normexp.tasks.frozen import batch_statistics, block_size, holding, score_block, shuffled
 from normexp.tasks.population import Population
 from normexp.tasks.training import TrainingTask
 
@@ -68,14 +67,10 @@ def _score(task: TrainingTask, split: str, blocks: Iterator[Block], suffix: str)
     sums: dict[str, Tensor] = {}
     num_targets = 0
     for indices, num_counted in blocks:
-        batch = gather(task.replicas, task.data, split, indices)
-
-        def measure(output: Tensor, own: Batch, num: int = num_counted) -> Measured:
-            return task.measure(output[:num], {name: value[:num] for name, value in own.items()})
-
-        num_targets += batch["targets"][:num_counted].numel()
-        for name, value in task.replicas.measure(batch, measure, shared=True).items():
-            sums[name] = sums.get(name, 0) + value.double()
+        added, count = score_block(task, split, indices, num_counted)
+        num_targets += count
+        for name, value in added.items():
+            sums[name] = sums.get(name, 0) + value
     means = {name: total / num_targets for name, total in sums.items()}
-    named = task.summarise(means).items()
+    named = task.summarise(means, split).items()
     return {f"{split}/{name}@{suffix}": column.tolist() for name, column in named}

@@ -20,8 +20,9 @@ from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import Batch, Measured, Replicas, dropouts
 from normexp.batching.sizes import Sizes
 from normexp.data.batches import TrainingBatches
-from normexp.data.dataset import Data, Examples, Windows
+from normexp.data.dataset import Data
 from normexp.tasks.chunks import ChunkLoader, IndexBlocks
+from normexp.tasks.frozen import block_size, score_block, shuffled
 from normexp.tasks.losses import LossHistory
 from normexp.tasks.optimizer import OptimizerFactory, Schedule, parameter_groups
 from normexp.tasks.recorder import Position, Recorder, finite_mean
@@ -38,6 +39,7 @@ class Recipe:
     weight_decay: float
     decay_norm: bool
     max_grad_norm: float | None  # 2-norm per replica; None clips nothing
+    eval_group: int | None  # samples a norm sees together in evaluation; None where it mixes none
     log_every: int  # optimizer steps between two rows of train/loss
     max_chunk: int  # most optimizer steps in one call of training_step
 
@@ -46,7 +48,7 @@ class TrainingTask(pl.LightningModule):
     """Trains S replicas on one data set; a subclass says what is measured.
 
     A subclass gives `measure(output, batch)`: sums over a batch's targets as scalars, one of them
-    `loss`; and `summarise(means)`: metrics from those sums divided by the number of targets.
+    `loss`; and `summarise(means, split)`: metrics from those sums divided by the number of targets.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class TrainingTask(pl.LightningModule):
     def measure(self, output: Tensor, batch: Batch) -> Measured:
         raise NotImplementedError
 
-    def summarise(self, means: Measured) -> Measured:
+    def summarise(self, means: Measured, split: str) -> Measured:
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
@@ -170,27 +172,39 @@ class TrainingTask(pl.LightningModule):
     # --- evaluation -------------------------------------------------------------------------
 
     def val_dataloader(self) -> IndexBlocks:
-        return IndexBlocks(len(self.data.val), self._eval_block())
+        return IndexBlocks(len(self.data.val), self._eval_size())
 
     def test_dataloader(self) -> IndexBlocks:
-        return IndexBlocks(len(self.data.test), self._eval_block())
+        return IndexBlocks(len(self.data.test), self._eval_size())
 
-    def _eval_block(self) -> int:
-        """Samples per forward: about 512 over all replicas, as memory is shared by the stack."""
-        return max(1, 512 // self.replicas.num_replicas)
+    def _eval_size(self) -> int:
+        return self.recipe.eval_group or block_size(self.replicas)
 
     def validation_step(self, block: slice) -> None:
-        self._add(self.data.val, block)
+        self._add("val", block)
 
     def test_step(self, block: slice) -> None:
-        self._add(self.data.test, block)
+        self._add("test", block)
 
-    def _add(self, split: Examples | Windows, block: slice) -> None:
-        batch = split.gather(torch.arange(block.start, block.stop, device=self.device))
-        batch["inputs"] = self.data.model_inputs(batch["inputs"], self.input_dtype)
-        self._num_targets += batch["targets"].numel()
-        for name, value in self.replicas.measure(batch, self.measure, shared=True).items():
-            self._sums[name] = self._sums.get(name, 0) + value.double()
+    def _add(self, split: str, block: slice) -> None:
+        indices, num_counted = self._eval_samples(split, block)
+        sums, num_targets = score_block(self, split, indices, num_counted)
+        self._num_targets += num_targets
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0) + value
+
+    def _eval_samples(self, split: str, block: slice) -> tuple[Tensor, int]:
+        """A block's samples, and how many of them count.
+
+        Where norms mix samples, blocks are of one size and in random order: the score of a sample
+        must depend neither on the order of the split nor on the replicas beside its own.
+        """
+        if self.recipe.eval_group is None:
+            return torch.arange(block.start, block.stop), block.stop - block.start
+        order = shuffled(self.data, split)
+        own = order[block]
+        missing = min(self.recipe.eval_group, len(order)) - len(own)
+        return torch.cat([own, order[:missing]]), len(own)
 
     def on_validation_epoch_end(self) -> None:
         self._finish("val")
@@ -201,7 +215,7 @@ class TrainingTask(pl.LightningModule):
 
     def _finish(self, split: str) -> None:
         means = {name: total / self._num_targets for name, total in self._sums.items()}
-        metrics = {f"{split}/{k}": v.tolist() for k, v in self.summarise(means).items()}
+        metrics = {f"{split}/{k}": v.tolist() for k, v in self.summarise(means, split).items()}
         self._sums, self._num_targets = {}, 0
         self.final.update(metrics)
         self.recorder.record(self.position(self.step), metrics)
@@ -218,6 +232,7 @@ class TrainingTask(pl.LightningModule):
             "losses": self.losses.state_dict(),
             "train_seconds": self.train_seconds,
             "validated_at": self.validated_at,
+            "is_stacked": self.replicas.is_stacked,
             "final": self.final,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ class WandbRun:
     Args:
         mode: auto, online, offline or disabled; auto is online where a login is there.
         directory: where W&B keeps its files.
+        id_file: holds the W&B id of this run, so that one resumed is the same W&B run.
         group: the cell, so that W&B's own grouping shows mean and spread over seeds.
     """
 
@@ -27,6 +29,7 @@ class WandbRun:
         directory: Path,
         group: str,
         seed: int,
+        id_file: Path,
         tags: list[str],
         config: Mapping[str, Any],
     ) -> None:
@@ -34,6 +37,8 @@ class WandbRun:
 
         directory.mkdir(parents=True, exist_ok=True)
         self.mode = resolve_mode(mode)
+        if not id_file.is_file():
+            id_file.write_text(secrets.token_hex(8))
         self.run = wandb.init(
             project=project,
             entity=entity,
@@ -43,6 +48,8 @@ class WandbRun:
             group=group,
             tags=tags,
             config=dict(config),
+            id=id_file.read_text(),
+            resume="allow",
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -54,7 +61,7 @@ class WandbRun:
         """W&B writes as it goes."""
 
     def truncate_after(self, step: int) -> None:
-        """A resumed run is a new W&B run; there is nothing of this one to forget."""
+        """W&B keeps no second value of a step: it takes the first and goes on from there."""
 
     def finish(self, *, failed: bool) -> None:
         """Ends the run; without this, the next run of the process would be merged into it."""

@@ -63,10 +63,16 @@ def test_steps_of_an_epoch_with_and_without_its_ragged_end():
 
 
 def test_budget_in_epochs_steps_or_samples():
-    assert count_steps(10, 32, epochs=3, steps=None, samples=None) == 30
-    assert count_steps(10, 32, epochs=3, steps=7, samples=None) == 7
-    assert count_steps(10, 32, epochs=3, steps=None, samples=100) == 3
+    assert count_steps(10, 32, epochs=3, steps=None, samples=None, samples_per_epoch=320) == 30
+    assert count_steps(10, 32, epochs=3, steps=7, samples=None, samples_per_epoch=320) == 7
+    assert count_steps(10, 32, epochs=3, steps=None, samples=100, samples_per_epoch=320) == 3
     with pytest.raises(UserError, match="steps=7 and samples=100 are both set"):
-        count_steps(10, 32, epochs=3, steps=7, samples=100)
+        count_steps(10, 32, epochs=3, steps=7, samples=100, samples_per_epoch=320)
     with pytest.raises(UserError, match="samples=20 is less than one batch_size=32"):
-        count_steps(10, 32, epochs=3, steps=None, samples=20)
+        count_steps(10, 32, epochs=3, steps=None, samples=20, samples_per_epoch=320)
+
+
+def test_budget_in_samples_counts_a_kept_ragged_batch_as_what_it_holds():
+    """Two epochs of 70 samples in batches of 32, 32 and 6 are six steps."""
+    steps = count_steps(3, 32, epochs=1, steps=None, samples=140, samples_per_epoch=70)
+    assert steps == 6

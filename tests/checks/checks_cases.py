@@ -50,7 +50,7 @@ def text_data() -> Data:
         num_outputs=VOCAB,
         input_shape=(LENGTH,),
         vocab_size=VOCAB,
-        bytes_per_token=1.0,
+        bytes_per_token={"train": 1.0, "val": 1.0, "test": 1.0},
     )
 
 

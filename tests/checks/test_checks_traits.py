@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks_cases import FlatNet, Hidden, convnet, encoder, image_data, padded_data, text_data
+from checks_cases import FlatNet, Hidden, convnet, image_data, text_data
 from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
@@ -57,8 +57,19 @@ def test_batch_norm_behind_a_gate_that_starts_at_zero_mixes_samples(
 
 def test_norm_that_erases_the_input_is_refused():
     """The mean over positions of what is centred over positions is its bias."""
+
+    class MeanOverPositions(nn.Module):
+        def __init__(self, norm: NormFactory) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 4, 3)
+            self.final_norm = norm(4)
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, inputs):
+            return self.head(self.final_norm(self.conv(inputs)).mean(dim=(2, 3)))
+
     with pytest.raises(UserError, match="output is the same for every input"):
-        traits_of(encoder(NormFactory(InstanceNorm, view="sequence")), padded_data((5, 6, 7, 8)))
+        traits_of(MeanOverPositions(NormFactory(InstanceNorm)), image_data())
 
 
 def test_head_that_starts_at_zero_does_not_look_as_if_the_input_were_erased():

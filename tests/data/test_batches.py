@@ -74,7 +74,7 @@ def test_windows_of_a_text_start_elsewhere_each_epoch():
         num_outputs=31,
         input_shape=(5,),
         vocab_size=31,
-        bytes_per_token=1.0,
+        bytes_per_token={"train": 1.0, "val": 1.0, "test": 1.0},
     )
     batches = TrainingBatches(data, [2], 1, drop_last=True)
     for epoch in range(3):

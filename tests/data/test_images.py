@@ -134,7 +134,7 @@ def window_data(**changes: Any) -> Data:
         "test": part,
         "num_outputs": 5,
         "vocab_size": 5,
-        "bytes_per_token": 1.0,
+        "bytes_per_token": {"train": 1.0, "val": 1.0, "test": 1.0},
     }
     fields |= {"name": "toy", "task": "language_modeling", "input_shape": (4,)}
     return Data(**fields | changes)

@@ -43,8 +43,8 @@ def test_vocabulary_is_that_of_the_whole_text_in_order():
 
 
 def test_bytes_per_token_counts_utf8():
-    data = build_text_data("toy", "aé€𝄞" * 100, 2, 0.1, 0.1)
-    assert data.bytes_per_token == (1 + 2 + 3 + 4) / 4
+    data = build_text_data("toy", "a€" * 160 + "é" * 40 + "𝄞" * 40, 2, 0.1, 0.1)
+    assert data.bytes_per_token == {"train": 2.0, "val": 2.0, "test": 4.0}
 
 
 def test_manual_holds_the_topics_of_this_python():

@@ -8,9 +8,10 @@ import numpy as np
 from synthetic_study import make_runs, make_study, study_of
 
 from normexp.reporting.cells import build_cells
+from normexp.reporting.comparisons import compare_norms
 from normexp.reporting.runs import Run
 from normexp.reporting.slices import Slice, build_slices
-from normexp.reporting.verdict import Loss, compare_norms, describe_losses
+from normexp.reporting.verdict import Loss, describe_losses
 
 SIMULATIONS = 300
 

@@ -99,6 +99,7 @@ def test_two_wandb_runs_of_one_process_stay_apart(tmp_path: Path):
             directory=tmp_path,
             group="group-convnet-digits-b32",
             seed=seed,
+            id_file=tmp_path / f"id-{seed}",
             tags=["group"],
             config={"norm": "group", "seed": seed},
         )

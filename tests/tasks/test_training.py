@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,11 @@ from training_cases import build_task, image_data, rows_of, state_of, text_data,
 
 import normexp.tasks.fit
 from normexp.batching.sizes import Sizes
+from normexp.data.dataset import Examples
+from normexp.norms.batch import BatchNorm
 from normexp.norms.group import GroupNorm
 from normexp.tasks.checkpoint import Interrupted, StopRequest
+from normexp.tasks.frozen import shuffled
 
 ADAMW = partial(torch.optim.AdamW, fused=True)
 
@@ -126,7 +130,7 @@ def test_replica_that_diverges_is_noted_and_leaves_the_others_alone(tmp_path: Pa
         weight = tree.head.weight[0] if stacked else tree.head.weight  # of replica 0
         weight.fill_(torch.inf)
     train(broken, tmp_path / "b.ckpt")
-    assert broken.losses.diverged_at == [0, None]
+    assert broken.losses.diverged_at == [1, None]  # its first step
     assert_states_close(state_of(broken, 1), state_of(healthy, 1), atol=1e-12)
     assert rows_of(broken, 1) == rows_of(healthy, 1)
     assert all("train/loss" not in values for _, _, _, values in rows_of(broken, 0))
@@ -186,3 +190,30 @@ def test_ragged_last_batch_is_dropped_or_kept(tmp_path: Path):
     assert kept.position(12).samples_seen == 86
     dropped = build_task(data=image_data(43))
     assert dropped.batches.steps_per_epoch == 5
+
+
+def test_score_under_batch_statistics_depends_on_neither_order_nor_neighbours(tmp_path: Path):
+    """A norm without running averages mixes samples in evaluation too: here in groups of 5."""
+    no_average = partial(BatchNorm, eps=1e-5, track_running_stats=False)
+    data = image_data()
+    ascending = torch.argsort(data.test.targets, stable=True)
+    by_class = Examples(data.test.inputs[ascending], data.test.targets[ascending])
+    common = {"make_norm": no_average, "eval_group": 5}
+    alone = train(build_task(data=data, **common), tmp_path / "a.ckpt")
+    beside = train(build_task(data=data, seeds=(0, 1, 2, 3), **common), tmp_path / "b.ckpt")
+    assert beside.final["test/loss"][0] == pytest.approx(alone.final["test/loss"][0], abs=1e-12)
+    ordered = build_task(data=dataclasses.replace(data, test=by_class), **common)
+    train(ordered, tmp_path / "c.ckpt")
+    network = ordered.replicas.trees[0]
+    images = data.model_inputs(by_class.inputs, torch.float64)
+    order = shuffled(ordered.data, "test").tolist()
+    groups = [order[0:5], order[5:10], order[10:12] + order[0:3]]
+    kept = (5, 5, 2)
+    with torch.no_grad():
+        total = sum(
+            nn.functional.cross_entropy(
+                network(images[group])[:num], by_class.targets[group[:num]], reduction="sum"
+            )
+            for group, num in zip(groups, kept, strict=True)
+        )
+    assert ordered.final["test/loss"][0] == pytest.approx(float(total) / 12, abs=1e-12)

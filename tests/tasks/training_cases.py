@@ -121,6 +121,7 @@ def build_task(
     max_chunk: int = 4,
     max_grad_norm: float | None = None,
     drop_last: bool = True,
+    eval_group: int | None = None,
 ) -> TrainingTask:
     data = data or image_data()
     sizes = sizes or Sizes(8)
@@ -139,6 +140,7 @@ def build_task(
         weight_decay=1e-3,
         decay_norm=False,
         max_grad_norm=max_grad_norm,
+        eval_group=eval_group,
         log_every=3,
         max_chunk=max_chunk,
     )
