@@ -5,10 +5,11 @@ from __future__ import annotations
 import altair as alt
 
 from normexp.reporting.figures import HEIGHT, ROWS, VISIBLE, WIDTH, Figure, encode_norm, finish
+from normexp.reporting.matrices import square_text
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.rows import Row, describe_cell
-from normexp.reporting.slices import AXIS_TITLES, Slice
-from normexp.reporting.style import Style
+from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
+from normexp.reporting.style import DIVERGED, Style
 
 
 def draw_learning_rates(part: Slice, styles: dict[str, Style]) -> Figure | None:
@@ -44,6 +45,47 @@ def draw_learning_rates(part: Slice, styles: dict[str, Style]) -> Figure | None:
         f"{describe_metric(part.metric.selection_name).label}; nothing is chosen on test."
     )
     return finish("learning_rates", "Learning rate by size", caption, chart, rows, part)
+
+
+def draw_rate_map(part: Slice) -> Figure | None:
+    """Learning rate against size as squares, one panel per norm: how sharp the choice was."""
+    rows = _rows(part)
+    values = [row["mean"] for row in rows if row["mean"] is not None]
+    if not values:
+        return None
+    metric = describe_metric(part.metric.selection_name)
+    low, high = min(values), max(values)
+    for row in rows:
+        row |= square_text(row, low, high, metric)
+    base = alt.Chart().encode(
+        alt.X("size:O", title=AXIS_WORDS[part.axis], sort=part.sizes).axis(labelAngle=0),
+        alt.Y("lr:O", title="learning rate", sort="descending").axis(format="~g"),
+    )
+    scale = alt.Scale(scheme="viridis", domain=[low, high], reverse=not metric.higher_is_better)
+    colour = alt.Color("mean:Q", title=metric.label, scale=scale).legend(gradientLength=220)
+    text = alt.Text("value:N")
+    tip = ["norm:N", "size:N", "lr:Q", "text:N", "count:N", "directory:N"]
+    shown = base.transform_filter(VISIBLE)
+    panel = (
+        alt.layer(
+            shown.mark_rect(fill="#d9d9d9").transform_filter("datum.mean === null"),
+            shown.mark_rect().transform_filter("datum.mean !== null").encode(colour),
+            shown.mark_rect(fillOpacity=0, stroke=DIVERGED, strokeWidth=2.5).transform_filter(
+                "datum.chosen"
+            ),
+            shown.mark_text(fontSize=11).encode(text, alt.Color("ink:N", scale=None), tooltip=tip),
+            data=ROWS,
+        )
+        .resolve_scale(color="independent")
+        .properties(width=alt.Step(48), height=alt.Step(26))
+    )
+    chart = panel.facet(facet=alt.Facet("norm:N", title=None, sort=list(part.lines)), columns=3)
+    caption = (
+        f"Mean {metric.label} over seeds for every learning rate that was tried; framed: the one "
+        "chosen. Grey: no seed finished, ×k diverged. A choice at an edge may not be the best rate."
+    )
+    title = "Learning rate and size"
+    return finish("rate_map", title, caption, chart, rows, part, fit="none")
 
 
 def _rows(part: Slice) -> list[Row]:

@@ -6,6 +6,7 @@ import altair as alt
 
 from normexp.reporting.comparisons import paired_values
 from normexp.reporting.figures import ROWS, VISIBLE, Figure, finish
+from normexp.reporting.metric import Metric
 from normexp.reporting.rows import Row, interval_columns, size_rows
 from normexp.reporting.slices import AXIS_TITLES, Slice
 from normexp.reporting.style import DIVERGED
@@ -22,7 +23,9 @@ def draw_heat_map(part: Slice) -> Figure | None:
         return None
     low, high = min(values), max(values)
     for row in rows:
-        row |= _heat_text(row, low, high, part)
+        row |= square_text(row, low, high, part.metric)
+        if row["mean"] is not None and not row["shown"]:
+            row["under"] = "same cell"
     base = (
         alt.Chart()
         .transform_filter(VISIBLE)
@@ -131,18 +134,17 @@ def improvement_rows(part: Slice) -> list[Row]:
     return rows
 
 
-def _heat_text(row: Row, low: float, high: float, part: Slice) -> Row:
+def square_text(row: Row, low: float, high: float, metric: Metric) -> Row:
+    """Mean and half width of a square, with an ink that can be read on its colour."""
     if row["mean"] is None:
         reason = f"×{row['diverged']}" if row["diverged"] else f"{row['failed']} failed"
         return {"value": reason, "under": row["count"], "ink": DIVERGED}
     share = (row["mean"] - low) / (high - low) if high > low else 1.0
-    brightness = share if part.metric.higher_is_better else 1 - share
-    half = (
-        "" if row["low"] is None else f"±{(row['high'] - row['low']) / 2:.{part.metric.digits}f} "
-    )
+    brightness = share if metric.higher_is_better else 1 - share
+    half = "" if row["low"] is None else f"±{(row['high'] - row['low']) / 2:.{metric.digits}f} "
     return {
-        "value": f"{row['mean']:.{part.metric.digits}f}",
-        "under": f"{half}n={row['n']}" if row["shown"] else "same cell",
+        "value": f"{row['mean']:.{metric.digits}f}",
+        "under": f"{half}n={row['n']}",
         "ink": "#111111" if brightness > 0.55 else "#ffffff",
     }
 

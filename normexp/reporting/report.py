@@ -13,7 +13,7 @@ from normexp.reporting.comparisons import Comparison, compare_norms, family_note
 from normexp.reporting.curves import draw_curves, read_history
 from normexp.reporting.figures import Figure, draw_metric
 from normexp.reporting.groups import draw_groups
-from normexp.reporting.learning_rates import draw_learning_rates
+from normexp.reporting.learning_rates import draw_learning_rates, draw_rate_map
 from normexp.reporting.matrices import draw_heat_map, draw_improvement
 from normexp.reporting.metric import require_metric
 from normexp.reporting.overall import Overall, describe_overall
@@ -29,7 +29,7 @@ from normexp.reporting.tables import (
     run_table,
     sensitivity_table,
 )
-from normexp.reporting.throughput import draw_throughput
+from normexp.reporting.throughput import draw_memory, draw_throughput
 from normexp.reporting.verdict import Loss, describe_losses
 
 
@@ -171,9 +171,11 @@ def _figures(part: Slice, styles: dict[str, Style]) -> list[Figure]:
         draw_improvement(part),
         draw_statistics(part),
         draw_learning_rates(part, styles),
+        draw_rate_map(part),
         draw_groups(part, styles),
         *draw_curves(part, styles, histories),
         *draw_sites(part, styles, histories),
         draw_throughput(part, styles),
+        draw_memory(part, styles),
     ]
     return [figure for figure in found if figure is not None]

@@ -90,7 +90,10 @@ def statistics_rows(part: Slice) -> list[Row]:
 
 
 def timing_rows(part: Slice) -> list[Row]:
-    """Samples per second of each cell: the median, since the seeds of a stack share one time."""
+    """Samples per second of each cell: the median, since the seeds of a stack share one time.
+
+    Peak memory is that of a stack too, and is there only where it was trained on a GPU.
+    """
     rows = []
     for cell in part.cells:
         timings = [
@@ -110,6 +113,7 @@ def timing_rows(part: Slice) -> list[Row]:
                 "samples_per_second": speeds[len(speeds) // 2],
                 "step_ms": timings[0].get("step_ms"),
                 "stack_size": timings[0].get("stack_size"),
+                "peak_memory_mb": timings[0].get("peak_memory_mb"),
                 "directory": str(cell.directory),
             }
         )

@@ -50,6 +50,7 @@ def train_stack(cell: Cell, seeds: list[int], notes: Sequence[str] = ()) -> list
 
 def _train(cell: Cell, seeds: list[int], checkpoint: Path) -> list[Result]:
     cfg = cell.cfg
+    forget_peak_memory()
     replicas = build_replicas(cell, seeds, is_stacked=form_of(checkpoint))
     writers = [MetricsWriter(seed_dir(cell.directory, seed) / METRICS_FILE) for seed in seeds]
     if not checkpoint.is_file():

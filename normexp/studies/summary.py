@@ -71,17 +71,21 @@ def next_commands(outcome: Outcome) -> list[str]:
 
 
 def print_closing_table(outcomes: Sequence[Outcome]) -> None:
-    """One row per cell of a sweep."""
+    """One row per cell of a sweep; sizes that came to one cell share its row."""
     table = Table(
         "status", "norm", "batch", "micro", "norm batch", "result", "n", "where", box=None
     )
+    shown_cells: set[str] = set()
     for outcome in outcomes:
+        if outcome.cell is not None and outcome.cell.id in shown_cells:
+            continue
         if outcome.cell is None:
             table.add_row(outcome.status, outcome.title, "", "", "", outcome.error, "", "")
             continue
+        shown_cells.add(outcome.cell.id)
         record = outcome.cell.record
         sizes = [str(record[key] or "") for key in ("batch_size", "micro_batch_size")]
-        norm_size = str(record["norm_batch_size"] or "")
+        norm_size = str(record["norm_batch_size"] or "") if record["mixes_samples"] else "any"
         name = next((n for n in MAIN if values_of(outcome.results, n)), "")
         values = values_of(outcome.results, name)
         shown = f"{name} {_mean_and_sd(values)}" if values else outcome.error
