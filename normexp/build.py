@@ -23,6 +23,7 @@ from normexp.data.dataset import Data, validate
 from normexp.errors import UserError
 from normexp.norms.contract import NormFactory
 from normexp.norms.foreign import adapt, foreign_factory
+from normexp.tasks.fit import quiet_lightning
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ def check_trainer(cfg: DictConfig) -> None:
             "a cell trains on one device; try trainer.devices=1 trainer.num_nodes=1"
         )
     try:
-        pl.Trainer(logger=False, enable_checkpointing=False, **_plain(cfg.trainer))
+        with quiet_lightning():
+            pl.Trainer(logger=False, enable_checkpointing=False, **_plain(cfg.trainer))
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"trainer: {str(error).splitlines()[0]}") from error
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from normexp.records.layout import seed_of
 from normexp.reporting.metric import Metric
 from normexp.reporting.runs import Run, StudyRuns, flatten
 from normexp.reporting.style import order_norms
@@ -33,7 +34,8 @@ class Cell:
     settings: what must be alike for two cells to be compared, as sorted pairs
     norm_batch_size: effective, so never None
     mixes_samples: False where the norm was measured not to look across samples
-    expected: the seeds that the study has in any of its cells; those without a run are missing
+    expected: the seeds that the study has in any of its cells; those without a readable result are
+        missing
     """
 
     id: str
@@ -137,7 +139,8 @@ def _cells_of(study: StudyRuns, *, alone: bool) -> list[Cell]:
     grouped: dict[str, list[Run]] = defaultdict(list)
     for run in study.runs:
         grouped[run.result.cell_id].append(run)
-    expected = tuple(sorted({run.result.seed for run in study.runs}))
+    unreadable = {seed for path in study.unreadable if (seed := seed_of(path)) is not None}
+    expected = tuple(sorted({run.result.seed for run in study.runs} | unreadable))
     return [_cell(runs, expected, alone=alone) for runs in grouped.values()]
 
 

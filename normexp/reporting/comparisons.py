@@ -13,7 +13,7 @@ import numpy as np
 
 from normexp.reporting.cells import Cell
 from normexp.reporting.metric import Metric
-from normexp.reporting.numbers import format_interval, negated, p_value_of
+from normexp.reporting.numbers import format_interval, format_signed, negated, p_value_of
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import base_of
 from normexp.reporting.verdict import lost_words, words_of_n
@@ -127,8 +127,8 @@ def _judged(
 ) -> Comparison:
     kind, words = comparison_words(draft, judgement, part.metric)
     where = f"At {AXIS_WORDS[part.axis]} {draft.size}"
-    counts = words_of_n(present[draft.norm], draft.difference.n, "pairs")
-    lost = lost_words(present[draft.reference])
+    counts = words_of_n(present[draft.norm], part.metric, draft.difference.n, "pairs")
+    lost = lost_words(present[draft.reference], part.metric)
     other = f"; {draft.reference}: {lost}" if lost else ""
     text = f"{where}, {draft.norm} {words} ({counts}{other})."
     return replace(draft, judgement=judgement, kind=kind, text=text)
@@ -142,7 +142,7 @@ def comparison_words(
     if gap.estimate is None:
         return "no data", f"and {reference} have no finished seed in common"
     if judgement is None or gap.low is None or gap.high is None:
-        amount = f"{gap.estimate:+.{metric.digits}f} {unit}".strip()
+        amount = f"{format_signed(gap.estimate, metric.digits)} {unit}".strip()
         return "no interval", f"differs from {reference} by {amount} with too few seeds: no verdict"
     ahead = gap.estimate >= 0
     amount = f"{format_interval(gap if ahead else negated(gap), metric.digits)} {unit}".strip()

@@ -106,7 +106,11 @@ def _panel(
     colour = colour.legend(
         symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1, symbolSize=300
     )
-    x = alt.X("samples:Q", title="training samples seen").axis(format="~s", tickCount=6)
+    x = (
+        alt.X("samples:Q", title="training samples seen")
+        .axis(format="~s", tickCount=6, labelExpr="datum.value ? datum.label : '0'")
+        .scale(zero=True, nice=False)
+    )
     y = alt.Y("mean:Q", title=metric.label).scale(zero=False)
     base = alt.Chart().transform_filter(VISIBLE).transform_filter(f"datum.size == {size}")
     tip = [
@@ -120,9 +124,11 @@ def _panel(
         }.items()
     ]
     return alt.layer(
-        base.mark_area(opacity=0.15).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
+        base.mark_area(opacity=1, fillOpacity=0.15).encode(
+            x, alt.Y("low:Q"), alt.Y2("high:Q"), colour
+        ),
         base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
-        base.mark_point(opacity=0, size=60).encode(x, y, tooltip=tip),
+        base.mark_point(filled=True, fillOpacity=0, size=60).encode(x, y, tooltip=tip),
         base.mark_point(shape="M-1,-1L1,1M1,-1L-1,1", size=50, stroke=DIVERGED, strokeWidth=2)
         .transform_filter("datum.lost")
         .encode(x, y),

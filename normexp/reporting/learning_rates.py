@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import altair as alt
 
-from normexp.reporting.figures import HEIGHT, ROWS, VISIBLE, WIDTH, Figure, encode_norm, finish
+from normexp.reporting.figures import (
+    HEIGHT,
+    ROWS,
+    VISIBLE,
+    WIDTH,
+    Figure,
+    encode_norm,
+    finish,
+    size_axis,
+)
 from normexp.reporting.matrices import square_text
 from normexp.reporting.metric import describe_metric
-from normexp.reporting.rows import Row, describe_cell
-from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
-from normexp.reporting.style import DIVERGED, Style
+from normexp.reporting.rows import Row, describe_cell, dodge
+from normexp.reporting.slices import AXIS_WORDS, Slice
+from normexp.reporting.style import Style
 
 
 def draw_learning_rates(part: Slice, styles: dict[str, Style]) -> Figure | None:
@@ -19,12 +28,13 @@ def draw_learning_rates(part: Slice, styles: dict[str, Style]) -> Figure | None:
         return None
     norms = list(part.lines)
     colour, shape, dash = encode_norm(norms, styles)
-    x = (
-        alt.X("size:Q", title=AXIS_TITLES[part.axis])
-        .scale(type="log", base=2, nice=False)
-        .axis(values=part.sizes, format="d")
+    rates = sorted({row["lr"] for row in rows})
+    x = size_axis(part, "x", grid=True)
+    y = (
+        alt.Y("lr:Q", title="learning rate (log scale)")
+        .scale(type="log", nice=False, domain=[rates[0] / 1.6, rates[-1] * 1.6])
+        .axis(values=rates, format="~g")
     )
-    y = alt.Y("lr:Q", title="learning rate (log scale)").scale(type="log")
     base = alt.Chart(ROWS).transform_filter(VISIBLE)
     chosen = base.transform_filter("datum.chosen")
     tip = [
@@ -36,7 +46,9 @@ def draw_learning_rates(part: Slice, styles: dict[str, Style]) -> Figure | None:
         "directory:N",
     ]
     chart = alt.layer(
-        base.mark_point(size=14, opacity=0.5, color="#888888").encode(x, y, tooltip=tip),
+        base.mark_point(size=14, opacity=0.5, color="#888888").encode(
+            size_axis(part, "size", grid=True), y, tooltip=tip
+        ),
         chosen.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
         chosen.mark_point(filled=True, opacity=1, size=70).encode(x, y, colour, shape, tooltip=tip),
     ).properties(width=WIDTH, height=HEIGHT * 0.75)
@@ -62,7 +74,7 @@ def draw_rate_map(part: Slice) -> Figure | None:
         alt.Y("lr:O", title="learning rate", sort="descending").axis(format="~g"),
     )
     scale = alt.Scale(scheme="viridis", domain=[low, high], reverse=not metric.higher_is_better)
-    colour = alt.Color("mean:Q", title=metric.label, scale=scale).legend(gradientLength=220)
+    colour = alt.Color("mean:Q", title=metric.label, scale=scale).legend(None)
     text = alt.Text("value:N")
     tip = ["norm:N", "size:N", "lr:Q", "text:N", "count:N", "directory:N"]
     shown = base.transform_filter(VISIBLE)
@@ -70,7 +82,7 @@ def draw_rate_map(part: Slice) -> Figure | None:
         alt.layer(
             shown.mark_rect(fill="#d9d9d9").transform_filter("datum.mean === null"),
             shown.mark_rect().transform_filter("datum.mean !== null").encode(colour),
-            shown.mark_rect(fillOpacity=0, stroke=DIVERGED, strokeWidth=2.5).transform_filter(
+            shown.mark_rect(fillOpacity=0, stroke="#111111", strokeWidth=2.5).transform_filter(
                 "datum.chosen"
             ),
             shown.mark_text(fontSize=11).encode(text, alt.Color("ink:N", scale=None), tooltip=tip),
@@ -80,6 +92,7 @@ def draw_rate_map(part: Slice) -> Figure | None:
         .properties(width=alt.Step(48), height=alt.Step(26))
     )
     chart = panel.facet(facet=alt.Facet("norm:N", title=None, sort=list(part.lines)), columns=3)
+    chart = chart.resolve_axis(x="independent", y="independent")
     caption = (
         f"Mean {metric.label} over seeds for every learning rate that was tried; framed: the one "
         "chosen. Grey: no seed finished, ×k diverged. A choice at an edge may not be the best rate."
@@ -91,14 +104,15 @@ def draw_rate_map(part: Slice) -> Figure | None:
 def _rows(part: Slice) -> list[Row]:
     metric = describe_metric(part.metric.selection_name)
     rows = []
-    for line in part.lines.values():
+    for position, line in enumerate(part.lines.values()):
         for size in part.sizes:
             chosen = line.at(size)
             if chosen is None or chosen.id not in part.searched:
                 continue
             rows += [
                 describe_cell(cell, metric)
-                | {"size": size, "lr": cell.lr, "chosen": cell.id == chosen.id}
+                | {"size": size, "x": size * 2 ** dodge(position, len(part.lines))}
+                | {"lr": cell.lr, "chosen": cell.id == chosen.id}
                 for cell in part.searched[chosen.id]
             ]
     return rows

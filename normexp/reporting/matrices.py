@@ -75,9 +75,9 @@ def draw_improvement(part: Slice) -> Figure | None:
         .transform_filter(VISIBLE)
         .encode(
             alt.X("other:N", title="... beats this norm", sort=norms).axis(
-                labelAngle=-40, orient="top"
+                labelAngle=-40, orient="top", domain=False
             ),
-            alt.Y("norm:N", title="this norm ...", sort=norms),
+            alt.Y("norm:N", title="this norm ...", sort=norms).axis(domain=False),
         )
     )
     colour = (

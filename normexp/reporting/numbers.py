@@ -27,6 +27,11 @@ def format_value(value: float | None, digits: int) -> str:
     return "-" if value is None else _positive_zero(f"{value:.{digits}f}")
 
 
+def format_signed(value: float, digits: int) -> str:
+    """With its sign; `+0.0` also for what rounds to it from below."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
 def negated(interval: Interval) -> Interval:
     """The interval of the opposite sign."""
     if interval.estimate is None:

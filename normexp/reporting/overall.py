@@ -22,6 +22,7 @@ from normexp.reporting.comparisons import (
     reference_of,
 )
 from normexp.reporting.metric import Metric
+from normexp.reporting.numbers import format_signed
 from normexp.reporting.slices import AXIS_WORDS, Line, Slice
 from normexp.reporting.verdict import Loss, loss_words, lost_words
 from normexp.stats import Interval, stratified_difference
@@ -133,13 +134,15 @@ def _difference(
     strata = [paired_values(a, b, metric) for a, b in zip(first, second, strict=True)]
     sign = 1 if metric.higher_is_better else -1
     each = [
-        f"{cell.data} {sign * float((a - b).mean()):+.{metric.digits}f}" if len(a) else cell.data
+        f"{cell.data} {format_signed(sign * float((a - b).mean()), metric.digits)}"
+        if len(a)
+        else f"{cell.data} without a pair"
         for cell, (a, b) in zip(first, strata, strict=True)
     ]
     lost = dict.fromkeys(
         f"{cell.norm} on {cell.data}: {words}"
         for cell in [*first, *second]
-        if (words := lost_words(cell))
+        if (words := lost_words(cell, metric))
     )
     found = oriented(stratified_difference(strata), metric)
     return found, "; ".join([", ".join(each), f"n = {found.n} pairs", *lost])

@@ -24,7 +24,7 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
     "img-src data: blob:; connect-src 'self'"
 )
-LONG = ("note", "seeds", "directory", "setting", "error")
+LONG = ("note", "seeds", "setting", "error")  # may wrap; a path is left on one line
 SHOWN_ROWS = 3000
 
 
@@ -158,6 +158,8 @@ def _table(table: Table) -> str:
     head = "".join(f"<th><button>{escape(column)}</button></th>" for column in table.columns)
     body = "".join(_row(row, table.columns) for row in table.rows[:SHOWN_ROWS])
     cut = len(table.rows) - SHOWN_ROWS
+    if not table.rows:
+        return f'<h2>{escape(table.title)}</h2><p class="note">No rows.</p>\n'
     more = f'<p class="note">{cut} more rows are in the CSV.</p>' if cut > 0 else ""
     return (
         f'<h2>{escape(table.title)}</h2><div class="bar">'

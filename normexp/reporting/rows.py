@@ -63,7 +63,7 @@ def size_rows(part: Slice) -> list[Row]:
                 describe_cell(cell, part.metric)
                 | {
                     "size": size,
-                    "x": size * 2 ** _dodge(position, len(part.lines)),
+                    "x": size * 2 ** dodge(position, len(part.lines)),
                     "independent": independent,
                     "shown": not independent or size == part.sizes[-1],
                     "note": _note(line, part),
@@ -130,7 +130,8 @@ def _names_with_suffix(part: Slice, base: str) -> list[str]:
     return []
 
 
-def _dodge(position: int, count: int) -> float:
+def dodge(position: int, count: int) -> float:
+    """How far the norm at `position` of `count` is moved sideways, in powers of 2."""
     step = min(0.09, 0.66 / count)
     return (position - (count - 1) / 2) * step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class StudyRuns:
 
     unended: run directories without a result: still training, or interrupted
     problems: one line for each result that cannot be read
+    unreadable: the run directories of these
     """
 
     name: str
@@ -36,12 +37,13 @@ class StudyRuns:
     runs: list[Run]
     unended: list[Path]
     problems: list[str]
+    unreadable: list[Path] = field(default_factory=list)
 
 
 def load_runs(runs_dir: Path, name: str) -> StudyRuns:
     """Reads a study, also while it runs; UserError where it is missing or has no ended run."""
     root = find_study(runs_dir, name)
-    runs, unended, problems = [], [], []
+    runs, unended, problems, unreadable = [], [], [], []
     for run_dir in Study(root).list_runs():
         if not (run_dir / RESULT_FILE).exists():
             unended.append(run_dir)
@@ -50,9 +52,10 @@ def load_runs(runs_dir: Path, name: str) -> StudyRuns:
             runs.append(Run(name, run_dir, _read(run_dir)))
         except UserError as error:
             problems.append(str(error))
+            unreadable.append(run_dir)
     if not runs:
         raise UserError(_reason_for_nothing(name, root, unended, problems))
-    return StudyRuns(name, root, runs, unended, problems)
+    return StudyRuns(name, root, runs, unended, problems, unreadable)
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -36,6 +36,7 @@ def draw_statistics(part: Slice) -> Figure | None:
         data=ROWS,
     ).properties(width=200, height=150)
     chart = panel.facet(facet=alt.Facet("norm:N", title=None, sort=list(part.lines)), columns=3)
+    chart = chart.resolve_axis(x="independent")  # else the last row has axes without a panel
     caption = (
         "The same trained networks evaluated with running averages, with precise statistics and "
         "with those of the evaluation batch: where they part, running averages mislead."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -14,8 +16,11 @@ from normexp.reporting.table import show
 COLUMNS = {
     "cells": {
         "norm": "norm",
+        "model": "model",
+        "data": "data",
         "batch size": "batch",
         "norm batch size": "norm batch",
+        "lr": "lr",
         "metric": "metric",
         "mean [95 % interval]": "mean [95 %]",
         "count": "seeds",
@@ -29,12 +34,16 @@ COLUMNS = {
         "verdict": "verdict",
     },
 }
+ONLY_WHERE_VARYING = ("model", "data", "lr", "metric")
+PIPE_WIDTH = 200  # characters, where no terminal says how many there are
 MOST_ROWS = 40
 
 
 def print_report(report: Report) -> None:
     """Counts, the main table without its empty columns, the verdict, and what is not there."""
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
     console.print(f"{report.title}: {describe_counts(report)}", markup=False)
     _print_table(console, report)
     for verdict in report.verdicts:
@@ -50,9 +59,15 @@ def print_report(report: Report) -> None:
 
 def _print_table(console: Console, report: Report) -> None:
     table = report.tables[0]
+    if not table.rows:
+        console.print("no cell is in both studies: nothing to compare", style="red")
+        return
     names = COLUMNS[table.name]
-    kept = [c for c in names if any(row.get(c) not in (None, "") for row in table.rows)]
+    kept = [c for c in names if _is_worth_showing([row.get(c) for row in table.rows], c)]
     drawn = RichTable(box=None)
+    metrics = {str(row.get("metric")) for row in table.rows}
+    if len(metrics) == 1:
+        console.print(metrics.pop(), markup=False)
     for column in kept:
         drawn.add_column(Text(names[column]), no_wrap=column not in ("note", "setting"))
     for row in table.rows[:MOST_ROWS]:
@@ -62,6 +77,12 @@ def _print_table(console: Console, report: Report) -> None:
         console.print("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
     if len(table.rows) > MOST_ROWS:
         console.print(f"... and {len(table.rows) - MOST_ROWS} more rows in tables/{table.name}.md")
+
+
+def _is_worth_showing(values: list[Any], column: str) -> bool:
+    if column in ONLY_WHERE_VARYING:
+        return len(set(values)) > 1
+    return any(value not in (None, "") for value in values)
 
 
 def _print_verdict(console: Console, verdict: Overall | Section) -> None:

@@ -28,8 +28,11 @@ def log_to_tensorboard(report: Report) -> str:
     They lie in tensorboard/report beside the report's folder, at the number of ended runs as step,
     so that the reports of a growing study follow each other.
     """
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    # Generated modules, whose names no type checker sees.
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.compat.proto.summary_pb2 import (
+        Summary,  # pyright: ignore[reportAttributeAccessIssue]
+    )
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

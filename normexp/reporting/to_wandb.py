@@ -87,5 +87,5 @@ def _wandb_table(table: Table) -> Any:
     """All as text: W&B wants one type per column, and a norm batch size may be `any`."""
     import wandb
 
-    rows = [[show(row.get(column)) for column in table.columns] for row in table.rows]
+    rows: list[Any] = [[show(row.get(column)) for column in table.columns] for row in table.rows]
     return wandb.Table(columns=list(table.columns), data=rows)

@@ -37,7 +37,7 @@ def describe_loss(line: Line, part: Slice) -> Loss:
     if invalid:
         return Loss(line.norm, "invalid", f"{line.norm} is not compared: {invalid}.", None)
     if line.independent is not None:
-        counts = words_of_n(line.independent, len(line.independent.values(metric)), "seeds")
+        counts = words_of_n(line.independent, metric, len(line.independent.values(metric)), "seeds")
         text = (
             f"{line.norm} does not depend on the {axis} "
             f"(measured: it does not mix samples; {counts})."
@@ -53,7 +53,7 @@ def describe_loss(line: Line, part: Slice) -> Loss:
     )
     kind, words = loss_words(found.drop, metric)
     where = f"from {axis} {found.reference_size} to {found.smallest_size}"
-    counts = words_of_n(line.cells[found.smallest_size], found.drop.n, "seeds")
+    counts = words_of_n(line.cells[found.smallest_size], metric, found.drop.n, "seeds")
     text = f"{line.norm} {words.format(where=where)} ({counts})."
     return Loss(line.norm, kind, text + _threshold_words(found, metric, axis), found)
 
@@ -90,18 +90,20 @@ def _threshold_words(found: Sensitivity, metric: Metric, axis: str) -> str:
     return ""
 
 
-def words_of_n(cell: Cell, n: int, noun: str) -> str:
-    lost = lost_words(cell)
+def words_of_n(cell: Cell, metric: Metric, n: int, noun: str) -> str:
+    """`n = 5 seeds; 2 of 8 diverged, 1 of 8 missing`."""
+    lost = lost_words(cell, metric)
     noun = noun[:-1] if n == 1 else noun
     return f"n = {n} {noun}" + (f"; {lost}" if lost else "")
 
 
-def lost_words(cell: Cell) -> str:
-    """`2 of 8 seeds diverged, 1 missing`: a number over the others flatters."""
+def lost_words(cell: Cell, metric: Metric) -> str:
+    """`2 of 8 diverged, 1 of 8 missing`: a number over the others flatters."""
     groups = {
         "diverged": cell.seeds("diverged"),
         "failed": cell.seeds("failed"),
         "missing": cell.missing,
+        f"without {metric.name}": set(cell.seeds("finished")) - cell.values(metric).keys(),
     }
     parts = [
         f"{len(seeds)} of {len(cell.expected)} {word}" for word, seeds in groups.items() if seeds

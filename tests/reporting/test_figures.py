@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,14 @@ from synthetic_study import make_runs, make_study, study_of, write_study
 from normexp.reporting.cells import build_cells
 from normexp.reporting.figures import Figure, draw_metric
 from normexp.reporting.groups import draw_groups
-from normexp.reporting.learning_rates import draw_learning_rates
+from normexp.reporting.learning_rates import draw_learning_rates, draw_rate_map
 from normexp.reporting.matrices import draw_heat_map, draw_improvement
 from normexp.reporting.report import build_report
 from normexp.reporting.runs import Run
 from normexp.reporting.slices import Slice, build_slices
 from normexp.reporting.statistics import draw_statistics
 from normexp.reporting.style import Style, assign_styles
-from normexp.reporting.throughput import draw_throughput
+from normexp.reporting.throughput import draw_memory, draw_throughput
 
 
 def prepare(runs: list[Run]) -> tuple[Slice, dict[str, Style]]:
@@ -92,6 +93,21 @@ def test_learning_rates_mark_the_chosen_one():
     assert figure is not None
     assert {(row["lr"], row["chosen"]) for row in figure.rows} == {(0.1, True), (0.01, False)}
     svg_of(figure)
+    squares = draw_rate_map(prepare(runs)[0])
+    assert squares is not None
+    assert {(row["lr"], row["value"]) for row in squares.rows} == {(0.1, "79.5"), (0.01, "69.5")}
+    assert "69.5" in svg_of(squares)
+
+
+def test_memory_is_drawn_where_a_gpu_recorded_it():
+    runs = make_runs("batch", {0: 0.8}) + make_runs("group", {0: 0.8})
+    assert draw_memory(*prepare(runs)) is None
+    timing = {**runs[0].result.timing, "peak_memory_mb": 812.5}
+    runs[0] = replace(runs[0], result=replace(runs[0].result, timing=timing))
+    figure = draw_memory(*prepare(runs))
+    assert figure is not None
+    assert [(row["norm"], row["peak_memory_mb"]) for row in figure.rows] == [("batch", 812.5)]
+    assert "peak GPU memory" in svg_of(figure)
 
 
 def test_groups_sweep_has_layer_and_instance_as_levels():

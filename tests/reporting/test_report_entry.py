@@ -34,7 +34,13 @@ def test_a_report_has_its_page_figures_tables_and_verdict(tmp_path: Path, capsys
     printed = capsys.readouterr().out
     assert "batch loses" in printed and "group does not depend" in printed
     with open(folder / "tables" / "cells.csv", newline="") as file:
-        assert [row["n"] for row in csv.DictReader(file)] == ["8"] * 6
+        rows = list(csv.DictReader(file))
+    assert [row["n"] for row in rows] == ["8"] * 6
+    for name in ("mean", "median", "IQM"):
+        row = rows[0]
+        low, centre, high = (float(row[f"{name}{end}"]) for end in (" low", "", " high"))
+        assert low < centre < high
+        assert row[f"{name} [95 % interval]"] == f"{centre:.1f} [{low:.1f}, {high:.1f}]"
     assert not list((tmp_path / "synthetic").glob(".report-*"))
 
 
@@ -44,9 +50,14 @@ def test_a_report_is_replaced_while_the_study_goes_on(tmp_path: Path, capsys):
     (cell / "seed-1").mkdir()
     assert main(words) == 0
     assert "1 not ended" in capsys.readouterr().out
+    (tmp_path / "synthetic" / "group-later" / "seed-0").mkdir(parents=True)
     write_runs(make_runs("batch", {1: 0.9}, root=tmp_path, norm_batch_size=8))
     assert main(words) == 0
-    assert "2 cells, 2 runs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 cells, 2 runs" in printed
+    assert "not ended: group-later: 1 run begun, none ended" in printed
+    page = (tmp_path / "synthetic" / "report" / "index.html").read_text()
+    assert "<li>group-later: 1 run begun, none ended</li>" in page
 
 
 def test_text_from_configs_and_errors_is_escaped_everywhere(tmp_path: Path):
@@ -111,7 +122,8 @@ def test_no_torch_is_imported(tmp_path: Path):
         "import sys; from normexp.report import main; code = main(sys.argv[1:]); "
         "sys.exit(99 if 'torch' in sys.modules else code)"
     )
-    command = [sys.executable, "-c", script, "study=synthetic", f"runs_dir={tmp_path}"]
+    words = ["study=synthetic", f"runs_dir={tmp_path}", "log=tensorboard"]
+    command = [sys.executable, "-c", script, *words]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

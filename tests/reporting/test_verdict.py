@@ -98,6 +98,8 @@ def test_comparisons_are_with_batch_at_the_smallest_size_and_paired_by_seed():
     group = found["group"]
     assert (group.reference, group.size, group.kind) == ("batch", 2, "better")
     assert group.difference.n == 8 and "n = 8 pairs" in group.text
+    # 8 wins of 8, Clopper and Pearson: 0.025 ** (1 / 8)
+    assert "; better with probability 1.00 [0.63, 1.00] (n = 8 pairs)" in group.text
     assert group.judgement is not None
     assert group.judgement.adjusted_p_value >= group.judgement.p_value
 
