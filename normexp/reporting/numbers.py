@@ -23,10 +23,6 @@ def format_interval(interval: Interval, digits: int) -> str:
     return f"{_positive_zero(estimate)} [{_positive_zero(low)}, {_positive_zero(high)}]"
 
 
-def format_value(value: float | None, digits: int) -> str:
-    return "-" if value is None else _positive_zero(f"{value:.{digits}f}")
-
-
 def format_signed(value: float, digits: int) -> str:
     """With its sign; `+0.0` also for what rounds to it from below."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"

@@ -138,7 +138,11 @@ def describe_counts(report: Report) -> str:
         "seeds missing": missing,
     }
     tail = "".join(f"; {count} {word}" for word, count in rest.items() if count)
-    return f"{len(report.cells)} cells, {len(runs)} runs: {', '.join(words)}{tail}"
+    numbers = [
+        f"{count} {noun}{'s' * (count != 1)}"
+        for noun, count in {"cell": len(report.cells), "run": len(runs)}.items()
+    ]
+    return f"{', '.join(numbers)}: {', '.join(words)}{tail}"
 
 
 def _waiting(study: StudyRuns) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +156,27 @@ def test_serving_is_local_and_rebuilds_when_a_result_appears(
         stop.set()
         server.join(5)
     assert not server.is_alive() and len(stamp_of([study])) == 1
+
+
+def test_a_rebuild_while_serving_prints_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    write_runs(make_runs("batch", {0: 0.8, 1: 0.9}, root=tmp_path, norm_batch_size=2))
+
+    def serve_once(directory: Path, studies: object, rebuild: Callable[[], None], *, stop: object):
+        del studies, stop
+        assert directory == tmp_path / "synthetic" / "report"
+        capsys.readouterr()
+        rebuild()
+
+    monkeypatch.setattr("normexp.reporting.serve.serve_report", serve_once)
+    assert main(["study=synthetic", f"runs_dir={tmp_path}", "serve=true"]) == 0
+    line = r"\d\d:\d\d:\d\d 1 cell, 2 runs: 2 finished\n"
+    assert re.fullmatch(line, capsys.readouterr().out)
+
+
+def test_studies_without_a_cell_in_common_are_said_to_be_so(tmp_path: Path, capsys):
+    for study, data in (("a", "digits"), ("b", "cifar10")):
+        write_runs(make_runs("batch", {0: 0.8}, root=tmp_path, study=study, data=data))
+    assert main(["study=[a,b]", f"runs_dir={tmp_path}"]) == 0
+    assert "no cell is in both studies" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from synthetic_study import make_runs, write_runs
 
 from normexp.errors import UserError
 from normexp.records.writer import write_evaluation
+from normexp.reporting.cells import build_cells
 from normexp.reporting.runs import load_runs
 
 
@@ -62,6 +63,8 @@ def test_a_broken_result_is_one_marked_line_and_the_rest_is_read(
     assert [run.result.seed for run in study.runs] == [0]
     (problem,) = study.problems
     assert "seed-1" in problem and "\n" not in problem
+    (only,) = build_cells([study])
+    assert only.missing == [1]
 
 
 def test_no_readable_result_at_all_is_refused_with_the_first_problem(tmp_path: Path, cell: Path):

@@ -153,3 +153,11 @@ def test_a_planted_drop_is_found_whatever_the_number_of_seeds():
         assert drop.low is not None and drop.high is not None
         assert drop.low - 1 < 5 < drop.high + 1
         assert {one.kind for one in compare_norms(part)} == {"better"}
+
+
+def test_runs_without_the_metric_are_named_and_not_taken_for_unfinished():
+    runs = make_runs("batch", {0: 0.8, 1: 0.9}, norm_batch_size=2)
+    runs += make_runs("group", {0: 0.8, 1: 0.9}, metrics={"val/loss": 1.0})
+    (one,) = compare_norms(slice_of(runs))
+    assert one.kind == "no data"
+    assert "(n = 0 pairs; 2 of 2 without test/accuracy)" in one.text
