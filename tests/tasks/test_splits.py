@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from training_cases import (
 
 from normexp.batching.sizes import Sizes
 from normexp.norms.group import GroupNorm
+from normexp.norms.instance import InstanceNorm
 from normexp.norms.layer import LayerNorm
 from normexp.norms.rms import RMSNorm
 
@@ -107,3 +109,18 @@ def test_running_state_of_a_split_step_holds_the_moments_of_all_its_samples(tmp_
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             key = f"norm1.norm.{name}"
             torch.testing.assert_close(state_of(run)[key], full[key], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "other"),
+    [(1, LayerNorm), (None, InstanceNorm)],
+    ids=["one_group_is_layer", "a_group_per_channel_is_instance"],
+)
+def test_ends_of_group_norm_train_as_layer_and_instance(tmp_path: Path, num_groups, other):
+    norms = [lambda c: GroupNorm(c, eps=1e-5, num_groups=num_groups or c), partial(other, eps=1e-5)]
+    runs = [build_task(make_norm=norm) for norm in norms]
+    for index, run in enumerate(runs):
+        train(run, tmp_path / f"{index}.ckpt", precision="32-true")
+    a, b = state_of(runs[0]), state_of(runs[1])
+    for name, value in a.items():
+        torch.testing.assert_close(value, b[name], rtol=0, atol=1e-6, msg=name)
