@@ -24,7 +24,7 @@ def _evaluate(words: list[str]) -> int:
     run, options = parse_evaluate_options(words)  # refused before torch is imported
 
     from normexp.studies.evaluating import evaluate_run
-    from normexp.studies.runner import notes_to_stderr
+    from normexp.studies.notes import notes_to_stderr
 
     with notes_to_stderr():
         evaluate_run(Path(run), options)

@@ -135,7 +135,7 @@ def _label(part: Any) -> str:
     if last in ("load", "build"):
         last = module.rpartition(".")[2]
     if target.startswith("normexp.norms."):
-        last = last.replace("Norm", "") or last
+        last = "none" if last == "NoNorm" else last.replace("Norm", "") or last
     return _safe(str(part.get("name") or last))
 
 

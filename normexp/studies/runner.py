@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from normexp.records.result import Result
 from normexp.records.study_file import append_command
 from normexp.records.writer import ensure_writable, write_result
 from normexp.studies.cell import Cell, prepare_cell
+from normexp.studies.notes import collected_notes, notes_to_stderr
 from normexp.studies.stack import train_stack
 from normexp.studies.summary import print_closing_table, print_summary
 from normexp.studies.validate import validate
@@ -205,53 +205,3 @@ def print_line(outcome: Outcome) -> None:
     """One line as soon as a cell of a sweep has ended."""
     note = f": {outcome.error}" if outcome.error else ""
     print(f"{outcome.status:<9} {outcome.title}{note}", file=sys.stderr)
-
-
-@contextmanager
-def collected_notes() -> Iterator[list[str]]:
-    """The notes of normexp's modules while inside, as texts."""
-    notes: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            notes.append(record.getMessage())
-
-    package, handler = logging.getLogger("normexp"), Collector()
-    package.addHandler(handler)
-    try:
-        yield notes
-    finally:
-        package.removeHandler(handler)
-
-
-class Unheard(logging.Filter):
-    """Passes each note once: cells and replicas of a command share most of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        is_new = message not in self.heard
-        self.heard.add(message)
-        return is_new
-
-
-@contextmanager
-def notes_to_stderr() -> Iterator[None]:
-    """normexp's own notes and warnings on stderr, one line each."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(Unheard())
-    package = logging.getLogger("normexp")
-    package.addHandler(handler)
-    level, propagate = package.level, package.propagate
-    package.setLevel(logging.INFO)
-    package.propagate = False
-    try:
-        yield
-    finally:
-        package.removeHandler(handler)
-        package.setLevel(level)
-        package.propagate = propagate

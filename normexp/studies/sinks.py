@@ -1,12 +1,10 @@
-"""Where the rows of a stack go beside metrics.csv: W&B, TensorBoard, the log."""
+"""Where the rows of a stack go beside metrics.csv: W&B and TensorBoard."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from pytorch_lightning.loggers import Logger
 
@@ -59,20 +57,3 @@ def open_loggers(cell: Cell, seeds: list[int]) -> list[Logger]:
         )
     version = f"{seeds[0]}-{seeds[-1]}"
     return [TensorBoardLogger(cell.directory, name="tensorboard", version=version)]
-
-
-@contextmanager
-def logging_to(path: Path) -> Iterator[None]:
-    """The log of normexp's own modules into a file, appended, while inside."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger("normexp")
-    level = package.level
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        package.removeHandler(handler)
-        package.setLevel(level)
-        handler.close()

@@ -17,7 +17,8 @@ from normexp.records.writer import write_config
 from normexp.studies.assembly import build_callbacks, build_replicas, build_task
 from normexp.studies.cell import Cell
 from normexp.studies.ending import forget_peak_memory, write_results
-from normexp.studies.sinks import logging_to, open_loggers, open_wandb_runs, tell_how_to_sync
+from normexp.studies.notes import logging_to
+from normexp.studies.sinks import open_loggers, open_wandb_runs, tell_how_to_sync
 from normexp.tasks.checkpoint import Interrupted
 from normexp.tasks.evaluation import StatisticsEvaluation
 from normexp.tasks.fit import fit
