@@ -29,10 +29,6 @@ class Reach:
         return bool(self.places[:, 1:].any())
 
     @property
-    def other_positions(self) -> bool:
-        return bool(self.places[:, :, 1:].any())
-
-    @property
     def pools(self) -> bool:
         """Whether outputs depend on a statistic: on other values, or on nothing, as z - z does."""
         others = self.places.flatten()[1:]

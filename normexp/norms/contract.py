@@ -42,11 +42,6 @@ def over_channels(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(-1, *[1] * (x.ndim - 2))
 
 
-def num_positions(x: Tensor) -> int:
-    """How many positions a sample of `x` (N, C, *) has; 1 for (N, C)."""
-    return x[0, 0].numel() if x.ndim > 2 else 1
-
-
 def takes_mask(norm: nn.Module) -> bool:
     """Whether the norm's forward has an argument `mask`."""
     return "mask" in inspect.signature(norm.forward).parameters

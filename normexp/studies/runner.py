@@ -118,9 +118,12 @@ def _run_one(cfg: DictConfig, choices: Mapping[str, str], command: Command) -> O
     ensure_writable(cell.study_dir)
     cell.directory.mkdir(parents=True, exist_ok=True)
     command.record(cell.study_dir)
-    with StackLock(cell.directory / LOCK_FILE) as held:
+    lock = StackLock(cell.directory / LOCK_FILE)
+    with lock as held:
         if not held:
-            raise UserError(f"{cell.directory}: another process is training this cell; wait for it")
+            raise UserError(
+                f"{cell.directory}: process {lock.holder()} is training this cell; wait for it"
+            )
         ended, missing = recorded_runs(cell, seeds)  # again: another process may have ended some
         trained = [result for stack in contiguous(missing) for result in _train(cell, stack, notes)]
     errors = [result.error for result in trained if result.error is not None]
