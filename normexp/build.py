@@ -12,45 +12,71 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from normexp.batching.draws import derive_seed
+from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Data, validate
 from normexp.errors import UserError
 from normexp.norms.contract import NormFactory
 from normexp.norms.foreign import adapt, foreign_factory
+from normexp.norms.slots import SLOTS, resolve
 from normexp.tasks.fit import quiet_lightning
 
 logger = logging.getLogger(__name__)
+logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it raises as well
 
 # Keys of a norm's YAML that speak to the model or to us; everything else goes to the norm.
-RESERVED_NORM_KEYS = ("view", "half_life")
+RESERVED_NORM_KEYS = ("view", "half_life", *SLOTS)
 # Keys of an optimizer's YAML that speak to the training.
 RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight_decay")
 
 
 def check_trainer(cfg: DictConfig) -> None:
-    """Refuses a GPU where there is none, several devices, and what Lightning's Trainer refuses."""
+    """Refuses GPUs that are not there, and what Lightning's Trainer refuses."""
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     if cfg.trainer.accelerator in ("gpu", "cuda", "mps") and not has_gpu:
         raise UserError(
             f"trainer.accelerator={cfg.trainer.accelerator}: there is no GPU on this machine; "
             "try trainer=cpu, or trainer=auto, which takes what is there"
         )
-    if cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1:
-        raise UserError(
-            f"trainer.devices={cfg.trainer.devices}, num_nodes={cfg.trainer.num_nodes}: "
-            "a cell trains on one device; try trainer.devices=1 trainer.num_nodes=1"
-        )
+    _check_devices(cfg)
+    one_device = {"devices": 1, "num_nodes": 1, "strategy": "auto"}  # the others are its like
     try:
         with quiet_lightning():
-            pl.Trainer(logger=False, enable_checkpointing=False, **_plain(cfg.trainer))
+            options = _plain(cfg.trainer) | one_device
+            pl.Trainer(logger=False, enable_checkpointing=False, **options)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"trainer: {str(error).splitlines()[0]}") from error
+
+
+def _check_devices(cfg: DictConfig) -> None:
+    """Refuses more GPUs than this node has."""
+    devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
+    if devices == 1 or accelerator == "cpu":
+        return
+    if torch.backends.mps.is_available() and not torch.cuda.is_available():
+        raise UserError(
+            f"trainer.devices={devices}: one is all there is; or trainer.accelerator=cpu"
+        )
+    count = torch.cuda.device_count()
+    if torch.cuda.is_available() and devices > count:
+        raise UserError(
+            f"trainer.devices={devices}: this machine has {count} GPU{'s' if count > 1 else ''}; "
+            f"try trainer.devices={count} or trainer.accelerator=cpu"
+        )
+
+
+def synchronized(cfg: DictConfig) -> bool:
+    """Whether the norm says of itself that it takes statistics over all devices."""
+    try:
+        return spans_devices(get_object(cfg.norm._target_))
+    except Exception:  # whatever importing somebody's module raises: `build_norm` tells it
+        return False
 
 
 def build_data(cfg: DictConfig) -> Data:
@@ -65,20 +91,16 @@ def build_data(cfg: DictConfig) -> Data:
 def build_norm(
     cfg: DictConfig, sizes: Sizes, data: Data, *, momentum: float | None = None
 ) -> NormFactory:
-    """The factory that builds the norm of every site.
+    """The factory that builds the norm of every site and what its slots put around it.
 
     Args:
         momentum: of running averages, where the config gives a half-life in its place.
     """
-    plain = _plain(cfg.norm)
-    reserved = {key: plain.pop(key) for key in RESERVED_NORM_KEYS if key in plain}
+    make, reserved = norm_maker(cfg, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view} is neither token nor sequence")
-    if momentum is not None:
-        plain["momentum"] = momentum
-    target = str(plain["_target_"])
-    make = _instantiate(OmegaConf.create({**plain, "_partial_": True}), "norm")
+    target = str(cfg.norm["_target_"])
     make = _with_num_positions(make, data)
     factory = adapt if target.startswith("normexp.norms.") else foreign_factory
     build = factory(make, target=target, eps=cfg.eps)
@@ -87,7 +109,23 @@ def build_norm(
         with torch.random.fork_rng(devices=[]):  # a norm's draws must not move the weights' draws
             return build(num_features)
 
-    return NormFactory(isolated, view=view, norm_batch_size=sizes.norm_batch_size)
+    return NormFactory(
+        isolated,
+        view=view,
+        norm_batch_size=sizes.norm_batch_size,
+        slots=resolve(cfg, reserved),
+    )
+
+
+def norm_maker(
+    cfg: DictConfig, *, momentum: float | None = None
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What makes a norm, the knobs of its YAML bound, and the keys there that are not its own."""
+    plain = _plain(cfg.norm)
+    reserved = {key: plain.pop(key) for key in RESERVED_NORM_KEYS if key in plain}
+    if momentum is not None:
+        plain["momentum"] = momentum
+    return _instantiate(OmegaConf.create({**plain, "_partial_": True}), "norm"), reserved
 
 
 def _with_num_positions(make: Callable[..., Any], data: Data) -> Callable[..., Any]:
@@ -162,8 +200,26 @@ def _instantiate(cfg: Any, key: str) -> Any:
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from None
+        if isinstance(cause, ImportError):
+            raise UserError(_why_no_import(cfg._target_, key, cause)) from error
         reason = str(cause or error).strip() or type(cause).__name__
-        raise UserError(f"{key}._target_={cfg._target_}: {reason.splitlines()[0]}") from error
+        first, *rest = reason.splitlines()
+        said = " ".join([first, *rest[:1]]) if first.endswith(":") else first
+        raise UserError(f"{key}._target_={cfg._target_}: {said}") from error
+
+
+def _why_no_import(target: str, key: str, error: ImportError) -> str:
+    """In one line, from Hydra's error, whose cause is what importing the target raised."""
+    cause = error.__cause__ or error
+    package, parent = target.partition(".")[0], target.rpartition(".")[0]
+    if isinstance(cause, ModuleNotFoundError) and cause.name == package:
+        remedy = f"there is no module {package}; install it, or add its folder to PYTHONPATH"
+    elif isinstance(cause, ModuleNotFoundError) and cause.name == target:
+        remedy = f"{parent} has no {target[len(parent) + 1 :]}"
+    else:
+        said = (str(cause).splitlines() or [""])[0]
+        remedy = f"importing it fails with {type(cause).__name__}: {said}"
+    return f"{key}._target_={target}: {remedy}"
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

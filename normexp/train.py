@@ -28,11 +28,21 @@ def _train(words: list[str]) -> int:
         return hydra_app(words)
     from normexp.studies.grid import compose_cells
 
-    configs = compose_cells(arguments)  # refused before torch is imported
+    if arguments.launcher is not None:
+        from normexp.studies.launching import launch
 
+        return launch(arguments, ["normexp-train", *words])
+    cells = compose_cells(arguments)  # refused before torch is imported
+
+    from normexp.studies.place import is_follower
+
+    if is_follower(cells):  # started by srun or torchrun beside the one that writes
+        from normexp.studies.devices import follow_cells
+
+        return follow_cells(cells)
     from normexp.studies.runner import run_cells
 
-    return run_cells(configs, ["normexp-train", *words])
+    return run_cells(cells, ["normexp-train", *words])
 
 
 if __name__ == "__main__":

@@ -170,6 +170,17 @@ def test_changed_config_is_refused(
     assert "has changed since it was trained" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("text", "told"), [(": [", "is not valid YAML"), ("a: 1", "has no norm")])
+def test_torn_config_is_refused(
+    cell_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+):
+    copy = shutil.copytree(cell_dir, tmp_path / cell_dir.name)
+    (copy / "config.yaml").write_text(text)
+    assert main([f"run={copy}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"config.yaml {told}; remove the cell's folder and train it again")
+
+
 def test_torn_weights_are_refused(
     cell_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -28,7 +28,7 @@ ORDER = [
 ]
 ENTRIES = ["train", "tune", "evaluate", "check", "status", "report", "__init__"]
 KNOW_HYDRA = ["build", "studies", *ENTRIES]
-IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard"}
+IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard", "optuna"}
 # `stats` takes arrays; `records` nothing at all.
 ALLOWED_OUTSIDE = {"records": set(), "stats": {"numpy", "scipy"}}
 

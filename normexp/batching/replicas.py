@@ -88,6 +88,8 @@ class InTurn(Replicas):
             if self.foreign_seeds is not None and network.training:
                 torch.manual_seed(self.foreign_seeds[index])
             rows.append(measure(network(*model_arguments(own)), own))
+        if len(rows) == 1:
+            return {name: value.unsqueeze(0) for name, value in rows[0].items()}
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def replica(self, index: int) -> nn.Module:
@@ -140,7 +142,7 @@ class Stacked(Replicas):
 
     def clip_gradients(self, max_norm: float) -> None:
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        squares = [g.flatten(1).square().sum(dim=1) for g in gradients]  # each (S,)
+        squares = [g.reshape(len(g), -1).square().sum(dim=1) for g in gradients]  # each (S,)
         norm = torch.stack(squares).sum(dim=0).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
         for gradient in gradients:

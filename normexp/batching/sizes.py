@@ -11,6 +11,17 @@ Bounds = tuple[int, int]
 
 
 @dataclass(frozen=True)
+class Share:
+    """What device `index` of `count` takes of a step: an equal run of each forward's samples."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Samples of one replica per optimizer step, per forward pass, and per set of statistics.
 
@@ -48,12 +59,34 @@ class Sizes:
             return "accumulated ghost"
         return "accumulated" if accumulated else "ghost" if ghost else "full"
 
-    def micro_bounds(self, num_samples: int) -> list[Bounds]:
-        """First and last index of each forward pass over a batch; the last one may be short."""
-        return [
-            (first, min(first + self.micro, num_samples))
-            for first in range(0, num_samples, self.micro)
-        ]
+    def shared_by(self, count: int, *, synchronized: bool = False) -> Sizes:
+        """The sizes with which one process trains as `count` devices do, each with its share.
+
+        A device sees micro / count samples of a forward, so no more of them share statistics,
+        unless the norm is `synchronized`: then all of a forward's do.
+
+        Raises:
+            UserError: a forward cannot be shared evenly.
+        """
+        if count == 1:
+            return self
+        if self.micro % count:
+            key = "batch_size" if self.micro_batch_size is None else "micro_batch_size"
+            fewer = next(less for less in range(count, 0, -1) if self.micro % less == 0)
+            raise UserError(
+                f"{key}={self.micro} cannot be shared evenly by {count} devices; try {fewer}"
+            )
+        norm = None if synchronized else min(self.norm, self.micro // count)
+        return Sizes(self.batch_size, self.micro_batch_size, norm)
+
+    def micro_bounds(self, num_samples: int, share: Share = WHOLE) -> list[Bounds]:
+        """First and last index of each forward pass over a batch; the last one may be short.
+
+        With a `share`, of that device's part of each: the last parts of a short one may be missing.
+        """
+        width = self.micro // share.count
+        firsts = range(share.index * width, num_samples, self.micro)
+        return [(first, min(first + width, num_samples)) for first in firsts]
 
 
 def _check_divides(small_key: str, small: int, large_key: str, large: int) -> None:

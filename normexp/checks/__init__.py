@@ -1,1 +1,5 @@
-"""What is measured of a built network before it is trained."""
+"""What is measured of a built network before it is trained, and of a norm by itself: its card."""
+
+from normexp.checks.contract import assert_contract
+
+__all__ = ["assert_contract"]

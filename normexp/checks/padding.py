@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.checks.probing import moved, scratch
+from normexp.checks.probing import moved, open_gates, scratch
 from normexp.checks.reach import measure_reach
 from normexp.checks.sites import ProbedSite, moved_places, name_some, outlier
 from normexp.data.dataset import Data
@@ -106,6 +106,7 @@ def model_reads_padding(
 
 def _output_and_state(network: nn.Module, batch: Batch, *, training: bool) -> tuple[Tensor, State]:
     with scratch(network, training=False, norm_batch_size=None) as own:
+        open_gates(own)
         for _, site in named_sites(own):
             site.train(training)
         return own(*model_arguments(batch)), read_state(own)

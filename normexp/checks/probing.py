@@ -46,9 +46,17 @@ def scratch(
 
 
 def output_of(network: nn.Module, batch: Batch, *, training: bool) -> Tensor:
-    """One forward of a fresh copy, all samples sharing statistics."""
+    """One forward of a fresh copy without closed gates, all samples sharing statistics."""
     with scratch(network, training=training, norm_batch_size=None) as own:
+        open_gates(own)
         return own(*model_arguments(batch))
+
+
+def open_gates(network: nn.Module) -> None:
+    """Draws parameters that are all zero: a branch that starts at zero would hide what it does."""
+    for parameter in network.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.1)
 
 
 def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -> int:
@@ -109,9 +117,7 @@ def ignores_inputs(network: nn.Module, batch: Batch) -> bool:
     changed = {name: value.clone() for name, value in batch.items()}
     changed["inputs"][0] = other_inputs(batch["inputs"][0])
     with scratch(network, training=True, norm_batch_size=None) as own:
-        for parameter in own.parameters():
-            if not parameter.any():
-                parameter.normal_(std=0.1)
+        open_gates(own)
         outputs = own(*model_arguments(changed))
     return not moved(outputs[:1].expand_as(outputs), outputs)
 

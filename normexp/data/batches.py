@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from normexp.data.dataset import Data
 from normexp.data.order import epoch_order, window_offset
 
 Batch = dict[str, Tensor]
+
+_MOST_AT_ONCE = 2**22  # values of a chunk that are made floats in one go; 16 MB
 
 
 class TrainingBatches:
@@ -23,6 +27,8 @@ class TrainingBatches:
         self.seeds = seeds
         self.batch_size = batch_size
         self.dtype = torch.float32  # of images as a model receives them
+        # Samples of a step's batch that this process takes, given their number; None: all of them.
+        self.own_samples: Callable[[int], Tensor] | None = None
         num_samples = len(data.train)
         self.samples_per_epoch = num_samples - (num_samples % batch_size if drop_last else 0)
         self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
@@ -38,12 +44,24 @@ class TrainingBatches:
         first = position * self.batch_size
         last = min(first + num_steps * self.batch_size, self.samples_per_epoch)
         batch = self.data.train.gather(self._order[:, first:last], self._offset)  # (S, K*N, ...)
+        at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MOST_AT_ONCE
+        if at_once:
+            batch["inputs"] = self.data.model_inputs(batch["inputs"], self.dtype)
         parts = {name: value.split(self.batch_size, dim=1) for name, value in batch.items()}
         batches = [{name: value[k] for name, value in parts.items()} for k in range(num_steps)]
         for step, one in enumerate(batches, start=first_step):
-            augmented = self._augmented(one["inputs"], step)
-            one["inputs"] = self.data.model_inputs(augmented, self.dtype)
+            own = None
+            if self.own_samples is not None:
+                own = self.own_samples(one["targets"].shape[1])
+                one.update({name: value[:, own] for name, value in one.items()})
+            if not at_once:
+                augmented = self._augmented(one["inputs"], step, own)
+                one["inputs"] = self.data.model_inputs(augmented, self.dtype)
         return batches
+
+    def num_samples_of(self, step: int) -> int:
+        """Samples of one replica that `step` sees, in all processes together."""
+        return self.num_samples_before(step + 1) - self.num_samples_before(step)
 
     def num_samples_before(self, step: int) -> int:
         """Samples of one replica seen before `step`."""
@@ -62,11 +80,15 @@ class TrainingBatches:
         self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
         self._epoch = epoch
 
-    def _augmented(self, images: Tensor, step: int) -> Tensor:
+    def _augmented(self, images: Tensor, step: int, own: Tensor | None) -> Tensor:
+        """The images (S, N, ...), those at `own` of a step's, each with the draws of its place."""
         augmentation = self.data.augmentation
         if augmentation is None:
             return images
-        rows = [augmentation.draw(seed, step, images.shape[1]) for seed in self.seeds]
+        num_samples = self.num_samples_of(step)
+        rows = [augmentation.draw(seed, step, num_samples) for seed in self.seeds]
         draws = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        if own is not None:
+            draws = {name: draw[:, own] for name, draw in draws.items()}
         on_device = {name: draw.to(images.device) for name, draw in draws.items()}
         return augmentation.apply(images, on_device)

@@ -16,7 +16,7 @@ def shrink(x: Tensor) -> Tensor:
 
 
 class ConvNet(nn.Module):
-    """Three times conv 3x3, norm, ReLU, then the mean over positions and a linear head.
+    """Three times conv 3x3, norm, activation, then the mean over positions and a linear head.
 
     Shapes: (N, C, H, W) -> (N, num_outputs).
 
@@ -33,17 +33,20 @@ class ConvNet(nn.Module):
         super().__init__()
         check_positive(width=width)
         check_image_shape(input_shape, smallest=4, model="convnet")
-        self.conv1 = nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False)
+        self.conv1 = norm.conv(input_shape[0], width, 3, padding=1, bias=False)
         self.norm1 = norm(width)
-        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False)
+        self.act1 = norm.act(width)
+        self.conv2 = norm.conv(width, 2 * width, 3, padding=1, bias=False)
         self.norm2 = norm(2 * width)
-        self.conv3 = nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False)
+        self.act2 = norm.act(2 * width)
+        self.conv3 = norm.conv(2 * width, 2 * width, 3, padding=1, bias=False)
         self.norm3 = norm(2 * width)
+        self.act3 = norm.act(2 * width)
         self.head = nn.Linear(2 * width, num_outputs)
         init_conv_net(self)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x = F.relu(self.norm1(self.conv1(inputs)))
-        x = F.relu(self.norm2(self.conv2(shrink(x))))
-        x = F.relu(self.norm3(self.conv3(shrink(x))))
+        x = self.act1(self.norm1(self.conv1(inputs)))
+        x = self.act2(self.norm2(self.conv2(shrink(x))))
+        x = self.act3(self.norm3(self.conv3(shrink(x))))
         return self.head(x.mean(dim=(2, 3)))

@@ -1,11 +1,17 @@
-"""A small GPT: pre-norm decoder with a final norm (Radford et al. 2019, "GPT-2")."""
+"""A small GPT (Radford et al. 2019, "GPT-2"): by default a pre-norm decoder with a final norm."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from normexp.models.arguments import check_positive
-from normexp.models.transformer import Block, Embedding, init_transformer
+from normexp.models.transformer import (
+    Block,
+    Embedding,
+    build_embedding_norm,
+    build_final_norm,
+    init_transformer,
+)
 from normexp.norms.contract import NormFactory
 
 
@@ -39,15 +45,16 @@ class GPT(nn.Module):
         super().__init__()
         check_positive(depth=depth, width=width, num_heads=num_heads)
         self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
+        self.embedding_norm = build_embedding_norm(norm, width)
         self.blocks = nn.ModuleList(
             Block(width, num_heads, norm, is_causal=True, dropout=dropout) for _ in range(depth)
         )
-        self.final_norm = norm.tokens(width)
+        self.final_norm = build_final_norm(norm, width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         init_transformer(self, depth)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x = self.embedding(inputs)
+        x = self.embedding_norm(self.embedding(inputs))
         for block in self.blocks:
             x = block(x)
         return self.head(self.final_norm(x))

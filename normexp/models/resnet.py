@@ -12,18 +12,20 @@ from normexp.norms.contract import NormFactory
 
 
 class ResidualBlock(nn.Module):
-    """relu(x' + norm2(conv2(relu(norm1(conv1(x)))))).
+    """relu(x' + residual(norm2(conv2(act(norm1(conv1(x))))))).
 
     x' is the paper's option A: x at every `stride`-th position, with zeros as its new channels. It
-    has no parameters and no norm.
+    has no parameters and no norm. The ReLU of the sum stays whatever the activation behind a norm.
     """
 
     def __init__(self, in_features: int, num_features: int, stride: int, norm: NormFactory) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_features, num_features, 3, stride, padding=1, bias=False)
+        self.conv1 = norm.conv(in_features, num_features, 3, stride=stride, padding=1, bias=False)
         self.norm1 = norm(num_features)
-        self.conv2 = nn.Conv2d(num_features, num_features, 3, padding=1, bias=False)
+        self.act1 = norm.act(num_features)
+        self.conv2 = norm.conv(num_features, num_features, 3, padding=1, bias=False)
         self.norm2 = norm(num_features)
+        self.residual = norm.residual()
         self.stride = stride
         self.num_new = num_features - in_features
 
@@ -33,8 +35,8 @@ class ResidualBlock(nn.Module):
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.num_new))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        y = self.norm2(self.conv2(y))
+        y = self.act1(self.norm1(self.conv1(x)))
+        y = self.residual(self.norm2(self.conv2(y)))
         return F.relu(y + self.shortcut(x))
 
 
@@ -67,8 +69,9 @@ class ResNet(nn.Module):
         check_image_shape(input_shape, smallest=5, model="resnet")
         if depth < 8 or (depth - 2) % 6:
             raise UserError(f"depth={depth} is not 6n + 2; try model.depth=8, 14, 20, 32, 44 or 56")
-        self.stem = nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False)
+        self.stem = norm.conv(input_shape[0], width, 3, padding=1, bias=False)
         self.stem_norm = norm(width)
+        self.stem_act = norm.act(width)
         num_blocks = (depth - 2) // 6
         self.stage1 = build_stage(width, width, 1, num_blocks, norm)
         self.stage2 = build_stage(width, 2 * width, 2, num_blocks, norm)
@@ -77,7 +80,7 @@ class ResNet(nn.Module):
         init_conv_net(self)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x = F.relu(self.stem_norm(self.stem(inputs)))
+        x = self.stem_act(self.stem_norm(self.stem(inputs)))
         x = self.stage3(self.stage2(self.stage1(x)))
         return self.head(x.mean(dim=(2, 3)))
 

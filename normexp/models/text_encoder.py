@@ -6,7 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from normexp.models.arguments import check_positive
-from normexp.models.transformer import Block, Embedding, init_transformer
+from normexp.models.transformer import (
+    Block,
+    Embedding,
+    build_embedding_norm,
+    build_final_norm,
+    init_transformer,
+)
 from normexp.norms.contract import NormFactory
 
 
@@ -43,15 +49,16 @@ class TextEncoder(nn.Module):
         super().__init__()
         check_positive(depth=depth, width=width, num_heads=num_heads)
         self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
+        self.embedding_norm = build_embedding_norm(norm, width)
         self.blocks = nn.ModuleList(
             Block(width, num_heads, norm, is_causal=False, dropout=dropout) for _ in range(depth)
         )
-        self.final_norm = norm.tokens(width)
+        self.final_norm = build_final_norm(norm, width)
         self.head = nn.Linear(width, num_outputs)
         init_transformer(self, depth)
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
-        x = self.embedding(inputs)
+        x = self.embedding_norm(self.embedding(inputs), mask)
         for block in self.blocks:
             x = block(x, mask)
         return self.head(masked_max(self.final_norm(x, mask), mask))

@@ -19,16 +19,33 @@ from normexp.models.initialization import modules_outside_sites
 from normexp.norms.contract import NormFactory
 
 
+class Unchanged(nn.Module):
+    """In the place of a site where a placement has none: x (B, T, C) as it is."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        del mask
+        return x
+
+
+def site_if(wanted: bool, norm: NormFactory, width: int) -> nn.Module:
+    """A site for tokens (B, T, width), or nothing in its place."""
+    return norm.tokens(width) if wanted else Unchanged()
+
+
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(C / num_heads)) v per head (Vaswani et al. 2017, arXiv:1706.03762).
 
-    Masked positions are no keys, so nothing reads them; their own outputs mean nothing.
+    Masked positions are no keys, so nothing reads them; their own outputs mean nothing. With
+    `norm.qk_norm`, q and k pass a norm over the features of their head, one for all heads:
+    norm=layer is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many
+    language models. Henry et al. 2020 (arXiv:2010.04245) have an L2 norm, and a learned scale in
+    the place of the root.
 
     Raises:
         UserError: a width that the heads do not divide.
     """
 
-    def __init__(self, width: int, num_heads: int, *, is_causal: bool) -> None:
+    def __init__(self, width: int, num_heads: int, norm: NormFactory, *, is_causal: bool) -> None:
         super().__init__()
         if width % num_heads:
             raise UserError(
@@ -38,11 +55,24 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.is_causal = is_causal
         self.qkv = nn.Linear(width, 3 * width)
+        self.qk_norm = norm.qk_norm
+        if self.qk_norm:
+            self.q_norm = norm.tokens(width // num_heads)
+            self.k_norm = norm.tokens(width // num_heads)
         self.out = nn.Linear(width, width)
+
+    def normalize(self, site: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x (B, heads, T, D) through a site, which sees (B, T * heads, D) in the text's order."""
+        x = x.transpose(1, 2)
+        if mask is not None:
+            mask = mask[:, :, None].expand(-1, -1, self.num_heads).flatten(1, 2)
+        return site(x.flatten(1, 2), mask).unflatten(1, x.shape[1:3]).transpose(1, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, C / heads)
+        if self.qk_norm:
+            q, k = self.normalize(self.q_norm, q, mask), self.normalize(self.k_norm, k, mask)
         keys = None if mask is None else mask[:, None, None, :]
         # The CPU's fused kernel has no batching rule: vmap would warn and loop over the replicas.
         plain = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cpu" else nullcontext()
@@ -64,26 +94,56 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attn(norm(x)), then x + mlp(norm(x)) (Xiong et al. 2020, arXiv:2002.04745).
+    """Attention and MLP f, each on a residual branch, with norms where `norm.placement` says:
 
-    Dropout falls on what each branch adds; attention weights have none, since the fused kernels
-    draw noise of their own, which neither vmap nor a split of the batch would leave the same.
+        pre       x + f(norm(x))              (Xiong et al. 2020, arXiv:2002.04745)
+        post      norm(x + f(x))              (Vaswani et al. 2017, arXiv:1706.03762)
+        sandwich  x + norm_out(f(norm(x)))    (Ding et al. 2021, arXiv:2105.13290)
+        peri      as sandwich; the model has a norm on its embedding too (Kim et al. 2025,
+                  arXiv:2502.02732)
+
+    Dropout and then `norm.residual()` fall on what each branch adds; attention weights have no
+    dropout, since the fused kernels draw noise of their own, which neither vmap nor a split of the
+    batch would leave the same.
     """
 
     def __init__(
         self, width: int, num_heads: int, norm: NormFactory, *, is_causal: bool, dropout: float
     ) -> None:
         super().__init__()
+        self.is_post = norm.placement == "post"
+        has_out_norm = norm.placement in ("sandwich", "peri")
         self.attn_norm = norm.tokens(width)
-        self.attn = Attention(width, num_heads, is_causal=is_causal)
+        self.attn = Attention(width, num_heads, norm, is_causal=is_causal)
+        self.attn_out_norm = site_if(has_out_norm, norm, width)
         self.attn_dropout = Dropout(dropout)
+        self.attn_residual = norm.residual()
         self.mlp_norm = norm.tokens(width)
         self.mlp = MLP(width)
+        self.mlp_out_norm = site_if(has_out_norm, norm, width)
         self.mlp_dropout = Dropout(dropout)
+        self.mlp_residual = norm.residual()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attn_dropout(self.attn(self.attn_norm(x, mask), mask))
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x, mask)))
+        if self.is_post:
+            y = self.attn_residual(self.attn_dropout(self.attn(x, mask)))
+            x = self.attn_norm(x + y, mask)
+            y = self.mlp_residual(self.mlp_dropout(self.mlp(x)))
+            return self.mlp_norm(x + y, mask)
+        y = self.attn_out_norm(self.attn(self.attn_norm(x, mask), mask), mask)
+        x = x + self.attn_residual(self.attn_dropout(y))
+        y = self.mlp_out_norm(self.mlp(self.mlp_norm(x, mask)), mask)
+        return x + self.mlp_residual(self.mlp_dropout(y))
+
+
+def build_embedding_norm(norm: NormFactory, width: int) -> nn.Module:
+    """The norm on the embedding, which placement=peri has."""
+    return site_if(norm.placement == "peri", norm, width)
+
+
+def build_final_norm(norm: NormFactory, width: int) -> nn.Module:
+    """The norm behind the last block; placement=post has none, as its last block ends in one."""
+    return site_if(norm.placement != "post", norm, width)
 
 
 class Embedding(nn.Module):

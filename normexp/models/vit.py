@@ -6,12 +6,17 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.models.arguments import check_image_shape, check_positive
-from normexp.models.transformer import Block, init_transformer
+from normexp.models.transformer import (
+    Block,
+    build_embedding_norm,
+    build_final_norm,
+    init_transformer,
+)
 from normexp.norms.contract import NormFactory
 
 
 class ViT(nn.Module):
-    """Patches become tokens with learned positions; pre-norm blocks, final norm, max over tokens.
+    """Patches become tokens with learned positions; blocks, final norm, maximum over tokens.
 
     Shapes: (N, C, H, W) -> (N, num_outputs). The maximum takes the place of the
     paper's class token; a mean would erase a norm that centres each channel over positions.
@@ -52,10 +57,11 @@ class ViT(nn.Module):
         num_tokens = (height // patch_size) * (image_width // patch_size)
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
         self.positions = nn.Embedding(num_tokens, width)
+        self.embedding_norm = build_embedding_norm(norm, width)
         self.blocks = nn.ModuleList(
             Block(width, num_heads, norm, is_causal=False, dropout=dropout) for _ in range(depth)
         )
-        self.final_norm = norm.tokens(width)
+        self.final_norm = build_final_norm(norm, width)
         self.head = nn.Linear(width, num_outputs)
         init_transformer(self, depth)
         # Pixels have unit variance; so shall the tokens made of them.
@@ -69,6 +75,7 @@ class ViT(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.patch_embedding(self.split(inputs)) + self.positions.weight
+        x = self.embedding_norm(x)
         for block in self.blocks:
             x = block(x)
         return self.head(self.final_norm(x).amax(dim=1))

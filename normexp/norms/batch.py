@@ -31,6 +31,7 @@ class BatchNorm(nn.Module):
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
     num_values: Tensor | None  # per statistic in the last training forward; merging weighs by it
+    unbiased_running_var = True  # running_var averages n / (n - 1) times the biased variance
 
     def __init__(
         self,
@@ -74,12 +75,31 @@ class BatchNorm(nn.Module):
         if not self.training and self.running_mean is not None:
             mean, var = in_dtype_of(wide, self.running_mean), in_dtype_of(wide, self.running_var)
             out = F.batch_norm(wide, mean, var, weight, bias, False, 0.0, self.eps)
+        elif mask is None and self._kernel_advances(wide):
+            refuse_one_value(x.shape)
+            out = self._fused(wide, weight, bias)
         else:
             refuse_one_value(x.shape)
             real = None if mask is None else mask.unsqueeze(1)
             out, moments = normalize_batch(wide, real, weight, bias, self.eps)
             self._advance(moments)
         return zero_masked(out, mask).to(x.dtype)
+
+    def _kernel_advances(self, x: Tensor) -> bool:
+        """Whether the kernel can move the running averages itself: it knows a fixed momentum."""
+        if self.momentum is None or not self.unbiased_running_var:
+            return False
+        average = self.running_mean
+        return average is not None and average.dtype == x.dtype
+
+    def _fused(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Training in one kernel, which writes the running averages in place."""
+        steps, values = self.num_batches_tracked, self.num_values
+        assert steps is not None and values is not None and self.momentum is not None
+        steps.add_(1)
+        values.fill_(x.numel() // x.shape[1])
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
 
     def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Training with statistics per group, x (G, N, C, *) and mask (G, N, *).
@@ -98,11 +118,7 @@ class BatchNorm(nn.Module):
 
     @torch.no_grad()
     def _advance(self, moments: Moments) -> None:
-        """Moves the running averages by one step; in place and by ops that vmap has rules for.
-
-        The buffers are no operand of the kernel, which would keep them for its backward: they may
-        be written again, as a step run in parts does, before that.
-        """
+        """Moves the running averages by one step; in place and by ops that vmap has rules for."""
         if not self.training or self.running_mean is None:
             return
         assert self.running_var is not None
@@ -116,7 +132,8 @@ class BatchNorm(nn.Module):
         else:
             self.num_values.fill_(count)
         self.running_mean.mul_(1 - factor).add_(factor * mean)
-        self.running_var.mul_(1 - factor).add_(factor * unbiased(var, count))
+        var = unbiased(var, count) if self.unbiased_running_var else var
+        self.running_var.mul_(1 - factor).add_(factor * var)
 
     def _factor(self, step: Tensor, dtype: torch.dtype) -> float | Tensor:
         """Weight of the new value at the `step`-th update, counted from 1."""
@@ -146,9 +163,11 @@ class BatchNorm(nn.Module):
         kept = (1 - factor) * start["running_var"]
         mean = (weights * means).sum(dim=0)
         # Both terms carry the factor: f * v_i, and f * (m_i - m)^2.
-        within = (ends - kept) * (counts - 1).clamp(min=0) / counts.clamp(min=1)
-        between = (means - mean).square() / factor
-        var = kept + unbiased((weights * (within + between)).sum(dim=0), total)
+        within, between = ends - kept, (means - mean).square() / factor
+        if self.unbiased_running_var:
+            within = within * (counts - 1).clamp(min=0) / counts.clamp(min=1)
+        var = (weights * (within + between)).sum(dim=0)
+        var = kept + (unbiased(var, total) if self.unbiased_running_var else var)
         return {
             "running_mean": torch.where(total > 0, mean, start["running_mean"]),
             "running_var": torch.where(total > 0, var, start["running_var"]),
@@ -159,7 +178,7 @@ class BatchNorm(nn.Module):
 
 def refuse_one_value(shape: torch.Size) -> None:
     """Raises where x (N, C, *) has one value per channel: its variance is zero, its output bias."""
-    if shape[0] * shape[2:].numel() == 1:
+    if shape.numel() == shape[1]:
         raise UserError(
             f"batch norm got one value per channel, an input of shape {tuple(shape)}; it needs "
             "2 or more: try a larger batch_size or norm_batch_size"

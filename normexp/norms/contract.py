@@ -16,7 +16,8 @@ a norm without them is split by running it once per part:
     merge_state(start, parts, shares)   the state after a step that was run in parts
 
 and an attribute `sequential_state = True`, where its state must see samples one after another: such
-a norm is refused where a step is split.
+a norm is refused where a step is split; or `spans_devices = True`, where it takes its statistics
+over the samples of all processes of a training, and so needs no merge of their states.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from normexp.norms.parts import PartFactory
+from normexp.norms.slots import Slots
+
 View = Literal["map", "token", "sequence"]
 State = dict[str, Tensor]
 
 
 def widen(x: Tensor) -> Tensor:
     """`x` in float32, or in its own dtype where that is wider: squares in bf16 lose digits."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def over_channels(vector: Tensor, x: Tensor) -> Tensor:
@@ -96,14 +100,18 @@ def install_state(module: nn.Module, state: State) -> None:
         setattr(module.get_submodule(owner), leaf, value)
 
 
-class NormFactory:
+class NormFactory(PartFactory):
     """Builds the norm of each site: `norm(C)` for maps (N, C, *), `norm.tokens(C)` for (B, T, C).
+
+    What goes with a norm, its slots, comes from here too: `norm.act(C)`, `norm.conv(...)`,
+    `norm.residual()`, `norm.placement` and `norm.qk_norm`, as `PartFactory` has them.
 
     Args:
         make: builds the bare norm for a number of features.
         view: how a token site shows (B, T, C) to the norm: `token` as (B*T, C), each position a
             sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
         norm_batch_size: samples that share batch statistics in training; None for all of a forward.
+        slots: what surrounds a norm.
     """
 
     def __init__(
@@ -112,7 +120,9 @@ class NormFactory:
         *,
         view: Literal["token", "sequence"] = "token",
         norm_batch_size: int | None = None,
+        slots: Slots | None = None,
     ) -> None:
+        super().__init__(slots or Slots())
         self.make = make
         self.view: Literal["token", "sequence"] = view
         self.norm_batch_size = norm_batch_size
@@ -226,3 +236,15 @@ def named_sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
     for name, module in model.named_modules():
         if isinstance(module, Site):
             yield name, module
+
+
+def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that count as a norm's for weight decay.
+
+    Those below a site, and those that a slot's module names in an attribute `norm_parameters`.
+    """
+    for module in model.modules():
+        if isinstance(module, Site):
+            yield from module.parameters()
+        for name in getattr(module, "norm_parameters", ()):
+            yield module.get_parameter(name)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from normexp.errors import UserError
-from normexp.norms.layout import Build, Layout, find_layout
+from normexp.norms.layout import Build, Layout, find_layout, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
             raise
         except Exception as error:
             raise UserError(
-                f"norm._target_={target} cannot be built for {num_features} features: {error}"
+                f"norm._target_={target} cannot be built for {num_features} features: "
+                f"{first_line(error)}"
             ) from error
         if not isinstance(norm, nn.Module):
             raise UserError(

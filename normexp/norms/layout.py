@@ -71,6 +71,11 @@ class Presented(nn.Module):
         return self.norm(shown).reshape(x.shape)
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
     """How the norm takes its input, from forwards on small inputs with all sizes distinct.
 
@@ -143,7 +148,7 @@ class _Probe:
                 out = norm(x)
                 again = [norm.eval()(x) for _ in range(2)]
             except Exception as error:
-                return f"fails on an input of shape {tuple(x.shape)}: {error}"
+                return f"fails on an input of shape {tuple(x.shape)}: {first_line(error)}"
         if not isinstance(out, Tensor):
             raise UserError(
                 f"norm._target_={self.target} returns a {type(out).__name__}, not a tensor"

@@ -30,4 +30,6 @@ def zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def in_dtype_of(x: Tensor, parameter: Tensor | None) -> Tensor | None:
     """`parameter` in the dtype of `x`: the kernels want one dtype for both."""
-    return None if parameter is None else parameter.to(x.dtype)
+    if parameter is None or parameter.dtype == x.dtype:
+        return parameter
+    return parameter.to(x.dtype)

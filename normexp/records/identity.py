@@ -16,11 +16,13 @@ from typing import Any
 # Top-level keys that do not change what is trained: who runs it, where, how it is watched.
 NOT_TRAINING = (
     *("seed", "replicas", "study", "experiment", "dry_run", "hydra", "allow_leak"),
-    *("data_dir", "runs_dir", "save_weights", "chunk", "stack", "log_every"),
+    *("workers", "fail_fast", "retry_failed", "max_attempts", "tune"),
+    *("data_dir", "runs_dir", "save_weights", "chunk", "stack", "compile", "log_every"),
     *("logger", "diagnostics", "val_every_epochs"),
     *("evaluate_with", "evaluate_batch_sizes", "evaluate_every_epoch", "precise_samples"),
 )
-# The same inside `trainer`; its precision stays. Devices count only as `statistics_groups`.
+# The same inside `trainer`; its precision stays. Devices count in `norm_batch_size`: statistics of
+# a device's share are those of a ghost sub-batch, so the two are one training.
 PLACEMENT = ("accelerator", "devices", "num_nodes", "strategy")
 # Inside `data`: caches never count, and where a file lies does not where a digest of it is known.
 CACHES = ("data_dir", "cache_dir")
@@ -34,9 +36,8 @@ NAME_LENGTH = 16
 def canonical(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, Any]:
     """The part of `config` that defines the training, in one spelling.
 
-    A size becomes None where it reaches the next larger one, since nothing is split then. For a
-    norm that does not mix samples, measured by the caller, `norm_batch_size` and the number of
-    `statistics_groups` (by default 1: into how many parts devices split a batch) become None.
+    A size becomes None where it reaches the next larger one, since nothing is split then; so does
+    `norm_batch_size` for a norm that does not mix samples, measured by the caller.
     """
     kept = {key: value for key, value in config.items() if key not in NOT_TRAINING}
     kept["trainer"] = _without(kept.get("trainer") or {}, PLACEMENT) or None
@@ -47,12 +48,11 @@ def canonical(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, An
     batch, micro = config["batch_size"], config.get("micro_batch_size")
     if micro is not None and micro >= batch:
         micro = None
-    norm, groups = config.get("norm_batch_size"), config.get("statistics_groups") or 1
-    if norm is not None and norm * groups >= (micro or batch):
+    norm = config.get("norm_batch_size")
+    if norm is not None and norm >= (micro or batch):
         norm = None
     kept["micro_batch_size"] = micro
     kept["norm_batch_size"] = norm if mixes_samples else None
-    kept["statistics_groups"] = groups if mixes_samples and groups > 1 else None
     return kept
 
 

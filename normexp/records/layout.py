@@ -1,4 +1,7 @@
-"""Where things lie: runs/<study>/<cell_id>/seed-<k>/ and stacks/<first>-<last>/."""
+"""Where things lie: runs/<study>/<cell_id>/seed-<k>/ and stacks/<first>-<last>/.
+
+A stack of several cells lies beside them: runs/<study>/stacks/<digest of its members>/.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STUDY_FILE = "study.yaml"
+INDEX_FILE = "cells.csv"
 CONFIG_FILE = "config.yaml"
 RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.csv"
 WEIGHTS_FILE = "weights.pt"
 EVALUATION_FILE = "evaluation.json"
 CHECKPOINT_FILE = "last.ckpt"
+ENDED_FILE = "ended.json"
+MEMBERS_FILE = "members.json"
 LOG_FILE = "run.log"
 LOCK_FILE = ".lock"
 

@@ -35,6 +35,7 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: list[str] = []
+        self._kept: set[tuple[int, str]] = set()  # step and name of rows at the place of a cut
         if path.exists():
             _cut_torn_line(path)
 
@@ -45,8 +46,14 @@ class MetricsWriter:
         self.flush()
 
     def add(self, step: int, epoch: int, samples_seen: int, metrics: Mapping[str, float]) -> None:
-        """One row per metric; ValueError for a name that would break a line of the csv."""
+        """One row per metric; ValueError for a name that would break a line of the csv.
+
+        A row that was kept by `truncate_after` is not added again: what a run measures after its
+        last step has the step of its last checkpoint, and may have been written before it died.
+        """
         for name, value in metrics.items():
+            if (step, name) in self._kept:
+                continue
             if not name or any(character in name for character in ',"\r\n'):
                 raise ValueError(f"metric name {name!r} has a comma, a quote or a line break")
             position = f"{index(step)},{index(epoch)},{index(samples_seen)}"
@@ -71,7 +78,9 @@ class MetricsWriter:
         if not self.path.exists():
             return
         rows = _complete_lines(self.path)[1:]
-        kept = [line for number, line in rows if _parse(self.path, number, line).step <= step]
+        parsed = [(_parse(self.path, number, line), line) for number, line in rows]
+        kept = [line for row, line in parsed if row.step <= step]
+        self._kept = {(row.step, row.name) for row, _ in parsed if row.step == step}
         write_text(self.path, "\n".join([HEADER, *kept, ""]))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 SCHEMA = 1
 Status = Literal["finished", "diverged", "failed"]
-OPTIONAL = ("diverged_at_step", "error", "num_parameters", "timing", "invalid")
+OPTIONAL = ("diverged_at_step", "error", "num_parameters", "timing", "invalid", "attempts")
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Result:
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
             samples_per_second; on a GPU peak_memory_mb of the whole stack, in 10^6 bytes.
         invalid: why no number here may be compared, as of a language model that reads the future.
+        attempts: how often the run has failed so far; only where failed.
 
     Raises:
         ValueError: an unknown status, a status without its reason, or a number that is not finite.
@@ -40,6 +41,7 @@ class Result:
     num_parameters: int | None = None
     timing: dict[str, float] = field(default_factory=dict)
     invalid: str | None = None
+    attempts: int | None = None
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
@@ -49,6 +51,8 @@ class Result:
             raise ValueError("diverged_at_step goes with status diverged, and with no other")
         if (self.error is not None) != (self.status == "failed"):
             raise ValueError("error goes with status failed, and with no other")
+        if self.attempts is not None and (self.status != "failed" or self.attempts < 1):
+            raise ValueError("attempts, from 1, goes with status failed, and with no other")
         for group in (self.metrics, self.timing):
             for name, value in group.items():
                 _require_finite(name, value)

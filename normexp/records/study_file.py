@@ -42,6 +42,7 @@ def append_command(
     descriptor = os.open(study_dir / STUDY_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # until close
+        _cut_torn_line(descriptor)
         append_whole(descriptor, content)
     finally:
         os.close(descriptor)
@@ -51,13 +52,14 @@ def read_commands(study_dir: Path) -> list[dict[str, Any]]:
     """The documents of study.yaml, oldest first; none where there is no such file.
 
     Raises:
-        UserError: the file was edited by hand into something else, or is torn.
+        UserError: the file was edited by hand into something else.
     """
     path = study_dir / STUDY_FILE
     documents: list[dict[str, Any]] = []
     if not path.exists():
         return documents
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # without a torn last line
+    for number, line in enumerate(lines, start=1):
         try:
             if line == START.strip():
                 documents.append({})
@@ -70,6 +72,14 @@ def read_commands(study_dir: Path) -> list[dict[str, Any]]:
                 "the file away (the results do not depend on it)"
             ) from error
     return documents
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Removes what a killed writer left after the last line break."""
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.ftruncate(descriptor, end)
 
 
 def _encode(value: Any) -> str:

@@ -15,7 +15,7 @@ from normexp.reporting.style import order_norms
 
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # Keys that belong to the norm: these may differ between the norms that are compared.
-NORM_KEYS = ("norm", "act", "conv", "placement", "qk_norm", "statistics_groups")
+NORM_KEYS = ("norm", "act", "conv", "residual_scale", "placement", "qk_norm")
 # Measured, worked out from the sizes, or without any effect on a result.
 IGNORED = ("mixes_samples", "leaks_future", "stacked", "log_every", "split")
 # Follow from the batch size under some rules (a budget in samples, a half-life): they part cells

@@ -9,6 +9,8 @@ from typing import NoReturn
 
 from normexp.errors import UserError
 
+LAUNCHER = "hydra/launcher="
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -20,6 +22,7 @@ class Arguments:
         config_dirs: folders of the user's own YAMLs.
         help: --help was given.
         delegate: Hydra itself answers (--cfg, --info, shell completion); see `hydra_app`.
+        launcher: a launcher of Hydra's that is to run the cells; None for workers of our own.
     """
 
     overrides: list[str]
@@ -27,6 +30,7 @@ class Arguments:
     config_dirs: list[str]
     help: bool
     delegate: bool
+    launcher: str | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +50,13 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         config_dirs=options.config_dir,
         help=options.help,
         delegate=shows or options.shell_completion,
+        launcher=_launcher(options.overrides),
     )
+
+
+def _launcher(overrides: Sequence[str]) -> str | None:
+    names = [text.removeprefix(LAUNCHER) for text in overrides if text.startswith(LAUNCHER)]
+    return names[-1] if names and names[-1] != "basic" else None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import nn
 
+from normexp.batching.stacking import suitable_threads
 from normexp.build import (
     NetworkBuilder,
-    build_data,
     build_network,
     build_norm,
     build_optimizer,
@@ -26,10 +26,14 @@ from normexp.checks.splitting import check_split
 from normexp.checks.traits import PROBE_SAMPLES, Traits, measure_traits
 from normexp.data.dataset import Data
 from normexp.errors import UserError
+from normexp.norms.contract import NormFactory
+from normexp.norms.slots import PLACES, changed, without_place
 from normexp.records.identity import canonical, cell_id
 from normexp.studies.evaluation_plan import plan_evaluation
+from normexp.studies.kept_data import load_data
+from normexp.studies.kinds import as_typed
 from normexp.studies.naming import identity_of, record_of
-from normexp.studies.plan import Plan, plan_training
+from normexp.studies.plan import Plan, check_norm_batch_size, num_devices_of, plan_training
 from normexp.tasks.evaluation import EvaluationPlan
 from normexp.tasks.optimizer import parameter_groups
 
@@ -60,6 +64,11 @@ class Cell:
         return Path(self.cfg.runs_dir) / self.cfg.study
 
     @property
+    def num_devices(self) -> int:
+        """Devices that train this cell together, on all nodes."""
+        return num_devices_of(self.cfg)
+
+    @property
     def directory(self) -> Path:
         return self.study_dir / self.id
 
@@ -75,6 +84,7 @@ class Cell:
         return None if leak is None else f"leaks the future at {leak.where}"
 
 
+@suitable_threads(0)  # probes are small: two threads wait for each other longer than they save
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     """Builds and probes what `cfg` asks for; a user's mistake is raised here, before any work.
 
@@ -82,26 +92,30 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         choices: the name chosen in each config group, for the record.
     """
     check_trainer(cfg)
-    data = build_data(cfg)
+    data = load_data(cfg)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
+    _check_slots(cfg, norm, model=choices["model"])
     check_split(network, plan.sizes)
     traits = measure_traits(network, data, plan.sizes, drop_last=cfg.drop_last)
     if traits.leak is not None and not cfg.allow_leak:
         raise UserError(refusal_of(traits.leak))
+    if traits.mixes_samples:
+        check_norm_batch_size(cfg, plan.sizes)
     _check_coverage(cfg, plan, network, data)
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits, network)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
         norm.norm_batch_size = None
         logger.info("the norm mixes no samples: every norm_batch_size is this one cell")
-    identity = canonical(identity_of(cfg, data, plan), mixes_samples=traits.mixes_samples)
+    slots = changed(norm.slots, norm.used)
+    identity = canonical(identity_of(cfg, data, plan, slots), mixes_samples=traits.mixes_samples)
     return Cell(
         cfg=cfg,
         id=cell_id(identity),
         identity=identity,
-        record=record_of(cfg, choices, plan, identity) | _record_of_traits(traits),
+        record=record_of(cfg, choices, plan, identity) | slots | _record_of_traits(traits),
         plan=plan,
         data=data,
         build=build,
@@ -109,6 +123,21 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         evaluation=evaluation,
         num_parameters=sum(p.numel() for p in network.parameters()),
     )
+
+
+def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
+    """Refuses a slot of the config for which the built model has no place; notes one of the norm's.
+
+    Raises:
+        UserError: with the models that have one.
+    """
+    for key in without_place(cfg, norm.used):
+        lacks, fits = PLACES[key]
+        raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
+    for key in without_place(cfg.norm, norm.used):
+        lacks, _ = PLACES[key]
+        value = as_typed(cfg.norm[key])
+        logger.info("the norm's %s=%s is left out: model=%s has %s", key, value, model, lacks)
 
 
 def _check_coverage(cfg: DictConfig, plan: Plan, network: nn.Module, data: Data) -> None:

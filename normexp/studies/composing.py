@@ -79,7 +79,7 @@ def _compose(
     overrides: Sequence[str], config_dirs: Sequence[str], known: DictConfig | None
 ) -> DictConfig:
     register_custom()
-    folders = ", ".join(_quoted(f"file://{Path(folder).resolve()}") for folder in config_dirs)
+    folders = ", ".join(quoted(f"file://{Path(folder).resolve()}") for folder in config_dirs)
     search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
     try:
         with hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
@@ -88,7 +88,8 @@ def _compose(
         raise explain_composition(error, known, config_dirs) from error
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as Hydra's grammar takes it whatever is in it."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

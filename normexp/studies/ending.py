@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from normexp.records.committed import commit_results, publish_results
 from normexp.records.environment import describe_environment
 from normexp.records.layout import WEIGHTS_FILE, seed_dir
 from normexp.records.result import Result
-from normexp.records.writer import open_atomic, write_evaluation, write_result
+from normexp.records.writer import open_atomic, write_evaluation
 from normexp.studies.cell import Cell
 from normexp.tasks.evaluation import StatisticsEvaluation
 from normexp.tasks.training import TrainingTask
 
 
 def write_results(
-    cell: Cell, seeds: list[int], task: TrainingTask, evaluation: StatisticsEvaluation
+    runs: Sequence[tuple[Cell, int]],
+    stack_dir: Path,
+    task: TrainingTask,
+    evaluation: StatisticsEvaluation,
 ) -> list[Result]:
-    """Weights, evaluations, then result.json of every run: its presence means ended."""
+    """Weights and evaluations, then result.json of every run: its presence means ended.
+
+    The stack's results are committed together before the first of them is written, so that its
+    runs end together; the checkpoint goes.
+
+    Args:
+        runs: cell and seed of each replica.
+    """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     environment = describe_environment(gpu)
-    if cell.data.source_version:
-        environment["data_source"] = cell.data.source_version
-    timing = _timing(task, len(seeds))
+    if task.data.source_version:
+        environment["data_source"] = task.data.source_version
+    timing = _timing(task, len(runs))
     results = []
-    for index, seed in enumerate(seeds):
+    for index, (cell, seed) in enumerate(runs):
         run_dir = seed_dir(cell.directory, seed)
         if cell.cfg.save_weights:
             with open_atomic(run_dir / WEIGHTS_FILE) as file:
@@ -48,8 +61,10 @@ def write_results(
             timing=timing,
             invalid=cell.invalid,
         )
-        write_result(run_dir, result)
         results.append(result)
+    commit_results(stack_dir, results)
+    for directory in dict.fromkeys(cell.directory for cell, _ in runs):
+        publish_results(directory)
     return results
 
 

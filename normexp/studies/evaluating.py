@@ -27,6 +27,7 @@ from normexp.studies.assembly import arrange_replicas, build_task
 from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.loading import find_cell, load_config, load_weights
 from normexp.studies.naming import GROUPS
+from normexp.studies.plan import place_on_one_device
 from normexp.tasks.evaluation import StatisticsEvaluation, evaluate
 from normexp.tasks.recorder import Recorder
 
@@ -48,8 +49,9 @@ def evaluate_run(cell_dir: Path, asked: DictConfig) -> None:
     results = finished_results(cell_dir)
     choices = {group: results[0].config[group] for group in GROUPS}
     cfg = DictConfig(OmegaConf.merge(load_config(cell_dir), asked))
+    place_on_one_device(cfg)  # wherever it was trained
     if not torch.cuda.is_available():
-        cfg.trainer.accelerator = "cpu"  # wherever it was trained
+        cfg.trainer.accelerator = "cpu"
     cell = prepare_cell(cfg, choices)
     if cell.id != results[0].cell_id:
         raise UserError(

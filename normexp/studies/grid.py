@@ -14,33 +14,50 @@ from normexp.studies.arguments import Arguments
 from normexp.studies.composing import compose, parse_overrides
 from normexp.studies.config import compose_cell
 from normexp.studies.folders import group_choices
+from normexp.studies.outcome import Composed
+from normexp.studies.tuning_space import is_searched
 from normexp.studies.validate import validate
 
 
-def compose_cells(arguments: Arguments) -> list[tuple[DictConfig, dict[str, str]]]:
-    """Config and chosen names of every cell that a command line asks for.
+def compose_cells(arguments: Arguments) -> list[Composed]:
+    """Every cell that a command line asks for, with its config and its title.
 
-    A single cell is validated here; in a sweep `validate` is the runner's, so that a combination
-    of values that cannot be trained is a row and the other cells go on.
+    A single cell is validated here; in a sweep `validate` is the runner's. A combination of values
+    that does not compose, or cannot be trained, is a row of the sweep, and the other cells go on.
 
     Raises:
-        UserError: whatever does not compose, in any cell: a typo is told before the first training.
+        UserError: a single cell, or no cell of a sweep, composes.
     """
-    cells = list_cells(arguments)
-    if len(cells) > 1:
-        return [_compose_of_sweep(cell, arguments.config_dirs) for cell in cells]
-    config, choices = compose_cell(cells[0], arguments.config_dirs)
+    lines = list_cells(arguments)
+    if len(lines) > 1:
+        return compose_sweep(lines, arguments.config_dirs)
+    config, choices = compose_cell(lines[0], arguments.config_dirs)
     validate(config)
-    return [(config, choices)]
+    return [Composed(config, choices, title=" ".join(lines[0]))]
 
 
-def _compose_of_sweep(
-    cell: list[str], config_dirs: Sequence[str]
-) -> tuple[DictConfig, dict[str, str]]:
-    try:
-        return compose_cell(cell, config_dirs)
-    except UserError as error:
-        raise UserError(f"{error} (in the cell {' '.join(cell)})") from error
+def compose_sweep(
+    lines: Sequence[Sequence[str]], config_dirs: Sequence[str] = ()
+) -> list[Composed]:
+    """The cells of some lists of overrides. Raises the first UserError where none composes."""
+    cells, errors = [], []
+    for line, title in zip(lines, titles_of(lines), strict=True):
+        try:
+            config, choices = compose_cell(line, config_dirs)
+            cells.append(Composed(config, choices, title))
+        except UserError as error:
+            cells.append(Composed(None, {}, title, str(error)))
+            errors.append(error)
+    if len(errors) == len(cells):
+        raise errors[0]
+    return cells
+
+
+def titles_of(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The overrides that set each line apart from the others; all of them where none does."""
+    shared = set(lines[0]).intersection(*map(set, lines))
+    own = [[text for text in line if text not in shared] for line in lines]
+    return [" ".join(texts or line) for texts, line in zip(own, lines, strict=True)]
 
 
 def list_cells(arguments: Arguments) -> list[list[str]]:
@@ -63,15 +80,33 @@ def expand_grid(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> li
     the same key of the params. Cells are not composed: one may be refused while others go on.
 
     Raises:
-        UserError: a sweep that cannot be listed, or lists nothing.
+        UserError: a sweep that cannot be listed, or lists nothing; a param that is to be searched.
     """
+    merged = with_params(overrides, config_dirs)
+    for override in merged:
+        if is_searched(override) and override.input_line not in overrides:
+            raise UserError(
+                f"the experiment searches {override.input_line}: run python -m normexp.tune "
+                + " ".join(overrides)
+            )
+    return expand_overrides(merged, config_dirs)
+
+
+def with_params(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[Override]:
+    """The overrides of a line and of its experiment's `hydra.sweeper.params`, one for each key."""
     fixed = _compose_fixed(overrides, parse_overrides(overrides), config_dirs)
     params = fixed.hydra.sweeper.get("params") or {}
     texts = [*(f"{key}={value}" for key, value in params.items()), *overrides]
-    values: dict[str, list[str]] = {}
-    for override in parse_overrides(texts):
-        values[override.get_key_element()] = list(_value_texts(override, config_dirs))
-    return [list(cell) for cell in itertools.product(*values.values())]
+    last = {override.get_key_element(): override for override in parse_overrides(texts)}
+    return list(last.values())
+
+
+def expand_overrides(
+    overrides: Sequence[Override], config_dirs: Sequence[str] = ()
+) -> list[list[str]]:
+    """The product of the values of each override; the first slowest. Raises as `expand_grid`."""
+    values = [list(_value_texts(override, config_dirs)) for override in overrides]
+    return [list(cell) for cell in itertools.product(*values)]
 
 
 def _compose_fixed(

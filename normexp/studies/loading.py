@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from yaml import YAMLError
 
 from normexp.build import build_data, build_network, build_norm
 from normexp.errors import UserError
@@ -21,6 +22,9 @@ from normexp.records.layout import (
     seed_of,
 )
 from normexp.studies.plan import plan_training
+
+GROUPS_TRAINED = ("norm", "model", "data", "optim", "trainer")
+REMEDY = "remove the cell's folder and train it again"
 
 
 def load_run(run_dir: Path) -> nn.Module:
@@ -43,9 +47,15 @@ def load_run(run_dir: Path) -> nn.Module:
 
 
 def load_config(cell_dir: Path) -> DictConfig:
-    """The resolved config of a cell, as its training had it."""
-    cfg = OmegaConf.load(cell_dir / CONFIG_FILE)
-    assert isinstance(cfg, DictConfig)
+    """The resolved config of a cell, as its training had it. Raises UserError for another file."""
+    path = cell_dir / CONFIG_FILE
+    try:
+        cfg = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML; {REMEDY}") from error
+    lacking = [key for key in GROUPS_TRAINED if key not in cfg]
+    if not isinstance(cfg, DictConfig) or lacking:
+        raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
     return cfg
 
 

@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 
 from normexp.batching.budget import count_steps, count_steps_per_epoch
 from normexp.batching.learning_rate import momentum_of_half_life, scale_learning_rate
-from normexp.batching.sizes import Sizes
+from normexp.batching.sizes import Share, Sizes
+from normexp.build import synchronized
 from normexp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,13 @@ class Plan:
 
 
 def plan_training(cfg: DictConfig, num_train: int) -> Plan:
-    """The plan of a cell. Raises UserError for values that contradict each other."""
-    sizes = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
+    """The plan of a cell. Raises UserError for values that contradict each other.
+
+    Its sizes are those with which one device trains the same.
+    """
+    sizes = sizes_of(cfg)
+    if synchronized(cfg):
+        _check_presence(cfg, sizes, num_train)
     steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=cfg.drop_last)
     left_out = num_train - steps_per_epoch * sizes.batch_size
     if left_out > 0:
@@ -67,6 +73,51 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
         optimizer_momentum=momentum,
         norm_momentum=_norm_momentum(cfg, sizes),
     )
+
+
+def num_devices_of(cfg: DictConfig) -> int:
+    """Devices that train a cell together, on all nodes."""
+    return cfg.trainer.devices * cfg.trainer.num_nodes
+
+
+def sizes_of(cfg: DictConfig) -> Sizes:
+    """The sizes of a cell as one device would have them. Raises UserError, see `Sizes`."""
+    asked = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
+    num_devices, is_synchronized = num_devices_of(cfg), synchronized(cfg)
+    if num_devices > 1 and is_synchronized and asked.norm < asked.micro:
+        raise UserError(
+            f"norm_batch_size={cfg.norm_batch_size}: the norm takes statistics over all "
+            f"{num_devices} devices; try norm_batch_size=null, or norm=batch"
+        )
+    return asked.shared_by(num_devices, synchronized=is_synchronized)
+
+
+def place_on_one_device(cfg: DictConfig) -> None:
+    """Makes `cfg` the same training on one device."""
+    cfg.norm_batch_size = sizes_of(cfg).norm_batch_size
+    cfg.trainer.devices = cfg.trainer.num_nodes = 1
+    cfg.trainer.strategy = "auto"
+
+
+def check_norm_batch_size(cfg: DictConfig, sizes: Sizes) -> None:
+    """Refuses statistics over samples of several devices, for a norm that mixes samples."""
+    if cfg.norm_batch_size is not None and cfg.norm_batch_size > sizes.norm:
+        raise UserError(
+            f"norm_batch_size={cfg.norm_batch_size}: each of {num_devices_of(cfg)} devices has "
+            f"{sizes.norm} samples of a forward; try norm_batch_size={sizes.norm}, or norm=sync"
+        )
+
+
+def _check_presence(cfg: DictConfig, sizes: Sizes, num_train: int) -> None:
+    """Refuses a last batch of which a device gets nothing: its peers would wait for it."""
+    rest = 0 if cfg.drop_last else num_train % sizes.batch_size
+    count = num_devices_of(cfg)
+    last_device = Share(count - 1, count)
+    if len(sizes.micro_bounds(rest, last_device)) < len(sizes.micro_bounds(rest)):
+        raise UserError(
+            f"drop_last=false: the last batch of an epoch has {rest} samples, which leaves one of "
+            f"{count} devices without any; try drop_last=true, or norm=batch"
+        )
 
 
 def _norm_momentum(cfg: DictConfig, sizes: Sizes) -> float | None:

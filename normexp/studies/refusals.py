@@ -17,6 +17,7 @@ from normexp.errors import UserError
 from normexp.studies.folders import CUSTOM_GROUPS, GROUPS, group_choices
 
 _SAME_WORD = 0.8  # similarity at which a key elsewhere in the config is worth naming
+_FEW = 12  # choices that a message has room for
 
 
 def explain_syntax(text: str) -> UserError:
@@ -101,8 +102,10 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
     near = get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f"; did you mean {_either(near)}?" if near else ""
     own = f"; your own: {group}=custom {group}._target_=..." if group in CUSTOM_GROUPS else ""
-    listed = ", ".join(choices) or "none"
-    return UserError(f"{group}={name}: no such {group}{hint} (choices: {listed}{own})")
+    listed = f"choices: {', '.join(choices) or 'none'}"
+    if len(choices) > _FEW:
+        listed = f"normexp.train --help lists all {len(choices)}"
+    return UserError(f"{group}={name}: no such {group}{hint} ({listed}{own})")
 
 
 def unknown_key(key: str, known: DictConfig | None) -> UserError:

@@ -11,15 +11,16 @@ from pytorch_lightning.loggers import Logger
 from normexp.errors import UserError
 from normexp.records.layout import seed_dir
 from normexp.studies.cell import Cell
+from normexp.studies.wandb_agent import is_under_agent
 from normexp.tasks.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
 
 
 def open_wandb_runs(cell: Cell, seeds: list[int]) -> list[WandbRun]:
-    """One W&B run per seed; none where W&B was not asked for."""
+    """One W&B run per seed; none where W&B was not asked for, or an agent has a run of its own."""
     chosen = cell.cfg.logger.get("wandb")
-    if chosen is None:
+    if chosen is None or is_under_agent():
         return []
     invalid = ["INVALID"] if cell.invalid else []
     return [

@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 from rich.table import Table
 
+from normexp.records.layout import LOG_FILE
 from normexp.records.result import Result
-
-if TYPE_CHECKING:
-    from normexp.studies.runner import Outcome
+from normexp.studies.display import spoken
+from normexp.studies.expected import expected_seconds, read_timed
+from normexp.studies.outcome import Composed, Outcome
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
+STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
+WIDE = 110  # columns of a terminal that has room for the folders
 MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
 
 
 def print_summary(outcome: Outcome) -> None:
     """Metrics of one cell over its seeds, its directory, and three commands worth typing."""
-    console = Console(highlight=False)
-    cell = outcome.cell
-    if cell is None or not outcome.results:
-        return
     if outcome.status == "failed":
-        Console(stderr=True, highlight=False).print(f"failed: {outcome.error}", markup=False)
+        error = Console(stderr=True, highlight=False)
+        error.print(f"failed: {outcome.error}", markup=False, soft_wrap=True)
+    if outcome.status not in ("finished", "skipped"):
         return
-    words = {"skipped": "already recorded", "finished": "trained"}
+    console = Console(highlight=False)
+    words = {"skipped": "already recorded", "finished": "trained", "stopped": "stopped"}
     count = len(outcome.results)
-    console.print(f"\n{cell.title}: {words[outcome.status]}, n = {count} seeds", markup=False)
-    if cell.invalid:
-        console.print(f"INVALID, every number: {cell.invalid}", markup=False, soft_wrap=True)
+    console.print(f"\n{outcome.title}: {words[outcome.status]}, n = {count} seeds", markup=False)
+    if outcome.invalid:
+        console.print(f"INVALID, every number: {outcome.invalid}", markup=False, soft_wrap=True)
     table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
     for name in shown_metrics(outcome.results):
         values = values_of(outcome.results, name)
-        stamp = " INVALID" if cell.invalid else ""
+        stamp = " INVALID" if outcome.invalid else ""
         table.add_row(name + stamp, *_spread(values), str(len(values)))
     console.print(table)
     diverged = [result for result in outcome.results if result.status == "diverged"]
@@ -44,7 +48,7 @@ def print_summary(outcome: Outcome) -> None:
     seconds = max(result.timing.get("train_seconds", 0.0) for result in outcome.results)
     steps = outcome.results[0].timing.get("step_ms", 0.0)
     console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms a step of the whole stack")
-    console.print(f"run directory: {cell.directory}", markup=False, soft_wrap=True)
+    console.print(f"run directory: {outcome.directory}", markup=False, soft_wrap=True)
     console.print("next:")
     for command in next_commands(outcome):
         console.print(f"  {command}", markup=False, soft_wrap=True)
@@ -57,46 +61,137 @@ def shown_metrics(results: Sequence[Result]) -> list[str]:
 
 
 def next_commands(outcome: Outcome) -> list[str]:
-    """Three commands that fit what was just trained."""
-    assert outcome.cell is not None
-    record = outcome.cell.record
-    norm, data = record["norm"], f" data={record['data']}"
+    """Three commands that fit what was just trained: the same model, data and study."""
+    record = outcome.record
+    norm = record["norm"]
     own = [] if norm == "custom" else [norm]  # custom takes a target, which a list has no room for
     others = [name for name in ("batch", "layer", "instance", "group") if name != norm]
+    kept = [f"{key}={record[key]}" for key in ("model", "data") if record[key] != "custom"]
+    rest = " ".join([*kept, *_place_of(outcome.directory)])
     return [
-        f"python -m normexp.train -m norm={','.join(own + others)}{data}",
-        f"python -m normexp.train -m norm=batch,group norm_batch_size=2,8,32{data}",
+        f"python -m normexp.train -m norm={','.join(own + others)} {rest}",
+        f"python -m normexp.train -m norm=batch,group norm_batch_size=2,8,32 {rest}",
         "python -m normexp.train --help",
     ]
 
 
-def print_closing_table(outcomes: Sequence[Outcome]) -> None:
-    """One row per cell of a sweep; sizes that came to one cell share its row."""
-    table = Table(
-        "status", "norm", "batch", "micro", "norm batch", "result", "n", "where", box=None
-    )
-    shown_cells: set[str] = set()
-    for outcome in outcomes:
-        if outcome.cell is not None and outcome.cell.id in shown_cells:
-            continue
-        if outcome.cell is None:
-            table.add_row(outcome.status, outcome.title, "", "", "", outcome.error, "", "")
-            continue
-        shown_cells.add(outcome.cell.id)
-        record = outcome.cell.record
-        sizes = [str(record[key] or "") for key in ("batch_size", "micro_batch_size")]
-        norm_size = str(record["norm_batch_size"] or "") if record["mixes_samples"] else "any"
-        name = next((n for n in MAIN if values_of(outcome.results, n)), "")
-        values = values_of(outcome.results, name)
-        shown = f"{name} {_mean_and_sd(values)}" if values else outcome.error
-        if outcome.cell.invalid:
-            shown = f"INVALID {shown}"
-        row = [*sizes, norm_size, shown, str(len(values)), outcome.cell.id]
-        table.add_row(outcome.status, record["norm"], *row)
+def _place_of(directory: Path | None) -> list[str]:
+    """The keys that name the study of a cell's folder, where they are not the default."""
+    if directory is None:
+        return []
+    study = directory.parent
+    words = [] if study.name == "default" else [f"study={study.name}"]
+    return words + _runs_dir(study)
+
+
+def _runs_dir(study: Path) -> list[str]:
+    return [] if str(study.parent) == "runs" else [f"runs_dir={quote(str(study.parent))}"]
+
+
+def print_closing_table(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> None:
+    """One row per cell of a sweep; sizes that came to one cell share its row.
+
+    The folder of each cell is left out on a terminal that is too narrow for it.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)  # a log file has no edge
+    rows: dict[str, tuple[list[str], Outcome]] = {}
+    for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
+        key = outcome.cell_id or str(position)
+        rows.setdefault(key, ([], outcome))[0].append(cell.title)
+    names = {_main_metric(outcome) for outcome in outcomes} - {""}
+    metric = names.pop() if len(names) == 1 else ""
+    has_place = console.width >= WIDE
+    table = Table("status", "cell", metric or "result", "n", *["where"] * has_place, box=None)
+    for titles, outcome in rows.values():
+        shown, count = _shown(outcome, in_header=metric), _num_values(outcome)
+        place = [outcome.cell_id] * has_place
+        table.add_row("/".join(_statuses_of(outcome)), _shared_words(titles), shown, count, *place)
     console.print(table)
+    counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
+    console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    for command in commands_to_look(outcomes):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def _shared_words(titles: Sequence[str]) -> str:
+    """What all titles of one cell say; `norm=none` where it was asked for at several sizes."""
+    first, *others = [title.split() for title in titles]
+    return " ".join(word for word in first if all(word in other for other in others)) or titles[0]
+
+
+def _main_metric(outcome: Outcome) -> str:
+    return next((name for name in MAIN if values_of(outcome.results, name)), "")
+
+
+def _num_values(outcome: Outcome) -> str:
+    if not outcome.results:
+        return ""
+    return str(len(values_of(outcome.results, _main_metric(outcome))))
+
+
+def _shown(outcome: Outcome, *, in_header: str) -> str:
+    """The main metric, or why there is none."""
+    name = _main_metric(outcome)
+    values = values_of(outcome.results, name)
+    label = "" if name == in_header else f"{name} "
+    told = [f"{label}{_mean_and_sd(values)}"] if values else []
+    told += [outcome.error] if outcome.error else []
+    diverged = [run for run in outcome.results if run.status == "diverged"]
+    if diverged:
+        steps = ", ".join(str(step) for step in sorted({r.diverged_at_step or 0 for r in diverged}))
+        told.append(f"{len(diverged)} of {len(outcome.results)} diverged, at step {steps}")
+    shown = "; ".join(told)
+    return f"INVALID {shown}" if outcome.invalid else shown
+
+
+def _statuses_of(outcome: Outcome) -> list[str]:
+    """The outcome, and `diverged` where all of its runs that ended did."""
+    ended = [run for run in outcome.results if run.status != "failed"]
+    all_diverged = bool(ended) and all(run.status == "diverged" for run in ended)
+    if outcome.status in ("finished", "skipped") and all_diverged:
+        return ["diverged"]
+    return [outcome.status]
+
+
+def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
+    """Where to look next: the log of each failure, and the study as a whole."""
+    logs = [
+        f"less {quote(str(outcome.directory))}/stacks/*/{LOG_FILE}"
+        for outcome in outcomes
+        if outcome.status == "failed" and outcome.directory is not None
+    ]
+    studies = {outcome.directory.parent for outcome in outcomes if outcome.directory is not None}
+    where = [" ".join([f"study={study.name}", *_runs_dir(study)]) for study in sorted(studies)]
+    has_more = any(outcome.status not in ("finished", "skipped") for outcome in outcomes)
+    status = [f"python -m normexp.status {words}" for words in where] if has_more else []
+    return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]
+
+
+def print_plan(outcomes: Sequence[Outcome]) -> None:
+    """A dry run: what is recorded, what would be trained, and how long it would take."""
+    timed: dict[Path, list[Result]] = {}
+    total, num_unknown, shown_cells = 0.0, 0, set[str]()
+    for outcome in outcomes:
+        if outcome.directory is None:
+            print(f"{outcome.status}: {outcome.title}: {outcome.error}")
+            continue
+        study_dir = outcome.directory.parent
+        if study_dir not in timed:
+            timed[study_dir] = read_timed(study_dir)
+        num_done, num_missing = len(outcome.results), len(outcome.missing)
+        seconds = expected_seconds(outcome, timed[study_dir]) if num_missing else 0.0
+        if outcome.cell_id not in shown_cells:
+            total, num_unknown = total + (seconds or 0.0), num_unknown + (seconds is None)
+        shown_cells.add(outcome.cell_id)
+        expected = "unknown time" if seconds is None else f"about {spoken(seconds)}"
+        print(
+            f"{outcome.cell_id}: {num_missing} runs to do, {num_done} done, "
+            f"{outcome.record['num_steps']} steps each" + (f", {expected}" if num_missing else "")
+        )
+    unknown = f", and {num_unknown} cells of unknown time" if num_unknown else ""
+    print(f"expected: {spoken(total)} of training in one process{unknown}")
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from omegaconf import DictConfig
 
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
+from normexp.norms.slots import Act, Conv, Placement
 from normexp.studies.folders import CUSTOM_GROUPS
 from normexp.studies.kinds import as_typed
+from normexp.studies.place import place_among
 
 
 class Rule(NamedTuple):
@@ -35,7 +37,24 @@ def validate(config: DictConfig) -> None:
         if key not in config.optim:
             raise UserError(f"optim.{key} is missing: an optimizer's YAML says it, see conf/optim")
     validate_keys(config, RULES)
-    Sizes(config.batch_size, config.micro_batch_size, config.norm_batch_size)
+    sizes = Sizes(config.batch_size, config.micro_batch_size, config.norm_batch_size)
+    sizes.shared_by(_num_devices(config))
+
+
+def _num_devices(config: DictConfig) -> int:
+    """Devices of all nodes. Refuses several that nothing brings together."""
+    devices, num_nodes = config.trainer.devices, config.trainer.num_nodes
+    if devices * num_nodes > 1 and config.trainer.strategy != "ddp":
+        key = "devices" if devices > 1 else "num_nodes"
+        raise UserError(
+            f"trainer.{key}={config.trainer[key]}: for several devices take trainer=ddp"
+        )
+    if num_nodes > 1 and place_among(devices * num_nodes) is None:
+        raise UserError(
+            f"trainer.num_nodes={num_nodes}: start this line on every node, by srun or torchrun, "
+            f"as {devices * num_nodes} processes in all"
+        )
+    return devices * num_nodes
 
 
 def validate_keys(config: DictConfig, keys: Iterable[str]) -> None:
@@ -95,7 +114,17 @@ FOLDER = Rule(lambda v: isinstance(v, str) and v != "", "a folder")
 
 OPTIM_KEYS = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
 
+SLOT_RULES = {
+    "act": _one_of(*get_args(Act))._replace(nullable=True),
+    "conv": _one_of(*get_args(Conv))._replace(nullable=True),
+    "residual_scale": Rule(_is_number, "a number", nullable=True),
+    "placement": _one_of(*get_args(Placement))._replace(nullable=True),
+    "qk_norm": FLAG._replace(nullable=True),
+}
+
 RULES = {
+    **SLOT_RULES,
+    **{f"norm.{key}": rule for key, rule in SLOT_RULES.items()},
     "batch_size": COUNT,
     "micro_batch_size": SIZE,
     "norm_batch_size": SIZE,
@@ -110,6 +139,10 @@ RULES = {
     "replicas": COUNT,
     "study": Rule(_is_name, "a folder name of letters, digits, dot, plus, dash and underscore"),
     "dry_run": FLAG,
+    "workers": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more", True),
+    "fail_fast": FLAG,
+    "retry_failed": FLAG,
+    "max_attempts": COUNT,
     "runs_dir": FOLDER,
     "data_dir": FOLDER,
     "eps": NOT_NEGATIVE,
@@ -118,6 +151,8 @@ RULES = {
     "chunk": COUNT,
     "log_every": COUNT,
     "stack": _one_of("auto", True, False),
+    "compile": FLAG,
+    "matmul_precision": _one_of("highest", "high", "medium"),
     "save_weights": FLAG,
     "allow_leak": FLAG,
     "diagnostics": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more", True),
@@ -133,5 +168,14 @@ RULES = {
     "optim.fused": FLAG,
     "optim.schedule": _one_of("constant", "cosine", "one_cycle"),
     "optim.warmup": FRACTION,
+    "trainer.devices": COUNT,
+    "trainer.num_nodes": COUNT,
+    "trainer.strategy": _one_of("auto", "ddp"),
     "trainer.precision": _one_of("32-true", "bf16-mixed", "64-true"),
+    "tune.trials": COUNT,
+    "tune.seeds": Rule(lambda v: _is_whole(v) and v > 1, "a whole number above 1: one run is luck"),
+    "tune.first_seed": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
+    "tune.metric": Rule(lambda v: isinstance(v, str) and v != "", "a metric's name", nullable=True),
+    "tune.pruning": FLAG,
+    "tune.storage": FOLDER._replace(wanted="a file", nullable=True),
 }

@@ -11,8 +11,13 @@ from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 
+from normexp.records.writer import open_atomic
 from normexp.tasks.training import TrainingTask
+
+NONE, DUE, STOP = range(3)  # reasons for a checkpoint
 
 
 class Interrupted(Exception):
@@ -20,7 +25,10 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Whether the user asked to stop; a second Ctrl-C stops at once."""
+    """Whether the user asked to stop; a second Ctrl-C stops at once.
+
+    `requested` may also be set from another thread, by one who asks in the user's place.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -47,6 +55,20 @@ class StopRequest:
         self.requested = True
 
 
+class WholeCheckpoints(TorchCheckpointIO):
+    """Checkpoints that are there whole or not at all, whenever the process is killed.
+
+    Lightning's own go through the folder of temporary files, which may be another disk.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        assert storage_options is None, "for checkpoints in the cloud, which are not written here"
+        with open_atomic(Path(path)) as file:
+            torch.save(checkpoint, file)
+
+
 class Checkpointer(pl.Callback):
     """Saves the stack every `interval` seconds, and once more where a stop was requested.
 
@@ -65,17 +87,20 @@ class Checkpointer(pl.Callback):
     ) -> None:
         assert isinstance(pl_module, TrainingTask)
         if pl_module.step % pl_module.batches.steps_per_epoch:
-            self._save_if_due(trainer)
+            self._save_if_due(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        del pl_module
-        self._save_if_due(trainer)
+        assert isinstance(pl_module, TrainingTask)
+        self._save_if_due(trainer, pl_module)
 
-    def _save_if_due(self, trainer: pl.Trainer) -> None:
+    def _save_if_due(self, trainer: pl.Trainer, task: TrainingTask) -> None:
         due = time.monotonic() - self._saved_at >= self.interval
-        if not (due or self.stop.requested):
+        reason = STOP if self.stop.requested else DUE if due else NONE
+        if task.processes is not None:  # signals and clocks differ; all save, or none
+            reason = task.processes.highest(reason)
+        if reason == NONE:
             return
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_at = time.monotonic()
-        if self.stop.requested:
+        if reason == STOP:
             raise Interrupted

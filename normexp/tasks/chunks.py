@@ -20,6 +20,7 @@ class ChunkLoader:
     Args:
         current_step: optimizer steps done so far.
         max_steps: the most steps in a chunk.
+        agree: of processes that train together, the first one's number; None for one alone.
     """
 
     target_seconds = 0.25
@@ -30,11 +31,13 @@ class ChunkLoader:
         steps_per_epoch: int,
         total_steps: int,
         max_steps: int,
+        agree: Callable[[int], int] | None = None,
     ) -> None:
         self.current_step = current_step
         self.steps_per_epoch = steps_per_epoch
         self.total_steps = total_steps
         self.max_steps = max_steps
+        self.agree = agree or (lambda number: number)
         self._size = 1
 
     def __iter__(self) -> Iterator[slice]:
@@ -42,7 +45,7 @@ class ChunkLoader:
         epoch_end = (step // self.steps_per_epoch + 1) * self.steps_per_epoch
         end = min(epoch_end, self.total_steps)
         while step < end:
-            num_steps = min(self._size, end - step)
+            num_steps = self.agree(min(self._size, end - step))
             started = time.perf_counter()
             yield slice(step, step + num_steps)
             self._resize(time.perf_counter() - started, num_steps)

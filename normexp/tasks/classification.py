@@ -13,10 +13,13 @@ from normexp.tasks.training import TrainingTask
 class Classification(TrainingTask):
     """Cross-entropy in nats over classes, and accuracy as a share of samples."""
 
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        # output (N, num_classes), targets (N,)
+        return functional.cross_entropy(output, batch["targets"], reduction="sum")
+
     def measure(self, output: Tensor, batch: Batch) -> Measured:
-        targets = batch["targets"]  # (N,); output (N, num_classes)
-        loss = functional.cross_entropy(output, targets, reduction="sum")
-        return {"loss": loss, "correct": (output.argmax(dim=-1) == targets).sum()}
+        correct = (output.argmax(dim=-1) == batch["targets"]).sum()
+        return {"loss": self.loss(output, batch), "correct": correct}
 
     def summarise(self, means: Measured, split: str) -> Measured:  # noqa: ARG002
         loss, correct = means["loss"], means["correct"]

@@ -12,8 +12,15 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import Logger
 
-from normexp.tasks.checkpoint import Checkpointer, StopRequest
+from normexp.tasks.checkpoint import Checkpointer, StopRequest, WholeCheckpoints
+from normexp.tasks.strategy import placed
 from normexp.tasks.training import TrainingTask
+
+NOTES = (
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+    "lightning_fabric.utilities.distributed",
+)
 
 
 def fit(
@@ -25,12 +32,14 @@ def fit(
     trainer_options: dict[str, Any],
     loggers: list[Logger],
     callbacks: list[pl.Callback],
+    stop: StopRequest | None = None,
 ) -> bool:
     """Trains, validates as it goes, and tests once at the end; `task.final` holds the metrics.
 
     Args:
         checkpoint: file to resume from where it exists, and to save to.
         trainer_options: accelerator, devices, num_nodes, strategy, precision, for the Trainer.
+        stop: where somebody beside Ctrl-C may ask to stop.
 
     Returns:
         Whether a stop was requested too late to stop this training, which is whole.
@@ -39,7 +48,7 @@ def fit(
         Interrupted: a stop was requested and the checkpoint written.
         KeyboardInterrupt: a second request, which waits for nothing.
     """
-    stop = StopRequest()
+    stop = stop or StopRequest()
     with quiet_lightning(), stop.listening():
         trainer = pl.Trainer(
             max_epochs=epochs,
@@ -48,9 +57,10 @@ def fit(
             logger=loggers or False,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
             enable_checkpointing=False,
+            plugins=[WholeCheckpoints()],
             enable_progress_bar=False,
             enable_model_summary=False,
-            **trainer_options,
+            **placed(trainer_options),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
@@ -66,14 +76,18 @@ def fit(
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Without Lightning's notes on hardware, loader workers (none here) and its own internals."""
-    notes = logging.getLogger("pytorch_lightning.utilities.rank_zero")
-    level = notes.level
-    notes.setLevel(logging.WARNING)
+    notes = [logging.getLogger(name) for name in NOTES]
+    levels = [each.level for each in notes]
+    for each in notes:
+        each.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
             warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
+            # Every process evaluates in full, so their values are the same already.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
             yield
     finally:
-        notes.setLevel(level)
+        for each, level in zip(notes, levels, strict=True):
+            each.setLevel(level)

@@ -14,9 +14,9 @@ from normexp.tasks.training import TrainingTask
 class LanguageModeling(TrainingTask):
     """Cross-entropy in nats per token, and bits per byte of the text it stands for."""
 
-    def measure(self, output: Tensor, batch: Batch) -> Measured:
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()  # (N*T, V), (N*T,)
-        return {"loss": functional.cross_entropy(logits, targets, reduction="sum")}
+        return functional.cross_entropy(logits, targets, reduction="sum")
 
     def summarise(self, means: Measured, split: str) -> Measured:
         assert self.data.bytes_per_token is not None

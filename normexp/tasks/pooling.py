@@ -62,10 +62,14 @@ def _pool_moments(start: State, parts: list[State], shares: list[float]) -> Stat
 
 
 def undo_bessel(replicas: Replicas) -> None:
-    """From the unbiased variance, which running averages hold, to that of the population."""
+    """From the unbiased variance, which running averages hold, to that of the population.
+
+    A norm whose running variance is the biased one says so by `unbiased_running_var = False`.
+    """
     for _, site in named_sites(replicas):
         for module in site.modules():
-            if _has_moments(module) and hasattr(module, "num_values"):
+            averages_unbiased = getattr(module, "unbiased_running_var", True)
+            if _has_moments(module) and hasattr(module, "num_values") and averages_unbiased:
                 norm: Any = module
                 num = norm.num_values[..., None].to(norm.running_var.dtype)
                 norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))

@@ -1,9 +1,11 @@
-"""The progress bar: epoch, loss and accuracy, counted in optimizer steps."""
+"""How far a training is: a bar with epoch, loss and accuracy, or reports to one who shows it."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -13,7 +15,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from normexp.tasks.recorder import finite_mean
 from normexp.tasks.training import TrainingTask
 
+SECONDS_BETWEEN_REPORTS = 0.25
 SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal to draw on
+
+
+class StepReports(pl.Callback):
+    """Tells somebody else, who shows it, how far a stack is; a few times a second at most."""
+
+    def __init__(self, on_steps: Callable[[int, int], None]) -> None:
+        self.on_steps = on_steps
+        self._told_at = -math.inf
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        del trainer
+        assert isinstance(pl_module, TrainingTask)
+        if time.monotonic() - self._told_at > SECONDS_BETWEEN_REPORTS:
+            self._told_at = time.monotonic()
+            self.on_steps(pl_module.step, pl_module.recipe.schedule.total_steps)
 
 
 class TrainingProgress(pl.Callback):

@@ -7,24 +7,26 @@ happens in an optimizer step. Position is counted in optimizer steps, never in c
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from normexp.batching.accumulation import accumulate
 from normexp.batching.draws import derive_seed
+from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, Measured, Replicas, dropouts
-from normexp.batching.sizes import Sizes
+from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data
 from normexp.tasks.chunks import ChunkLoader, IndexBlocks
+from normexp.tasks.compilation import compiled, prepare_for
 from normexp.tasks.frozen import block_size, score_block, shuffled
 from normexp.tasks.losses import LossHistory
-from normexp.tasks.optimizer import OptimizerFactory, Schedule, parameter_groups
+from normexp.tasks.optimizer import OptimizerFactory, ReplicaRates, Schedule, parameter_groups
 from normexp.tasks.recorder import Position, Recorder, finite_mean
 
 
@@ -42,13 +44,16 @@ class Recipe:
     eval_group: int | None  # samples a norm sees together in evaluation; None where it mixes none
     log_every: int  # optimizer steps between two rows of train/loss
     max_chunk: int  # most optimizer steps in one call of training_step
+    lr_scales: tuple[float, ...] | None = None  # of each replica's own lr to `lr`, at most 1
+    compile: bool = False  # torch.compile the forward and backward of training
 
 
 class TrainingTask(pl.LightningModule):
     """Trains S replicas on one data set; a subclass says what is measured.
 
-    A subclass gives `measure(output, batch)`: sums over a batch's targets as scalars, one of them
-    `loss`; and `summarise(means, split)`: metrics from those sums divided by the number of targets.
+    A subclass gives `loss(output, batch)`, summed over a batch's targets; where evaluation wants
+    other sums too, `measure(output, batch)`; and `summarise(means, split)`: metrics from those sums
+    divided by the number of targets.
     """
 
     def __init__(
@@ -66,26 +71,46 @@ class TrainingTask(pl.LightningModule):
         self.batches = batches
         self.recipe = recipe
         self.recorder = recorder
+        self.processes: Processes | None = None  # those that train together; None for one alone
         self.validated_at: int | None = None  # the step of the last validation
         self.train_seconds = 0.0
         self.losses = LossHistory(replicas.num_replicas, recipe.log_every)
         self.final: dict[str, list[float]] = {}
         self._sums: dict[str, Tensor] = {}
         self._num_targets = 0
+        self._rates: ReplicaRates | None = None
+        self._measured = replicas.measure
         self._num_dropouts = len(dropouts(replicas.trees[0]))
 
-    def measure(self, output: Tensor, batch: Batch) -> Measured:
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
+
+    def measure(self, output: Tensor, batch: Batch) -> Measured:
+        """What evaluation sums up; training wants the loss alone."""
+        return self._measure_loss(output, batch)
+
+    def _measure_loss(self, output: Tensor, batch: Batch) -> Measured:
+        return {"loss": self.loss(output, batch)}
 
     def summarise(self, means: Measured, split: str) -> Measured:
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
         del stage
-        self.data = self.batches.data = self.data.to(self.trainer.strategy.root_device)
+        device = self.trainer.strategy.root_device
+        self.data = self.batches.data = self.data.to(device)
+        prepare_for(device, self.replicas, self.data)
+        if self.trainer.world_size > 1 and self.processes is None:
+            share = Share(self.trainer.global_rank, self.trainer.world_size)
+            self.processes = Processes(share, device)
+            self.batches.own_samples = self._own_samples
 
     def on_train_start(self) -> None:
         self.batches.dtype = self.input_dtype  # as the trainer's precision has made it
+        if self.recipe.lr_scales is not None:
+            self._rates = ReplicaRates(self.replicas, self.recipe.lr_scales)
+        if self.recipe.compile:
+            self._measured = compiled(self.replicas, self.recipe.sizes, self.device)
 
     def transfer_batch_to_device(
         self, batch: slice, device: torch.device, dataloader_idx: int
@@ -111,6 +136,7 @@ class TrainingTask(pl.LightningModule):
             self.batches.steps_per_epoch,
             self.recipe.schedule.total_steps,
             self.recipe.max_chunk,
+            agree=self.processes.agree if self.processes else None,
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -122,25 +148,58 @@ class TrainingTask(pl.LightningModule):
 
     def training_step(self, chunk: slice) -> None:
         started = time.perf_counter()
-        recipe, optimizer = self.recipe, self.optimizers()
-        assert isinstance(optimizer, LightningOptimizer)  # a list only where there are several
+        # The plain optimizer: Lightning's wrapper counts steps, which `losses` does, and scales the
+        # gradients of float16, which no precision here has, for 5 % of a small step.
+        recipe, optimizer = self.recipe, self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, torch.optim.Optimizer)  # a list only where there are several
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for batch in self.batches.chunk(chunk.start, chunk.stop - chunk.start):
             for group in optimizer.param_groups:
                 group["lr"] = recipe.lr * recipe.schedule.factor(self.step)
-            optimizer.zero_grad()
-            self.losses.add(accumulate(self.replicas, batch, recipe.sizes, self._backward_part))
+            for parameter in parameters:  # as zero_grad, without its profiling
+                parameter.grad = None
+            self.losses.add(self._gradient(batch))
             if recipe.max_grad_norm is not None:
                 self.replicas.clip_gradients(recipe.max_grad_norm)
-            optimizer.step()
+            with self._rates.applied() if self._rates else nullcontext():
+                optimizer.step()
         self._record_losses()
         self.train_seconds += time.perf_counter() - started
+
+    def _gradient(self, batch: Batch) -> Tensor:
+        """Leaves the step's gradient and buffers in the replicas; returns its losses (S,)."""
+        num_samples = self.batches.num_samples_of(self.step)
+        start = self.replicas.read_buffers() if self.processes else []
+        bounds = self._bounds(num_samples, self.share)
+        losses = accumulate(self.replicas, batch, bounds, num_samples, self._backward_part)
+        if self.processes is None:
+            return losses
+        shares = [Share(index, self.share.count) for index in range(self.share.count)]
+        taken = [_count(self._bounds(num_samples, share)) for share in shares]
+        self.processes.merge_buffers(self.replicas, start, taken)
+        return self.processes.sum_gradients(self.replicas, losses, taken)
+
+    @property
+    def share(self) -> Share:
+        """What this process takes of each step."""
+        return self.processes.share if self.processes else WHOLE
+
+    def _bounds(self, num_samples: int, share: Share) -> list[Bounds]:
+        return self.recipe.sizes.micro_bounds(num_samples, share)
+
+    def _own_samples(self, num_samples: int) -> Tensor:
+        """Indices of this process's samples in a step of `num_samples`."""
+        own = self._bounds(num_samples, self.share)
+        return torch.tensor([index for first, last in own for index in range(first, last)]).long()
 
     def _backward_part(self, part: Batch, num_targets: int, first_sample: int) -> Tensor:
         """Adds a part's gradient, over the whole step's targets: a short part weighs less."""
         self._hand_in_draws(first_sample)
-        losses = self.replicas.measure(part, self.measure)["loss"] / num_targets
-        self.manual_backward(losses.sum())
-        return losses.detach()
+        losses = self._measured(part, self._measure_loss)["loss"]
+        # Not Lightning's manual_backward: its hooks cost more than a small step's optimizer, and
+        # none of the precisions here scales a loss.
+        losses.backward(torch.full_like(losses, 1 / num_targets))
+        return losses.detach() / num_targets
 
     def _hand_in_draws(self, first_sample: int) -> None:
         seeds = self.batches.seeds
@@ -243,3 +302,7 @@ class TrainingTask(pl.LightningModule):
         self.validated_at = state["validated_at"]
         self.final = state["final"]
         self.recorder.truncate_after(self.step)
+
+
+def _count(bounds: list[Bounds]) -> int:
+    return sum(last - first for first, last in bounds)

@@ -6,6 +6,7 @@ from torch import nn
 
 from normexp.batching.replicas import InTurn, Stacked, stack_networks
 from normexp.batching.stacking import SMALL_FORWARD, stacks, suitable_threads
+from normexp.norms.parts import ResidualScale
 
 
 def networks(count: int = 3) -> list[nn.Module]:
@@ -41,8 +42,10 @@ def test_replica_taken_out_of_a_stack_is_the_network_that_went_in():
 
 
 def test_clipping_of_a_stack_is_clipping_of_each_replica():
-    given, whole = networks(), batch()
-    stacked, in_turn = Stacked(given), InTurn(networks())
+    given, whole, others = networks(), batch(), networks()
+    for network in (*given, *others):
+        network.append(ResidualScale(2.0).double())  # a parameter without axes
+    stacked, in_turn = Stacked(given), InTurn(others)
     for replicas in (stacked, in_turn):
         replicas.eval()  # torch's batch norm cannot write its running mean under vmap
         replicas.measure(whole, measure)["loss"].sum().backward()

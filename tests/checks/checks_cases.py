@@ -101,7 +101,7 @@ def shipped(name: str, data: Data, view: View) -> NormFactory:
 
 @cache
 def _config_of(name: str, view: View) -> DictConfig:
-    groups = ["norm.num_groups=4"] if "group" in name else []
+    groups = ["norm.num_groups=4"] if "group" in name and name != "group1" else []
     return compose_config([f"norm={name}", f"norm.view={view}", *groups])
 
 

@@ -44,10 +44,62 @@ TABLE: dict[tuple[str, View], Mixed] = {
     ("causal_group", "sequence"): SEPARATE,
     ("rms", "token"): SEPARATE,
     ("rms", "sequence"): SEPARATE,
+    ("group1", "token"): SEPARATE,
+    ("group1", "sequence"): Mixed(future=ALWAYS),
+    ("position", "token"): SEPARATE,
+    ("position", "sequence"): SEPARATE,
+    ("scale", "token"): SEPARATE,
+    ("scale", "sequence"): SEPARATE,
+    ("simple_rms", "token"): SEPARATE,
+    ("simple_rms", "sequence"): SEPARATE,
+    ("crms", "token"): SEPARATE,
+    ("crms", "sequence"): SEPARATE,
+    ("frn", "sequence"): Mixed(future=ALWAYS),
+    ("evonorm_b0", "token"): Mixed(samples=IN_TRAINING, future=IN_TRAINING),
+    ("evonorm_b0", "sequence"): Mixed(samples=IN_TRAINING, future=ALWAYS),
+    ("evonorm_s0", "token"): SEPARATE,
+    ("evonorm_s0", "sequence"): Mixed(future=ALWAYS),
+    ("dyt", "token"): SEPARATE,
+    ("dyt", "sequence"): SEPARATE,
+    ("derf", "token"): SEPARATE,
+    ("derf", "sequence"): SEPARATE,
+    **dict.fromkeys(
+        [
+            *((n, "token") for n in ("batch_renorm", "sync", "power", "l1_batch")),
+            *((n, "token") for n in ("moving_average_batch", "eval_norm", "switchable")),
+            *((n, "token") for n in ("bn_unbiased", "bn_eps_outside", "bn_biased_ema")),
+            *((n, "token") for n in ("bn_naive_var", "no_eps")),
+            *((n, "sequence") for n in ("ghost", "batch_renorm", "power", "moving_average_batch")),
+        ],
+        Mixed(samples=IN_TRAINING, future=IN_TRAINING),
+    ),
+    ("frozen", "token"): SEPARATE,
+    ("bn_per_position", "sequence"): Mixed(samples=IN_TRAINING),
+    ("batch_instance", "sequence"): Mixed(samples=IN_TRAINING, future=ALWAYS),
+    ("eval_norm", "sequence"): Mixed(samples=IN_TRAINING, future=ALWAYS),
+    ("switchable", "sequence"): Mixed(samples=IN_TRAINING, future=ALWAYS),
+    ("ln_unbiased", "token"): SEPARATE,
+    ("ln_unbiased", "sequence"): Mixed(future=ALWAYS),
+    ("ln_no_eps", "token"): SEPARATE,
+    ("ln_time", "sequence"): Mixed(future=ALWAYS),
+    ("ln_hw", "sequence"): Mixed(future=ALWAYS),
     ("none", "token"): SEPARATE,
     ("none", "sequence"): SEPARATE,
+    ("skipinit", "token"): SEPARATE,
+    ("skipinit", "sequence"): SEPARATE,
+    ("ws", "token"): SEPARATE,
+    ("nf", "token"): SEPARATE,
+    ("group_ws", "token"): SEPARATE,
+    ("group_ws", "sequence"): Mixed(future=ALWAYS),
 }
-CASES = pytest.mark.parametrize(("name", "view"), TABLE, ids=map("-".join, TABLE))
+FAST = ("batch", "batch_per_position", "layer", "instance", "group", "causal_group", "frn", "ghost")
+CASES = pytest.mark.parametrize(
+    ("name", "view"),
+    [
+        pytest.param(*case, id="-".join(case), marks=() if case[0] in FAST else pytest.mark.slow)
+        for case in TABLE
+    ],
+)
 MODES = (True, False)
 
 

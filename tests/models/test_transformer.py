@@ -27,7 +27,7 @@ def reference_attention(attention: Attention, x: torch.Tensor, allowed: torch.Te
 @pytest.mark.parametrize("kind", ["all", "causal", "masked"])
 def test_attention_equals_the_formula(kind: str) -> None:
     torch.manual_seed(0)
-    attention = Attention(12, 3, is_causal=kind == "causal").double()
+    attention = Attention(12, 3, NORM, is_causal=kind == "causal").double()
     x = torch.randn(2, 5, 12, dtype=torch.double)
     mask = torch.arange(5) < torch.tensor([[5], [3]]) if kind == "masked" else None
     allowed = torch.ones(2, 5, 5, dtype=torch.bool)
@@ -40,7 +40,7 @@ def test_attention_equals_the_formula(kind: str) -> None:
 
 
 def test_attention_of_a_sample_without_real_positions_is_finite() -> None:
-    attention = Attention(8, 2, is_causal=False)
+    attention = Attention(8, 2, NORM, is_causal=False)
     mask = torch.tensor([[True, True], [False, False]])
     out = attention(torch.randn(2, 2, 8), mask)
     out.sum().backward()
@@ -79,7 +79,7 @@ def test_initial_weights_follow_gpt2() -> None:
 
 def test_heads_that_do_not_divide_the_width_are_refused_with_a_width_that_works() -> None:
     with pytest.raises(UserError, match="num_heads=3 does not divide width=64; try model.width=66"):
-        Attention(64, 3, is_causal=False)
+        Attention(64, 3, NORM, is_causal=False)
 
 
 def test_sequence_longer_than_block_size_is_refused() -> None:

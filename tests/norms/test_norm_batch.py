@@ -183,13 +183,17 @@ def test_parts_of_padding_alone_leave_the_start():
         assert torch.equal(merged[name], start[name])
 
 
-def test_buffers_may_be_written_between_a_forward_and_its_backward():
-    norm = randomize(BatchNorm(C).double())
+def test_norm_may_be_called_twice_before_a_backward():
+    """As a module that a model shares between two places is; its kernel keeps its buffers."""
+    norm, other = randomize(BatchNorm(C).double()), nn.BatchNorm1d(C, eps=1e-5).double()
+    other.load_state_dict(norm.state_dict())
     x = random_tensor(6, C).requires_grad_()
-    start = read_state(norm)
-    out = norm(x)
-    write_state(norm, start)
-    gradients(out, [x, *norm.parameters()])
+    (a, *of_ours), (b, *of_torch) = (
+        gradients(n(x) + n(x.square()), [x, *n.parameters()]) for n in (norm, other)
+    )
+    assert_close(a, b)
+    assert_close(of_ours, of_torch)
+    assert_close(norm.running_var, other.running_var)
 
 
 def test_buffers_keep_no_graph_and_survive_a_copy_and_a_cast():

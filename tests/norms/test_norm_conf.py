@@ -10,12 +10,17 @@ from hydra.utils import instantiate
 from norm_cases import C
 from omegaconf import DictConfig, OmegaConf
 
+from normexp.build import RESERVED_NORM_KEYS
 from normexp.norms.contract import NormFactory
 from normexp.norms.foreign import adapt
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "norm"
 FILES = sorted(FOLDER.glob("*.yaml"))
-EXPECTED = ["batch", "group", "instance", "layer", "layer2d", "none", "rms"]
+EXPECTED = [
+    *("batch", "group", "instance", "layer", "layer2d", "none", "rms"),
+    *("group1", "position", "scale", "simple_rms", "crms", "frn", "evonorm_b0", "evonorm_s0"),
+    *("dyt", "derf"),
+]
 
 
 def test_the_shipped_norms_are_there():
@@ -26,8 +31,9 @@ def test_the_shipped_norms_are_there():
 def test_a_norm_is_built_from_its_file_and_runs_on_maps_and_tokens(name):
     cfg = OmegaConf.load(FOLDER / f"{name}.yaml")
     assert isinstance(cfg, DictConfig)
-    view = cfg.pop("view")
-    cfg.pop("half_life", None)  # build.py turns it into a momentum
+    view = cfg.view
+    for key in RESERVED_NORM_KEYS:  # what build.py keeps for itself
+        cfg.pop(key, None)
     make = adapt(instantiate(cfg), target=cfg._target_, eps=0.25)
     factory = NormFactory(make, view=view)
     site = factory(16)

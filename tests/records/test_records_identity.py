@@ -50,8 +50,7 @@ def id_of(changes: Mapping[str, object] | None = None, *, mixes_samples: bool = 
         ({}, {"micro_batch_size": 32, "norm_batch_size": 32}),
         ({"micro_batch_size": 8}, {"micro_batch_size": 8, "norm_batch_size": 8}),
         ({"micro_batch_size": 8}, {"micro_batch_size": 8, "norm_batch_size": 32}),
-        ({}, {"statistics_groups": 1}),
-        ({"statistics_groups": 2}, {"statistics_groups": 2, "norm_batch_size": 16}),
+        ({"trainer.devices": 2, "norm_batch_size": 16}, {"norm_batch_size": 16}),
         ({}, {"max_grad_norm": None}),
         ({"lr": 1}, {"lr": 1.0}),
         ({"lr": 0.1}, {"lr": 0.10}),
@@ -83,7 +82,6 @@ def test_order_of_keys_does_not_matter():
         {"batch_size": 64},
         {"micro_batch_size": 8},
         {"norm_batch_size": 8},
-        {"statistics_groups": 2},
         {"epochs": 16},
         {"lr": 0.10000000000000002},
         {"max_grad_norm": 1.0},
@@ -123,7 +121,7 @@ def test_what_does_not_define_a_training_keeps_the_id(change):
 
 
 def test_norm_that_ignores_other_samples_has_no_norm_batch_size():
-    one = id_of({"norm_batch_size": 4, "statistics_groups": 2}, mixes_samples=False)
+    one = id_of({"norm_batch_size": 4}, mixes_samples=False)
     assert one == id_of(mixes_samples=False)
     assert one != id_of({"norm_batch_size": 4})
 

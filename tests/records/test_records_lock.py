@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.records.lock import StackLock
+from normexp.records.lock import StackLock, is_held
 
 HOLD = """
 import sys
@@ -114,3 +114,16 @@ def test_lock_whose_file_vanishes_between_open_and_flock_is_taken_anew(path: Pat
     assert len(calls) == 2
     assert path.read_text() == str(os.getpid())
     lock.release()
+
+
+def test_question_whether_it_is_held_creates_and_takes_nothing(path: Path):
+    assert not is_held(path)
+    assert not path.exists()
+    lock = StackLock(path)
+    with lock as held:
+        assert held
+        assert is_held(path)
+        assert lock.holder() == os.getpid()
+    path.write_text("123")  # what a killed holder leaves
+    assert not is_held(path)
+    assert path.read_text() == "123"

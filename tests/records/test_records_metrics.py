@@ -152,3 +152,15 @@ def test_broken_line_and_foreign_file_are_named(path: Path):
         read_metrics(path)
     with pytest.raises(UserError, match="does not exist"):
         read_metrics(path.with_name("other.csv"))
+
+
+def test_rows_that_were_written_after_the_last_checkpoint_are_not_doubled(path: Path):
+    """A run that is killed after its test resumes from its last step, and tests once more."""
+    with MetricsWriter(path) as writer:
+        writer.add(8, 1, 64, {"val/loss": 0.25})  # a checkpoint follows
+        writer.add(8, 1, 64, {"test/loss": 0.5})
+    whole = path.read_bytes()
+    with MetricsWriter(path) as resumed:
+        resumed.truncate_after(8)
+        resumed.add(8, 1, 64, {"test/loss": 0.5})
+    assert path.read_bytes() == whole

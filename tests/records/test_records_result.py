@@ -76,6 +76,8 @@ def test_metric_that_is_no_finite_number_is_refused(value):
         ({"diverged_at_step": 3}, "diverged_at_step goes with status diverged"),
         ({"status": "failed"}, "error goes with status failed"),
         ({"error": "x"}, "error goes with status failed"),
+        ({"attempts": 2}, "attempts, from 1, goes with status failed"),
+        ({"status": "failed", "error": "x", "attempts": 0}, "attempts, from 1"),
         ({"timing": {"step_ms": float("nan")}}, "step_ms=nan is not a finite number"),
     ],
 )

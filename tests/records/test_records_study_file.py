@@ -112,3 +112,14 @@ def test_file_edited_by_hand_is_named_with_the_line(tmp_path: Path):
         file.write("oops\n")
     with pytest.raises(UserError, match=r"study\.yaml line 6 is not as normexp writes it"):
         read_commands(tmp_path)
+
+
+def test_document_that_a_killed_writer_tore_is_cut_at_its_last_line(tmp_path: Path):
+    append_command(tmp_path, ["first"], {}, "0" * 16)
+    path = tmp_path / "study.yaml"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'---\ntime: "2026-01-01T00:00:00+00:00"\ncommand: ["seco')
+    assert [document.get("command") for document in read_commands(tmp_path)] == [["first"], None]
+    append_command(tmp_path, ["third"], {}, "0" * 16)
+    commands = [document.get("command") for document in read_commands(tmp_path)]
+    assert commands == [["first"], None, ["third"]]

@@ -92,7 +92,7 @@ def test_params_of_an_experiment_are_swept_with_and_without_m(recipe_dir: str):
 
 def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):
     line = ["-m", "--config-dir", recipe_dir, "experiment=mine", "batch_size=4"]
-    cells = [config for config, _ in compose_cells(parse_arguments(line))]
+    cells = [cell.cfg for cell in compose_cells(parse_arguments(line)) if cell.cfg is not None]
     assert [(cell.optim.default_lr, cell.batch_size) for cell in cells] == [(0.1, 4), (1e-3, 4)]
     assert {cell.study for cell in cells} == {"mine"}
 
@@ -103,6 +103,22 @@ def test_single_cell_is_validated_and_a_sweep_left_to_its_rows():
     assert len(compose_cells(parse_arguments(["-m", "norm_batch_size=2,3"]))) == 2
 
 
-def test_typo_in_a_sweep_is_refused_before_any_cell():
-    with pytest.raises(UserError, match=r"optim=sgdd: .* \(in the cell optim=sgdd\)"):
-        compose_cells(parse_arguments(["-m", "optim=adamw,sgdd"]))
+def test_cell_that_does_not_compose_is_a_row_beside_the_others():
+    good, bad = compose_cells(parse_arguments(["-m", "optim=adamw,sgdd", "epochs=1"]))
+    assert good.cfg is not None and not good.error
+    assert bad.cfg is None and bad.error.startswith("optim=sgdd: no such optim")
+    assert [good.title, bad.title] == ["optim=adamw", "optim=sgdd"]
+
+
+def test_sweep_of_which_nothing_composes_is_a_mistake():
+    with pytest.raises(UserError, match="optim=sgdd"):
+        compose_cells(parse_arguments(["-m", "optim=sgdd,adamww"]))
+
+
+def test_digest_is_of_the_training_and_not_of_seeds_or_places():
+    line = ["-m", "norm=batch,group", "seed=0,4", "study=a,b"]
+    cells = compose_cells(parse_arguments(line))
+    digests = {(cell.choices["norm"], cell.digest) for cell in cells}
+    assert len(cells) == 8
+    assert len(digests) == 2
+    assert len({digest for _, digest in digests}) == 2

@@ -40,7 +40,7 @@ def test_checkpoints_of_other_stacks_with_one_of_the_seeds_go(tmp_path: Path):
     for name in ("0-1", "1-3", "2-5", "6-7"):
         (tmp_path / "stacks" / name).mkdir(parents=True)
         (tmp_path / "stacks" / name / "last.ckpt").touch()
-    remove_superseded(tmp_path, [2, 3, 4, 5])
+    remove_superseded(tmp_path, [2, 3, 4, 5], tmp_path / "stacks" / "2-5")
     left = sorted(path.parent.name for path in tmp_path.glob("stacks/*/last.ckpt"))
     assert left == ["0-1", "2-5", "6-7"]
 

@@ -14,7 +14,7 @@ from normexp.records.metrics import read_metrics
 from normexp.records.reader import read_result
 from normexp.train import main
 
-QUICK = ["steps=12", "replicas=2", "log_every=5"]
+QUICK = ["steps=12", "replicas=2", "log_every=5", "workers=0"]  # no other process
 
 
 def train(tmp_path: Path, *words: str) -> int:

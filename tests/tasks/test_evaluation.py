@@ -23,6 +23,7 @@ from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.contract import named_sites
+from normexp.norms.deviations import BatchNormBiasedAverage
 from normexp.norms.group import GroupNorm
 from normexp.norms.moments import Moments
 from normexp.tasks import frozen
@@ -56,6 +57,10 @@ def backwards(num_features: int) -> nn.Module:
     """A norm whose momentum is the weight of the old value."""
 
     class Backwards(BatchNorm):
+        def _kernel_advances(self, x: Tensor) -> bool:
+            del x
+            return False  # the kernel takes the momentum as it is
+
         def _factor(self, step: Tensor, dtype: torch.dtype):
             del step, dtype
             assert self.momentum is not None
@@ -119,7 +124,11 @@ def own(task: TrainingTask, states: list[dict[str, Tensor]], index: int) -> dict
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("num_samples", [40, 37, 3], ids="N={}".format)
-@pytest.mark.parametrize("make_norm", [BatchNorm, foreign], ids=["shipped", "foreign"])
+@pytest.mark.parametrize(
+    "make_norm",
+    [BatchNorm, foreign, BatchNormBiasedAverage],
+    ids=["shipped", "foreign", "biased"],
+)
 def test_precise_statistics_equal_one_pass_over_all_values(make_norm, num_samples, form):
     task = trained(make_norm=make_norm, sizes=Sizes(8), **form)
     found = population_of(task, num_samples, group_size=4)
@@ -201,6 +210,10 @@ class Breaks(BatchNorm):
 
     limit = 1_000_000
     forwards = 0
+
+    def _kernel_advances(self, x: Tensor) -> bool:
+        del x
+        return False  # but through `_advance`
 
     def _advance(self, moments: Moments) -> None:
         super()._advance(moments)

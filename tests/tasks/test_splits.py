@@ -21,10 +21,12 @@ from training_cases import (
 )
 
 from normexp.batching.sizes import Sizes
+from normexp.norms.contract import NormFactory
 from normexp.norms.group import GroupNorm
 from normexp.norms.instance import InstanceNorm
 from normexp.norms.layer import LayerNorm
 from normexp.norms.rms import RMSNorm
+from normexp.norms.slots import Slots
 
 
 class StrangerNorm(nn.Module):
@@ -72,6 +74,24 @@ def test_accumulation_equals_ghost_sub_batches(tmp_path: Path, case: str, make_n
     common = {"model": model, "make_norm": make_norm, "data": data()}
     assert_same_training(tmp_path, Sizes(8, 2), Sizes(8, None, 2), **common)
     assert_same_training(tmp_path, Sizes(8, 4, 2), Sizes(8, None, 2), **common)
+
+
+SLOTS = {
+    "convnet": Slots(act="tlu", conv="scaled_weight_standardized"),
+    "resnet20": Slots(conv="weight_standardized", residual_scale=0.0),
+    "text_encoder": Slots(placement="peri", qk_norm=True, residual_scale=0.5),
+}
+
+
+@pytest.mark.parametrize("case", SLOTS)
+def test_accumulation_equals_ghost_sub_batches_with_slots(tmp_path: Path, case: str):
+    model, data = CASES[case]
+
+    def with_slots(norm: NormFactory) -> nn.Module:
+        sizes = {"norm_batch_size": norm.norm_batch_size}
+        return model(NormFactory(norm.make, view=norm.view, slots=SLOTS[case], **sizes))
+
+    assert_same_training(tmp_path, Sizes(8, 2), Sizes(8, None, 2), model=with_slots, data=data())
 
 
 @pytest.mark.parametrize("case", CASES)

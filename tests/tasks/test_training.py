@@ -8,17 +8,23 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import nn
-from training_cases import build_task, image_data, rows_of, state_of, text_data, text_encoder, train
+from training_cases import (
+    build_task,
+    image_data,
+    rows_of,
+    state_of,
+    stopped_and_resumed,
+    text_data,
+    text_encoder,
+    train,
+)
 
-import normexp.tasks.fit
 from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Examples
 from normexp.norms.batch import BatchNorm
 from normexp.norms.group import GroupNorm
-from normexp.tasks.checkpoint import Interrupted, StopRequest
 from normexp.tasks.frozen import shuffled
 
 ADAMW = partial(torch.optim.AdamW, fused=True)
@@ -74,18 +80,6 @@ def test_size_of_a_chunk_leaves_no_trace(tmp_path: Path, stacked: bool):
     assert rows_of(runs[0], 1) == rows_of(runs[1], 1)
 
 
-class StopAt(pl.Callback):
-    """Asks for a stop once a number of steps is done."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.stop: StopRequest | None = None
-
-    def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
-        if pl_module.step >= self.step and self.stop is not None:
-            self.stop.requested = True
-
-
 @pytest.mark.parametrize("stop_at", [1, 3, 4, 5, 8])
 @pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
 def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
@@ -95,22 +89,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
         return build_task(seeds=(0, 1), stacked=stacked, sizes=Sizes(8, 4, 2), max_chunk=2)
 
     undisturbed = train(build(), tmp_path / "whole.ckpt", precision="32-true")
-    path = tmp_path / "last.ckpt"
-    first, second = build(), build()
-    stopper = StopAt(stop_at)
-
-    def request() -> StopRequest:
-        stopper.stop = StopRequest()
-        return stopper.stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(normexp.tasks.fit, "StopRequest", request)
-        with pytest.raises(Interrupted):
-            train(first, path, [stopper], precision="32-true")
-    assert stop_at <= first.step < 10
-    for sink, old in zip(second.recorder.sinks, first.recorder.sinks, strict=True):
-        sink[0].rows = list(old[0].rows)  # what is on the disk
-    train(second, path, precision="32-true")
+    second = stopped_and_resumed(build, stop_at, tmp_path / "last.ckpt", monkeypatch)
     for replica in (0, 1):
         for name, value in state_of(undisturbed, replica).items():
             assert torch.equal(value, state_of(second, replica)[name]), name

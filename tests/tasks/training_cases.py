@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
 
+import normexp.tasks.fit
 from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
@@ -20,6 +22,7 @@ from normexp.models.resnet import ResNet
 from normexp.models.text_encoder import TextEncoder
 from normexp.norms.batch import BatchNorm
 from normexp.norms.contract import NormFactory
+from normexp.tasks.checkpoint import Interrupted, StopRequest
 from normexp.tasks.classification import Classification
 from normexp.tasks.fit import fit
 from normexp.tasks.optimizer import Schedule
@@ -178,3 +181,38 @@ def state_of(task: TrainingTask, replica: int = 0) -> dict[str, torch.Tensor]:
     """Parameters and all buffers of one replica, those that a state_dict leaves out too."""
     network = task.replicas.replica(replica)
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+class StopAt(pl.Callback):
+    """Asks for a stop once a number of steps is done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.stop: StopRequest | None = None
+
+    def request(self) -> StopRequest:
+        """Stands in for the request that `fit` makes."""
+        self.stop = StopRequest()
+        return self.stop
+
+    def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
+        if pl_module.step >= self.step and self.stop is not None:
+            self.stop.requested = True
+
+
+def stopped_and_resumed(
+    build: Callable[[], TrainingTask],
+    stop_at: int,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> TrainingTask:
+    """A training in float32 that was stopped once `stop_at` steps were done, and taken up again."""
+    first, second, stopper = build(), build(), StopAt(stop_at)
+    with monkeypatch.context() as patch:
+        patch.setattr(normexp.tasks.fit, "StopRequest", stopper.request)
+        with pytest.raises(Interrupted):
+            train(first, checkpoint, [stopper], precision="32-true")
+    assert stop_at <= first.step < 10
+    for sink, old in zip(second.recorder.sinks, first.recorder.sinks, strict=True):
+        sink[0].rows = list(old[0].rows)  # what is on the disk
+    return train(second, checkpoint, precision="32-true")

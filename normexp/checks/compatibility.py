@@ -1,0 +1,238 @@
+"""Compatibility: what else a norm can be put through, each against the same norm alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from normexp.batching.replicas import Batch, InTurn, Stacked
+from normexp.checks.card import PASSED, Checks, Finding, failed, measured, skipped
+from normexp.checks.probing import first_line
+from normexp.checks.subject import Shape, Subject, relative_change, show, state_change, values
+from normexp.norms.contract import Site, State, merge_state, read_state, write_state
+
+EXACT = 1e-9  # of float64
+CLOSE = 1e-4  # of float32
+HALF = 0.03  # of bfloat16, which has 8 bits
+PARTS = 4
+PART_SIZE = 2
+
+
+def compiles(training: bool, subject: Subject) -> Finding:
+    """torch.compile traces forward and backward as one graph, with the same outputs.
+
+    Without code generation: the question is the trace.
+    """
+    shape = subject.largest
+    norm, own = subject.trained(shape).train(training), subject.trained(shape).train(training)
+    torch.compiler.reset()
+    compiled = torch.compile(own, fullgraph=True, backend="aot_eager", dynamic=False)
+    try:
+        out = compiled(values(shape).requires_grad_())
+        out.sum().backward()
+    except Exception as error:  # of dynamo or foreign code, any kind
+        return failed(f"{_reason(error)}, {show(shape)}")
+    finally:
+        torch.compiler.reset()
+    change = relative_change(norm(values(shape)).detach(), out.detach())
+    if change > CLOSE:
+        return failed(f"compiled outputs differ by {change:.2g}, {show(shape)}")
+    return PASSED
+
+
+def _reason(error: Exception) -> str:
+    """The line of dynamo's long message that says what breaks the graph."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if line.startswith("Explanation:")]
+    return (named or lines or [type(error).__name__])[0].removeprefix("Explanation: ")
+
+
+def stacks(subject: Subject) -> Finding:
+    """Two replicas under vmap do what each does alone: outputs, gradients and running state."""
+    for shape in subject.shapes:
+        networks = [_shaken(subject, shape, seed) for seed in (1, 2)]
+        pair: Batch = {"inputs": torch.stack([values(shape, torch.float64, s) for s in (3, 4)])}
+        alone, stacked = InTurn(networks), None
+        try:
+            stacked = Stacked(networks)
+            found = [_measure_replicas(replicas, pair) for replicas in (alone, stacked)]
+        except Exception as error:  # of vmap or foreign code, any kind
+            return failed(f"{first_line(error)}, {show(shape)}")
+        for name, before in found[0].items():
+            if relative_change(before, found[1][name]) > EXACT:
+                return failed(f"{name} differs under vmap, {show(shape)}")
+    return PASSED
+
+
+def _shaken(subject: Subject, shape: Shape, seed: int) -> nn.Module:
+    norm = subject.trained(shape, torch.float64)
+    torch.default_generator.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return norm
+
+
+def _measure_replicas(replicas: InTurn | Stacked, batch: Batch) -> State:
+    """Outputs, and of every replica the gradients and the state after one training forward."""
+
+    def outputs(output: Tensor, _: Batch) -> State:
+        return {"output": output}
+
+    found = replicas.measure(batch, outputs)
+    if found["output"].requires_grad:
+        (found["output"] * values(tuple(found["output"].shape), torch.float64, 5)).sum().backward()
+    trees = replicas.trees
+    names = [name for name, _ in trees[0].named_parameters()]
+    for name in names:
+        gradients = [tree.get_parameter(name).grad for tree in trees]
+        kept = [gradient for gradient in gradients if gradient is not None]
+        if kept:
+            found[f"the gradient of {name}"] = kept[0] if len(trees) == 1 else torch.stack(kept)
+    for name, _ in trees[0].named_buffers():
+        buffers = [tree.get_buffer(name) for tree in trees]
+        found[name] = buffers[0] if len(trees) == 1 else torch.stack(buffers)
+    return found
+
+
+def splits(subject: Subject) -> Finding:
+    """k ghost groups in one forward give outputs, gradients and state of k micro-batches."""
+    shape = _to_split(subject)
+    if shape is None:
+        return skipped(f"takes no batch of {PART_SIZE}")
+    if _is_sequential(subject.norm(shape)):
+        return measured("refused", "says that its state is sequential")
+    ghost, parts = _split_both_ways(subject, shape)
+    for name, before in parts.items():
+        if relative_change(before, ghost[name]) > EXACT:
+            return failed(f"{name} differs, {PARTS} groups of {show((PART_SIZE, *shape[1:]))}")
+    return PASSED
+
+
+def state_of_split(subject: Subject) -> Finding:
+    """How far the state after a split step is from that after the same step in one."""
+    shape = _to_split(subject)
+    if shape is None:
+        return skipped(f"takes no batch of {PART_SIZE}")
+    whole = subject.trained(shape, torch.float64)
+    if not list(whole.buffers()) or _is_sequential(whole):
+        return skipped("has no buffers" if not list(whole.buffers()) else "sequential state")
+    ghost, _ = _split_both_ways(subject, shape)
+    with torch.no_grad():
+        whole(values(shape, torch.float64))
+    change = state_change(read_state(whole), {n: ghost[n] for n, _ in whole.named_buffers()})
+    detail = f"{PARTS} parts of {PART_SIZE}"
+    return measured("exact" if change < EXACT else float(f"{change:.2g}"), detail)
+
+
+def _to_split(subject: Subject) -> Shape | None:
+    fitting = [shape for shape in subject.shapes if shape[0] == PART_SIZE and len(shape) > 2]
+    fitting = fitting or [shape for shape in subject.shapes if shape[0] == PART_SIZE]
+    return (PARTS * PART_SIZE, *fitting[0][1:]) if fitting else None
+
+
+def _is_sequential(norm: nn.Module) -> bool:
+    return any(getattr(module, "sequential_state", False) for module in norm.modules())
+
+
+def _split_both_ways(subject: Subject, shape: Shape) -> tuple[State, State]:
+    """What a ghost forward and accumulated parts leave: outputs, gradients, buffers."""
+    x, weights = values(shape, torch.float64), values(shape, torch.float64, 1)
+    norms = [subject.trained(shape, torch.float64) for _ in range(2)]
+    ghost, given = Site(norms[0], "map", PART_SIZE), x.clone().requires_grad_()
+    out = ghost.train()(given)
+    _backward(out, weights)
+    found = [_leave(norms[0], out, given)]
+    plain, given = Site(norms[1], "map", None).train(), x.clone().requires_grad_()
+    start, ends, outs = read_state(norms[1]), [], []
+    for first in range(0, len(x), PART_SIZE):
+        part = slice(first, first + PART_SIZE)
+        outs.append(plain(given[part]))
+        _backward(outs[-1], weights[part])
+        ends.append(read_state(norms[1]))
+        write_state(norms[1], start)
+    write_state(norms[1], merge_state(norms[1], start, ends, [1 / PARTS] * PARTS))
+    found.append(_leave(norms[1], torch.cat(outs), given))
+    return found[0], found[1]
+
+
+def _backward(out: Tensor, weights: Tensor) -> None:
+    if out.requires_grad:
+        (out * weights).sum().backward()
+
+
+def _leave(norm: nn.Module, out: Tensor, x: Tensor) -> State:
+    gradients = {f"the gradient of {n}": p.grad for n, p in norm.named_parameters()}
+    gradients["the gradient of the input"] = x.grad
+    found = {name: g for name, g in gradients.items() if g is not None}
+    return {"the output": out.detach(), **found, **read_state(norm)}
+
+
+def takes_autocast(subject: Subject) -> Finding:
+    """Behind a linear layer under bfloat16 autocast: finite, and near the outputs of float32."""
+    for shape in subject.shapes:
+        norm = subject.norm(shape)
+        layer = nn.Linear(shape[1], shape[1])
+        x = values(shape).movedim(1, -1)
+        with torch.no_grad():
+            plain = subject.norm(shape)(layer(x).movedim(-1, 1))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = norm(layer(x).movedim(-1, 1))
+        out.float().sum().backward()
+        # Two samples hold few digits where their difference is small; so the median counts.
+        scale = plain.square().mean().sqrt().clamp(min=1e-6)
+        change = float((out.float() - plain).detach().abs().median() / scale)
+        gradients = [p.grad for p in norm.parameters() if p.grad is not None]
+        if not all(t.isfinite().all() for t in (out, *gradients)) or change > HALF:
+            return failed(f"off by {change:.2g} of the output's size, {show(shape)}")
+    return PASSED
+
+
+def exports_to_onnx(subject: Subject) -> Finding:
+    """torch.onnx.export in evaluation."""
+    for package in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            return skipped(f"{package} is not installed")
+    shape = subject.largest
+    norm = subject.trained(shape).eval()
+    try:
+        torch.onnx.export(norm, (values(shape),), dynamo=True, verbose=False)
+    except Exception as error:  # of the exporter, any kind
+        return failed(f"{_reason(error)}, {show(shape)}")
+    return PASSED
+
+
+def writes_in_place(subject: Subject) -> Finding:
+    """Whether a training forward writes into its buffers, or puts other tensors in their place."""
+    norm = subject.norm(subject.smallest)
+    before = dict(norm.named_buffers())
+    if not before:
+        return skipped("has no buffers")
+    norm(values(subject.smallest))
+    replaced = [name for name, buffer in norm.named_buffers() if buffer is not before.get(name)]
+    return measured("no", f"{replaced[0]} is another tensor") if replaced else measured("yes")
+
+
+def with_ddp(ddp: bool) -> Callable[[Subject], Finding]:
+    """Two gloo processes, where they were asked for: they cost seconds to start."""
+    if not ddp:
+        return lambda _: skipped("ask for it with ddp=true")
+    from normexp.checks.ddp import trains_alike
+
+    return trains_alike
+
+
+COMPATIBILITY: Checks = {
+    "torch.compile in training": partial(compiles, True),
+    "torch.compile in evaluation": partial(compiles, False),
+    "replicas under vmap": stacks,
+    "ghost = accumulated": splits,
+    "state of a split step": state_of_split,
+    "buffers written in place": writes_in_place,
+    "autocast to bfloat16": takes_autocast,
+    "ONNX export": exports_to_onnx,
+}

@@ -1,0 +1,142 @@
+"""Batch norms as tutorials have them, each off by one thing and sound apart from it.
+
+They are here to be trained with and measured. What each costs is in its docstring, and a test.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from normexp.norms.moments import Moments, normalize_groups, unbiased
+from normexp.norms.per_position import BatchNormPerPosition
+from normexp.norms.variant import (
+    BatchVariant,
+    centred,
+    measure_groups,
+    measure_means,
+    over_groups,
+)
+
+
+class BatchNormUnbiased(BatchVariant):
+    """Batch norm that divides by the root of the unbiased variance, n / (n - 1) times the biased.
+
+    What it costs: outputs are sqrt((n - 1) / n) of batch norm's where eps is small: 0.707 at n = 2
+    values per statistic, 0.935 at 8, 0.984 at 32. The gain depends on the batch size, in training
+    alone, and so passes for sensitivity to it. Evaluation equals batch norm's.
+    """
+
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+        moments = measure_groups(x, mask)
+        mean, var, count = moments
+        scale = torch.rsqrt(unbiased(var, count) + self.eps)
+        return centred(x, mean, mask) * over_groups(scale, x), moments
+
+
+class BatchNormEpsOutside(BatchVariant):
+    """(x - mean) / (sqrt(var) + eps) * weight + bias: eps added to the root and not under it.
+
+    What it costs: nothing at a deviation of 1; with eps 1e-5, small channels grow: at a deviation
+    of 0.01 outputs are 1.048 times batch norm's, at 0.001 3.3 times. At 0 the gradient of a value
+    may be 1 / eps = 100 000, and not 1 / sqrt(eps) = 316.
+    """
+
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+        moments = measure_groups(x, mask)
+        mean, var, _ = moments
+        return centred(x, mean, mask) / over_groups(self._deviation(var), x), moments
+
+    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        del mask
+        mean, var = self.running_moments(x)
+        return (x - over_groups(mean, x)) / over_groups(self._deviation(var), x)
+
+    def _deviation(self, var: Tensor) -> Tensor:
+        # The root has no gradient at 0; that of the clamp is 0 below the smallest normal number.
+        return var.clamp(min=torch.finfo(var.dtype).tiny).sqrt() + self.eps
+
+
+class BatchNormBiasedAverage(BatchVariant):
+    """Batch norm whose running variance averages the biased variance of the batches.
+
+    What it costs: nothing in training; in evaluation the variance is too small by (n - 1) / n, with
+    n values per statistic: a half at n = 2, 0.875 at 8, 0.996 at 256. Merged parts of a step and
+    precise statistics know that there is no correction to undo.
+    """
+
+    unbiased_running_var = False
+
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+        return normalize_groups(x, mask, None, None, self.eps)
+
+
+class BatchNormNaiveVariance(BatchVariant):
+    """Batch norm with var = mean(x^2) - mean(x)^2, in float32 or wider.
+
+    What it costs: digits where the mean exceeds the deviation. In float32, at a deviation of 1, the
+    variance is off by about 0.1 at a mean of 1000; at 10 000 it may come out negative, and the
+    output NaN. With values in bfloat16 and sums in it too, a mean of 30 is enough; not so here.
+    """
+
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+        mean, count = measure_means(x, mask)
+        square, _ = measure_means(x.square(), mask)
+        var = square - mean.square()
+        out = centred(x, mean, mask) * over_groups(torch.rsqrt(var + self.eps), x)
+        return out, Moments(mean, var, count)
+
+
+class BatchNormNoEps(BatchVariant):
+    """(x - mean) / sqrt(var) * weight + bias: batch norm without eps.
+
+    What it costs: outputs are sqrt(1 + eps / var) of batch norm's, 1.4 percent more at a variance
+    of 3.5e-4 and eps 1e-5. A constant channel, as behind a dead ReLU, is 0 / 0: NaN, from
+    which no training comes back.
+    """
+
+    def __init__(
+        self, num_features: int, *, momentum: float | None = 0.1, affine: bool = True
+    ) -> None:
+        super().__init__(num_features, eps=0.0, momentum=momentum, affine=affine)
+
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+        moments = measure_groups(x, mask)
+        mean, var, count = moments
+        if isinstance(count, Tensor):
+            var = torch.where(count > 0, var, 1)  # padding alone is zero, and not 0 / 0
+        return centred(x, mean, mask) * over_groups(torch.rsqrt(var), x), moments
+
+
+class BatchNormFlattened(BatchNormPerPosition):
+    """Batch norm of C * T features: statistics, weight and bias of each position's own.
+
+    Shape (N, C, T) in and out: what batch norm over the first axis of (N, T, C) is, where one over
+    (N, T) per channel was meant. `norm=batch_per_position` has the statistics too, but a weight and
+    a bias per channel. Arguments and errors as `BatchNormPerPosition`.
+
+    What it costs: 2 * C * T parameters for 2 * C, statistics over N values for N * T, and a length
+    that is fixed. No position looks at another, but samples do.
+    """
+
+    def __init__(
+        self, num_features: int, *, num_positions: int, eps: float = 1e-5, momentum: float = 0.1
+    ) -> None:
+        super().__init__(
+            num_features, num_positions=num_positions, eps=eps, momentum=momentum, affine=False
+        )
+        self.position_weight = nn.Parameter(torch.ones(num_positions, num_features))
+        self.position_bias = nn.Parameter(torch.zeros(num_positions, num_features))
+
+    def _by_batch(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return self._transform(super()._by_batch(x, mask))
+
+    def _by_running_averages(self, x: Tensor) -> Tensor:
+        return self._transform(super()._by_running_averages(x))
+
+    def _transform(self, x: Tensor) -> Tensor:
+        """z (G, N, C, T) times weight plus bias, of the first T positions."""
+        length = x.shape[-1]
+        return x * self.position_weight[:length].T.to(x.dtype) + self.position_bias[:length].T.to(
+            x.dtype
+        )

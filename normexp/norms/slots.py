@@ -1,0 +1,73 @@
+"""Slots: what surrounds a norm, for designs that are more than `norm(C)`.
+
+    act             the activation behind a norm; relu
+    conv            the convolutions; plain
+    residual_scale  where the learned scalar at the end of each residual branch starts; null: none
+    placement       where norms sit in a transformer block; pre
+    qk_norm         a norm on the queries and keys of each attention head; false
+
+Each is a top-level key of the config. Null means what the norm's YAML says under the same name, or
+else the default above; so FRN brings its TLU, and `act=relu` takes it away. Models ask the norm
+factory for them (`norm.act(C)`, `norm.conv(...)`, `norm.residual()`, `norm.placement`,
+`norm.qk_norm`) and never ask which norm they got. A slot that was set in the config and that the
+model does not ask for is refused; one that only a norm's YAML has set is noted in the log.
+
+No torch here: the command line checks values against these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+Act = Literal["relu", "gelu", "silu", "tlu", "scaled_relu", "identity"]
+Conv = Literal["plain", "weight_standardized", "scaled_weight_standardized"]
+Placement = Literal["pre", "post", "sandwich", "peri"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The value of every slot; as they are here where neither config nor norm says anything."""
+
+    act: Act = "relu"
+    conv: Conv = "plain"
+    residual_scale: float | None = None
+    placement: Placement = "pre"
+    qk_norm: bool = False
+
+
+SLOTS = tuple(field.name for field in fields(Slots))
+
+# What a model must have for a slot, and where that is found.
+PLACES = {
+    "act": ("no activation behind a norm", "model=convnet or model=small_resnet"),
+    "conv": ("no convolution from the norm factory", "model=convnet or model=small_resnet"),
+    "residual_scale": ("no residual branch", "model=small_resnet, vit, gpt or text_encoder"),
+    "placement": ("no transformer block", "model=vit, gpt or text_encoder"),
+    "qk_norm": ("no attention", "model=vit, gpt or text_encoder"),
+}
+
+
+def resolve(asked: Mapping[str, Any], of_norm: Mapping[str, Any]) -> Slots:
+    """The slots of a cell: `asked` in its config over `of_norm`; null and absent are alike."""
+    said = {key: level[key] for level in (of_norm, asked) for key in SLOTS if _is_set(level, key)}
+    return Slots(**said)
+
+
+def changed(slots: Slots, used: set[str]) -> dict[str, Any]:
+    """The slots that make a training another one: used by its model, and not as they are unset."""
+    return {
+        key: getattr(slots, key)
+        for key in SLOTS
+        if key in used and getattr(slots, key) != getattr(Slots(), key)
+    }
+
+
+def without_place(level: Mapping[str, Any], used: set[str]) -> list[str]:
+    """The slots that `level`, a config or a norm, sets and that no part of the model has used."""
+    return [key for key in SLOTS if _is_set(level, key) and key not in used]
+
+
+def _is_set(level: Mapping[str, Any], key: str) -> bool:
+    return level.get(key) is not None

@@ -1,0 +1,56 @@
+"""From composed norms to their cards, and the cards to stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from normexp.build import norm_maker
+from normexp.checks.card import Card
+from normexp.checks.card_formats import as_json, as_markdown
+from normexp.checks.card_parts import measure_card
+from normexp.checks.card_table import print_card, print_comparison
+from normexp.norms.slots import resolve
+from normexp.studies.card_options import CardOptions
+from normexp.studies.cards import Asked
+
+PIPE_WIDTH = 120  # characters, where no terminal says how many there are
+
+
+def measure_cards(asked: Sequence[Asked], options: CardOptions) -> list[Card]:
+    """The card of each norm, in order; says on stderr which one is being measured."""
+    cards = []
+    made = [norm_maker(one.config) for one in asked]  # a target that does not import, first
+    for one, (make, reserved) in zip(asked, made, strict=True):
+        if sys.stderr.isatty():
+            print(f"measuring {one.name} ...", file=sys.stderr)
+        card = measure_card(
+            make,
+            name=one.name,
+            target=str(one.config.norm["_target_"]),
+            eps=one.config.eps,
+            slots=resolve({}, reserved),
+            contract_only=options.contract_only,
+            ddp=options.ddp,
+        )
+        cards.append(card)
+    return cards
+
+
+def print_cards(cards: Sequence[Card], style: str) -> None:
+    """To stdout: `json`, `markdown`, or as a table for a terminal."""
+    if style == "json":
+        print(as_json(cards))
+        return
+    if style == "markdown":
+        print(as_markdown(cards))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    if len(cards) == 1:
+        print_card(console, cards[0])
+    else:
+        print_comparison(console, cards)

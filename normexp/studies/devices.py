@@ -1,0 +1,118 @@
+"""Training a cell on several devices: one process each, started here or by srun or torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torch import distributed
+
+from normexp.batching.stacking import suitable_threads
+from normexp.errors import UserError
+from normexp.records.layout import CHECKPOINT_FILE, RESULT_FILE, seed_dir, stack_dir
+from normexp.records.reader import read_result
+from normexp.records.result import Result
+from normexp.studies.assembly import build_callbacks, build_replicas, build_task
+from normexp.studies.cell import Cell, prepare_cell
+from normexp.studies.device_processes import Order, run_processes
+from normexp.studies.entry import INTERRUPTED
+from normexp.studies.naming import GROUPS, plain
+from normexp.studies.outcome import Composed
+from normexp.studies.place import place_among, place_of
+from normexp.studies.recorded import recorded_runs, stacks_of
+from normexp.studies.stack import form_of, train_stack
+from normexp.tasks.checkpoint import Interrupted, StopRequest
+from normexp.tasks.evaluation import StatisticsEvaluation
+from normexp.tasks.fit import fit
+from normexp.tasks.pruning import Pruned
+from normexp.tasks.recorder import Recorder
+
+OnSteps = Callable[[int, int], None]
+
+
+def train_on_devices(
+    cell: Cell,
+    seeds: list[int],
+    notes: Sequence[str] = (),
+    stop: StopRequest | None = None,
+    on_steps: OnSteps | None = None,
+) -> list[Result]:
+    """As `train_stack`, by as many processes as the cell has devices.
+
+    Where these have been started already, this is the first of them; else they are started here,
+    and this process waits for them. Only the first one writes. No result of a run that was ended
+    early.
+
+    Raises:
+        ProcessFailed: one of the processes failed, or died.
+    """
+    if cell.num_devices == 1:
+        return train_stack(cell, seeds, notes, stop, on_steps)
+    if place_among(cell.num_devices) is not None:
+        results = train_stack(cell, seeds, notes, stop, on_steps)
+        distributed.barrier()  # the others look for what is recorded
+        return results
+    form_of(_checkpoint(cell, seeds))  # sets a torn one aside, before two processes look at it
+    order = Order(
+        cfg=plain(cell.cfg),
+        choices={group: cell.record[group] for group in GROUPS},
+        seeds=seeds,
+        notes=list(notes),
+        shows_progress=on_steps is None,
+    )
+    stop = stop or StopRequest()
+    with stop.listening():
+        run_processes(order, cell.num_devices, stop, on_steps)
+    paths = [seed_dir(cell.directory, seed) / RESULT_FILE for seed in seeds]
+    return [read_result(path) for path in paths if path.is_file()]
+
+
+def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
+    """What every process but the first does of `train_stack`: the same, and writes nothing."""
+    checkpoint = _checkpoint(cell, seeds)
+    with suitable_threads(cell.elements_per_forward):
+        replicas = build_replicas(cell, seeds, is_stacked=form_of(checkpoint))
+        task = build_task(cell, seeds, replicas, Recorder([[] for _ in seeds]))
+        with suppress(Pruned):  # in all processes at once; the first one tells
+            fit(
+                task,
+                checkpoint=checkpoint,
+                epochs=cell.plan.epochs,
+                val_every_epochs=cell.cfg.val_every_epochs,
+                trainer_options=plain(cell.cfg.trainer),
+                loggers=[],
+                callbacks=[
+                    *build_callbacks(cell, on_steps=lambda *_: None),
+                    StatisticsEvaluation(cell.evaluation),
+                ],
+                stop=stop,
+            )
+
+
+def follow_cells(cells: Sequence[Composed]) -> int:
+    """What a process that is not the first does of a command; returns its exit code.
+
+    It says nothing: what is refused or recorded, the first one tells.
+    """
+    for composed in cells:
+        cfg = composed.cfg
+        if cfg is None or cfg.dry_run or place_of(composed) is None:
+            continue
+        try:
+            cell = prepare_cell(cfg, composed.choices)
+        except UserError:
+            continue
+        recorded = recorded_runs(cell.directory, composed.seeds)
+        missing = recorded.missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
+        for stack in stacks_of(cell.directory, missing):
+            try:
+                follow_stack(cell, stack)
+            except Interrupted:
+                return INTERRUPTED
+            distributed.barrier()
+    return 0
+
+
+def _checkpoint(cell: Cell, seeds: list[int]) -> Path:
+    return stack_dir(cell.directory, seeds[0], seeds[-1]) / CHECKPOINT_FILE

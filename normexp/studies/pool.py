@@ -1,0 +1,125 @@
+"""The processes of a sweep: each in a session of its own, warm, and replaced when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from typing import Any
+
+from normexp.studies.grouping import Task
+from normexp.studies.messages import Stop
+from normexp.studies.outcome import Composed, Start
+from normexp.studies.placement import Place
+
+PATIENCE = 10.0  # seconds for an idle worker to end
+
+
+class Worker:
+    """One process and what it is doing.
+
+    Attributes:
+        number: its place, from 0.
+        task: indices of the cells that it has; none while it has none.
+        start: of the cell of a task of one, once it trains.
+    """
+
+    module = "normexp.studies.worker"
+
+    def __init__(self, number: int, place: Place) -> None:
+        self.number = number
+        self.place = place
+        self.is_ready = False
+        self.task: Task = ()
+        self.start: Start | None = None
+        self.steps = (0, 0)
+        self.since = time.monotonic()
+        self.connection, theirs = Pipe()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  as long as the worker, see close
+        self._told = 0
+        environment = place.environment(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self.module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the sweep's process, which asks to stop
+            )
+
+    def give(self, task: Task, cells: Sequence[Composed]) -> None:
+        self.task, self.start, self.steps = task, None, (0, 0)
+        self.since = time.monotonic()
+        self._send(tuple(cells))
+
+    def take_back(self) -> None:
+        """Its task has ended."""
+        self.task, self.start = (), None
+
+    def ask_to_stop(self) -> None:
+        self._send(Stop())
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # it died; its connection says so to the one who waits
+            self.connection.send(message)
+
+    def read_output(self) -> str:
+        """What it has printed since this was last called."""
+        size = os.fstat(self._output.fileno()).st_size
+        text = os.pread(self._output.fileno(), size - self._told, self._told)
+        self._told = size
+        return text.decode(errors="replace")
+
+    def last_output(self) -> str:
+        """The end of all that it printed in its life."""
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), 4000, max(0, size - 4000)).decode(errors="replace")
+
+    def last_words(self) -> str:
+        """The last line of it."""
+        lines = [line.strip() for line in self.last_output().splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+    def describe_death(self) -> str:
+        """Why it ended, in one line; it has ended."""
+        code = self.process.wait()
+        if code < 0:
+            name = signal.Signals(-code).name
+            memory = " (out of memory?)" if -code == signal.SIGKILL else ""
+            return f"killed by signal {-code}, {name}{memory}"
+        words = self.last_words()
+        return f"its process ended with code {code}" + (f": {words}" if words else "")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+
+    def close(self, patience: float) -> None:
+        """Ends it: politely, by closing the pipe, and after `patience` seconds by a signal."""
+        self.connection.close()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._output.close()
+
+
+def close_all(workers: Sequence[Worker]) -> None:
+    """Ends idle workers: all are told before the first is waited for."""
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        worker.close(PATIENCE)

@@ -1,0 +1,124 @@
+"""What a cell has on disk already, and what is left to train. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from normexp.records.committed import publish_results
+from normexp.records.environment import describe_environment
+from normexp.records.layout import (
+    CHECKPOINT_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    RESULT_FILE,
+    seed_dir,
+    stack_dir,
+)
+from normexp.records.lock import StackLock
+from normexp.records.reader import read_result
+from normexp.records.result import Result
+from normexp.records.writer import write_result
+from normexp.studies.outcome import Start
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The runs of a cell: ended ones, failed ones, and the seeds of the others, in seed order."""
+
+    ended: list[Result]
+    failed: list[Result]
+    new: list[int]
+
+    def missing(self, *, retry_failed: bool, max_attempts: int) -> list[int]:
+        """Seeds to train: the new ones, and the failed ones that may be tried again."""
+        again = [
+            run.seed for run in self.failed if retry_failed and attempts_of(run) < max_attempts
+        ]
+        return sorted(self.new + again)
+
+
+def attempts_of(failure: Result) -> int:
+    """How often a failed run was tried."""
+    return failure.attempts or 1
+
+
+def recorded_runs(cell_dir: Path, seeds: Sequence[int]) -> Recorded:
+    """What is recorded of these seeds. Raises UserError for a result that cannot be read."""
+    recorded = Recorded([], [], [])
+    for seed in seeds:
+        path = seed_dir(cell_dir, seed) / RESULT_FILE
+        if not path.is_file():
+            recorded.new.append(seed)
+            continue
+        result = read_result(path)
+        (recorded.failed if result.status == "failed" else recorded.ended).append(result)
+    return recorded
+
+
+def stacks_of(cell_dir: Path, seeds: Sequence[int]) -> list[list[int]]:
+    """The stacks to train `seeds` in: interrupted ones as they were, else consecutive seeds.
+
+    A stack is named after its first and last seed; its checkpoint fits no other.
+    """
+    rest, stacks = set(seeds), []
+    for path in sorted(cell_dir.glob(f"stacks/*/{CHECKPOINT_FILE}")):
+        first, _, last = path.parent.name.partition("-")
+        stack = list(range(int(first), int(last) + 1))
+        if rest.issuperset(stack):
+            stacks.append(stack)
+            rest -= set(stack)
+    return sorted(stacks + contiguous(sorted(rest)))
+
+
+def contiguous(seeds: Sequence[int]) -> list[list[int]]:
+    """Groups of consecutive seeds."""
+    groups: list[list[int]] = []
+    for seed in seeds:
+        if groups and groups[-1][-1] == seed - 1:
+            groups[-1].append(seed)
+        else:
+            groups.append([seed])
+    return groups
+
+
+def record_failure(start: Start, seeds: Sequence[int], reason: str) -> list[Result]:
+    """One failed result per seed; for the one who holds the cell's lock."""
+    before = {run.seed: attempts_of(run) for run in recorded_runs(start.directory, seeds).failed}
+    environment = describe_environment()
+    results = [
+        Result(
+            *(start.cell_id, seed, "failed", start.record, {}, environment),
+            error=reason,
+            attempts=before.get(seed, 0) + 1,
+        )
+        for seed in seeds
+    ]
+    for result in results:
+        run_dir = seed_dir(start.directory, result.seed)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_result(run_dir, result)
+    return results
+
+
+def record_death(
+    start: Start, seeds: Sequence[int], reason: str, last_output: str = ""
+) -> list[Result]:
+    """The results of `seeds` after the process that trained them died; failed where unended.
+
+    None where somebody else trains the cell by now. What it printed last goes to the stack's log.
+    """
+    with StackLock(start.directory / LOCK_FILE) as held:
+        if not held:
+            return []
+        publish_results(start.directory)
+        ended = {run.seed: run for run in recorded_runs(start.directory, seeds).ended}
+        lost = [seed for seed in start.seeds if seed not in ended]
+        for stack in stacks_of(start.directory, lost):
+            directory = stack_dir(start.directory, stack[0], stack[-1])
+            directory.mkdir(parents=True, exist_ok=True)
+            with open(directory / LOG_FILE, "a", encoding="utf-8") as file:
+                file.write(f"{last_output.rstrip()}\n{reason}\n".lstrip("\n"))
+        failed = record_failure(start, lost, reason)
+    return sorted([*ended.values(), *failed], key=lambda run: run.seed)

@@ -1,0 +1,66 @@
+"""The status of a study on a terminal, and what to type to finish it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from normexp.studies.status import STATES, CellStatus, StudyStatus
+
+ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
+
+
+def print_status(status: StudyStatus) -> None:
+    """One row per cell, then the commands so far, and the next one."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    console.print(_table(status))
+    runs = status.runs
+    counts = ", ".join(f"{runs[state]} {state}" for state in STATES if runs[state])
+    refused = sum(bool(cell.refused) for cell in status.cells)
+    more = f"; {refused} cells refused" if refused else ""
+    lines = [
+        f"{status.root}: {sum(runs.values())} runs of {len(status.cells)} cells: {counts}{more}"
+    ]
+    lines += ["commands so far:"] if status.commands else []
+    lines += [f"  {command.get('time', '?')}  {_spoken(command)}" for command in status.commands]
+    lines += _next(status)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _table(status: StudyStatus) -> Table:
+    states = [state for state in STATES if status.runs[state]]
+    table = Table("cell", *states, "", box=None)
+    for cell in status.cells:
+        counts = [str(cell.runs[state] or "-") for state in states]
+        table.add_row(cell.title, *counts, _note(cell))
+    return table
+
+
+def _note(cell: CellStatus) -> str:
+    return "; ".join([cell.refused] * bool(cell.refused) + cell.notes)
+
+
+def _spoken(command: Mapping[str, Any]) -> str:
+    typed: list[str] = list(command.get("command") or ["?"])
+    entry, words = typed[0], typed[1:]
+    return " ".join([ENTRIES.get(entry, entry), shlex.join(words)])
+
+
+def _next(status: StudyStatus) -> list[str]:
+    """What finishes the study, or what to do with a finished one."""
+    place = "" if status.root.parent == Path("runs") else f" runs_dir={status.root.parent}"
+    report = f"  python -m normexp.report study={status.name}{place}"
+    if status.is_complete:
+        return ["complete; next:", report]
+    again = list(dict.fromkeys(_spoken(command) for command in status.commands))
+    if not again:
+        return ["incomplete, and study.yaml has no command to type again"]
+    return ["to finish, type again:", *(f"  {line}" for line in again)]

@@ -1,0 +1,265 @@
+"""The cells of a command in worker processes, as many tasks at once as there are places."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+from typing import Any
+
+from normexp.studies.display import Display
+from normexp.studies.grouping import Task
+from normexp.studies.messages import Begins, Ended, Note, Ready, Steps
+from normexp.studies.outcome import Composed, Outcome, Start, name_of
+from normexp.studies.placement import Place
+from normexp.studies.pool import PATIENCE, Worker, close_all
+from normexp.studies.queueing import Queue
+from normexp.studies.recorded import record_death
+from normexp.studies.study_log import StudyLog
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.2  # seconds between two looks at the clock, the signals and the locks of others
+FAILED_STARTS = 3  # in a row, after which no worker is started any more
+
+
+class WorkersFail(Exception):
+    """No worker process comes up: nothing can be trained."""
+
+
+class Sweep:
+    """Hands cells to workers until each has its outcome.
+
+    Args:
+        places: what each worker gets of the machine.
+        fail_fast: the first failure stops all.
+        tasks: the indices of cells that may be trained together; None: each alone.
+        warm: idle workers of an earlier sweep, taken where their places are the same; those of this
+            one are left there at its end. None: they end with it.
+    """
+
+    new_worker = Worker
+
+    def __init__(
+        self,
+        cells: Sequence[Composed],
+        places: Sequence[Place],
+        log: StudyLog,
+        display: Display,
+        *,
+        fail_fast: bool,
+        tasks: Sequence[Task] | None = None,
+        warm: list[Worker] | None = None,
+    ) -> None:
+        self.cells = cells
+        self.log = log
+        self.display = display
+        self.fail_fast = fail_fast
+        self.queue = Queue([(index,) for index in range(len(cells))] if tasks is None else tasks)
+        self.warm = warm
+        self.outcomes: dict[int, Outcome] = {}
+        self.places = dict(enumerate(places))
+        self.workers: list[Worker] = []
+        self.stopping = False
+        self.interrupted = False
+        self._failed_starts = 0
+
+    def run(self) -> list[Outcome]:
+        """An outcome for every cell, in their order; `stopped` for those that were not ended.
+
+        Raises:
+            KeyboardInterrupt: a second Ctrl-C; the workers are dead.
+            WorkersFail: see there.
+        """
+        try:
+            with self._listening():
+                while self._is_going_on():
+                    if self.interrupted and not self.stopping:
+                        logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
+                        self.stop()
+                    self._hand_out()
+                    self._listen()
+                    self.display.update(self.workers, len(self.queue))
+        except BaseException:
+            for worker in self.workers:
+                worker.kill()
+            raise
+        finally:
+            if self.warm is not None and not self.stopping:
+                self.warm += [worker for worker in self.workers if worker.is_alive]
+                self.workers = [worker for worker in self.workers if not worker.is_alive]
+            close_all(self.workers)
+        return [self.outcomes.get(index, self._unbegun(index)) for index in range(len(self.cells))]
+
+    def stop(self) -> None:
+        """Every training leaves a checkpoint and ends; no other begins."""
+        if not self.stopping:
+            self.stopping = True
+            for worker in self.workers:
+                worker.ask_to_stop()
+
+    def _is_going_on(self) -> bool:
+        at_work = any(worker.task for worker in self.workers)
+        return at_work or (bool(self.queue) and not self.stopping)
+
+    def _unbegun(self, index: int) -> Outcome:
+        return Outcome("stopped", name_of(self.cells[index]), missing=self.cells[index].seeds)
+
+    # --- giving -------------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        if self.stopping:
+            return
+        idle = [worker for worker in self.workers if not worker.task and worker.is_alive]
+        while idle or self.places:
+            task = self.queue.take()
+            if task is None:
+                if self.queue:
+                    self.queue.tell_of_waiting([worker.process.pid for worker in self.workers])
+                return
+            given = [self.cells[index] for index in task]
+            if given[0].cfg is None:  # is alone
+                refused = Outcome("refused", given[0].title, error=given[0].error)
+                self._end(task, [refused])
+                continue
+            worker = idle.pop(0) if idle else self._start_worker()
+            worker.give(task, given)
+
+    def _start_worker(self) -> Worker:
+        number = min(self.places)
+        place = self.places.pop(number)
+        fitting = [each for each in self.warm or [] if each.place == place and each.is_alive]
+        if fitting:
+            worker = fitting[0]
+            worker.number = number
+            assert self.warm is not None
+            self.warm.remove(worker)
+        else:
+            worker = self.new_worker(number, place)
+        self.workers.append(worker)
+        return worker
+
+    # --- hearing ------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        by_connection = {worker.connection: worker for worker in self.workers}
+        for connection in wait(list(by_connection), TICK):
+            assert isinstance(connection, Connection)
+            worker = by_connection[connection]
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                self._bury(worker)
+            else:
+                self._hear(worker, message)
+            self._relay_output(worker)
+
+    def _hear(self, worker: Worker, message: Any) -> None:
+        match message:
+            case Ready():
+                worker.is_ready = True
+                self._failed_starts = 0
+            case Begins(start, position):
+                worker.start = start if len(worker.task) == 1 else None
+                self._record_begin(self.cells[worker.task[position]], start)
+            case Steps(done, total):
+                worker.steps = (done, total)
+            case Note(level, text):
+                logger.log(level, text)
+            case Ended(outcomes, spent):
+                task = worker.task
+                worker.take_back()
+                self._end(task, outcomes)
+                if spent:
+                    self._dismiss(worker, PATIENCE)
+
+    def _record_begin(self, cell: Composed, start: Start) -> None:
+        assert cell.study_dir is not None
+        self.log.begin(cell.study_dir)
+        self.log.tell(cell, cell_id=start.cell_id)
+
+    def _relay_output(self, worker: Worker) -> None:
+        text = worker.read_output() if worker in self.workers else ""
+        if text.strip():
+            self.display.print(text.rstrip("\n"))
+
+    def _dismiss(self, worker: Worker, patience: float) -> None:
+        worker.close(patience)
+        self.workers.remove(worker)
+        self.places[worker.number] = worker.place
+
+    def _bury(self, worker: Worker) -> None:
+        """A worker has died, by a signal or because it was asked to stop."""
+        reason = worker.describe_death()
+        task = worker.task
+        if task and self.stopping:
+            self._end(task, [Outcome("stopped", name_of(self.cells[index])) for index in task])
+        elif len(task) > 1 and worker.is_ready:  # perhaps the fault of one of them
+            logger.warning("each learning rate is trained alone: %s", reason)
+            self._end(task, [None] * len(task))
+        elif task and worker.is_ready:
+            self._end(task, [self._death_of(worker, reason)])
+        elif not worker.is_ready:  # not the fault of its cell
+            self._failed_starts += 1
+            if self._failed_starts == FAILED_STARTS:
+                raise WorkersFail(f"no worker process comes up: {reason}")
+            if task:
+                self.queue.put_back(task)
+        worker.take_back()
+        self._dismiss(worker, 0)
+
+    def _death_of(self, worker: Worker, reason: str) -> Outcome:
+        cell, start = self.cells[worker.task[0]], worker.start
+        if start is None:
+            return Outcome("failed", name_of(cell), error=f"{reason}, before it was trained")
+        results = record_death(start, cell.seeds, reason, worker.last_output())
+        return Outcome(
+            *("failed", name_of(cell), start.cell_id, start.directory, start.record, results),
+            error=reason,
+        )
+
+    def _end(self, task: Task, outcomes: Sequence[Outcome | None]) -> None:
+        """Records what became of the cells of a task; where that is None, each goes on alone."""
+        for outcome in outcomes:
+            if outcome is not None and outcome.status == "busy":
+                self.queue.put_off(task, outcome)
+                return
+        ended = dict(zip(task, outcomes, strict=True))
+        self.queue.put_back_apart([index for index in task if ended[index] is None])
+        for index, outcome in ended.items():
+            if outcome is not None:
+                self._end_cell(index, outcome)
+
+    def _end_cell(self, index: int, outcome: Outcome) -> None:
+        cell = self.cells[index]
+        self.outcomes[index] = outcome
+        self.log.settle(cell, outcome)
+        self.display.ended(cell.title, outcome)
+        if outcome.halts or (outcome.status == "failed" and self.fail_fast):
+            self.stop()
+
+    # --- signals ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Ctrl-C stops with checkpoints, a second one at once."""
+        try:
+            previous = {
+                number: signal.signal(number, self._on_signal)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
+        except ValueError:  # not the main thread: signals go elsewhere
+            previous = {}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True

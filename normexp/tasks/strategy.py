@@ -1,0 +1,39 @@
+"""How Lightning places a training on devices."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from pytorch_lightning.strategies import DDPStrategy
+
+
+class Replicated(DDPStrategy):
+    """One process a device, each with the whole network; the task sums gradients itself.
+
+    Lightning brings the processes together, places devices, and lets the first one write; it does
+    not wrap the network, see `batching.processes`.
+    """
+
+    def configure_ddp(self) -> None:
+        pass
+
+
+class Told(LightningEnvironment):
+    """Processes that environment variables tell their place, for all trainings of a command."""
+
+    def teardown(self) -> None:
+        pass
+
+
+def placed(options: dict[str, Any]) -> dict[str, Any]:
+    """The Trainer's options, with what `strategy: ddp` stands for."""
+    if options.get("strategy") != "ddp":
+        return options
+    if options["devices"] * options.get("num_nodes", 1) == 1:
+        return options | {"strategy": "auto"}
+    # Processes that were told their place by environment variables, as torchrun does, and not by
+    # SLURM, which Lightning would find wherever it runs below a SLURM job.
+    told = Told() if "RANK" in os.environ else None
+    return options | {"strategy": Replicated(cluster_environment=told)}

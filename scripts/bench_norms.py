@@ -1,0 +1,74 @@
+"""Forward and backward of every norm in conf/norm, against torch.nn or else the plain formula."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+from bench_formulas import FORMULAS
+from bench_measure import Bench, Row, alternate, milliseconds, ratio
+from torch import Tensor, nn
+
+from normexp.batching.sizes import Sizes
+from normexp.build import build_norm
+from normexp.studies.config import compose_config
+from normexp.studies.folders import group_choices
+
+SHAPES = ((128, 64, 16, 16), (64, 128, 256))
+AIM = 1.10
+
+
+def norms(bench: Bench) -> Iterator[Row]:
+    for name in group_choices("norm"):
+        if name != "custom":
+            for shape in SHAPES:
+                yield _row(bench, name, shape)
+
+
+def _row(bench: Bench, name: str, shape: tuple[int, ...]) -> Row:
+    what = f"norm {name} {shape}"
+    if name not in FORMULAS:
+        return Row(what, "-", None, AIM, note="no counterpart in scripts/bench_formulas.py")
+    against, make = FORMULAS[name]
+    try:
+        ours = make_norm(name, shape)
+        ours(torch.randn(2, *shape[1:]))
+    except Exception as error:  # a norm of sequences alone, say: its own words
+        return Row(what, against, None, AIM, note=str(error).splitlines()[0])
+    theirs = make(shape)
+    arms = {"ours": _arm(bench, ours, shape), "theirs": _arm(bench, theirs, shape)}
+    times = alternate(arms, bench.rounds(11))
+    note = f"{milliseconds(times, 'ours')}, {milliseconds(times, 'theirs')}"
+    return Row(what, against, ratio(times, "ours", "theirs"), AIM, note=note)
+
+
+def make_norm(name: str, shape: tuple[int, ...]) -> nn.Module:
+    """The norm of conf/norm/<name>.yaml for inputs of `shape`, in training mode."""
+    data = SimpleNamespace(input_shape=shape[-1:])  # for norms that keep state per position
+    factory = build_norm(compose_config([f"norm={name}"]), Sizes(shape[0]), data)  # type: ignore[arg-type]
+    return factory.make(shape[1]).train()
+
+
+def _arm(
+    bench: Bench, norm: Callable[[Tensor], Tensor], shape: tuple[int, ...]
+) -> Callable[[], float]:
+    x = torch.randn(shape, requires_grad=True)
+    gradient = torch.randn(shape)
+    repeats = 2 if bench.quick else 5
+
+    def once() -> None:
+        x.grad = None
+        norm(x).backward(gradient)
+
+    def arm() -> float:
+        started = time.perf_counter()
+        for _ in range(repeats):
+            once()
+        return (time.perf_counter() - started) / repeats
+
+    return arm
+
+
+MEASUREMENTS = {"norms": norms}

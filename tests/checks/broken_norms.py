@@ -1,0 +1,299 @@
+"""Norms with one fault each, as they are found in the wild."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EPS = 1e-5
+
+
+def per_channel(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.view(1, -1, *[1] * (x.ndim - 2))
+
+
+def pooled(x: Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
+
+
+class Affine(nn.Module):
+    """A weight and a bias per channel, and batch moments to be normalized by."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+
+    def scaled(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        out = (x - per_channel(mean, x)) * torch.rsqrt(per_channel(var, x) + EPS)
+        return (out * per_channel(self.weight, x) + per_channel(self.bias, x)).to(x.dtype)
+
+
+class SwallowedAffine(Affine):
+    """Takes `affine` and has its parameters whatever it says."""
+
+    def __init__(self, num_features: int, affine: bool = True) -> None:
+        del affine
+        super().__init__(num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype != torch.double else x
+        return self.scaled(wide, wide.mean(pooled(x)), wide.var(pooled(x), correction=0)).to(
+            x.dtype
+        )
+
+
+class LazyParameter(nn.Module):
+    """Makes its weight in the first forward."""
+
+    weight: nn.Parameter | None
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.ones(x.shape[1], dtype=x.dtype))
+        return x * per_channel(self.weight, x)
+
+
+class KeptGraph(Affine):
+    """Moves its running averages outside of no_grad."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.scaled(x, self.running_mean, self.running_var)
+        mean, var = x.mean(pooled(x)), x.var(pooled(x), correction=0)
+        self.running_mean = 0.9 * self.running_mean + 0.1 * mean
+        self.running_var = 0.9 * self.running_var + 0.1 * var
+        return self.scaled(x, mean, var)
+
+
+class NoSuper(nn.Module):
+    """Forgets super().__init__()."""
+
+    def __init__(self, num_features: int) -> None:
+        self.weight = nn.Parameter(torch.ones(num_features))
+
+
+class NaiveVariance(Affine):
+    """E[x^2] - E[x]^2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(pooled(x))
+        return self.scaled(x, mean, x.square().mean(pooled(x)) - mean.square())
+
+
+class NarrowStatistics(Affine):
+    """Moments in the dtype of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.sum(pooled(x)) / (x.numel() / x.shape[1])
+        centred = x - per_channel(mean, x)
+        return self.scaled(x, mean, centred.square().mean(pooled(x)))
+
+
+class UnbiasedVariance(Affine):
+    """Normalizes by the unbiased variance: a gain of sqrt(1 - 1/n)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=1))
+
+
+class ViewOfMaps(Affine):
+    """Layer norm by `view`, which a channels_last input does not allow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(x.shape[0], -1)
+        centred = flat - flat.mean(-1, keepdim=True)
+        out = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
+        return out.view(x.shape) * per_channel(self.weight, x) + per_channel(self.bias, x)
+
+
+class DropsChannelsLast(Affine):
+    """Always returns contiguous memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0)).contiguous()
+
+
+class OtherShape(Affine):
+    """Parameters shaped for maps: (N, C) comes back as (1, N, C, C) or (1, C, N, C)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = x.mean(pooled(x)), x.var(pooled(x), correction=0)
+        shape = (1, -1, 1, 1)
+        out = (x - mean.view(shape)) * torch.rsqrt(var.view(shape) + EPS)
+        return out * self.weight.view(shape) + self.bias.view(shape)
+
+
+class GrowingBuffer(Affine):
+    """A buffer that takes the shape of its batch: no rank knows how much to broadcast."""
+
+    last: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("last", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.last = x.detach().flatten()
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class LateBuffer(Affine):
+    """A buffer that is None until the first forward."""
+
+    running_mean: Tensor | None
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("running_mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(pooled(x))
+        if self.running_mean is None:
+            self.running_mean = mean.detach()
+        return self.scaled(x, mean, x.var(pooled(x), correction=0))
+
+
+class NoisyEvaluation(nn.Module):
+    """Draws in evaluation, too."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 0.1 * torch.rand_like(x))
+
+
+class WritesItsInput(nn.Module):
+    """Centres the caller's tensor."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x -= x.mean(dim=1, keepdim=True)
+        return x * 1.0
+
+
+class NoEps(Affine):
+    """Divides by a variance that may be zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0) - EPS)
+
+
+class HiddenState(Affine):
+    """A running mean that is no buffer, so that no checkpoint has it."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.running_mean = torch.zeros(num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.running_mean = 0.9 * self.running_mean + 0.1 * x.detach().mean(pooled(x))
+        return self.scaled(x, self.running_mean.to(x.dtype), torch.ones_like(self.running_mean))
+
+
+class EvaluationLearns(Affine):
+    """Moves its running mean in evaluation."""
+
+    running_mean: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("running_mean", torch.zeros(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running_mean.mul_(0.9).add_(0.1 * x.detach().mean(pooled(x)))
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class UnusedParameter(Affine):
+    """A parameter that no output depends on."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.rho = nn.Parameter(torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class WrongDtype(nn.Module):
+    """Returns float32 whatever it is given."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() / (x.float().square().mean(dim=1, keepdim=True) + EPS).sqrt()
+
+
+class WrongGradient(nn.Module):
+    """Lets no gradient through its statistic."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.detach().square().mean(dim=1, keepdim=True) + EPS).sqrt()
+
+
+class PoisonedByOne(Affine):
+    """The unbiased variance of one sample, NaN, goes into the running average for good."""
+
+    running_var: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.scaled(x, torch.zeros_like(self.running_var), self.running_var)
+        with torch.no_grad():
+            self.running_var.mul_(0.9).add_(0.1 * x.var(pooled(x), correction=1))
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class ErasesOnePosition(nn.Module):
+    """Instance norm without a word about one position, whose output is zero for any input."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = list(range(2, x.ndim))
+        if not dims:
+            raise ValueError("needs positions")
+        mean = x.mean(dims, keepdim=True)
+        return (x - mean) * torch.rsqrt((x - mean).square().mean(dims, keepdim=True) + EPS)
+
+
+class CallsNumpy(Affine):
+    """Leaves torch in its forward, where a compiler and vmap cannot follow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = float(x.detach().numpy().mean()) * 0.0
+        return self.scaled(x + shift, x.mean(pooled(x)), x.var(pooled(x), correction=0))

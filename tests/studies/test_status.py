@@ -1,0 +1,122 @@
+"""What `normexp.status` says of a study, read from its files, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from normexp.records.index import News, append_news
+from normexp.records.layout import LOCK_FILE, seed_dir, stack_dir
+from normexp.records.lock import StackLock
+from normexp.records.metrics import MetricsWriter
+from normexp.records.result import Result
+from normexp.records.study_file import append_command
+from normexp.records.writer import write_result
+from normexp.status import main
+from normexp.studies.status import read_status
+
+WORDS = ["normexp-train", "-m", "norm=batch,group,bad", "study=s"]
+
+
+def write(study: Path, cell: str, seed: int, status: str) -> None:
+    run_dir = seed_dir(study / cell, seed)
+    run_dir.mkdir(parents=True)
+    error = "RuntimeError: no more" if status == "failed" else None
+    step = 7 if status == "diverged" else None
+    result = Result(cell, seed, status, {}, {}, {}, error=error, diverged_at_step=step)
+    write_result(run_dir, result)
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """Three runs of `batch` have ended; `group` was interrupted; `layer` was never begun."""
+    study = tmp_path / "s"
+    study.mkdir()
+    titles = ["batch", "batch again", "group", "layer", "bad"]
+    append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2]) for title in titles])
+    known = {"batch": "b-1", "batch again": "b-1", "group": "g-1"}
+    for title, cell_id in known.items():
+        append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
+    append_news(study, [News("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")])
+    append_command(study, WORDS, {"norm": ["batch", "group"]}, "0" * 16)
+    for seed, status in enumerate(["finished", "diverged", "failed"]):
+        write(study, "b-1", seed, status)
+    stack = stack_dir(study / "g-1", 0, 1)
+    stack.mkdir(parents=True)
+    (stack / "last.ckpt").touch()
+    return study
+
+
+def test_every_run_that_was_asked_for_has_a_state(study: Path):
+    status = read_status(study.parent, "s")
+    by_title = {cell.title: cell for cell in status.cells}
+    assert by_title.keys() == {"norm=batch", "norm=group", "norm=layer", "norm=bad"}
+    assert by_title["norm=batch"].runs == {"finished": 1, "diverged": 1, "failed": 1}
+    assert by_title["norm=batch"].notes == ["RuntimeError: no more"]
+    assert by_title["norm=group"].runs == {"interrupted": 2, "not started": 1}
+    assert by_title["norm=layer"].runs == {"not started": 3}
+    assert by_title["norm=bad"].refused == "refused: no such norm"
+    assert not by_title["norm=bad"].runs
+    assert not status.is_complete
+
+
+def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
+    run_dir = seed_dir(study / "g-1", 0)
+    run_dir.mkdir()
+    with MetricsWriter(run_dir / "metrics.csv") as writer:
+        writer.add(40, 1, 1280, {"train/loss": 0.5})
+    lock = StackLock(study / "g-1" / LOCK_FILE)
+    with lock:
+        (cell,) = [c for c in read_status(study.parent, "s").cells if c.title == "norm=group"]
+        assert cell.runs == {"running": 1, "interrupted": 1, "not started": 1}
+        assert cell.notes == [f"process {lock.holder()}, step 40 at its last checkpoint"]
+
+
+def test_result_that_cannot_be_read_is_a_state_and_no_end(study: Path):
+    (seed_dir(study / "b-1", 0) / "result.json").write_text('{"schema": 99}')
+    (cell,) = [c for c in read_status(study.parent, "s").cells if c.title == "norm=batch"]
+    assert cell.runs["unreadable"] == 1
+    assert "has schema 99" in cell.notes[0]
+
+
+def test_cell_that_no_index_knows_is_counted_as_well(study: Path):
+    write(study, "older", 0, "finished")
+    assert read_status(study.parent, "s").runs["finished"] == 2
+
+
+def test_entry_says_what_to_type_and_imports_neither_torch_nor_hydra(study: Path):
+    script = (
+        "import sys; from normexp.status import main; code = main(sys.argv[1:]); "
+        "sys.exit(99 if {'torch', 'hydra', 'numpy'} & set(sys.modules) else code)"
+    )
+    words = ["study=s", f"runs_dir={study.parent}"]
+    command = [sys.executable, "-c", script, *words]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "9 runs of 4 cells: 1 finished, 1 diverged, 1 failed, 2 interrupted, 4 not" in run.stdout
+    assert "to finish, type again:\n  python -m normexp.train -m norm=batch,group,bad" in run.stdout
+
+
+def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write(tmp_path / "s", "b-1", 0, "finished")
+    assert main(["study=s", f"runs_dir={tmp_path}"]) == 0
+    assert "complete; next:\n  python -m normexp.report study=s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "study is missing"),
+        (["studdy=s"], "did you mean study=...?"),
+        (["study=nowhere"], "study=nowhere not found"),
+        (["s"], "not a value of status"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+):
+    assert main([*words, f"runs_dir={tmp_path}"]) == 2
+    assert message in capsys.readouterr().err

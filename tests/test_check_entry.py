@@ -1,0 +1,220 @@
+"""`python -m normexp.check` as a user runs it, in-process: formats, exit codes, mistakes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from normexp.check import main
+from normexp.checks.card import Card, Line
+from normexp.checks.card_formats import as_markdown
+from normexp.checks.card_table import print_card, print_comparison
+from normexp.studies.arguments import parse_arguments
+from normexp.studies.card_options import parse_card_options
+from normexp.studies.cards import compose_norms
+
+CONTRACT = "part=contract"
+MODULE = """
+import torch
+from torch import nn
+
+
+class Mine(nn.Module):
+    def __init__(self, num_features: int, knob: float = 1.0) -> None:
+        super().__init__()
+        self.knob = knob
+        self.weight = nn.Parameter(torch.ones(num_features))
+
+    def forward(self, x):
+        weight = self.weight.view(-1, *[1] * (x.ndim - 2))
+        return (weight * torch.tanh(self.knob * x)).to(x.dtype)
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+class Needs(nn.Module):
+    def __init__(self, num_features, depth):
+        super().__init__()
+
+
+class Sums(nn.Module):
+    def forward(self, x):
+        return x.sum(0)
+
+
+def nothing(num_features):
+    return None
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module of the user's own."""
+    name = f"card_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def custom(target: str) -> list[str]:
+    return ["norm=custom", f"norm._target_={target}"]
+
+
+def test_one_card_as_json(capsys: pytest.CaptureFixture[str]):
+    assert main(["norm=group", "norm.num_groups=4", CONTRACT, "format=json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    (card,) = body["cards"]
+    assert body["schema"] == 1
+    assert card["name"] == "group num_groups=4"
+    assert card["target"] == "normexp.norms.group.GroupNorm"
+    assert card["passes"] is True and card["num_features"] == 8
+    assert {line["section"] for line in card["lines"]} == {"contract"}
+    assert {line["status"] for line in card["lines"]} <= {"pass", "value", "skipped"}
+
+
+@pytest.mark.parametrize(
+    "words", [["norm=none,dyt"], ["norm=[none, dyt]"], ["-m", "norm=none,dyt"]]
+)
+def test_several_norms_are_named_in_three_ways(words: list[str]):
+    _, overrides = parse_card_options(words)
+    assert [one.name for one in compose_norms(parse_arguments(overrides))] == ["none", "dyt"]
+
+
+def test_values_of_a_knob_are_cards_of_their_own():
+    asked = compose_norms(parse_arguments(["norm=group", "norm.num_groups=4,8", "eps=1e-3"]))
+    names = ["group num_groups=4 eps=0.001", "group num_groups=8 eps=0.001"]
+    assert [one.name for one in asked] == names
+
+
+def test_several_norms_are_a_comparison(capsys: pytest.CaptureFixture[str]):
+    assert main(["norm=none,dyt", CONTRACT, "format=markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "|  | none | dyt |"
+    assert "| deepcopy | pass | pass |" in lines
+
+
+def test_custom_norm_takes_its_knobs(mine: str, capsys: pytest.CaptureFixture[str]):
+    assert main([*custom(f"{mine}.Mine"), "norm.knob=0.5", CONTRACT]) == 0
+    out = capsys.readouterr().out
+    assert f"Mine knob=0.5 ({mine}.Mine), 8 channels" in out
+    assert "the contract holds" in out
+
+
+def test_contract_that_fails_is_exit_code_1_with_its_line(
+    mine: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*custom(f"{mine}.Noisy"), CONTRACT, "format=json"]) == 1
+    (card,) = json.loads(capsys.readouterr().out)["cards"]
+    found = {line["name"]: line for line in card["lines"]}
+    assert found["deterministic in evaluation"]["status"] == "fail"
+    assert card["target"] == f"{mine}.Noisy" and card["passes"] is False
+
+
+def test_output_of_another_shape_is_exit_code_1_with_both_shapes(
+    mine: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*custom(f"{mine}.Sums"), CONTRACT]) == 1
+    out = capsys.readouterr().out
+    assert "(2, 8) in, (8) out" in out
+    assert "Sums: 5 lines of the contract failed" in out
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no_such_package.Norm", "there is no module no_such_package; install it, or add"),
+        ("{mine}.Missing", "{mine} has no Missing"),
+        ("{mine}.nothing", "made a NoneType, not an nn.Module"),
+        ("{mine}.Needs", "needs the argument depth; set norm.depth=..."),
+    ],
+)
+def test_target_that_makes_no_norm_is_exit_code_2(
+    target: str,
+    message: str,
+    mine: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as without pytest, which takes logs
+    target, message = target.format(mine=mine), message.format(mine=mine)
+    assert main([*custom(target), CONTRACT]) == 2
+    error = capsys.readouterr().err
+    assert target in error and message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["norm=grup"], "did you mean group"),
+        (["norm=custom"], "norm._target_ is missing"),
+        (["batch_size=4"], "batch_size=4: no key of a card"),
+        (["formt=json"], "did you mean format?"),
+        (["format=csv"], "format=csv: must be one of table, json, markdown"),
+        (["norm.view=sequence"], "a card shows the norm (N, C, *)"),
+        (["norm.half_life=100"], "set norm.momentum"),
+        (["ddp=true", CONTRACT], "drop part=contract"),
+        (["norm=group", "norm.nun_groups=3"], "did you mean norm.num_groups?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistake_is_one_line_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_help_and_refusals_come_without_torch():
+    for argv, code in ((["--help"], 0), (["norm=grup"], 2)):
+        script = (
+            "import sys; from normexp.check import main; code = main(sys.argv[1:]); "
+            "sys.exit(99 if 'torch' in sys.modules else code)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", script, *argv], capture_output=True, check=False
+        )
+        assert run.returncode == code
+
+
+def cards(count: int) -> list[Card]:
+    line = Line("contract", "deepcopy", "fail", detail="deepcopy fails [a|b]")
+    value = Line("cost", "bytes saved for backward", "value", 2097152, "1 x the input")
+    return [
+        Card(f"norm {i}", f"mine.Norm{i}", 8, "channels first", (line, value)) for i in range(count)
+    ]
+
+
+def shown(width: int, count: int) -> list[str]:
+    console = Console(width=width, force_terminal=False, no_color=True)
+    with console.capture() as capture:
+        if count == 1:
+            print_card(console, cards(1)[0])
+        else:
+            print_comparison(console, cards(count))
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_terminal_of_80_columns_shows_every_norm_and_number(count: int):
+    lines = shown(80, count)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    assert all(f"norm {i}" in text for i in range(count))
+    assert text.count("2,097,152") == count
+    assert text.count("deepcopy fails [a|b]") == count
+    assert f"norm {count - 1}: 1 line of the contract failed" in lines
+
+
+def test_markdown_escapes_bars():
+    assert "| deepcopy | FAIL | deepcopy fails [a\\|b] |" in as_markdown(cards(1)).splitlines()
