@@ -34,12 +34,12 @@ def _train(words: list[str]) -> int:
         return launch(arguments, ["normexp-train", *words])
     cells = compose_cells(arguments)  # refused before torch is imported
 
-    from normexp.studies.place import is_follower
+    from normexp.studies.place import place_of_command
 
-    if is_follower(cells):  # started by srun or torchrun beside the one that writes
-        from normexp.studies.devices import follow_cells
+    if place_of_command(cells) is not None:  # one of those that srun or torchrun has started
+        from normexp.studies.together import run_together
 
-        return follow_cells(cells)
+        return run_together(cells, ["normexp-train", *words])
     from normexp.studies.runner import run_cells
 
     return run_cells(cells, ["normexp-train", *words])

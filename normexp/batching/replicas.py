@@ -6,6 +6,7 @@ Both forms answer to the same few calls, and values they return lead with the re
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -26,7 +27,7 @@ def model_arguments(batch: Batch) -> tuple[Tensor, ...]:
     return (batch["inputs"],) if mask is None else (batch["inputs"], mask)
 
 
-class Replicas(nn.Module):
+class Replicas(nn.Module, ABC):
     """S networks trained together. `trees` are the modules that hold their tensors."""
 
     is_stacked: bool
@@ -37,24 +38,24 @@ class Replicas(nn.Module):
         self.trees = nn.ModuleList(trees)
         self.num_replicas = num_replicas
 
+    @abstractmethod
     def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
         """`measure(output, batch)` of every replica, stacked to (S, ...).
 
         Values of `batch` are (S, N, ...), or (N, ...) where it is `shared` by the replicas.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def replica(self, index: int) -> nn.Module:
         """Replica `index` as a plain module of its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def clip_gradients(self, max_norm: float) -> None:
         """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
         """Hands each dropout its keys, (num_dropouts, S), and where this part begins."""
-        raise NotImplementedError
 
     def read_buffers(self) -> list[State]:
         """A copy of the buffers of each tree."""

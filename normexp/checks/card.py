@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from normexp.checks.probing import first_line
-from normexp.checks.subject import Subject
+from normexp.checks.subject import Subject, seed_draws
 
 Section = Literal["contract", "traits", "compatibility", "cost"]
 Status = Literal["pass", "fail", "value", "skipped"]
@@ -67,13 +67,13 @@ class Card:
         name: as the user calls it.
         target: what was built.
         num_features: channels of the inputs it was measured on.
-        layout: where it wants its channels, and the numbers of dimensions it takes by itself.
+        takes: where it wants its channels, and the numbers of dimensions it takes by itself.
     """
 
     name: str
     target: str
     num_features: int
-    layout: str
+    takes: str
     lines: tuple[Line, ...]
 
     @property
@@ -91,7 +91,7 @@ def run_checks(section: Section, checks: Checks, subject: Subject) -> list[Line]
     for name, check in checks.items():
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.default_generator.manual_seed(0)
+            seed_draws()
             try:
                 finding = check(subject)
             except Exception as error:  # of foreign code, any kind

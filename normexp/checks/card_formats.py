@@ -52,16 +52,18 @@ def _row(cells: Sequence[str]) -> str:
 def headline(card: Card) -> str:
     """What was measured, in one line."""
     if not card.num_features:
-        return f"{card.name} ({card.target}): {card.layout}"
-    return f"{card.name} ({card.target}), {card.num_features} channels; takes {card.layout}"
+        return f"{card.name} ({card.target}): cannot be built"
+    return f"{card.name} ({card.target}), {card.num_features} channels; takes {card.takes}"
 
 
 def verdict(card: Card) -> str:
-    """Whether the contract holds, in one line."""
-    count = len(card.failures)
-    if not count:
+    """Whether the contract holds; or the target, how many lines failed, and the first of them."""
+    if not card.failures:
         return f"{card.name}: the contract holds"
-    return f"{card.name}: {count} {'line' if count == 1 else 'lines'} of the contract failed"
+    count, first = len(card.failures), card.failures[0]
+    lines = "1 line" if count == 1 else f"{count} lines"
+    said = f"{lines} of the contract failed; {first.name}: {first.detail}"
+    return f"{card.name} ({card.target}): {said}"
 
 
 def outcome(line: Line | None) -> str:

@@ -42,11 +42,11 @@ def measure_card(
         line = failure_to_build(error)
         if line is None:
             raise
-        return Card(name, target, 0, "cannot be built", (line,))
+        return Card(name, target, 0, "no input", (line,))
     lines = measure_contract(subject)
     if not contract_only and subject.shapes:
         lines += _measure_rest(subject, ddp=ddp)
-    return Card(name, target, subject.num_features, str(subject.layout), tuple(lines))
+    return Card(name, target, subject.num_features, subject.takes, tuple(lines))
 
 
 def _measure_rest(subject: Subject, *, ddp: bool) -> list[Line]:

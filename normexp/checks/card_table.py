@@ -17,7 +17,7 @@ NAME_WIDTH = 31  # of a line's name
 
 
 def print_card(console: Console, card: Card) -> None:
-    """Every line with what shows it; the failed ones again at the end."""
+    """Every line with what shows it."""
     console.print(headline(card), markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, InTurn, Stacked
 from normexp.checks.card import PASSED, Checks, Finding, failed, measured, skipped
+from normexp.checks.compatibility_onnx import exports_to_onnx
 from normexp.checks.probing import first_line
 from normexp.checks.subject import Shape, Subject, relative_change, show, state_change, values
 from normexp.norms.contract import Site, State, merge_state, read_state, write_state
@@ -189,20 +189,6 @@ def takes_autocast(subject: Subject) -> Finding:
         gradients = [p.grad for p in norm.parameters() if p.grad is not None]
         if not all(t.isfinite().all() for t in (out, *gradients)) or change > HALF:
             return failed(f"off by {change:.2g} of the output's size, {show(shape)}")
-    return PASSED
-
-
-def exports_to_onnx(subject: Subject) -> Finding:
-    """torch.onnx.export in evaluation."""
-    for package in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            return skipped(f"{package} is not installed")
-    shape = subject.largest
-    norm = subject.trained(shape).eval()
-    try:
-        torch.onnx.export(norm, (values(shape),), dynamo=True, verbose=False)
-    except Exception as error:  # of the exporter, any kind
-        return failed(f"{_reason(error)}, {show(shape)}")
     return PASSED
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normexp.checks.card import PASSED, Checks, Finding, failed
+from normexp.checks.card import PASSED, Checks, Finding, failed, skipped
 from normexp.checks.subject import Shape, Subject, arguments_of, values
 from normexp.norms.foreign import FEATURE_NAMES
 
 # How a norm computes, and not what; and the length of the data's texts.
 OF_NO_EFFECT = ("inplace", "device", "dtype", "num_positions")
+NO_ARGUMENT = "no_such_argument"
 STEPS = 20  # past the warm-up of a norm with a short one
 Knobs = dict[str, Any]
 
@@ -22,8 +23,12 @@ def uses_arguments(subject: Subject) -> Finding:
     """Another value of each flag and number shows: in parameters, outputs, state, or a refusal.
 
     Tried alone and beside another value of each other one: a momentum counts only where averages
-    run, a bound only when a warm-up is over.
+    run, a bound only when a warm-up is over. And a name that is no argument is refused.
     """
+    if _takes_any_name(subject):
+        return failed(f"{NO_ARGUMENT}=1 is taken: a misspelt argument would not be noticed")
+    if all(_observe(subject, shape, {}) is None for shape in _observed(subject)):
+        return skipped("cannot be copied or run in float64")
     defaults = _numbers_and_flags(subject)
     bases: list[Knobs] = [{}]
     bases += [{name: other} for name, value in defaults.items() for other in _others(value)]
@@ -36,6 +41,21 @@ def uses_arguments(subject: Subject) -> Finding:
         others = f"{swallowed[0]}={_others(defaults[swallowed[0]])[0]}"
         return failed(f"{', '.join(swallowed)}: another value changes nothing, as {others}")
     return PASSED
+
+
+def _takes_any_name(subject: Subject) -> bool:
+    parameters = arguments_of(subject.make).values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return False
+    try:
+        subject.bare(subject.smallest, **{NO_ARGUMENT: 1})
+    except Exception:  # of foreign code, any kind
+        return False
+    return True
+
+
+def _observed(subject: Subject) -> list[Shape]:
+    return list(dict.fromkeys((subject.smallest, subject.largest)))
 
 
 def _numbers_and_flags(subject: Subject) -> Knobs:
@@ -60,7 +80,7 @@ def _others(value: bool | int | float) -> list[Any]:
 def _has_effect(subject: Subject, name: str, value: Any, base: Knobs) -> bool:
     if name in base:
         return False
-    for shape in dict.fromkeys((subject.smallest, subject.largest)):
+    for shape in _observed(subject):
         before = _observe(subject, shape, base)
         if before is None:
             continue
@@ -73,7 +93,6 @@ def _has_effect(subject: Subject, name: str, value: Any, base: Knobs) -> bool:
 
 def _observe(subject: Subject, shape: Shape, knobs: Knobs) -> list[tuple[str, Tensor]] | None:
     """All that can be seen of a norm over a few steps; None where it refuses."""
-    torch.default_generator.manual_seed(0)
     try:
         norm = subject.norm(shape, torch.float64, **knobs)
         seen = [(name, value.clone()) for name, value in norm.state_dict().items()]

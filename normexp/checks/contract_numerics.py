@@ -12,39 +12,61 @@ from torch.func import functional_call
 
 from normexp.checks.card import PASSED, Checks, Finding, failed, measured, skipped
 from normexp.checks.probing import first_line
-from normexp.checks.subject import Shape, Subject, relative_change, show, values
+from normexp.checks.subject import (
+    DRAWS,
+    Shape,
+    Subject,
+    relative_change,
+    seed_draws,
+    show,
+    values,
+)
 from normexp.norms.contract import read_state
 
 # Of float32 against float64 on the same inputs, relative to the largest output: rounding of the
 # input alone leaves 6e-5 of a deviation of 1 at mean 1e3, and ten times that at 1e4.
 TOLERANCES = {1e3: 0.01, 1e4: 0.05}
 SCALES = (1e-12, 1e12)
-CONSTANT = 3.7
+CONSTANT = 3.5  # of which sums and means are exact, so that a variance is 0
 CORNER = 0.05
+COARSE = {"eps": 1e-3, "atol": 0.01, "rtol": 0.01}  # steps that show in float32
 CHECKED_SHAPES = 3  # of the smallest, for the many forwards of a gradient by differences
 
 
 def gradient_is_right(training: bool, subject: Subject) -> Finding:
-    """Autograd agrees with differences in float64, for the input and every parameter."""
+    """Autograd agrees with differences in float64, for the input and every parameter.
+
+    Where it does not, larger differences tell a norm that computes in float32 from a wrong one.
+    """
+    shown = ""
     for shape in subject.shapes[:CHECKED_SHAPES]:
         norm = subject.trained(shape, torch.float64).train(training)
         _move_off_corners(norm)
-        names = [name for name, p in norm.named_parameters() if p.requires_grad]
-        start = read_state(norm)
+        wrong = _find_wrong_gradient(norm, shape)
+        if wrong is None:
+            continue
+        wrong = _find_wrong_gradient(norm, shape, **COARSE)
+        if wrong is not None:
+            return failed(f"gradient of {wrong} is not the slope of the output, {show(shape)}")
+        shown = f"to 1 % alone, as it computes below float64, {show(shape)}"
+    return Finding("pass", detail=shown)
 
-        def run(x: Tensor, *given: Tensor) -> Tensor:
-            state = {name: value.clone() for name, value in start.items()}  # noqa: B023
-            tensors = {**dict(zip(names, given, strict=True)), **state}  # noqa: B023
-            return functional_call(norm, tensors, (x,))  # noqa: B023
 
-        given = [p.detach().clone() for p in norm.parameters() if p.requires_grad]
-        inputs = [t.requires_grad_() for t in (values(shape, torch.float64), *given)]
-        try:
-            gradcheck(run, inputs)
-        except GradcheckError as error:
-            which = ["the input", *names][_index_in(str(error))]
-            return failed(f"gradient of {which} is not the slope of the output, {show(shape)}")
-    return PASSED
+def _find_wrong_gradient(norm: nn.Module, shape: Shape, **precision: float) -> str | None:
+    named = {name: p.detach().clone() for name, p in norm.named_parameters() if p.requires_grad}
+    start = read_state(norm)
+
+    def run(x: Tensor, *given: Tensor) -> Tensor:
+        seed_draws()
+        state = {name: value.clone() for name, value in start.items()}
+        return functional_call(norm, {**dict(zip(named, given, strict=True)), **state}, (x,))
+
+    inputs = [t.requires_grad_() for t in (values(shape, torch.float64), *named.values())]
+    try:
+        gradcheck(run, inputs, **precision)
+    except GradcheckError as error:
+        return ["the input", *named][_index_in(str(error))]
+    return None
 
 
 def _move_off_corners(norm: nn.Module) -> None:
@@ -63,6 +85,8 @@ def _index_in(message: str) -> int:
 
 def keeps_digits_far_from_zero(mean: float, subject: Subject) -> Finding:
     """Training outputs of float32 are finite, and those of float64 up to rounding."""
+    if subject.draws:
+        return skipped(DRAWS)
     for shape in subject.shapes:
         x = mean + values(shape)
         out = subject.norm(shape)(x).detach()

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from normexp.checks.card import PASSED, Checks, Finding, failed, measured, skipped
 from normexp.checks.probing import first_line
-from normexp.checks.subject import LADDER, Shape, Subject, relative_change, shape_at, show, values
+from normexp.checks.subject import (
+    DRAWS,
+    LADDER,
+    Shape,
+    Subject,
+    relative_change,
+    shape_at,
+    show,
+    values,
+)
 from normexp.norms.layout import PROBED_DIMS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +76,13 @@ def _apply_bare(subject: Subject, shape: Shape) -> tuple[object, str]:
 
 def takes_some_input(subject: Subject) -> Finding:
     """At least one shape is mapped to itself."""
-    return PASSED if subject.shapes else failed("every input is refused or changes its shape")
+    if subject.shapes:
+        return PASSED
+    found = [takes_dims(num_dims, subject) for num_dims in PROBED_DIMS]
+    shown = [finding.detail for finding in found if finding.status == "fail"]
+    if shown:
+        return failed(f"the shape of every input changes or is refused, as {shown[0]}")
+    return failed(f"every input is refused: {found[0].detail}")
 
 
 def keeps_dtype(subject: Subject) -> Finding:
@@ -98,17 +113,27 @@ def keeps_digits_in_half(subject: Subject) -> Finding:
 
     Parameters stay in float32, as in mixed precision, where the norm takes that.
     """
+    if subject.draws:
+        return skipped(DRAWS)
     for shape in subject.shapes:
         x = (FAR + values(shape)).to(torch.bfloat16)
         try:
-            out = subject.norm(shape)(x)
-        except RuntimeError:  # a kernel that wants one dtype for all
-            out = subject.norm(shape, torch.bfloat16)(x)
+            out = _in_bfloat16(subject, x)
+        except NotImplementedError:
+            return skipped("this device lacks bfloat16")
         wide = subject.norm(shape, torch.float64)(x.double())
         change = relative_change(wide.detach(), out.detach())
         if change > HALF_TOLERANCE:
             return failed(f"off by {change:.2g} of the largest output at mean 30, {show(shape)}")
     return PASSED
+
+
+def _in_bfloat16(subject: Subject, x: Tensor) -> Tensor:
+    shape = tuple(x.shape)
+    try:
+        return subject.norm(shape)(x)
+    except RuntimeError:  # a kernel that wants one dtype for all
+        return subject.norm(shape, torch.bfloat16)(x)
 
 
 def keeps_channels_last(subject: Subject) -> Finding:

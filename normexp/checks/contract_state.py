@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from normexp.checks.card import PASSED, Checks, Finding, failed, skipped
-from normexp.checks.subject import Shape, Subject, relative_change, show, values
+from normexp.checks.subject import Shape, Subject, relative_change, seed_draws, show, values
 
 STEPS = 3
 
@@ -102,9 +102,14 @@ def copies(subject: Subject) -> Finding:
         except Exception as error:
             return failed(f"deepcopy {moment} a training forward: {type(error).__name__}")
         x = values(shape, seed=1)
-        if not torch.equal(norm(x), own(x)):
+        if not torch.equal(_redrawn(norm, x), _redrawn(own, x)):
             return failed(f"a deepcopy made {moment} a training forward gives other outputs")
     return PASSED
+
+
+def _redrawn(norm: nn.Module, x: Tensor) -> Tensor:
+    seed_draws()
+    return norm(x)
 
 
 def restores(subject: Subject) -> Finding:
@@ -121,7 +126,7 @@ def restores(subject: Subject) -> Finding:
         fresh.load_state_dict(norm.state_dict())
         for mode in ("evaluation", "training", "evaluation"):
             x = values(shape, seed=STEPS)
-            outs = [own.train(mode == "training")(x) for own in (norm, fresh)]
+            outs = [_redrawn(own.train(mode == "training"), x) for own in (norm, fresh)]
             if relative_change(outs[0].detach(), outs[1].detach()) > 1e-5:
                 return failed(f"other outputs in {mode} after load_state_dict, {show(shape)}")
     return PASSED

@@ -23,6 +23,7 @@ Shape = tuple[int, ...]
 LADDER = ((2,), (5,), (2, 3), (2, 2, 3), (4, 5), (2, 2, 2, 3), (4, 4, 6))
 # Numbers of channels to try: a norm may divide them into as many as 32 groups.
 FEATURES = (8, 16, 32, 64)
+DRAWS = "draws random numbers, other ones in each dtype"
 FIRST = Layout(channels_last=False, num_dims=PROBED_DIMS)
 
 
@@ -70,7 +71,11 @@ class Subject:
         return adapt(make, target=self.target, eps=self.eps)(num_features)
 
     def norm(self, shape: Shape, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
-        """The norm as (N, C, *) -> (N, C, *), in training mode and with its first values."""
+        """The norm as (N, C, *) -> (N, C, *), in training mode and with its first values.
+
+        What it draws, now and in the forwards that follow, is the same each time.
+        """
+        seed_draws()
         return self.layout.present(self.bare(shape, **knobs)).to(dtype).train()
 
     def trained(self, shape: Shape, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
@@ -81,6 +86,19 @@ class Subject:
             for seed in (1, 2):
                 norm(0.5 + 1.5 * values(shape, dtype, seed))
         return norm
+
+    @property
+    def draws(self) -> bool:
+        """Whether a training forward uses torch's global random state, as dropout does."""
+        norm, before = self.norm(self.smallest), torch.get_rng_state()
+        norm(values(self.smallest))
+        return not torch.equal(before, torch.get_rng_state())
+
+    @property
+    def takes(self) -> str:
+        """The inputs that the norm takes as it is, in words."""
+        own = [n for n in self.layout.num_dims if self.with_dims(n)]
+        return str(replace(self.layout, num_dims=tuple(own))) if own else "no input"
 
     @property
     def eps_name(self) -> str | None:
@@ -147,6 +165,11 @@ def values(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> T
     return torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
 
 
+def seed_draws() -> None:
+    """Before two forwards that should agree although the norm draws random numbers."""
+    torch.default_generator.manual_seed(0)
+
+
 def shape_at(num_features: int, step: Shape) -> Shape:
     """(N, C, *) of a step of the ladder."""
     return (step[0], num_features, *step[1:])
@@ -199,7 +222,6 @@ def _find_shapes(subject: Subject) -> Subject:
 def _takes(subject: Subject, shape: Shape) -> bool:
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(0)
         try:
             norm = subject.norm(shape)
             x = values(shape)

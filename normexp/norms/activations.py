@@ -27,8 +27,9 @@ class TLU(nn.Module):
         return f"{len(self.tau)}"
 
     def forward(self, x: Tensor) -> Tensor:
-        tau = self.tau.view(-1, *[1] * (x.ndim - 2)).to(x.dtype)  # (C, 1, ...)
-        return torch.maximum(x, tau)
+        tau = self.tau.view(-1, *[1] * (x.ndim - 2))  # (C, 1, ...), and float32: x widens to it
+        # The paper's other form of max(x, tau): the backward of torch.maximum takes 5 times as long.
+        return (torch.relu(x - tau) + tau).to(x.dtype)
 
 
 class ScaledReLU(nn.Module):

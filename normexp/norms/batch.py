@@ -8,8 +8,15 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.norms.contract import State, widen
-from normexp.norms.moments import Moments, normalize_batch, normalize_groups, pool, unbiased
-from normexp.norms.none import in_dtype_of, zero_masked
+from normexp.norms.moments import (
+    Moments,
+    normalize_batch,
+    normalize_groups,
+    pool,
+    unbiased,
+    zero_masked_groups,
+)
+from normexp.norms.none import in_dtype_of
 
 
 class BatchNorm(nn.Module):
@@ -70,20 +77,56 @@ class BatchNorm(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        wide = zero_masked(widen(x), mask)
+        out = self.forward_groups(x[None], None if mask is None else mask[None])
+        return out.squeeze(0)  # out[0] would cost a tensor of zeros and a copy in the backward
+
+    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Training with statistics per group, x (G, N, C, *) and mask (G, N, *).
+
+        The running averages move once, by the moments of all values of all groups together.
+        """
+        if x.numel() == 0:
+            return x  # no sample, no moments
+        wide = zero_masked_groups(widen(x), mask)
         weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
-        if not self.training and self.running_mean is not None:
-            mean, var = in_dtype_of(wide, self.running_mean), in_dtype_of(wide, self.running_var)
-            out = F.batch_norm(wide, mean, var, weight, bias, False, 0.0, self.eps)
-        elif mask is None and self._kernel_advances(wide):
-            refuse_one_value(x.shape)
-            out = self._fused(wide, weight, bias)
+        if self.training:
+            self.refuse(x.shape[1:])
+            out = self.normalize_by_batch(wide, mask, weight, bias)
         else:
-            refuse_one_value(x.shape)
-            real = None if mask is None else mask.unsqueeze(1)
-            out, moments = normalize_batch(wide, real, weight, bias, self.eps)
-            self._advance(moments)
-        return zero_masked(out, mask).to(x.dtype)
+            out = self.normalize_by_running(wide, mask, weight, bias)
+        return zero_masked_groups(out, mask).to(x.dtype)
+
+    def refuse(self, shape: torch.Size) -> None:
+        """Raises UserError for an input of this shape (N, C, *) that has too few values."""
+        refuse_one_value(shape)
+
+    def normalize_by_batch(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """The output in training for x (G, N, C, *), zero where masked; moves the state one step.
+
+        In one kernel, running averages included, where that computes the same.
+        """
+        if mask is None and len(x) == 1 and self._kernel_advances(x):
+            return self._fused(x.squeeze(0), weight, bias)[None]
+        real = None if mask is None else mask.unsqueeze(2)
+        out, moments = normalize_groups(x, real, weight, bias, self.eps)
+        self._advance(pool(moments))
+        return out
+
+    def normalize_by_running(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """The output in evaluation for x (G, N, C, *), zero where masked."""
+        flat = x.flatten(0, 1)
+        if self.running_mean is None:
+            refuse_one_value(flat.shape)
+            real = None if mask is None else mask.flatten(0, 1).unsqueeze(1)
+            out, _ = normalize_batch(flat, real, weight, bias, self.eps)
+        else:
+            mean, var = in_dtype_of(x, self.running_mean), in_dtype_of(x, self.running_var)
+            out = F.batch_norm(flat, mean, var, weight, bias, False, 0.0, self.eps)
+        return out.unflatten(0, x.shape[:2])
 
     def _kernel_advances(self, x: Tensor) -> bool:
         """Whether the kernel can move the running averages itself: it knows a fixed momentum."""
@@ -100,21 +143,6 @@ class BatchNorm(nn.Module):
         values.fill_(x.numel() // x.shape[1])
         mean, var = self.running_mean, self.running_var
         return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
-
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Training with statistics per group, x (G, N, C, *) and mask (G, N, *).
-
-        The running averages move once, by the moments of all values of all groups together.
-        """
-        flat_mask = None if mask is None else mask.flatten(0, 1)
-        if not self.training:
-            return self(x.flatten(0, 1), flat_mask).unflatten(0, x.shape[:2])
-        refuse_one_value(x.shape[1:])
-        wide = zero_masked(widen(x).flatten(0, 1), flat_mask).unflatten(0, x.shape[:2])
-        weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
-        out, moments = normalize_groups(wide, mask, weight, bias, self.eps)
-        self._advance(pool(moments))
-        return zero_masked(out.flatten(0, 1), flat_mask).unflatten(0, x.shape[:2]).to(x.dtype)
 
     @torch.no_grad()
     def _advance(self, moments: Moments) -> None:

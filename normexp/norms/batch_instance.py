@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
+from normexp.norms.batch import BatchNorm
 from normexp.norms.group import normalize_within_samples
-from normexp.norms.moments import Moments, normalize_groups
-from normexp.norms.variant import BatchVariant, over_groups
+from normexp.norms.variant import over_groups, scale_and_shift
 
 
-class BatchInstanceNorm(BatchVariant):
+class BatchInstanceNorm(BatchNorm):
     """(rho * z_batch + (1 - rho) * z_instance) * weight + bias, rho in [0, 1] learned per channel.
 
     Shape (N, C, *) in and out with more than one position, statistics in float32 or wider. z_batch
@@ -38,24 +38,34 @@ class BatchInstanceNorm(BatchVariant):
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
         self.gate = nn.Parameter(torch.full((num_features,), 0.99))
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
-        by_batch, moments = normalize_groups(x, mask, None, None, self.eps)
-        return self._mix(by_batch, x, mask), moments
+    def normalize_by_batch(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        by_instance = self._by_instance(x, mask)
+        by_batch = super().normalize_by_batch(x, mask, None, None)
+        return self._mix(by_batch, by_instance, weight, bias)
 
-    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return self._mix(super().standardize_by_running(x, mask), x, mask)
+    def normalize_by_running(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        by_instance = self._by_instance(x, mask)
+        by_batch = super().normalize_by_running(x, mask, None, None)
+        return self._mix(by_batch, by_instance, weight, bias)
 
-    def _mix(self, by_batch: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _by_instance(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if x.shape[3:].numel() == 1:
             raise UserError(
                 f"batch-instance norm needs positions to pool, and an input of shape "
                 f"{tuple(x.shape[1:])} has one; try norm=batch, or norm.view=sequence for tokens"
             )
-        samples = x.flatten(0, 1)
         own = None if mask is None else mask.flatten(0, 1)
-        by_instance = normalize_within_samples(
-            samples, own, self.num_features, None, None, eps=self.eps
+        return normalize_within_samples(
+            x.flatten(0, 1), own, self.num_features, None, None, eps=self.eps
         ).unflatten(0, x.shape[:2])
-        gate = self.gate.to(x.dtype)
-        rho = over_groups(gate + (gate.clamp(0, 1) - gate).detach(), x)
-        return rho * by_batch + (1 - rho) * by_instance
+
+    def _mix(
+        self, by_batch: Tensor, by_instance: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        gate = self.gate.to(by_batch.dtype)
+        rho = over_groups(gate + (gate.clamp(0, 1) - gate).detach(), by_batch)
+        return scale_and_shift(rho * by_batch + (1 - rho) * by_instance, None, weight, bias)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.contract import over_channels, widen
+from normexp.norms.contract import widen
 from normexp.norms.group import GroupNorm
 from normexp.norms.instance import InstanceNorm
-from normexp.norms.none import in_dtype_of, zero_masked
+from normexp.norms.none import scale_and_shift, zero_masked
 
 
 class CausalGroupNorm(GroupNorm):
@@ -69,8 +68,12 @@ def normalize_prefixes(
 
     Shapes: x (N, C, T) or (N, C), mask (N, T) or (N,), weight and bias (C,) -> as x.
 
-    Accuracy: sums are of differences from the first real value, and variances sums of squares, so
-    that a constant added to a sequence costs no digits beyond those its own rounding takes.
+    With c the K values of position s less the mean up to it, a group's squared deviations grow there
+    by sum(c^2), and by sum(c)^2 / (number of values before s) as the mean has moved for those before
+    (after Chan, Golub and LeVeque 1979).
+
+    Accuracy: no term is negative, so no digits cancel. Sums are of differences from the first real
+    value, so that a constant added to a sequence costs none beyond those its own rounding takes.
     """
     if x.ndim > 3:
         raise UserError(
@@ -79,36 +82,29 @@ def normalize_prefixes(
         )
     wide = zero_masked(widen(x), mask)
     groups = wide.view(*x.shape[:2], -1).unflatten(1, (num_groups, -1))  # (N, G, C/G, T)
-    shape = (x.shape[0], groups.shape[-1])
-    real = x.new_ones(shape, dtype=torch.bool) if mask is None else mask.view(shape)
-    first = real.int().argmax(dim=-1)[:, None, None, None]
+    num_channels, num_positions = groups.shape[2:]
+    if mask is None:
+        real, first = None, groups[..., :1]
+        count = torch.arange(1, num_positions + 1, dtype=wide.dtype, device=x.device)
+    else:
+        real = mask.view(-1, 1, num_positions)  # (N, 1, T)
+        first = groups.take_along_dim(real.int().argmax(dim=-1)[:, None, None], dim=-1)
+        count = real.cumsum(dim=-1).clamp(min=1).to(wide.dtype)  # before the first real one: 0 / 1
+    count = count * num_channels  # of values up to a position
+    before = (count - num_channels).clamp(min=1)  # at the first one 0 / 1
     # No output depends on what is subtracted from all of a group, so no gradient does.
-    reference = groups.take_along_dim(first, dim=-1).mean(dim=2, keepdim=True).detach()
-    groups = torch.where(real[:, None, None], groups - reference, 0)
-    mean, var = _prefix_moments(groups, real.unsqueeze(1))
-    out = (groups - mean.unsqueeze(2)) * torch.rsqrt(var + eps).unsqueeze(2)
-    out = out.flatten(1, 2).view(x.shape)
-    weight, bias = in_dtype_of(out, weight), in_dtype_of(out, bias)
-    if weight is not None and bias is not None:
-        out = out * over_channels(weight, out) + over_channels(bias, out)
-    return zero_masked(out, mask).to(x.dtype)
-
-
-def _prefix_moments(x: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (N, G, T) of x (N, G, K, T) over K and the real positions s <= t.
-
-    With b_s and v_s the mean and variance of position s over K, and n_s the number of positions up
-    to it, mean_t = sum b_s / n_t, var_t = sum (v_s + (n_s - 1) / n_s * (b_s - mean_{s-1})^2) / n_t
-    (Chan, Golub and LeVeque 1979). No term is negative, so no digits cancel; x is zero where `real`
-    (N, 1, T) is false.
-    """
-    count = real.cumsum(dim=-1).to(x.dtype)
-    safe = count.clamp(min=1)  # positions before the first real one: 0 / 1
-    mean = x.mean(dim=2)
-    prefix_mean = mean.cumsum(dim=-1) / safe
-    mean_before = F.pad(prefix_mean[..., :-1], (1, 0))
-    share = torch.where(real, (count - 1) / safe, 0)
-    steps = share * (mean - mean_before).square()
-    if x.shape[2] > 1:  # a channel by itself has no variance at a position
-        steps = steps + (x - mean.unsqueeze(2)).square().mean(dim=2)
-    return prefix_mean, steps.cumsum(dim=-1) / safe
+    groups = zero_masked(groups - first.mean(dim=2, keepdim=True).detach(), real)
+    total = groups.sum(dim=2)  # (N, G, T)
+    mean = total.cumsum(dim=-1) / count
+    # The sign on the smaller tensor: in the backward of a difference it is on the larger.
+    centred = zero_masked(groups + (-mean).unsqueeze(2), real)
+    steps = torch.linalg.vecdot(centred, centred, dim=2)
+    if num_channels == 1:  # the same, where sum(c)^2 is sum(c^2)
+        steps = steps * (count / before)
+    else:
+        moved = total - num_channels * mean
+        moved = moved if real is None else torch.where(real, moved, 0)
+        steps = steps + moved.square() / before
+    var = steps.cumsum(dim=-1) / count
+    out = (centred * torch.rsqrt(var + eps).unsqueeze(2)).flatten(1, 2).view(x.shape)
+    return zero_masked(scale_and_shift(out, weight, bias), mask).to(x.dtype)

@@ -6,6 +6,8 @@ a layer is the same in training and in evaluation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,24 +62,15 @@ class ScaledWeightStandardizedConv2d(WeightStandardizedConv2d):
     Brock et al. 2021, arXiv:2101.08692: white inputs keep their variance with no norm behind.
     `gain` (O) is learned, starts at one and counts as a norm's parameter for weight decay; that of
     the nonlinearity is not here but in act=scaled_relu. timm's ScaledStdConv2d is the same; the
-    authors' code bounds fan_in * var from below by 1e-4 in place of an eps.
+    authors' code bounds fan_in * var from below by 1e-4 in place of an eps. Options as the base's.
     """
 
     norm_parameters = ("gain",)
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        *,
-        stride: int = 1,
-        padding: int = 0,
-        bias: bool = True,
+        self, in_channels: int, out_channels: int, kernel_size: int, **options: Any
     ) -> None:
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
-        )
+        super().__init__(in_channels, out_channels, kernel_size, **options)
         self.gain = nn.Parameter(torch.ones(out_channels))
 
     def filters(self) -> Tensor:

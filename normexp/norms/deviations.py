@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.moments import Moments, normalize_groups, unbiased
-from normexp.norms.per_position import BatchNormPerPosition
+from normexp.norms.batch import BatchNorm
+from normexp.norms.moments import Moments, unbiased
+from normexp.norms.per_position import BatchNormPerPosition, as_features
 from normexp.norms.variant import (
     BatchVariant,
+    Factors,
     centred,
     measure_groups,
     measure_means,
@@ -27,11 +29,11 @@ class BatchNormUnbiased(BatchVariant):
     alone, and so passes for sensitivity to it. Evaluation equals batch norm's.
     """
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
         moments = measure_groups(x, mask)
         mean, var, count = moments
         scale = torch.rsqrt(unbiased(var, count) + self.eps)
-        return centred(x, mean, mask) * over_groups(scale, x), moments
+        return Factors(centred(x, mean, mask), over_groups(scale, x)), moments
 
 
 class BatchNormEpsOutside(BatchVariant):
@@ -42,22 +44,22 @@ class BatchNormEpsOutside(BatchVariant):
     may be 1 / eps = 100 000, and not 1 / sqrt(eps) = 316.
     """
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
         moments = measure_groups(x, mask)
         mean, var, _ = moments
-        return centred(x, mean, mask) / over_groups(self._deviation(var), x), moments
+        return Factors(centred(x, mean, mask), over_groups(self._scale(var), x)), moments
 
-    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Factors:
         del mask
         mean, var = self.running_moments(x)
-        return (x - over_groups(mean, x)) / over_groups(self._deviation(var), x)
+        return Factors(x - over_groups(mean, x), over_groups(self._scale(var), x))
 
-    def _deviation(self, var: Tensor) -> Tensor:
+    def _scale(self, var: Tensor) -> Tensor:
         # The root has no gradient at 0; that of the clamp is 0 below the smallest normal number.
-        return var.clamp(min=torch.finfo(var.dtype).tiny).sqrt() + self.eps
+        return 1 / (var.clamp(min=torch.finfo(var.dtype).tiny).sqrt() + self.eps)
 
 
-class BatchNormBiasedAverage(BatchVariant):
+class BatchNormBiasedAverage(BatchNorm):
     """Batch norm whose running variance averages the biased variance of the batches.
 
     What it costs: nothing in training; in evaluation the variance is too small by (n - 1) / n, with
@@ -66,9 +68,6 @@ class BatchNormBiasedAverage(BatchVariant):
     """
 
     unbiased_running_var = False
-
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
-        return normalize_groups(x, mask, None, None, self.eps)
 
 
 class BatchNormNaiveVariance(BatchVariant):
@@ -79,12 +78,12 @@ class BatchNormNaiveVariance(BatchVariant):
     output NaN. With values in bfloat16 and sums in it too, a mean of 30 is enough; not so here.
     """
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
         mean, count = measure_means(x, mask)
         square, _ = measure_means(x.square(), mask)
         var = square - mean.square()
-        out = centred(x, mean, mask) * over_groups(torch.rsqrt(var + self.eps), x)
-        return out, Moments(mean, var, count)
+        scale = over_groups(torch.rsqrt(var + self.eps), x)
+        return Factors(centred(x, mean, mask), scale), Moments(mean, var, count)
 
 
 class BatchNormNoEps(BatchVariant):
@@ -100,12 +99,12 @@ class BatchNormNoEps(BatchVariant):
     ) -> None:
         super().__init__(num_features, eps=0.0, momentum=momentum, affine=affine)
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
         moments = measure_groups(x, mask)
         mean, var, count = moments
         if isinstance(count, Tensor):
             var = torch.where(count > 0, var, 1)  # padding alone is zero, and not 0 / 0
-        return centred(x, mean, mask) * over_groups(torch.rsqrt(var), x), moments
+        return Factors(centred(x, mean, mask), over_groups(torch.rsqrt(var), x)), moments
 
 
 class BatchNormFlattened(BatchNormPerPosition):
@@ -128,15 +127,8 @@ class BatchNormFlattened(BatchNormPerPosition):
         self.position_weight = nn.Parameter(torch.ones(num_positions, num_features))
         self.position_bias = nn.Parameter(torch.zeros(num_positions, num_features))
 
-    def _by_batch(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return self._transform(super()._by_batch(x, mask))
-
-    def _by_running_averages(self, x: Tensor) -> Tensor:
-        return self._transform(super()._by_running_averages(x))
-
-    def _transform(self, x: Tensor) -> Tensor:
-        """z (G, N, C, T) times weight plus bias, of the first T positions."""
-        length = x.shape[-1]
-        return x * self.position_weight[:length].T.to(x.dtype) + self.position_bias[:length].T.to(
-            x.dtype
-        )
+    def affine_by_feature(
+        self, weight: Tensor | None, bias: Tensor | None, x: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        del weight, bias
+        return as_features(self.position_weight, x), as_features(self.position_bias, x)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normexp.norms.moments import Moments, normalize_groups
-from normexp.norms.variant import BatchVariant, measure_samples, over_groups
+from normexp.norms.batch import BatchNorm
+from normexp.norms.variant import measure_samples, over_groups, scale_and_shift
 
 
-class EvalNorm(BatchVariant):
+class EvalNorm(BatchNorm):
     """Batch norm in training; in evaluation each sample's own moments take part as they did there.
 
     Shape (N, C, *) in and out, statistics in float32 or wider. With m_i, v_i the moments of sample
@@ -29,6 +29,8 @@ class EvalNorm(BatchVariant):
         UserError: as `BatchNorm`.
     """
 
+    running_mean: Tensor
+    running_var: Tensor
     running_share: Tensor
     num_batches_tracked: Tensor
 
@@ -43,20 +45,26 @@ class EvalNorm(BatchVariant):
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
         self.register_buffer("running_share", torch.tensor(0.5))
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def normalize_by_batch(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         with torch.no_grad():
             step = self.num_batches_tracked + 1
             factor = self._factor(step, self.running_share.dtype)
             self.running_share.mul_(1 - factor).add_(factor * _share(x, mask))
-        return normalize_groups(x, mask, None, None, self.eps)
+        return super().normalize_by_batch(x, mask, weight, bias)
 
-    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def normalize_by_running(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         means, variances, _ = measure_samples(x, mask)  # (G, N, C, 1, ...)
-        mean, var = (over_groups(moment, x) for moment in self.running_moments(x))
+        averages = (self.running_mean, self.running_var)
+        mean, var = (over_groups(average.to(x.dtype), x) for average in averages)
         share = self.running_share.to(x.dtype).clamp(max=1)
         between = share * (1 - share) * (means - mean).square()
         var = share * variances + (1 - share) * var + between
-        return (x - share * means - (1 - share) * mean) * torch.rsqrt(var + self.eps)
+        centred = x - (share * means + (1 - share) * mean)
+        return scale_and_shift(centred, torch.rsqrt(var + self.eps), weight, bias)
 
 
 def _share(x: Tensor, mask: Tensor | None) -> float | Tensor:

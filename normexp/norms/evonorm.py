@@ -66,7 +66,9 @@ class EvoNormB0(BatchNorm):
         own = _moments(wide, real, dims=(3,))
         var = self._batch_variance(own)[:, None, :, None]  # (G, 1, C, 1)
         scale = self.v.to(wide.dtype)[:, None] * wide + torch.sqrt(own.var + self.eps)
-        out = wide / torch.maximum(torch.sqrt(var + self.eps), scale)
+        of_batch = torch.sqrt(var + self.eps)
+        # Not torch.maximum: its backward, which halves ties, takes several times as long.
+        out = wide / torch.where(scale < of_batch, of_batch, scale)
         return _finish(out, real, self.weight, self.bias).reshape(x.shape).to(x.dtype)
 
     def _batch_variance(self, own: Moments) -> Tensor:

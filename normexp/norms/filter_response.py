@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.contract import over_channels, widen
-from normexp.norms.none import in_dtype_of, zero_masked
+from normexp.norms.contract import widen
+from normexp.norms.none import scale_and_shift, zero_masked
 
 # Where the learned part of eps begins; the paper's value.
 LEARNED_EPS_INIT = 1e-4
@@ -59,9 +59,7 @@ class FilterResponseNorm(nn.Module):
             )
         wide = zero_masked(widen(x), mask)
         out = wide * torch.rsqrt(_mean_squares(wide, mask) + self._eps(wide.dtype))
-        weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
-        if weight is not None and bias is not None:
-            out = out * over_channels(weight, out) + over_channels(bias, out)
+        out = scale_and_shift(out, self.weight, self.bias)
         return zero_masked(out, mask).to(x.dtype)
 
     def _eps(self, dtype: torch.dtype) -> float | Tensor:

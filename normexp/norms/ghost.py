@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.batch import refuse_one_value
-from normexp.norms.moments import Moments, normalize_groups
-from normexp.norms.variant import BatchVariant
+from normexp.norms.batch import BatchNorm, refuse_one_value
+from normexp.norms.moments import Moments, normalize_groups, pool
 
 
-class GhostBatchNorm(BatchVariant):
+class GhostBatchNorm(BatchNorm):
     """Batch norm whose statistics in training are over `ghost_size` samples and all positions.
 
     Shape (N, C, *) in and out, statistics in float32 or wider. Samples are split in order; the last
@@ -50,21 +49,26 @@ class GhostBatchNorm(BatchVariant):
             if size:
                 refuse_one_value(torch.Size((size, *shape[1:])))
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def normalize_by_batch(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         size, whole = self.ghost_size, x.shape[1] // self.ghost_size * self.ghost_size
         if x.shape[1] <= size:
-            return normalize_groups(x, mask, None, None, self.eps)
+            return super().normalize_by_batch(x, mask, weight, bias)
         outputs, parts = [], []
         for part, own in _split(x, mask, whole):
             group = min(size, part.shape[1])
             folded = part.unflatten(1, (-1, group)).flatten(0, 1)  # (G * g, n, C, *)
-            folded_mask = None if own is None else own.unflatten(1, (-1, group)).flatten(0, 1)
-            out, moments = normalize_groups(folded, folded_mask, None, None, self.eps)
+            real = None
+            if own is not None:
+                real = own.unflatten(1, (-1, group)).flatten(0, 1).unsqueeze(2)
+            out, moments = normalize_groups(folded, real, weight, bias, self.eps)
             outputs.append(out.unflatten(0, (len(x), -1)).flatten(1, 2))
             parts.append(moments)
         means, variances = torch.cat([m.mean for m in parts]), torch.cat([m.var for m in parts])
         counts = torch.cat([torch.zeros_like(m.mean) + m.count for m in parts])
-        return torch.cat(outputs, dim=1), Moments(means, variances, counts)
+        self._advance(pool(Moments(means, variances, counts)))
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
 def _split(x: Tensor, mask: Tensor | None, whole: int) -> list[tuple[Tensor, Tensor | None]]:

@@ -11,6 +11,7 @@ from normexp.norms.contract import State
 from normexp.norms.moments import Moments
 from normexp.norms.variant import (
     BatchVariant,
+    Factors,
     at_least_one,
     average_parts,
     centred,
@@ -56,16 +57,17 @@ class L1BatchNorm(BatchVariant):
         self.running_var = None
         self.register_buffer("running_deviation", torch.ones(num_features))
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
         mean, count = measure_means(x, mask)
         out = centred(x, mean, mask)
         deviation = GAUSSIAN * sum_groups(out.abs()) / at_least_one(count)
-        return out / over_groups(deviation + self.eps, x), Moments(mean, deviation, count)
+        scale = over_groups(1 / (deviation + self.eps), x)
+        return Factors(out, scale), Moments(mean, deviation, count)
 
-    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Factors:
         del mask
         mean, deviation = self.running_mean.to(x.dtype), self.running_deviation.to(x.dtype)
-        return (x - over_groups(mean, x)) / over_groups(deviation + self.eps, x)
+        return Factors(x - over_groups(mean, x), over_groups(1 / (deviation + self.eps), x))
 
     @torch.no_grad()
     def advance(self, moments: Moments) -> None:

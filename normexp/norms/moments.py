@@ -48,20 +48,23 @@ def normalize_batch(
 
 
 def normalize_groups(
-    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Moments]:
-    """Output and moments by group of x (G, N, C, *), zero where mask (G, N, *) is false."""
-    num_groups, num_samples, num_channels = x.shape[:3]
-    if mask is None and loops_over_groups(x.shape):
+    """Output and moments by group of x (G, N, C, *), as `normalize_batch` of each group."""
+    num_groups, _, num_channels = x.shape[:3]
+    if num_groups == 1:
+        own = None if real is None else real.squeeze(0)
+        out, (mean, var, count) = normalize_batch(x.squeeze(0), own, weight, bias, eps)
+        count = count[None] if isinstance(count, Tensor) else count
+        return out[None], Moments(mean[None], var[None], count)
+    if real is None and loops_over_groups(x.shape):
         parts = [normalize_batch(part, None, weight, bias, eps) for part in x]
         means = torch.stack([moments.mean for _, moments in parts])
         variances = torch.stack([moments.var for _, moments in parts])
         out = torch.stack([part for part, _ in parts])
         return out, Moments(means, variances, parts[0][1].count)
-    real = None
-    if mask is not None:  # (G, N, *) -> (N, G * C, *)
-        wide = (num_samples, num_groups, num_channels, *mask.shape[2:])
-        real = mask.movedim(0, 1).unsqueeze(2).expand(wide).flatten(1, 2)
+    if real is not None:
+        real = real.expand(-1, -1, num_channels, *real.shape[3:]).movedim(0, 1).flatten(1, 2)
     folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels stand as channels of their own
     weight = None if weight is None else weight.repeat(num_groups)
     bias = None if bias is None else bias.repeat(num_groups)
@@ -78,10 +81,18 @@ def loops_over_groups(shape: torch.Size) -> bool:
     return shape[1:].numel() > _LOOP_FROM_ELEMENTS
 
 
+def zero_masked_groups(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x` (G, N, C, *) with zeros where mask (G, N, *) is false, as `zero_masked`."""
+    return x if mask is None else torch.where(mask.unsqueeze(2), x, 0)
+
+
 def pool(groups: Moments) -> Moments:
     """Moments of all groups' values together, the variance within groups and between them."""
     means, variances, counts = groups
     num_groups = len(means)
+    if num_groups == 1:
+        count = counts[0] if isinstance(counts, Tensor) else counts
+        return Moments(means[0], variances[0], count)
     if isinstance(counts, Tensor):
         total = counts.sum(dim=0)
         weights = counts / total.clamp(min=1)

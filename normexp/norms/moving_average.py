@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.contract import State
 from normexp.norms.moments import Moments
-from normexp.norms.variant import (
-    BatchVariant,
-    as_before,
-    at_least_one,
-    average_parts,
-    measure_means,
-    over_groups,
-    pool_means,
-    refuse_no_momentum,
-    sum_groups,
-)
+from normexp.norms.squares import ScaleByPast, SquareNorm
+from normexp.norms.variant import Factors, as_before, measure_means, over_groups, pool_means
 
 
-class MovingAverageBatchNorm(BatchVariant):
+class MovingAverageBatchNorm(SquareNorm):
     """x / sqrt(q + eps) * r * weight + bias, q the mean of x^2 over the last `memory` steps.
 
     Shape (N, C, *) in and out, statistics in float32 or wider, over all samples and positions. The
@@ -52,11 +40,9 @@ class MovingAverageBatchNorm(BatchVariant):
         UserError: as `BatchNorm`; a memory below one, an r_max below one.
     """
 
-    running_square: Tensor
     past_squares: Tensor
     past_products: Tensor
-    num_batches_tracked: Tensor
-    num_values: Tensor
+    averages = ("running_square", "past_squares", "past_products")
 
     def __init__(
         self,
@@ -69,46 +55,44 @@ class MovingAverageBatchNorm(BatchVariant):
         momentum: float = 0.02,
         affine: bool = True,
     ) -> None:
-        refuse_no_momentum(momentum, "moving average batch norm")
         if memory < 1 or r_max < 1:
             raise UserError(
                 f"memory={memory}, r_max={r_max}: neither may be below one; "
                 "try norm.memory=16 norm.r_max=5"
             )
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        name = "moving average batch norm"
+        super().__init__(num_features, name=name, eps=eps, momentum=momentum, affine=affine)
         self.memory, self.r_max, self.warmup = memory, r_max, warmup
-        self.running_mean = self.running_var = None
-        self.register_buffer("running_square", torch.ones(num_features))
         self.register_buffer("past_squares", torch.zeros(memory, num_features))
         self.register_buffer("past_products", torch.zeros(memory, num_features))
 
     def extra_repr(self) -> str:
-        affine = self.weight is not None
-        return (
-            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={affine}, "
-            f"memory={self.memory}, r_max={self.r_max}, warmup={self.warmup}"
-        )
+        knobs = f"memory={self.memory}, r_max={self.r_max}, warmup={self.warmup}"
+        return f"{super().extra_repr()}, {knobs}"
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
         with torch.no_grad():
             square, count = measure_means(x.square(), mask)
             counts = x.new_zeros(len(x), 1) + count
-            step = as_before(self.num_batches_tracked, torch.int64)
-            warm = step < max(self.memory, self.warmup)
-            newest = self._is_newest(step)
-            past = as_before(self.past_squares, x.dtype)
-            averaged = average_with(past, newest, square, warm)
+            steps = as_before(self.num_batches_tracked, torch.int64)
+            warm = steps < max(self.memory, self.warmup)
+            newest = self._is_newest(steps)
+            share = 1 / torch.where(warm, 1, self.memory).to(x.dtype)  # of the batch's own mean
+            squares = self._keep(as_before(self.past_squares, x.dtype), newest, warm)
+            products = self._keep(self.past_products.to(x.dtype), newest, warm)
             running = as_before(self.running_square, x.dtype)
-            scale = torch.rsqrt(averaged + self.eps)  # (G, C)
+            scale = torch.rsqrt(squares + share * square + self.eps)  # (G, C)
             r = torch.rsqrt(running + self.eps) / scale
             r = torch.where(warm, 1, r.clamp(1 / self.r_max, self.r_max))
-        out = _Scale.apply(x, scale, counts, warm, newest, self.past_products)
-        assert isinstance(out, Tensor)
-        return out * over_groups(r, x), Moments(square, square, count)
+            step = newest.to(x.dtype)
+        past = self.past_products
+        z = ScaleByPast.apply(x, scale, counts, products, share, past, 1 - step, step)
+        assert isinstance(z, Tensor)
+        return Factors(z, over_groups(r, x)), Moments(square, square, count)
 
-    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        del mask
-        return x * over_groups(torch.rsqrt(self.running_square.to(x.dtype) + self.eps), x)
+    def _keep(self, past: Tensor, newest: Tensor, warm: Tensor) -> Tensor:
+        """What rows of past (memory, C) other than the newest add to their mean (C,); 0 if warm."""
+        return torch.where(warm, 0, torch.where(newest, 0, past).sum(dim=0) / self.memory)
 
     def _is_newest(self, step: Tensor) -> Tensor:
         """Where step `step`, counted from 0, is among the last: (memory, 1), true at one place."""
@@ -117,48 +101,7 @@ class MovingAverageBatchNorm(BatchVariant):
 
     @torch.no_grad()
     def advance(self, moments: Moments) -> None:
-        _, square, count = pool_means(moments)
+        square = pool_means(moments).var
         newest = self._is_newest(self.num_batches_tracked)
         self.past_squares.copy_(torch.where(newest, square, self.past_squares))
-        factor = self.advance_counters(count, square.dtype)
-        self.running_square.mul_(1 - factor).add_(factor * square)
-
-    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """Means over the parts, weighted by their numbers of values."""
-        del shares
-        names = ("running_square", "past_squares", "past_products")
-        return average_parts(names, start, parts)
-
-
-def average_with(past: Tensor, newest: Tensor, own: Tensor, warm: Tensor) -> Tensor:
-    """Mean (G, C) of the rows of past (memory, C), the newest by `own` (G, C); `own` where warm."""
-    others = torch.where(newest, 0, past).sum(dim=0)
-    return torch.where(warm, own, (others + own) / len(past))
-
-
-class _Scale(torch.autograd.Function):
-    """z = x * scale (G, C); backward as `MovingAverageBatchNorm` has it, which moves `past`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, scale: Tensor, counts: Tensor, warm: Tensor, newest: Tensor, past: Tensor
-    ) -> Tensor:
-        del counts, warm, newest, past
-        return x * over_groups(scale, x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(output, *inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        z, scale, counts, warm, newest, past = ctx.saved_tensors
-        (g,) = grads
-        products = sum_groups(g * z) / at_least_one(counts)
-        used = average_with(past.to(z.dtype), newest, products, warm)  # (G, C)
-        grad = (g - over_groups(used, z) * z) * over_groups(scale, z)
-        pooled = (counts * products).sum(dim=0) / at_least_one(counts.sum(dim=0))
-        past.copy_(torch.where(newest, pooled, past))
-        return grad, None, None, None, None, None
+        super().advance(moments)

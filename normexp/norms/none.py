@@ -1,9 +1,11 @@
-"""No norm, the baseline of every comparison, and two small steps that all norms share."""
+"""No norm, the baseline of every comparison, and the small steps that all norms share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from normexp.norms.contract import over_channels
 
 
 class NoNorm(nn.Module):
@@ -33,3 +35,10 @@ def in_dtype_of(x: Tensor, parameter: Tensor | None) -> Tensor | None:
     if parameter is None or parameter.dtype == x.dtype:
         return parameter
     return parameter.to(x.dtype)
+
+
+def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x (N, C, *) times weight (C,) plus bias (C,), in the dtype of `x`; without them `x`."""
+    if weight is None or bias is None:
+        return x
+    return x * over_channels(weight.to(x.dtype), x) + over_channels(bias.to(x.dtype), x)

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import State, widen
+from normexp.norms.contract import State
 from normexp.norms.moments import Moments, normalize_groups, pool, unbiased
-from normexp.norms.none import in_dtype_of, zero_masked
 
 
 class BatchNormPerPosition(BatchNorm):
@@ -72,7 +71,7 @@ class BatchNormPerPosition(BatchNorm):
                 "batch norm per position needs one positions axis (N, C, T), not an input of shape "
                 f"{tuple(x.shape)}; try norm=batch, or norm.view=sequence for tokens"
             )
-        return self.forward_groups(x[None], None if mask is None else mask[None])[0]
+        return super().forward(x, mask)
 
     def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Training with statistics per group, x (G, N, C, T) and mask (G, N, T).
@@ -80,40 +79,53 @@ class BatchNormPerPosition(BatchNorm):
         The running averages move once, by the moments of all values of all groups together.
         """
         surplus = x.shape[-1] - self.num_positions
-        if surplus > 0:
-            padding = None if mask is None else mask[..., self.num_positions :]
-            refuse_real_positions(padding, x.shape[-1], self.num_positions)
-            known = None if mask is None else mask[..., : self.num_positions]
-            return F.pad(self.forward_groups(x[..., : self.num_positions], known), (0, surplus))
-        flat_mask = None if mask is None else mask.flatten(0, 1)
-        wide = zero_masked(widen(x).flatten(0, 1), flat_mask).unflatten(0, x.shape[:2])
-        out = self._by_batch(wide, mask) if self.training else self._by_running_averages(wide)
-        return zero_masked(out.flatten(0, 1), flat_mask).unflatten(0, x.shape[:2]).to(x.dtype)
+        if surplus <= 0:
+            return super().forward_groups(x, mask)
+        padding = None if mask is None else mask[..., self.num_positions :]
+        refuse_real_positions(padding, x.shape[-1], self.num_positions)
+        known = None if mask is None else mask[..., : self.num_positions]
+        return F.pad(super().forward_groups(x[..., : self.num_positions], known), (0, surplus))
 
-    def _by_batch(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Each position of each group as a group of samples of its own."""
-        num_groups, num_samples, _, num_positions = x.shape
-        if num_samples == 1:
+    def refuse(self, shape: torch.Size) -> None:
+        if shape[0] == 1:
             raise UserError(
                 "batch norm per position got one sample, so one value per statistic; it needs 2 or "
                 "more: try a larger batch_size or norm_batch_size"
             )
-        rows = x.permute(0, 3, 1, 2).flatten(0, 1)  # (G * T, N, C)
-        row_mask = None if mask is None else mask.transpose(1, 2).flatten(0, 1)
-        weight, bias = in_dtype_of(x, self.weight), in_dtype_of(x, self.bias)
-        out, (mean, var, count) = normalize_groups(rows, row_mask, weight, bias, self.eps)
-        by_group = (num_groups, num_positions)
-        if isinstance(count, Tensor):
-            count = count.unflatten(0, by_group)
-        self._advance(pool(Moments(mean.unflatten(0, by_group), var.unflatten(0, by_group), count)))
-        return out.unflatten(0, by_group).permute(0, 2, 3, 1)
 
-    def _by_running_averages(self, x: Tensor) -> Tensor:
-        length = x.shape[-1]
-        mean, var = (rows[:length].T.to(x.dtype) for rows in (self.running_mean, self.running_var))
-        out = (x - mean) * torch.rsqrt(var + self.eps)  # (G, N, C, T)
-        weight, bias = in_dtype_of(x, self.weight), in_dtype_of(x, self.bias)
-        return out if weight is None or bias is None else out * weight[:, None] + bias[:, None]
+    def normalize_by_batch(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """As of C * T features without positions."""
+        real = None if mask is None else mask.unsqueeze(2).expand(x.shape).flatten(2)
+        weight, bias = self.affine_by_feature(weight, bias, x)
+        out, moments = normalize_groups(x.flatten(2), real, weight, bias, self.eps)
+        mean, var, count = pool(moments)  # (C * T,)
+        by_channel = x.shape[2:]
+        count = count.unflatten(0, by_channel).T if isinstance(count, Tensor) else count
+        self._advance(
+            Moments(mean.unflatten(0, by_channel).T, var.unflatten(0, by_channel).T, count)
+        )
+        return out.view_as(x)
+
+    def normalize_by_running(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        del mask
+        mean, var = as_features(self.running_mean, x), as_features(self.running_var, x)
+        weight, bias = self.affine_by_feature(weight, bias, x)
+        features = x.flatten(2).flatten(0, 1)  # (G * N, C * T)
+        out = F.batch_norm(features, mean, var, weight, bias, False, 0.0, self.eps)
+        return out.view_as(x)
+
+    def affine_by_feature(
+        self, weight: Tensor | None, bias: Tensor | None, x: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias (C * T,) of the features of x (G, N, C, T), from those of channels."""
+        if weight is None or bias is None:
+            return None, None
+        weight, bias = (one[:, None].expand(x.shape[2:]).flatten() for one in (weight, bias))
+        return weight, bias
 
     @torch.no_grad()
     def _advance(self, moments: Moments) -> None:
@@ -138,6 +150,11 @@ class BatchNormPerPosition(BatchNorm):
         known = merged["num_values"][..., None] > 1
         merged["running_var"] = torch.where(known, merged["running_var"], start["running_var"])
         return merged
+
+
+def as_features(rows: Tensor, x: Tensor) -> Tensor:
+    """Of rows (num_positions, C) the first T, in the order of the features (C * T,) of `x`."""
+    return rows[: x.shape[-1]].T.flatten().to(x.dtype)
 
 
 def refuse_real_positions(padding: Tensor | None, length: int, num_positions: int) -> None:

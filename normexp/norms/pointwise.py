@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.contract import over_channels, widen
-from normexp.norms.none import in_dtype_of, zero_masked
+from normexp.norms.contract import widen
+from normexp.norms.none import scale_and_shift, zero_masked
 
 
 class DyT(nn.Module):
@@ -33,10 +33,7 @@ class DyT(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         wide = zero_masked(widen(x), mask)
-        out = self.squash(wide)
-        weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
-        if weight is not None and bias is not None:
-            out = out * over_channels(weight, out) + over_channels(bias, out)
+        out = scale_and_shift(self.squash(wide), self.weight, self.bias)
         return zero_masked(out, mask).to(x.dtype)
 
     def squash(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.moments import Moments, normalize_groups
-from normexp.norms.variant import BatchVariant, as_before, over_groups
+from normexp.norms.variant import BatchVariant, Factors, as_before, over_groups
 
 
 class BatchRenorm(BatchVariant):
@@ -71,10 +71,11 @@ class BatchRenorm(BatchVariant):
         steps = f"warmup={self.warmup}, ramps to {self.r_ramp_end} and {self.d_ramp_end}"
         return f"{super().extra_repr()}, r_max={self.r_max}, d_max={self.d_max}, {steps}"
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
-        out, moments = normalize_groups(x, mask, None, None, self.eps)
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
+        real = None if mask is None else mask.unsqueeze(2)
+        out, moments = normalize_groups(x, real, None, None, self.eps)
         r, d = self._corrections(moments)
-        return out * over_groups(r, x) + over_groups(d, x), moments
+        return Factors(torch.addcmul(over_groups(d, x), out, over_groups(r, x)), None), moments
 
     @torch.no_grad()
     def _corrections(self, moments: Moments) -> tuple[Tensor, Tensor]:

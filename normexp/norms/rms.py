@@ -26,7 +26,14 @@ class RMSNorm(nn.Module):
         return f"{self.num_features}, eps={self.eps}, affine={self.weight is not None}"
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return divide_by_rms(x, mask, self.weight, eps=self.eps)
+        wide = zero_masked(widen(x), mask)
+        weight = in_dtype_of(wide, self.weight)
+        if x.ndim == 2:  # torch's kernel wants the channels last: for maps it is the slower way
+            out = F.rms_norm(wide, (self.num_features,), weight, self.eps)
+        else:
+            out = wide * inverse_rms(wide, self.eps)
+            out = out if weight is None else out * over_channels(weight, out)
+        return zero_masked(out, mask).to(x.dtype)
 
 
 class SimpleRMSNorm(RMSNorm):
@@ -63,9 +70,10 @@ class ScaleNorm(nn.Module):
         return f"{self.num_features}, eps={self.eps}"
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        wide = widen(x)
+        wide = zero_masked(widen(x), mask)
         weight = self.weight.to(wide.dtype) / self.num_features**0.5
-        return divide_by_rms(wide, mask, weight.expand(self.num_features), eps=self.eps).to(x.dtype)
+        out = wide * (weight * inverse_rms(wide, self.eps))
+        return zero_masked(out, mask).to(x.dtype)
 
 
 class CRMSNorm(nn.Module):
@@ -100,9 +108,6 @@ class CRMSNorm(nn.Module):
         return (out if weight is None else out * over_channels(weight, out)).to(x.dtype)
 
 
-def divide_by_rms(x: Tensor, mask: Tensor | None, weight: Tensor | None, *, eps: float) -> Tensor:
-    """x / sqrt(mean_C(x^2) + eps) * weight; x (N, C, *), mask (N, *), weight (C,)."""
-    wide = zero_masked(widen(x), mask).movedim(1, -1)  # (N, *, C)
-    weight = in_dtype_of(wide, weight)
-    out = F.rms_norm(wide, (wide.shape[-1],), weight, eps).movedim(-1, 1)
-    return zero_masked(out, mask).to(x.dtype)
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean_C(x^2) + eps) of x (N, C, *): (N, 1, *)."""
+    return torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)

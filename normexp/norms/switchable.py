@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.norms.moments import Moments, pool
-from normexp.norms.variant import BatchVariant, measure_samples, over_groups
+from normexp.norms.variant import BatchVariant, Factors, measure_samples, over_groups
 
 
 class SwitchableNorm(BatchVariant):
@@ -38,7 +38,7 @@ class SwitchableNorm(BatchVariant):
         self.mean_weight = nn.Parameter(torch.ones(3))
         self.var_weight = nn.Parameter(torch.ones(3))
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
         own = measure_samples(x, mask)
         by_sample = [part.flatten(2).movedim(1, 0) for part in own[:2]]  # (N, G, C)
         count = own.count
@@ -49,11 +49,11 @@ class SwitchableNorm(BatchVariant):
         count = batch.count
         return out, Moments(batch.mean.detach(), batch.var.detach(), count)
 
-    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Factors:
         return self._mix(x, measure_samples(x, mask), *self.running_moments(x))
 
-    def _mix(self, x: Tensor, own: Moments, batch_mean: Tensor, batch_var: Tensor) -> Tensor:
-        """z, from the moments of samples (G, N, C, 1, ...) and those of the batch (G, C)."""
+    def _mix(self, x: Tensor, own: Moments, batch_mean: Tensor, batch_var: Tensor) -> Factors:
+        """From the moments of samples (G, N, C, 1, ...) and those of the batch (G, C)."""
         layer_mean = own.mean.mean(dim=2, keepdim=True)
         between = (own.mean - layer_mean).square()
         layer_var = (own.var + between).mean(dim=2, keepdim=True)
@@ -62,7 +62,7 @@ class SwitchableNorm(BatchVariant):
         first = 1 if x.shape[3:].numel() == 1 else 0
         mean = _mixture(self.mean_weight[first:].to(x.dtype), means[first:])
         var = _mixture(self.var_weight[first:].to(x.dtype), variances[first:])
-        return (x - mean) * torch.rsqrt(var + self.eps)
+        return Factors(x - mean, torch.rsqrt(var + self.eps))
 
 
 def _mixture(logits: Tensor, moments: list[Tensor]) -> Tensor:

@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from normexp.norms.batch import refuse_one_value
-from normexp.norms.moments import Moments, normalize_groups
+from normexp.norms.batch import BatchNorm, refuse_one_value
+from normexp.norms.moments import Moments, pool
 from normexp.norms.variant import (
-    BatchVariant,
     at_least_one,
     centred,
     count_groups,
     over_groups,
+    scale_and_shift,
     sum_groups,
 )
 
 
-class SyncBatchNorm(BatchVariant):
+class SyncBatchNorm(BatchNorm):
     """Batch norm with moments over the samples and positions of all processes.
 
     Shape (N, C, *) in and out, statistics in float32 or wider. Where torch.distributed is not
@@ -43,9 +43,11 @@ class SyncBatchNorm(BatchVariant):
         if not _has_peers():
             refuse_one_value(shape)
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
+    def normalize_by_batch(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         if not _has_peers():
-            return normalize_groups(x, mask, None, None, self.eps)
+            return super().normalize_by_batch(x, mask, weight, bias)
         own = count_groups(x, mask)
         columns = x.new_zeros(len(x), 1) + own  # (G, 1)
         total = _AddOverProcesses.apply(torch.cat([sum_groups(x), columns], dim=1))
@@ -53,8 +55,9 @@ class SyncBatchNorm(BatchVariant):
         mean = total[:, :-1] / at_least_one(count)
         deviations = centred(x, mean, mask)
         var = _AddOverProcesses.apply(sum_groups(deviations.square())) / at_least_one(count)
-        out = deviations * over_groups(torch.rsqrt(var + self.eps), x)
-        return out, Moments(mean.detach(), var.detach(), count)
+        self._advance(pool(Moments(mean, var, count)))
+        scale = over_groups(torch.rsqrt(var + self.eps), x)
+        return scale_and_shift(deviations, scale, weight, bias)
 
 
 def _has_peers() -> bool:

@@ -3,58 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.batch import BatchNorm, refuse_one_value
-from normexp.norms.contract import State, widen
-from normexp.norms.moments import Moments, pool
-from normexp.norms.none import in_dtype_of, zero_masked
+from normexp.norms.batch import BatchNorm
+from normexp.norms.contract import State
+from normexp.norms.moments import Moments, pool, zero_masked_groups
+
+
+class Factors(NamedTuple):
+    """x (G, N, C, *) standardized, as two factors: `z` like x, and `scale`, which broadcasts to it.
+
+    A scale of None is 1.
+    """
+
+    z: Tensor
+    scale: Tensor | None
 
 
 class BatchVariant(BatchNorm):
-    """z * weight + bias, z being what `standardize` makes of x; state and arguments of BatchNorm.
+    """z * scale * weight + bias, as `standardize` makes them; state and arguments of BatchNorm.
 
     A variant says how a batch is standardized in training, and in evaluation if that differs too.
     """
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Moments]:
-        """z (G, N, C, *) and the moments by group of x, which is zero where mask (G, N, *) is."""
-        moments = measure_groups(x, mask)
-        mean, var, _ = moments
-        return centred(x, mean, mask) * over_groups(torch.rsqrt(var + self.eps), x), moments
+    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
+        """By the batch x (G, N, C, *), which is zero where mask (G, N, *) is, and its moments."""
+        raise NotImplementedError
 
-    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """z (G, N, C, *) by the running averages."""
+    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Factors:
+        """By the running averages."""
         del mask
         mean, var = self.running_moments(x)
-        return (x - over_groups(mean, x)) * over_groups(torch.rsqrt(var + self.eps), x)
+        return Factors(x - over_groups(mean, x), over_groups(torch.rsqrt(var + self.eps), x))
+
+    def normalize_by_batch(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        factors, moments = self.standardize(x, mask)
+        self.advance(moments)
+        return scale_and_shift(*factors, weight, bias)
+
+    def normalize_by_running(
+        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        return scale_and_shift(*self.standardize_by_running(x, mask), weight, bias)
 
     def running_moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Running mean and variance (1, C), as if of one group, in the dtype of `x`."""
         assert self.running_mean is not None and self.running_var is not None
         return self.running_mean.to(x.dtype)[None], self.running_var.to(x.dtype)[None]
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.forward_groups(x[None], None if mask is None else mask[None])[0]
-
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Statistics per group of x (G, N, C, *), with mask (G, N, *); one step of the state."""
-        if x.numel() == 0:
-            return x  # no sample, no moments
-        wide = zero_masked_groups(widen(x), mask)
-        if self.training:
-            self.refuse(x.shape[1:])
-            out, moments = self.standardize(wide, mask)
-            self.advance(moments)
-        else:
-            out = self.standardize_by_running(wide, mask)
-        weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
-        if weight is not None and bias is not None:
-            out = out * over_groups(weight, x) + over_groups(bias, x)
-        return zero_masked_groups(out, mask).to(x.dtype)
 
     def advance(self, moments: Moments) -> None:
         """Moves the state one step, by the moments (G, C) of all groups."""
@@ -70,10 +71,6 @@ class BatchVariant(BatchNorm):
             return factor
         self.num_values.copy_(count[0])
         return factor * (count > 0).to(dtype)  # all padding: nothing to move by
-
-    def refuse(self, shape: torch.Size) -> None:
-        """Raises UserError for an input of this shape (N, C, *) that has too few values."""
-        refuse_one_value(shape)
 
 
 def refuse_no_momentum(momentum: float | None, name: str) -> None:
@@ -98,11 +95,19 @@ def over_groups(vector: Tensor, x: Tensor) -> Tensor:
     return rows[:, None].reshape(len(rows), 1, -1, *[1] * (x.ndim - 3))
 
 
-def zero_masked_groups(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x` (G, N, C, *) with zeros where mask (G, N, *) is false."""
-    if mask is None:
-        return x
-    return zero_masked(x.flatten(0, 1), mask.flatten(0, 1)).unflatten(0, x.shape[:2])
+def scale_and_shift(
+    z: Tensor, scale: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """z (G, N, C, *) times scale, which broadcasts to it, times weight (C,) plus bias (C,).
+
+    The small factors are multiplied before they meet `z`, which saves a pass over the data.
+    """
+    if weight is not None:
+        gain = over_groups(weight, z)
+        scale = gain if scale is None else scale * gain
+    if scale is None:
+        return z
+    return z * scale if bias is None else torch.addcmul(over_groups(bias, z), z, scale)
 
 
 def count_groups(x: Tensor, mask: Tensor | None) -> int | Tensor:

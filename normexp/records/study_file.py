@@ -23,9 +23,16 @@ START = "---\n"
 
 
 def append_command(
-    study_dir: Path, command: Sequence[str], grid: Mapping[str, Any], code_version: str
+    study_dir: Path,
+    command: Sequence[str],
+    grid: Mapping[str, Any],
+    code_version: str,
+    cells: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Adds one document to study.yaml; safe while other processes add theirs.
+
+    Args:
+        cells: the seeds that are asked for of each cell, by its digest in cells.csv.
 
     Raises:
         ValueError: a value of the grid is not plain, or not finite.
@@ -36,6 +43,7 @@ def append_command(
         "command": list(command),
         "grid": grid,
         "code_version": code_version,
+        **({} if cells is None else {"cells": cells}),
     }
     lines = [f"{key}: {_encode(value)}\n" for key, value in document.items()]
     content = (START + "".join(lines)).encode()

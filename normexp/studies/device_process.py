@@ -40,7 +40,7 @@ def _train(order: Order, told: TextIO) -> int:
     from normexp.studies.devices import follow_stack
     from normexp.studies.notes import notes_to_stderr
     from normexp.studies.stack import train_stack
-    from normexp.tasks.checkpoint import Interrupted, StopRequest
+    from normexp.tasks.stopping import Interrupted, StopRequest
 
     def on_steps(step: int, num_steps: int) -> None:
         _tell(told, step=step, num_steps=num_steps)

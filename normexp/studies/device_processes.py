@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
+
 from normexp.errors import UserError
 from normexp.studies.place import environment_of
-from normexp.tasks.checkpoint import Interrupted, StopRequest
+from normexp.tasks.stopping import Interrupted, StopRequest
 
 GRACE_SECONDS = 3.0  # in which a failure's echoes in other processes tell theirs
 STOPPED = 130
@@ -73,7 +74,10 @@ class DeviceProcess:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            message = json.loads(line)
+            try:
+                message = json.loads(line)
+            except ValueError:  # it was killed within a line; its exit code says so
+                continue
             if "step" in message:
                 self._on_steps(message["step"], message["num_steps"])
             else:
@@ -115,10 +119,13 @@ def run_processes(
         Interrupted: a stop was requested, and they left a checkpoint.
         ProcessFailed: with the reason of the process that failed first.
     """
-    port = free_port()
+    # Where they meet: on a port that the system picks, and held from now on.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     silent = on_steps or (lambda *_: None)
-    processes = [DeviceProcess(index, count, port, silent) for index in range(count)]
+    processes: list[DeviceProcess] = []
     try:
+        for index in range(count):
+            processes.append(DeviceProcess(index, count, store.port, silent))
         for process in processes:
             process.send(order)
         _wait(processes, stop)
@@ -162,10 +169,3 @@ def _reason_of(failed: list[DeviceProcess], count: int) -> Exception:
     error = ProcessFailed(f"process {first.index} of {count}: {first.report['text']}")
     error.add_note(first.report["traceback"])
     return error
-
-
-def free_port() -> int:
-    """A port that nobody listens on, for now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torch import distributed
+from omegaconf import OmegaConf
 
 from normexp.batching.stacking import suitable_threads
-from normexp.errors import UserError
 from normexp.records.layout import CHECKPOINT_FILE, RESULT_FILE, seed_dir, stack_dir
 from normexp.records.reader import read_result
 from normexp.records.result import Result
@@ -18,15 +17,14 @@ from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.device_processes import Order, run_processes
 from normexp.studies.entry import INTERRUPTED
 from normexp.studies.naming import GROUPS, plain
-from normexp.studies.outcome import Composed
-from normexp.studies.place import place_among, place_of
-from normexp.studies.recorded import recorded_runs, stacks_of
+from normexp.studies.peers import Peers, meet
+from normexp.studies.place import place_among
 from normexp.studies.stack import form_of, train_stack
-from normexp.tasks.checkpoint import Interrupted, StopRequest
 from normexp.tasks.evaluation import StatisticsEvaluation
 from normexp.tasks.fit import fit
 from normexp.tasks.pruning import Pruned
 from normexp.tasks.recorder import Recorder
+from normexp.tasks.stopping import Interrupted, StopRequest
 
 OnSteps = Callable[[int, int], None]
 
@@ -45,14 +43,11 @@ def train_on_devices(
     early.
 
     Raises:
-        ProcessFailed: one of the processes failed, or died.
+        ProcessFailed: one of the processes that were started here failed, or died.
+        Interrupted: as in `train_stack`; or the other processes cannot go on.
     """
     if cell.num_devices == 1:
         return train_stack(cell, seeds, notes, stop, on_steps)
-    if place_among(cell.num_devices) is not None:
-        results = train_stack(cell, seeds, notes, stop, on_steps)
-        distributed.barrier()  # the others look for what is recorded
-        return results
     form_of(_checkpoint(cell, seeds))  # sets a torn one aside, before two processes look at it
     order = Order(
         cfg=plain(cell.cfg),
@@ -61,6 +56,12 @@ def train_on_devices(
         notes=list(notes),
         shows_progress=on_steps is None,
     )
+    place = place_among(cell.num_devices)
+    if place is not None:
+        peers = meet(place, cell.num_devices)
+        peers.tell(order)
+        with peers.training():
+            return train_stack(cell, seeds, notes, stop, on_steps)
     stop = stop or StopRequest()
     with stop.listening():
         run_processes(order, cell.num_devices, stop, on_steps)
@@ -90,28 +91,25 @@ def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) 
             )
 
 
-def follow_cells(cells: Sequence[Composed]) -> int:
-    """What a process that is not the first does of a command; returns its exit code.
+def follow(peers: Peers) -> int:
+    """What every process but the first does of a command; returns its exit code.
 
     It says nothing: what is refused or recorded, the first one tells.
     """
-    for composed in cells:
-        cfg = composed.cfg
-        if cfg is None or cfg.dry_run or place_of(composed) is None:
-            continue
-        try:
-            cell = prepare_cell(cfg, composed.choices)
-        except UserError:
-            continue
-        recorded = recorded_runs(cell.directory, composed.seeds)
-        missing = recorded.missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
-        for stack in stacks_of(cell.directory, missing):
+    try:
+        while (order := peers.hear()) is not None:
             try:
-                follow_stack(cell, stack)
+                with peers.training():
+                    cell = prepare_cell(OmegaConf.create(order.cfg), order.choices)
+                    follow_stack(cell, order.seeds)
             except Interrupted:
                 return INTERRUPTED
-            distributed.barrier()
-    return 0
+            except Exception:
+                if peers.is_apart:
+                    raise
+        return 0
+    finally:
+        peers.leave()
 
 
 def _checkpoint(cell: Cell, seeds: list[int]) -> Path:

@@ -33,7 +33,7 @@ def compose_cells(arguments: Arguments) -> list[Composed]:
         return compose_sweep(lines, arguments.config_dirs)
     config, choices = compose_cell(lines[0], arguments.config_dirs)
     validate(config)
-    return [Composed(config, choices, title=" ".join(lines[0]))]
+    return [Composed(config, choices, title=" ".join(lines[0]), overrides=lines[0])]
 
 
 def compose_sweep(
@@ -44,9 +44,9 @@ def compose_sweep(
     for line, title in zip(lines, titles_of(lines), strict=True):
         try:
             config, choices = compose_cell(line, config_dirs)
-            cells.append(Composed(config, choices, title))
+            cells.append(Composed(config, choices, title, overrides=line))
         except UserError as error:
-            cells.append(Composed(None, {}, title, str(error)))
+            cells.append(Composed(None, {}, title, str(error), line))
             errors.append(error)
     if len(errors) == len(cells):
         raise errors[0]

@@ -158,7 +158,8 @@ def job(cfg: DictConfig) -> str:
     chosen = settings.runtime.choices
     choices = {group: str(chosen[group]) for group in GROUPS if chosen.get(group) is not None}
     cfg.study = str(cfg.study)  # study=2026 names a folder
-    composed = Composed(cfg, choices, " ".join(settings.overrides.task))
+    overrides = list(settings.overrides.task)
+    composed = Composed(cfg, choices, " ".join(overrides), overrides=overrides)
 
     from normexp.studies.run_cell import run_cell
 

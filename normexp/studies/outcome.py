@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +26,14 @@ class Composed:
         cfg: None where it does not compose; `error` says why.
         choices: the name chosen in each config group.
         title: what sets it apart in its sweep: `norm=batch norm_batch_size=2`.
+        overrides: all that was typed of it, one value for each key.
     """
 
     cfg: DictConfig | None
     choices: Mapping[str, str]
     title: str
     error: str = ""
+    overrides: Sequence[str] = ()
 
     @cached_property
     def digest(self) -> str:

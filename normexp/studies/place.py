@@ -23,23 +23,28 @@ def place_among(num_processes: int) -> int | None:
     return None
 
 
-def is_follower(cells: Sequence[Composed]) -> bool:
-    """Whether this process only helps another to train cells of several devices."""
-    return any((place_of(cell) or 0) > 0 for cell in cells)
+def place_of_command(cells: Sequence[Composed]) -> tuple[int, int] | None:
+    """Index of this process among those that were started to train these cells, and their number.
 
-
-def place_of(cell: Composed) -> int | None:
-    """Index of this process among those of a cell, or None."""
-    if cell.cfg is None:
-        return None
-    devices, num_nodes = cell.cfg.trainer.devices, cell.cfg.trainer.num_nodes
-    if not (isinstance(devices, int) and isinstance(num_nodes, int)):
-        return None  # refused as the cell is validated
-    return place_among(devices * num_nodes)
+    None where it is alone.
+    """
+    cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
+    for cfg in cfgs:
+        devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
+        if not (isinstance(devices, int) and isinstance(num_nodes, int)):
+            continue  # refused as the cell is validated
+        index = place_among(devices * num_nodes)
+        if index is not None:
+            return index, devices * num_nodes
+    return None
 
 
 def environment_of(index: int, num_processes: int, port: int) -> dict[str, str]:
-    """What tells a process its place on this machine, in torchrun's words."""
+    """What tells a process its place on this machine, in torchrun's words.
+
+    Args:
+        port: of a TCPStore of the caller's, in which the processes meet.
+    """
     return {
         "RANK": str(index),
         "LOCAL_RANK": str(index),
@@ -47,4 +52,5 @@ def environment_of(index: int, num_processes: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # none of them starts one of its own
     }

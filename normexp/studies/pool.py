@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from typing import Any
 
@@ -115,6 +115,66 @@ class Worker:
             self.process.kill()
             self.process.wait()
         self._output.close()
+
+
+class Pool:
+    """The workers of a sweep, each in a place of its own.
+
+    Args:
+        places: what each worker gets of the machine.
+        warm: idle workers of an earlier sweep, taken where their places are the same; those of this
+            one are left there at its end. None: they end with it.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        warm: list[Worker] | None = None,
+        new_worker: Callable[[int, Place], Worker] = Worker,
+    ) -> None:
+        self.workers: list[Worker] = []
+        self._free = dict(enumerate(places))
+        self._warm = warm
+        self._new_worker = new_worker
+
+    def idle(self) -> list[Worker]:
+        return [worker for worker in self.workers if not worker.task and worker.is_alive]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is a place for one more worker."""
+        return bool(self._free)
+
+    def start(self) -> Worker:
+        """A worker in a place that is free."""
+        number = min(self._free)
+        place = self._free.pop(number)
+        fitting = [each for each in self._warm or [] if each.place == place and each.is_alive]
+        if fitting:
+            worker = fitting[0]
+            worker.number = number
+            assert self._warm is not None
+            self._warm.remove(worker)
+        else:
+            worker = self._new_worker(number, place)
+        self.workers.append(worker)
+        return worker
+
+    def dismiss(self, worker: Worker, patience: float) -> None:
+        worker.close(patience)
+        self.workers.remove(worker)
+        self._free[worker.number] = worker.place
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+    def close(self, *, keep_warm: bool) -> None:
+        """Ends the workers; with `keep_warm` only those that the next sweep cannot take."""
+        if self._warm is not None and keep_warm:
+            self._warm += [worker for worker in self.workers if worker.is_alive]
+            self.workers = [worker for worker in self.workers if not worker.is_alive]
+        close_all(self.workers)
 
 
 def close_all(workers: Sequence[Worker]) -> None:

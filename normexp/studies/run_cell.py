@@ -10,7 +10,14 @@ from dataclasses import replace
 
 from normexp.errors import UserError
 from normexp.records.committed import publish_results
-from normexp.records.layout import EVALUATION_FILE, LOCK_FILE, LOG_FILE, seed_dir, stack_dir
+from normexp.records.layout import (
+    ENDED_FILE,
+    EVALUATION_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    seed_dir,
+    stack_dir,
+)
 from normexp.records.lock import StackLock
 from normexp.records.result import Result
 from normexp.records.writer import ensure_writable, remove_leftovers
@@ -26,7 +33,7 @@ from normexp.studies.recorded import (
     stacks_of,
 )
 from normexp.studies.validate import validate
-from normexp.tasks.checkpoint import Interrupted, StopRequest
+from normexp.tasks.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +109,7 @@ class Training:
         if cell.cfg.dry_run:
             return replace(self.blank, status="planned", results=recorded.ended, missing=todo)
         if not todo:
+            self._clear_ended()
             _tell_of_evaluation(cell, self.seeds)
             return self.outcome_by_now("skipped")
         ensure_writable(cell.study_dir)
@@ -124,6 +132,14 @@ class Training:
         for each in (folder, *folder.glob("*"), *folder.glob("stacks/*")):
             remove_leftovers(each)
         publish_results(folder)
+
+    def _clear_ended(self) -> None:
+        """What is left of a stack where a process was killed after the last result."""
+        ended = f"stacks/*/{ENDED_FILE}"
+        if any([*self.cell.directory.glob(ended), *self.cell.study_dir.glob(ended)]):
+            with StackLock(self.cell.directory / LOCK_FILE) as held:
+                if held:
+                    self.clean_up()
 
     def start(self, todo: list[int]) -> Start:
         cell = self.cell

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+from normexp.errors import UserError
 from normexp.records.layout import CHECKPOINT_FILE, LOCK_FILE
 from normexp.records.lock import StackLock
 from normexp.records.shared import interrupted_stacks
@@ -26,7 +27,7 @@ from normexp.studies.recorded import recorded_runs
 from normexp.studies.run_cell import Training, one_line, run_cell
 from normexp.studies.stack import Stack, train_together
 from normexp.studies.validate import validate
-from normexp.tasks.checkpoint import Interrupted, StopRequest
+from normexp.tasks.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ def run_task(
     end = TaskEnd([None] * len(task))
     try:
         _Rates(task, listener, stop, end).train()
+    except UserError:
+        pass  # each alone tells its own
     except Exception as error:  # also of foreign code, as it was built
         full = full_disk(error, task[0].study_dir)
         if full is not None:

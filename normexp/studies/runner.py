@@ -52,8 +52,7 @@ def run_cells(cells: Sequence[Composed], words: Sequence[str]) -> int:
     if halted is not None:
         print(f"normexp: {halted.error}", file=sys.stderr)
     elif is_stopped and not any(outcome.status == "failed" for outcome in outcomes):
-        print("stopped; the same line goes on from here", file=sys.stderr)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("stopped; the same line goes on from here")
     return 1 if any(outcome.status in ("refused", "failed") for outcome in outcomes) else 0
 
 

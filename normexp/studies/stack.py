@@ -21,11 +21,11 @@ from normexp.studies.cell import Cell
 from normexp.studies.ending import forget_peak_memory, write_results
 from normexp.studies.notes import logging_to
 from normexp.studies.sinks import open_loggers, open_wandb_runs, tell_how_to_sync
-from normexp.tasks.checkpoint import Interrupted, StopRequest
 from normexp.tasks.evaluation import StatisticsEvaluation
 from normexp.tasks.fit import fit
 from normexp.tasks.pruning import Pruned
 from normexp.tasks.recorder import Recorder, RunSink
+from normexp.tasks.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from normexp.studies.status import STATES, CellStatus, StudyStatus
+from normexp.studies.titles import tell_apart
 
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 
@@ -37,11 +38,22 @@ def print_status(status: StudyStatus) -> None:
 
 def _table(status: StudyStatus) -> Table:
     states = [state for state in STATES if status.runs[state]]
-    table = Table("cell", *states, "", box=None)
-    for cell in status.cells:
+    shared, titles = _titles(status.cells)
+    table = Table("cell", *states, "", box=None, caption=shared, caption_justify="left")
+    for cell, title in zip(status.cells, titles, strict=True):
         counts = [str(cell.runs[state] or "-") for state in states]
-        table.add_row(cell.title, *counts, _note(cell))
+        table.add_row(title, *counts, _note(cell))
     return table
+
+
+def _titles(cells: Sequence[CellStatus]) -> tuple[str, list[str]]:
+    """What all cells share, and what each is beyond that."""
+    named = [cell.title for cell in cells if cell.digests and not cell.refused]
+    shared, apart = tell_apart(named)
+    own = dict(zip(named, apart, strict=True))
+    return f"all with {shared}" if shared else "", [
+        own.get(cell.title, cell.title) for cell in cells
+    ]
 
 
 def _note(cell: CellStatus) -> str:
@@ -60,7 +72,8 @@ def _next(status: StudyStatus) -> list[str]:
     report = f"  python -m normexp.report study={status.name}{place}"
     if status.is_complete:
         return ["complete; next:", report]
-    again = list(dict.fromkeys(_spoken(command) for command in status.commands))
+    commands = status.unfinished_commands() or status.commands
+    again = list(dict.fromkeys(_spoken(command) for command in commands))
     if not again:
         return ["incomplete, and study.yaml has no command to type again"]
     return ["to finish, type again:", *(f"  {line}" for line in again)]

@@ -12,6 +12,7 @@ from normexp.records.index import News, append_news
 from normexp.records.study_file import append_command, read_commands
 from normexp.records.writer import ensure_writable
 from normexp.studies.outcome import Composed, Outcome
+from normexp.studies.titles import title_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +70,17 @@ class StudyLog:
         study_dir.mkdir(parents=True, exist_ok=True)
         others = self._only_study()
         cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
-        append_news(study_dir, [News(cell.digest, cell.title, cell.seeds) for cell in cells])
+        append_news(study_dir, [_news_of(cell) for cell in cells])
         if study_dir not in self._recorded:
             self._recorded.add(study_dir)
-            append_command(study_dir, self.words, grid_of(cells), code_version())
+            asked = {cell.digest: cell.seeds for cell in cells}
+            append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
 
     def tell(self, cell: Composed, *, cell_id: str = "", error: str = "") -> None:
         """What is known by now of a cell; only where its study is on disk."""
         study_dir = cell.study_dir or self._only_study()
         if self.writes and study_dir is not None and study_dir.is_dir():
-            append_news(study_dir, [News(cell.digest, cell.title, cell.seeds, cell_id, error)])
+            append_news(study_dir, [_news_of(cell, cell_id, error)])
 
     def _only_study(self) -> Path | None:
         """Where a cell that does not compose belongs: the study of all others."""
@@ -91,6 +93,10 @@ class StudyLog:
             self.tell(cell, cell_id=outcome.cell_id)
         elif outcome.status in ("refused", "failed") and not outcome.halts:
             self.tell(cell, error=f"{outcome.status}: {outcome.error}")
+
+
+def _news_of(cell: Composed, cell_id: str = "", error: str = "") -> News:
+    return News(cell.digest, title_of(cell), cell.seeds, cell_id, error)
 
 
 def grid_of(cells: Sequence[Composed]) -> dict[str, list[Any]]:

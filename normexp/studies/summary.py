@@ -16,6 +16,7 @@ from normexp.records.result import Result
 from normexp.studies.display import spoken
 from normexp.studies.expected import expected_seconds, read_timed
 from normexp.studies.outcome import Composed, Outcome
+from normexp.studies.titles import shared_words
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
@@ -107,18 +108,12 @@ def print_closing_table(cells: Sequence[Composed], outcomes: Sequence[Outcome]) 
     for titles, outcome in rows.values():
         shown, count = _shown(outcome, in_header=metric), _num_values(outcome)
         place = [outcome.cell_id] * has_place
-        table.add_row("/".join(_statuses_of(outcome)), _shared_words(titles), shown, count, *place)
+        table.add_row("/".join(_statuses_of(outcome)), shared_words(titles), shown, count, *place)
     console.print(table)
     counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for command in commands_to_look(outcomes):
         console.print(f"  {command}", markup=False, soft_wrap=True)
-
-
-def _shared_words(titles: Sequence[str]) -> str:
-    """What all titles of one cell say; `norm=none` where it was asked for at several sizes."""
-    first, *others = [title.split() for title in titles]
-    return " ".join(word for word in first if all(word in other for other in others)) or titles[0]
 
 
 def _main_metric(outcome: Outcome) -> str:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from types import FrameType
 from typing import Any
 
 from normexp.studies.display import Display
@@ -15,10 +12,11 @@ from normexp.studies.grouping import Task
 from normexp.studies.messages import Begins, Ended, Note, Ready, Steps
 from normexp.studies.outcome import Composed, Outcome, Start, name_of
 from normexp.studies.placement import Place
-from normexp.studies.pool import PATIENCE, Worker, close_all
+from normexp.studies.pool import PATIENCE, Pool, Worker
 from normexp.studies.queueing import Queue
 from normexp.studies.recorded import record_death
 from normexp.studies.study_log import StudyLog
+from normexp.tasks.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +32,9 @@ class Sweep:
     """Hands cells to workers until each has its outcome.
 
     Args:
-        places: what each worker gets of the machine.
+        places, warm: see `Pool`.
         fail_fast: the first failure stops all.
         tasks: the indices of cells that may be trained together; None: each alone.
-        warm: idle workers of an earlier sweep, taken where their places are the same; those of this
-            one are left there at its end. None: they end with it.
     """
 
     new_worker = Worker
@@ -59,12 +55,10 @@ class Sweep:
         self.display = display
         self.fail_fast = fail_fast
         self.queue = Queue([(index,) for index in range(len(cells))] if tasks is None else tasks)
-        self.warm = warm
         self.outcomes: dict[int, Outcome] = {}
-        self.places = dict(enumerate(places))
-        self.workers: list[Worker] = []
+        self.pool = Pool(places, warm, self.new_worker)
+        self.request = StopRequest()
         self.stopping = False
-        self.interrupted = False
         self._failed_starts = 0
 
     def run(self) -> list[Outcome]:
@@ -75,34 +69,30 @@ class Sweep:
             WorkersFail: see there.
         """
         try:
-            with self._listening():
+            with self.request.listening():
                 while self._is_going_on():
-                    if self.interrupted and not self.stopping:
+                    if self.request.requested and not self.stopping:
                         logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
                         self.stop()
                     self._hand_out()
                     self._listen()
-                    self.display.update(self.workers, len(self.queue))
+                    self.display.update(self.pool.workers, len(self.queue))
         except BaseException:
-            for worker in self.workers:
-                worker.kill()
+            self.pool.kill()
             raise
         finally:
-            if self.warm is not None and not self.stopping:
-                self.warm += [worker for worker in self.workers if worker.is_alive]
-                self.workers = [worker for worker in self.workers if not worker.is_alive]
-            close_all(self.workers)
+            self.pool.close(keep_warm=not self.stopping)
         return [self.outcomes.get(index, self._unbegun(index)) for index in range(len(self.cells))]
 
     def stop(self) -> None:
         """Every training leaves a checkpoint and ends; no other begins."""
         if not self.stopping:
             self.stopping = True
-            for worker in self.workers:
+            for worker in self.pool.workers:
                 worker.ask_to_stop()
 
     def _is_going_on(self) -> bool:
-        at_work = any(worker.task for worker in self.workers)
+        at_work = any(worker.task for worker in self.pool.workers)
         return at_work or (bool(self.queue) and not self.stopping)
 
     def _unbegun(self, index: int) -> Outcome:
@@ -113,39 +103,25 @@ class Sweep:
     def _hand_out(self) -> None:
         if self.stopping:
             return
-        idle = [worker for worker in self.workers if not worker.task and worker.is_alive]
-        while idle or self.places:
+        idle = self.pool.idle()
+        while idle or self.pool.has_room:
             task = self.queue.take()
             if task is None:
                 if self.queue:
-                    self.queue.tell_of_waiting([worker.process.pid for worker in self.workers])
+                    self.queue.tell_of_waiting([worker.process.pid for worker in self.pool.workers])
                 return
             given = [self.cells[index] for index in task]
             if given[0].cfg is None:  # is alone
                 refused = Outcome("refused", given[0].title, error=given[0].error)
                 self._end(task, [refused])
                 continue
-            worker = idle.pop(0) if idle else self._start_worker()
+            worker = idle.pop(0) if idle else self.pool.start()
             worker.give(task, given)
-
-    def _start_worker(self) -> Worker:
-        number = min(self.places)
-        place = self.places.pop(number)
-        fitting = [each for each in self.warm or [] if each.place == place and each.is_alive]
-        if fitting:
-            worker = fitting[0]
-            worker.number = number
-            assert self.warm is not None
-            self.warm.remove(worker)
-        else:
-            worker = self.new_worker(number, place)
-        self.workers.append(worker)
-        return worker
 
     # --- hearing ------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        by_connection = {worker.connection: worker for worker in self.workers}
+        by_connection = {worker.connection: worker for worker in self.pool.workers}
         for connection in wait(list(by_connection), TICK):
             assert isinstance(connection, Connection)
             worker = by_connection[connection]
@@ -174,7 +150,7 @@ class Sweep:
                 worker.take_back()
                 self._end(task, outcomes)
                 if spent:
-                    self._dismiss(worker, PATIENCE)
+                    self.pool.dismiss(worker, PATIENCE)
 
     def _record_begin(self, cell: Composed, start: Start) -> None:
         assert cell.study_dir is not None
@@ -182,14 +158,9 @@ class Sweep:
         self.log.tell(cell, cell_id=start.cell_id)
 
     def _relay_output(self, worker: Worker) -> None:
-        text = worker.read_output() if worker in self.workers else ""
+        text = worker.read_output() if worker in self.pool.workers else ""
         if text.strip():
             self.display.print(text.rstrip("\n"))
-
-    def _dismiss(self, worker: Worker, patience: float) -> None:
-        worker.close(patience)
-        self.workers.remove(worker)
-        self.places[worker.number] = worker.place
 
     def _bury(self, worker: Worker) -> None:
         """A worker has died, by a signal or because it was asked to stop."""
@@ -209,7 +180,7 @@ class Sweep:
             if task:
                 self.queue.put_back(task)
         worker.take_back()
-        self._dismiss(worker, 0)
+        self.pool.dismiss(worker, 0)
 
     def _death_of(self, worker: Worker, reason: str) -> Outcome:
         cell, start = self.cells[worker.task[0]], worker.start
@@ -240,26 +211,3 @@ class Sweep:
         self.display.ended(cell.title, outcome)
         if outcome.halts or (outcome.status == "failed" and self.fail_fast):
             self.stop()
-
-    # --- signals ------------------------------------------------------------------------------
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Ctrl-C stops with checkpoints, a second one at once."""
-        try:
-            previous = {
-                number: signal.signal(number, self._on_signal)
-                for number in (signal.SIGINT, signal.SIGTERM)
-            }
-        except ValueError:  # not the main thread: signals go elsewhere
-            previous = {}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.interrupted = True

@@ -75,14 +75,15 @@ class SearchPlan:
 
     def _compose(self, point: Point, own: Mapping[str, object]) -> Composed:
         title = " ".join([*self.grid, *(f"{key}={text}" for key, text in point.items())])
+        overrides = self.overrides(point)
         try:
-            cfg, choices = compose_cell(self.overrides(point), self.config_dirs)
+            cfg, choices = compose_cell(overrides, self.config_dirs)
         except UserError as error:
-            return Composed(None, {}, title, str(error))
+            return Composed(None, {}, title, str(error), overrides)
         with open_dict(cfg):
             for key, value in own.items():
                 cfg[key] = value
-        return Composed(cfg, choices, title)
+        return Composed(cfg, choices, title, overrides=overrides)
 
     def command(self, point: Point) -> str:
         """The line that repeats the report's cell."""

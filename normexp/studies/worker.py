@@ -14,13 +14,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from normexp.studies.messages import Begins, Ended, Note, Ready, Steps
 from normexp.studies.outcome import Composed, Listener, Start
-
-if TYPE_CHECKING:
-    from normexp.tasks.checkpoint import StopRequest
+from normexp.tasks.stopping import StopRequest
 
 STOPPED = 130
 
@@ -83,7 +81,6 @@ def main() -> int:
 
     from normexp.studies.kept_data import keeping_data
     from normexp.studies.run_task import TaskEnd, run_task
-    from normexp.tasks.checkpoint import StopRequest
 
     def run(task: tuple[Composed, ...], listener: Listener, stop: StopRequest) -> Ended:
         end: TaskEnd = run_task(task, listener, stop)
@@ -92,7 +89,7 @@ def main() -> int:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with keeping_data():
-        return serve(link, run, StopRequest)
+        return serve(link, run)
 
 
 def open_link(descriptor: int) -> Link:
@@ -107,11 +104,7 @@ def open_link(descriptor: int) -> Link:
     return link
 
 
-def serve(
-    link: Link,
-    run: Callable[[tuple[Composed, ...], Listener, StopRequest], Ended],
-    new_stop: Callable[[], StopRequest],
-) -> int:
+def serve(link: Link, run: Callable[[tuple[Composed, ...], Listener, StopRequest], Ended]) -> int:
     """Runs the tasks that come, until none comes any more or a stop is asked for."""
     link.send(Ready())
     while True:
@@ -120,7 +113,7 @@ def serve(
         link.is_idle = False
         if task is None:
             return 0
-        stop = new_stop()
+        stop = StopRequest()
         try:
             ended = run(task, Telling(link, stop), stop)
         finally:

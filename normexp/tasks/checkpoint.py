@@ -1,13 +1,9 @@
-"""Checkpoints at the ends of chunks, and a Ctrl-C that waits for one."""
+"""Checkpoints at the ends of chunks, from time to time and where a stop was requested."""
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -15,44 +11,10 @@ import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from normexp.records.writer import open_atomic
+from normexp.tasks.stopping import Interrupted, StopRequest
 from normexp.tasks.training import TrainingTask
 
 NONE, DUE, STOP = range(3)  # reasons for a checkpoint
-
-
-class Interrupted(Exception):
-    """Training was asked to stop and left a checkpoint."""
-
-
-class StopRequest:
-    """Whether the user asked to stop; a second Ctrl-C stops at once.
-
-    `requested` may also be set from another thread, by one who asks in the user's place.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Takes SIGINT and SIGTERM as requests while inside; only a main thread can."""
-        try:
-            previous = {
-                number: signal.signal(number, self._request)
-                for number in (signal.SIGINT, signal.SIGTERM)
-            }
-        except ValueError:  # not the main thread: signals go elsewhere
-            previous = {}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _request(self, _number: int, _frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
 
 
 class WholeCheckpoints(TorchCheckpointIO):

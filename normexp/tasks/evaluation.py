@@ -13,7 +13,8 @@ import pytorch_lightning as pl
 from normexp.tasks.fit import quiet_lightning
 from normexp.tasks.population import Population, measure_population
 from normexp.tasks.recorder import finite_mean
-from normexp.tasks.scoring import Columns, score_batch, score_precise
+from normexp.tasks.scoring import score_batch, score_precise
+from normexp.tasks.split_score import Columns
 from normexp.tasks.training import TrainingTask
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import Logger
 
-from normexp.tasks.checkpoint import Checkpointer, StopRequest, WholeCheckpoints
+from normexp.tasks.checkpoint import Checkpointer, WholeCheckpoints
+from normexp.tasks.stopping import StopRequest
 from normexp.tasks.strategy import placed
 from normexp.tasks.training import TrainingTask
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,30 +44,6 @@ def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch
     batch = getattr(data, split).gather(indices)
     batch["inputs"] = data.model_inputs(batch["inputs"], next(replicas.parameters()).dtype)
     return batch
-
-
-class Scorer(Protocol):
-    """What a score is taken of: a training task."""
-
-    replicas: Replicas
-    data: Data
-
-    def measure(self, output: Tensor, batch: Batch) -> Measured: ...
-
-
-def score_block(
-    task: Scorer, split: str, indices: Tensor, num_counted: int
-) -> tuple[Measured, int]:
-    """Sums in float64 over the first `num_counted` of a block's samples, and their targets."""
-    batch = gather(task.replicas, task.data, split, indices)
-
-    def measure(output: Tensor, own: Batch) -> Measured:
-        counted = {name: value[:num_counted] for name, value in own.items()}
-        return task.measure(output[:num_counted], counted)
-
-    measured = task.replicas.measure(batch, measure, shared=True)
-    sums = {name: value.double() for name, value in measured.items()}
-    return sums, batch["targets"][:num_counted].numel()
 
 
 def run(replicas: Replicas, batch: Batch) -> None:

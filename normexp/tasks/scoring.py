@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.tasks.frozen import batch_statistics, block_size, holding, score_block, shuffled
+from normexp.tasks.frozen import batch_statistics, block_size, holding, shuffled
 from normexp.tasks.population import Population
-from normexp.tasks.training import TrainingTask
+from normexp.tasks.split_score import Columns, Scorer, SplitScore
 
-Columns = dict[str, list[float]]
 Block = tuple[Tensor, int]  # indices of a forward's samples, and how many from the first count
 
 
 @torch.no_grad()
-def score_precise(task: TrainingTask, population: Population, splits: Sequence[str]) -> Columns:
+def score_precise(task: Scorer, population: Population, splits: Sequence[str]) -> Columns:
     """Metrics of each split with the moments of `population` in the place of running averages."""
     metrics: Columns = {}
     with holding(task.replicas, population.states):
@@ -32,7 +31,7 @@ def score_precise(task: TrainingTask, population: Population, splits: Sequence[s
 
 
 @torch.no_grad()
-def score_batch(task: TrainingTask, batch_size: int, splits: Sequence[str]) -> Columns:
+def score_batch(task: Scorer, batch_size: int, splits: Sequence[str]) -> Columns:
     """Metrics of each split, its norms using the statistics of batches of `batch_size` samples.
 
     Raises:
@@ -63,14 +62,8 @@ def completed_blocks(indices: Tensor, size: int, batch_size: int) -> Iterator[Bl
         yield torch.cat([block, indices[:missing]]), len(block)
 
 
-def _score(task: TrainingTask, split: str, blocks: Iterator[Block], suffix: str) -> Columns:
-    sums: dict[str, Tensor] = {}
-    num_targets = 0
+def _score(task: Scorer, split: str, blocks: Iterator[Block], suffix: str) -> Columns:
+    score = SplitScore(task, split)
     for indices, num_counted in blocks:
-        added, count = score_block(task, split, indices, num_counted)
-        num_targets += count
-        for name, value in added.items():
-            sums[name] = sums.get(name, 0) + value
-    means = {name: total / num_targets for name, total in sums.items()}
-    named = task.summarise(means, split).items()
-    return {f"{split}/{name}@{suffix}": column.tolist() for name, column in named}
+        score.add(indices, num_counted)
+    return {f"{split}/{name}@{suffix}": column for name, column in score.metrics().items()}

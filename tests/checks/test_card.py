@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import broken_norms as broken
+import broken_state
 import pytest
 import torch
 from torch import Tensor, nn
@@ -174,7 +175,7 @@ def test_sequential_state_is_refused_a_split():
 
 
 def test_buffers_put_in_place_of_others_are_named():
-    (line,) = lines_of(broken.KeptGraph, "buffers written in place")
+    (line,) = lines_of(broken_state.KeptGraph, "buffers written in place")
     assert (line.value, line.detail) == ("no", "running_mean is another tensor")
     assert values_of(BatchNorm, "buffers written in place") == ["yes"]
 
@@ -215,7 +216,7 @@ def test_two_processes_train_a_sound_norm_and_not_one_with_an_unused_parameter()
     checks = {"DDP": with_ddp(True)}
     sound = subject_of(BatchNorm)
     assert run_checks("compatibility", checks, sound)[0].status == "pass"
-    unused = subject_of(broken.UnusedParameter)
+    unused = subject_of(broken_state.UnusedParameter)
     assert run_checks("compatibility", checks, unused)[0].status == "fail"
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import broken_norms as broken
+import broken_state
 import pytest
 import torch
 from torch import nn
@@ -30,21 +31,21 @@ CAUGHT_BY = {
     broken.DropsChannelsLast: "channels_last kept",
     broken.ViewOfMaps: "channels_last kept",
     broken.WritesItsInput: "input unchanged",
-    broken.LazyParameter: "parameters made at once",
-    broken.UnusedParameter: "gradient for every parameter",
-    broken.KeptGraph: "no graph kept",
-    broken.GrowingBuffer: "buffers keep shape and dtype",
-    broken.LateBuffer: "buffers keep shape and dtype",
-    broken.HiddenState: "state_dict round trip",
+    broken_state.LazyParameter: "parameters made at once",
+    broken_state.UnusedParameter: "gradient for every parameter",
+    broken_state.KeptGraph: "no graph kept",
+    broken_state.GrowingBuffer: "buffers keep shape and dtype",
+    broken_state.LateBuffer: "buffers keep shape and dtype",
+    broken_state.HiddenState: "state_dict round trip",
     broken.NoisyEvaluation: "deterministic in evaluation",
-    broken.EvaluationLearns: "evaluation changes no state",
+    broken_state.EvaluationLearns: "evaluation changes no state",
     broken.WrongGradient: "gradient in training",
     broken.NaiveVariance: "exact at mean 1e3",
     broken.NoEps: "finite on constants",
     broken.UnbiasedVariance: "one sample",
-    broken.PoisonedByOne: "one sample",
+    broken_state.PoisonedByOne: "one sample",
     broken.ErasesOnePosition: "one position",
-    broken.SwallowedAffine: "no argument swallowed",
+    broken_state.SwallowedAffine: "no argument swallowed",
 }
 
 
@@ -76,7 +77,7 @@ def test_assertion_names_the_norm_and_every_failed_line():
 
 def test_constructor_that_fails_is_a_failed_line():
     with pytest.raises(AssertionError, match=r"can be built: .*before Module.__init__\(\)"):
-        assert_contract(broken.NoSuper)
+        assert_contract(broken_state.NoSuper)
     with pytest.raises(AssertionError, match="can be built: .*must be divisible"):
         assert_contract(partial(nn.GroupNorm, 3), 8)
 

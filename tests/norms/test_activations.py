@@ -18,7 +18,19 @@ def test_tlu_is_the_larger_of_the_input_and_its_channels_threshold(shape: tuple[
         tlu.tau.copy_(torch.tensor([-0.5, 0.0, 0.7]))
     y = tlu(x)
     for channel, threshold in enumerate((-0.5, 0.0, 0.7)):
-        assert torch.equal(y[:, channel], x[:, channel].clamp(min=threshold))
+        expected = x[:, channel].clamp(min=threshold)
+        torch.testing.assert_close(y[:, channel], expected, rtol=0, atol=1e-6)
+
+
+def test_tlu_of_bf16_is_the_float32_result_rounded() -> None:
+    tlu, x = TLU(2), torch.tensor([[0.01, 30.25]], dtype=torch.bfloat16)
+    with torch.no_grad():
+        tlu.tau.fill_(-5.0)  # in bf16, 0.01 + 5 - 5 is 0
+    assert torch.equal(tlu(x), x)
+
+
+def test_tlu_passes_nan_on() -> None:
+    assert TLU(1)(torch.tensor([[float("nan")]])).isnan().all()
 
 
 def test_tlu_starts_as_relu_and_learns_where_it_clips() -> None:

@@ -1,4 +1,4 @@
-"""Norms from the wild: what is passed to them, how they are presented, and which are refused."""
+"""How norms from the wild are presented: where channels stand, and how many axes there are."""
 
 from __future__ import annotations
 
@@ -7,30 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from foreign_cases import EPS, HiddenRMSNorm, build
 from norm_cases import C, gradients, random_tensor
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.errors import UserError
 from normexp.norms.contract import NormFactory
-from normexp.norms.foreign import adapt, bind_eps, foreign_factory
-from normexp.norms.group import GroupNorm
+from normexp.norms.foreign import adapt, foreign_factory
 from normexp.norms.layout import find_layout
-
-EPS = 1e-3
-
-
-class HiddenRMSNorm(nn.Module):
-    """The form of language model libraries: `hidden_size`, and channels last."""
-
-    def __init__(self, hidden_size: int, variance_epsilon: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = variance_epsilon
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        scale = hidden.square().mean(dim=-1, keepdim=True) + self.variance_epsilon
-        return self.weight * hidden / scale.sqrt()
 
 
 class BareRMSNorm(nn.Module):
@@ -57,10 +41,6 @@ class RowNorm(nn.Module):
         mean = x.mean(dim=0)
         self.running_mean = 0.9 * self.running_mean + 0.1 * mean.detach()
         return x - mean
-
-
-def build(make, **knobs) -> nn.Module:
-    return foreign_factory(partial(make, **knobs), target="their.Norm", eps=EPS)(C).double()
 
 
 def positions_joined(x: Tensor) -> Tensor:
@@ -161,112 +141,3 @@ def test_a_probe_leaves_the_random_state():
     before = torch.get_rng_state()
     foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=EPS)(C)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-class TestArguments:
-    def test_features_are_passed_by_name_whatever_stands_first(self):
-        def make(size: float, channels: int, *, epsilon: float) -> nn.GroupNorm:
-            assert (size, epsilon) == (2.5, EPS)
-            return nn.GroupNorm(1, channels, eps=epsilon)
-
-        norm = adapt(partial(make, size=2.5), target="their.make", eps=EPS)(C)
-        assert norm.num_channels == C
-
-    def test_an_unknown_first_argument_takes_the_features(self):
-        makes = (
-            lambda k: nn.LayerNorm(k),
-            lambda k, /: nn.LayerNorm(k),
-            lambda *k: nn.LayerNorm(*k),
-        )
-        for make in makes:
-            assert adapt(make, target="t", eps=EPS)(C).normalized_shape == (C,)
-
-    def test_an_eps_that_the_user_set_is_kept(self):
-        norm = adapt(partial(HiddenRMSNorm, variance_epsilon=0.5), target="t", eps=EPS)(C)
-        assert norm.variance_epsilon == 0.5
-
-    def test_eps_is_bound_only_where_the_signature_has_it(self):
-        assert bind_eps(nn.BatchNorm2d, EPS)(C).eps == EPS
-        assert bind_eps(nn.Tanh, EPS) is nn.Tanh
-
-    def test_a_missing_argument_is_named(self):
-        with pytest.raises(UserError) as caught:
-            adapt(nn.GroupNorm, target="torch.nn.GroupNorm", eps=EPS)
-        expected = "norm._target_=torch.nn.GroupNorm needs the argument num_groups"
-        assert str(caught.value) == f"{expected}; set norm.num_groups=..."
-
-    def test_an_unknown_knob_is_named_with_those_there_are(self):
-        with pytest.raises(UserError, match=r"norm\.groups is no argument of .*num_groups, eps"):
-            bind_eps(partial(GroupNorm, **{"groups": 3}), EPS)
-
-    def test_a_constructor_that_fails_is_named_with_its_reason(self):
-        norm = adapt(partial(nn.GroupNorm, num_groups=3), target="torch.nn.GroupNorm", eps=EPS)
-        with pytest.raises(UserError, match="cannot be built for 8 features: num_channels"):
-            norm(C)
-
-    @pytest.mark.parametrize("make", [lambda n: n, torch.zeros, nn.functional.relu])
-    def test_what_makes_no_module_is_refused(self, make):
-        with pytest.raises(UserError, match=r"norm\._target_=their\.make (made|cannot|needs)"):
-            adapt(make, target="their.make", eps=EPS)(C)
-
-    def test_what_cannot_be_called_is_refused(self):
-        with pytest.raises(UserError, match="names 3, which cannot be called"):
-            adapt(3, target="their.number", eps=EPS)  # type: ignore[arg-type]
-
-
-class Half(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, ::2]
-
-
-class Pair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
-class Late(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "gain"):
-            self.gain = nn.Parameter(torch.ones(x.shape[1], *[1] * (x.ndim - 2)))
-        return x * self.gain
-
-
-class Renewed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rho = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.rho = nn.Parameter(self.rho.clamp(0, 1))
-        return x * self.rho
-
-
-class Noisy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.rand_like(x)
-
-
-class Failing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError(f"no {x.ndim}-D today")
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (Half, r"does not fit: it changes the shape, \(4, 8\) to \(4, 4\)"),
-        (Pair, "returns a tuple, not a tensor"),
-        (Late, "makes its parameter gain in its first forward"),
-        (Renewed, "makes its parameter rho in its first forward"),
-        (nn.LazyBatchNorm2d, "makes its parameter weight in its first forward"),
-        (Noisy, "is not deterministic"),
-        (Failing, r"fails on an input of shape \(4, 8\): no 2-D today"),
-    ],
-)
-def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
-    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
-        build(make)
-
-
-def test_dropout_in_training_is_no_reason_to_refuse():
-    assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C

@@ -15,13 +15,10 @@ from normexp.records.writer import write_result
 from normexp.studies.messages import Ended
 from normexp.studies.outcome import Composed, Listener, Outcome, Start
 from normexp.studies.worker import open_link, serve
+from normexp.tasks.stopping import StopRequest
 
 
-class Flag:
-    requested = False
-
-
-def run(composed: Composed, listener: Listener, stop: Flag) -> Outcome:
+def run(composed: Composed, listener: Listener, stop: StopRequest) -> Outcome:
     cfg = composed.cfg
     if cfg.act == "die before":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -55,10 +52,10 @@ def run(composed: Composed, listener: Listener, stop: Flag) -> Outcome:
         return Outcome("finished", composed.title, cell_id, directory, {"by": os.getpid()}, results)
 
 
-def run_task(task: tuple[Composed, ...], listener: Listener, stop: Flag) -> Ended:
+def run_task(task: tuple[Composed, ...], listener: Listener, stop: StopRequest) -> Ended:
     """Cells of a task of several are handed back, but for the first."""
     return Ended([run(task[0], listener, stop), *[None] * (len(task) - 1)], False)
 
 
 if __name__ == "__main__":
-    sys.exit(serve(open_link(int(sys.argv[1])), run_task, Flag))
+    sys.exit(serve(open_link(int(sys.argv[1])), run_task))

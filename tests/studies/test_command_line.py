@@ -69,6 +69,9 @@ def test_exit_codes_and_the_one_line_of_a_mistake(capsys: pytest.CaptureFixture[
     assert run_entry(raises(UserError("lr=0: must be above 0"))) == 2
     assert capsys.readouterr().err == "normexp: lr=0: must be above 0\n"
     assert run_entry(raises(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "normexp: interrupted\n"
+    assert run_entry(raises(KeyboardInterrupt("stopped"))) == 130
+    assert capsys.readouterr().err == "normexp: stopped\n"
     with pytest.raises(ZeroDivisionError):
         run_entry(raises(ZeroDivisionError()))
 

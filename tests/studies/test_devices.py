@@ -12,14 +12,13 @@ from omegaconf import OmegaConf
 
 from normexp.errors import UserError
 from normexp.records.reader import read_result
-from normexp.studies import devices
 from normexp.studies.config import compose_config
 from normexp.studies.device_processes import Order, ProcessFailed, run_processes
 from normexp.studies.outcome import Composed
-from normexp.studies.place import environment_of, is_follower, place_among
+from normexp.studies.place import environment_of, place_among, place_of_command
 from normexp.studies.plan import check_norm_batch_size, place_on_one_device, plan_training, sizes_of
 from normexp.studies.validate import validate
-from normexp.tasks.checkpoint import StopRequest
+from normexp.tasks.stopping import StopRequest
 from normexp.train import main
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
@@ -82,22 +81,7 @@ def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("words", [["trainer.devices=auto"], ["trainer.num_nodes=null"]])
 def test_devices_that_are_no_number_are_no_place_and_left_to_be_refused(words: list[str]):
-    assert not is_follower([Composed(compose_config(words), {}, words[0])])
-
-
-def test_process_beside_the_first_trains_nothing_in_a_dry_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    for name, value in environment_of(1, 2, 29500).items():
-        monkeypatch.setenv(name, value)
-    followed: list[list[int]] = []
-    monkeypatch.setattr(devices, "follow_stack", lambda _, seeds: followed.append(seeds))
-    monkeypatch.setattr(devices.distributed, "barrier", lambda: None)
-    words = [*DDP, "replicas=1", f"runs_dir={tmp_path}"]
-    assert main([*words, "dry_run=true"]) == 0
-    assert followed == []
-    assert main(words) == 0
-    assert followed == [[0]]
+    assert place_of_command([Composed(compose_config(words), {}, words[0])]) is None
 
 
 @pytest.mark.slow

@@ -134,9 +134,9 @@ def test_interrupt_stops_each_worker_and_leaves_no_process(tmp_path: Path):
     workers: list[Worker] = []
 
     def interrupt() -> None:
-        while not all(worker.start for worker in sweep.workers) or len(sweep.workers) < 2:
+        while not all(worker.start for worker in sweep.pool.workers) or len(sweep.pool.workers) < 2:
             time.sleep(0.05)
-        workers.extend(sweep.workers)
+        workers.extend(sweep.pool.workers)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

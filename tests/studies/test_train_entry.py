@@ -1,4 +1,4 @@
-"""`python -m normexp.train` as a user runs it, in-process: records, reruns, sweeps, mistakes."""
+"""`python -m normexp.train` as a user runs it: records, reruns, sweeps, and a Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,24 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_cases import cells, files, train
 
 from normexp.records.metrics import read_metrics
 from normexp.records.reader import read_result
 from normexp.train import main
-
-QUICK = ["steps=12", "replicas=2", "log_every=5", "workers=0"]  # no other process
-
-
-def train(tmp_path: Path, *words: str) -> int:
-    return main([*words, *QUICK, f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}"])
-
-
-def cells(tmp_path: Path, study: str = "default") -> list[Path]:
-    return sorted(p for p in (tmp_path / "runs" / study).iterdir() if (p / "config.yaml").is_file())
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def test_a_run_leaves_what_the_design_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -114,125 +101,6 @@ def test_divergence_is_recorded_and_is_no_failure(tmp_path: Path):
     assert "test/accuracy" not in result.metrics
 
 
-OWN_NORM = """
-import torch
-from torch import nn
-
-class Shifted(nn.Module):
-    def __init__(self, num_features, knob=1.0):
-        super().__init__()
-        self.shift = nn.Parameter(torch.full((num_features,), float(knob)))
-    def forward(self, x):
-        return x + self.shift.view(1, -1, *[1] * (x.ndim - 2))
-"""
-
-
-@pytest.fixture
-def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    file = tmp_path / "own_norms_of_a_test.py"
-    file.write_text(OWN_NORM)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield file
-    sys.modules.pop("own_norms_of_a_test", None)
-
-
-def test_own_norm_by_target_and_knob(tmp_path: Path, own_module: Path):
-    target = "norm._target_=own_norms_of_a_test.Shifted"
-    assert train(tmp_path, "norm=custom", target, "norm.knob=2") == 0
-    (cell,) = cells(tmp_path)
-    assert cell.name.startswith("shifted-")
-    own_module.write_text(OWN_NORM + "\n# edited\n")
-    assert train(tmp_path, "norm=custom", target, "norm.knob=2") == 0
-    assert len(cells(tmp_path)) == 2  # an edited norm is a new cell, never a stale answer
-
-
-def test_own_norm_by_a_yaml_of_the_users(tmp_path: Path, own_module: Path):  # noqa: ARG001
-    folder = tmp_path / "my_conf" / "norm"
-    folder.mkdir(parents=True)
-    yaml = "_target_: own_norms_of_a_test.Shifted\n_partial_: true\nknob: 3\n"
-    (folder / "mine.yaml").write_text(yaml)
-    assert train(tmp_path, "--config-dir", str(folder.parent), "norm=mine", "norm.knob=4") == 0
-    (cell,) = cells(tmp_path)
-    assert read_result(cell / "seed-0").config["norm"] == "mine"
-
-
-FAILING_NORM = """
-from torch import nn
-
-class Failing(nn.Module):
-    calls = 0
-    def __init__(self, num_features):
-        super().__init__()
-    def forward(self, x):
-        Failing.calls += 1
-        if Failing.calls > 200:
-            raise RuntimeError("no more")
-        return x
-"""
-
-
-def test_failure_is_a_row_with_its_error_and_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "failing_norm_of_a_test.py").write_text(FAILING_NORM)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    target = "norm._target_=failing_norm_of_a_test.Failing"
-    words = ["norm=custom", target, "steps=200", "stack=false", f"runs_dir={tmp_path / 'runs'}"]
-    assert main([*words, "replicas=2"]) == 1
-    (cell,) = cells(tmp_path)
-    result = read_result(cell / "seed-0")
-    assert result.status == "failed"
-    assert result.error == "RuntimeError: no more"
-    assert "RuntimeError: no more" in capsys.readouterr().err
-    assert "Traceback" in (cell / "stacks" / "0-1" / "run.log").read_text()
-    sys.modules["failing_norm_of_a_test"].Failing.calls = -100_000
-    assert main([*words, "replicas=2"]) == 0
-    assert read_result(cell / "seed-0").status == "finished"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["norm=instance", "model=custom", "model._target_=torch.nn.Identity"],
-            "no argument `norm`",
-        ),
-        (["norm=group", "norm.num_groups=5"], "num_groups=5 does not divide num_features=16"),
-        (["norm=batch", "batch_size=2000"], "batch_size=2000 is more than the 1294"),
-        (["model=gpt"], "does not fit data=digits"),
-        (["data=langid", "model=convnet"], "does not fit data=langid"),
-        (["norm=batch", "norm.half_life=100"], "are both set"),
-        (["steps=5", "samples=100"], "are both set"),
-        (["data=text_file", "data.path=nowhere.txt"], "nowhere.txt"),
-        (["data=image_folder", "data.root=nowhere"], "nowhere"),
-        (["trainer=gpu"], "trainer"),
-        (["norm=custom", "norm._target_=no.such.Norm"], "no.such.Norm"),
-        (["norm=custom", "norm._target_=torch.nn.Linear"], "torch.nn.Linear"),
-        (["norm=custom", "norm._target_=torch.nn.GroupNorm"], "num_groups"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_mistake_is_one_short_line_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-):
-    if "trainer=gpu" in words and torch.cuda.is_available():
-        pytest.skip("a GPU is there")
-    quick = [w for w in QUICK if w.split("=")[0] not in {x.split("=")[0] for x in words}]
-    assert main([*words, *quick, f"runs_dir={tmp_path / 'runs'}"]) == 2
-    err = capsys.readouterr().err
-    (line,) = [line for line in err.splitlines() if line.startswith("normexp: ")]
-    assert message in line
-    assert "Traceback" not in err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_runs_dir_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    assert main([*QUICK, f"runs_dir={blocked}/runs"]) == 2
-    assert "runs_dir" in capsys.readouterr().err
-
-
 def test_dry_run_lists_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert train(tmp_path, "-m", "norm=batch,group", "dry_run=true") == 0
     out = capsys.readouterr().out
@@ -259,6 +127,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_the_same_line_finishes(tmp_path: Path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err.decode()
+    assert err.decode().count("stopped") == err.decode().count("normexp: stopped; ") == 1
     assert len(list(tmp_path.glob("cut/default/*/stacks/0-1/last.ckpt"))) == 1
     subprocess.run(command("cut"), check=True, capture_output=True)
     for seed in (0, 1):

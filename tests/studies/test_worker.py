@@ -8,7 +8,7 @@ from pathlib import Path
 from normexp.studies.messages import Begins, Ended, Ready, Stop
 from normexp.studies.outcome import Composed, Listener, Start
 from normexp.studies.worker import STOPPED, Link, Telling, serve
-from normexp.tasks.checkpoint import StopRequest
+from normexp.tasks.stopping import StopRequest
 
 START = Start("cell", Path("cell"), {}, [0], 10)
 TASK = (Composed(None, {}, "cell"),)
@@ -30,5 +30,5 @@ def test_stop_that_comes_as_a_task_is_taken_stops_its_training():
 
     stopped, _ = link.tasks.get(), link.tasks.put(TASK)
     link.tasks.put(stopped)  # behind the task
-    assert serve(link, run, StopRequest) == STOPPED
+    assert serve(link, run) == STOPPED
     assert [type(ours.recv()) for _ in range(3)] == [Ready, Begins, Ended]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from process_cases import CASES, build, outcome_of, train
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from normexp.batching.sizes import Share, Sizes
 from normexp.errors import UserError
-from normexp.studies.device_processes import free_port
 from normexp.studies.place import environment_of
 
 UNSEEN = ("key", "first_sample")  # where each process stands in its own dropout
@@ -25,11 +25,11 @@ def shared_trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the outcome of every case in each of two processes."""
     folder = tmp_path_factory.mktemp("two")
     script = Path(__file__).with_name("process_cases.py")
-    port = free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = os.pathsep.join([str(script.parent), *filter(None, sys.path)])
     running = []
     for index in range(2):
-        told = {**os.environ, "PYTHONPATH": path, **environment_of(index, 2, port)}
+        told = {**os.environ, "PYTHONPATH": path, **environment_of(index, 2, store.port)}
         running.append(subprocess.Popen([sys.executable, str(script), str(folder)], env=told))
     deadline = time.monotonic() + 600
     try:

@@ -22,11 +22,11 @@ from normexp.models.resnet import ResNet
 from normexp.models.text_encoder import TextEncoder
 from normexp.norms.batch import BatchNorm
 from normexp.norms.contract import NormFactory
-from normexp.tasks.checkpoint import Interrupted, StopRequest
 from normexp.tasks.classification import Classification
 from normexp.tasks.fit import fit
 from normexp.tasks.optimizer import Schedule
 from normexp.tasks.recorder import Recorder
+from normexp.tasks.stopping import Interrupted, StopRequest
 from normexp.tasks.training import Recipe, TrainingTask
 
 Row = tuple[int, int, int, dict[str, float]]
