@@ -1,7 +1,4 @@
-"""What each shipped norm is measured against: torch.nn's module, or the formula as one writes it.
-
-Formulas are plain autograd, with what state the norm keeps; a counterpart takes x's shape.
-"""
+"""The formulas of norms as one writes them, in plain autograd, with what state the norm keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from torch import Tensor, nn
 
 EPS, MOMENTUM = 1e-5, 0.1
 Shape = tuple[int, ...]
-Function = Callable[[Tensor], Tensor]
 
 
 class Formula(nn.Module):
@@ -32,6 +28,7 @@ class Formula(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels, *ones))
         self.scalar = nn.Parameter(torch.tensor(0.5))
         self.shift = nn.Parameter(torch.tensor(0.0))
+        self.v = nn.Parameter(torch.ones(channels, *ones))
         self.mix = nn.Parameter(torch.ones(3))
         self.mix2 = nn.Parameter(torch.ones(3))
         self.register_buffer("mean", torch.zeros(channels, *ones))
@@ -128,28 +125,18 @@ def evonorm_b0(f: Formula, x: Tensor) -> Tensor:
     mean, var = f.moments(x, f.samples)
     f.advance(mean, var)
     own = x.var(f.positions, unbiased=False, keepdim=True)
-    return f.affine(x / torch.maximum((var + EPS).sqrt(), f.weight * x + (own + EPS).sqrt()))
+    return f.affine(x / torch.maximum((var + EPS).sqrt(), f.v * x + (own + EPS).sqrt()))
 
 
 def evonorm_s0(f: Formula, x: Tensor) -> Tensor:
     groups = x.unflatten(1, (8, -1))
     own = groups.var(tuple(range(2, groups.ndim)), unbiased=False, keepdim=True)
-    scaled = (x * torch.sigmoid(f.weight * x)).unflatten(1, (8, -1)) * _rsqrt(own)
+    scaled = (x * torch.sigmoid(f.v * x)).unflatten(1, (8, -1)) * _rsqrt(own)
     return f.affine(scaled.flatten(1, 2))
 
 
 def frn(f: Formula, x: Tensor) -> Tensor:
     return f.affine(x * torch.rsqrt(x.square().mean(f.positions, keepdim=True) + EPS))
-
-
-def position(f: Formula, x: Tensor) -> Tensor:
-    mean, var = f.moments(x, (1,))
-    return (x - mean) * _rsqrt(var)
-
-
-def over_map(f: Formula, x: Tensor) -> Tensor:
-    mean, var = f.moments(x, f.positions)
-    return f.affine((x - mean) * _rsqrt(var))
 
 
 def _layer(f: Formula, x: Tensor, scale: Callable[[Tensor], Tensor], unbiased: bool = False):
@@ -188,10 +175,8 @@ def derf(f: Formula, x: Tensor) -> Tensor:
 
 
 def ghost(f: Formula, x: Tensor) -> Tensor:
-    parts = [
-        F.batch_norm(part, f.mean.flatten(), f.var.flatten(), training=True) for part in x.split(16)
-    ]
-    return f.affine(torch.cat(parts))
+    state = [tensor.flatten() for tensor in (f.mean, f.var, f.weight, f.bias)]
+    return torch.cat([F.batch_norm(part, *state, training=True) for part in x.split(16)])
 
 
 def _cumulative(x: Tensor, num_groups: int) -> Tensor:
@@ -209,94 +194,3 @@ def causal_group(f: Formula, x: Tensor) -> Tensor:
 
 def causal_instance(f: Formula, x: Tensor) -> Tensor:
     return f.affine(_cumulative(x, x.shape[1]))
-
-
-class ChannelsLast(nn.Module):
-    """A norm of the last axis on channels that come second."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
-
-
-class PerPosition(nn.Module):
-    """torch's batch norm of (N, C * T)."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(torch.Size(shape[1:]).numel())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.flatten(1)).view_as(x)
-
-
-def _torch_batch(shape: Shape) -> nn.Module:
-    return (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(shape[1])
-
-
-def _torch_instance(shape: Shape) -> nn.Module:
-    make = nn.InstanceNorm2d if len(shape) == 4 else nn.InstanceNorm1d
-    return make(shape[1], affine=True)
-
-
-def _group(num_groups: int) -> Callable[[Shape], nn.Module]:
-    return lambda shape: nn.GroupNorm(num_groups, shape[1])
-
-
-def _last(make: type[nn.Module]) -> Callable[[Shape], nn.Module]:
-    return lambda shape: ChannelsLast(make(shape[1], eps=EPS))
-
-
-def _formula(compute: Callable[[Formula, Tensor], Tensor]) -> tuple[str, Callable]:
-    return "plain formula", lambda shape: Formula(shape, compute)
-
-
-BATCH = ("torch.nn.BatchNorm", _torch_batch)
-IDENTITY = ("torch.nn.Identity", lambda _: nn.Identity())
-
-FORMULAS: dict[str, tuple[str, Callable[[Shape], nn.Module]]] = {
-    "batch": BATCH,
-    "sync": BATCH,  # one process
-    "eval_norm": BATCH,  # in training
-    "batch_per_position": ("torch.nn.BatchNorm1d of C * T", PerPosition),
-    "bn_per_position": ("torch.nn.BatchNorm1d of C * T", PerPosition),
-    "group": ("torch.nn.GroupNorm", _group(8)),
-    "group_ws": ("torch.nn.GroupNorm", _group(8)),
-    "group1": ("torch.nn.GroupNorm", _group(1)),
-    "layer": ("torch.nn.GroupNorm(1)", _group(1)),
-    "layer2d": ("torch.nn.LayerNorm", _last(nn.LayerNorm)),
-    "instance": ("torch.nn.InstanceNorm", _torch_instance),
-    "rms": ("torch.nn.RMSNorm", _last(nn.RMSNorm)),
-    "none": IDENTITY,
-    "nf": IDENTITY,
-    "skipinit": IDENTITY,
-    "ws": IDENTITY,
-    "bn_biased_ema": _formula(biased_average),
-    "bn_eps_outside": _formula(eps_outside),
-    "bn_naive_var": _formula(naive_variance),
-    "bn_unbiased": _formula(unbiased_batch),
-    "no_eps": _formula(no_eps),
-    "l1_batch": _formula(l1_batch),
-    "batch_renorm": _formula(renorm),
-    "switchable": _formula(switchable),
-    "batch_instance": _formula(batch_instance),
-    "evonorm_b0": _formula(evonorm_b0),
-    "evonorm_s0": _formula(evonorm_s0),
-    "frn": _formula(frn),
-    "position": _formula(position),
-    "ln_hw": _formula(over_map),
-    "ln_time": _formula(over_map),
-    "ln_no_eps": _formula(layer_no_eps),
-    "ln_unbiased": _formula(layer_unbiased),
-    "simple_rms": _formula(simple_rms),
-    "scale": _formula(scale),
-    "crms": _formula(crms),
-    "dyt": _formula(dyt),
-    "derf": _formula(derf),
-    "ghost": _formula(ghost),
-    "causal_group": _formula(causal_group),
-    "causal_instance": _formula(causal_instance),
-}

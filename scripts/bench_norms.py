@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import torch
-from bench_formulas import FORMULAS
-from bench_measure import Bench, Row, alternate, milliseconds, ratio
+from bench_counterparts import COUNTERPARTS
+from bench_measure import Bench, Row, alternate, milliseconds, ratio, timed
 from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
@@ -29,9 +28,9 @@ def norms(bench: Bench) -> Iterator[Row]:
 
 def _row(bench: Bench, name: str, shape: tuple[int, ...]) -> Row:
     what = f"norm {name} {shape}"
-    if name not in FORMULAS:
-        return Row(what, "-", None, AIM, note="no counterpart in scripts/bench_formulas.py")
-    against, make = FORMULAS[name]
+    if name not in COUNTERPARTS:
+        return Row(what, "-", None, AIM, note="no counterpart in scripts/bench_counterparts.py")
+    against, make = COUNTERPARTS[name]
     try:
         ours = make_norm(name, shape)
         ours(torch.randn(2, *shape[1:]))
@@ -39,7 +38,7 @@ def _row(bench: Bench, name: str, shape: tuple[int, ...]) -> Row:
         return Row(what, against, None, AIM, note=str(error).splitlines()[0])
     theirs = make(shape)
     arms = {"ours": _arm(bench, ours, shape), "theirs": _arm(bench, theirs, shape)}
-    times = alternate(arms, bench.rounds(11))
+    times = alternate(arms, bench.rounds(15))
     note = f"{milliseconds(times, 'ours')}, {milliseconds(times, 'theirs')}"
     return Row(what, against, ratio(times, "ours", "theirs"), AIM, note=note)
 
@@ -56,19 +55,14 @@ def _arm(
 ) -> Callable[[], float]:
     x = torch.randn(shape, requires_grad=True)
     gradient = torch.randn(shape)
-    repeats = 2 if bench.quick else 5
 
     def once() -> None:
         x.grad = None
         norm(x).backward(gradient)
 
-    def arm() -> float:
-        started = time.perf_counter()
-        for _ in range(repeats):
-            once()
-        return (time.perf_counter() - started) / repeats
-
-    return arm
+    once()
+    seconds = 0.02 if bench.quick else 0.05  # many calls where one is short
+    return timed(once, max(1, round(seconds / timed(once)())))
 
 
 MEASUREMENTS = {"norms": norms}

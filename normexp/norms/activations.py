@@ -28,7 +28,7 @@ class TLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tau = self.tau.view(-1, *[1] * (x.ndim - 2))  # (C, 1, ...), and float32: x widens to it
-        # The paper's other form of max(x, tau): the backward of torch.maximum takes 5 times as long.
+        # max(x, tau) as the paper also has it: the backward of torch.maximum is 5 times as slow.
         return (torch.relu(x - tau) + tau).to(x.dtype)
 
 

@@ -77,6 +77,14 @@ class BatchNorm(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        own = type(self).normalize_by_batch is not BatchNorm.normalize_by_batch
+        if self.training and mask is None and x.numel() > 0 and not own:
+            wide = widen(x)
+            if self._kernel_advances(wide):  # without an axis of groups: small inputs feel it
+                self.refuse(x.shape)
+                weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
+                averages = (self.running_mean, self.running_var)
+                return self._fused(wide, weight, bias, *averages).to(x.dtype)
         out = self.forward_groups(x[None], None if mask is None else mask[None])
         return out.squeeze(0)  # out[0] would cost a tensor of zeros and a copy in the backward
 
@@ -108,7 +116,8 @@ class BatchNorm(nn.Module):
         In one kernel, running averages included, where that computes the same.
         """
         if mask is None and len(x) == 1 and self._kernel_advances(x):
-            return self._fused(x.squeeze(0), weight, bias)[None]
+            averages = (self.running_mean, self.running_var)
+            return self._fused(x.squeeze(0), weight, bias, *averages)[None]
         real = None if mask is None else mask.unsqueeze(2)
         out, moments = normalize_groups(x, real, weight, bias, self.eps)
         self._advance(pool(moments))
@@ -135,13 +144,19 @@ class BatchNorm(nn.Module):
         average = self.running_mean
         return average is not None and average.dtype == x.dtype
 
-    def _fused(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Training in one kernel, which writes the running averages in place."""
+    def _fused(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+    ) -> Tensor:
+        """Training on x (N, C, *) in one kernel, which moves running mean and var in place."""
         steps, values = self.num_batches_tracked, self.num_values
         assert steps is not None and values is not None and self.momentum is not None
         steps.add_(1)
         values.fill_(x.numel() // x.shape[1])
-        mean, var = self.running_mean, self.running_var
         return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
 
     @torch.no_grad()

@@ -67,13 +67,6 @@ def normalize_prefixes(
     """Normalizes each position by its group's moments over the real positions up to it.
 
     Shapes: x (N, C, T) or (N, C), mask (N, T) or (N,), weight and bias (C,) -> as x.
-
-    With c the K values of position s less the mean up to it, a group's squared deviations grow there
-    by sum(c^2), and by sum(c)^2 / (number of values before s) as the mean has moved for those before
-    (after Chan, Golub and LeVeque 1979).
-
-    Accuracy: no term is negative, so no digits cancel. Sums are of differences from the first real
-    value, so that a constant added to a sequence costs none beyond those its own rounding takes.
     """
     if x.ndim > 3:
         raise UserError(
@@ -82,29 +75,44 @@ def normalize_prefixes(
         )
     wide = zero_masked(widen(x), mask)
     groups = wide.view(*x.shape[:2], -1).unflatten(1, (num_groups, -1))  # (N, G, C/G, T)
-    num_channels, num_positions = groups.shape[2:]
-    if mask is None:
-        real, first = None, groups[..., :1]
-        count = torch.arange(1, num_positions + 1, dtype=wide.dtype, device=x.device)
-    else:
-        real = mask.view(-1, 1, num_positions)  # (N, 1, T)
-        first = groups.take_along_dim(real.int().argmax(dim=-1)[:, None, None], dim=-1)
-        count = real.cumsum(dim=-1).clamp(min=1).to(wide.dtype)  # before the first real one: 0 / 1
-    count = count * num_channels  # of values up to a position
-    before = (count - num_channels).clamp(min=1)  # at the first one 0 / 1
-    # No output depends on what is subtracted from all of a group, so no gradient does.
-    groups = zero_masked(groups - first.mean(dim=2, keepdim=True).detach(), real)
-    total = groups.sum(dim=2)  # (N, G, T)
-    mean = total.cumsum(dim=-1) / count
-    # The sign on the smaller tensor: in the backward of a difference it is on the larger.
-    centred = zero_masked(groups + (-mean).unsqueeze(2), real)
-    steps = torch.linalg.vecdot(centred, centred, dim=2)
-    if num_channels == 1:  # the same, where sum(c)^2 is sum(c^2)
-        steps = steps * (count / before)
-    else:
-        moved = total - num_channels * mean
-        moved = moved if real is None else torch.where(real, moved, 0)
-        steps = steps + moved.square() / before
-    var = steps.cumsum(dim=-1) / count
+    real = None if mask is None else mask.view(-1, 1, groups.shape[-1])
+    centred, var = _centre_prefixes(groups, real)
     out = (centred * torch.rsqrt(var + eps).unsqueeze(2)).flatten(1, 2).view(x.shape)
     return zero_masked(scale_and_shift(out, weight, bias), mask).to(x.dtype)
+
+
+def _centre_prefixes(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x_t - mean_t and the biased var_t of x (N, G, K, T) over K and the real positions s <= t.
+
+    Shapes: `real` (N, 1, T), x zero where it is false -> (N, G, K, T) and (N, G, T).
+
+    With c_s the first of the two at s, a group's squared deviations grow there by sum(c_s^2), and
+    by sum(c_s)^2 / (number of values before s) since the mean has moved for those before (after
+    Chan, Golub and LeVeque 1979).
+
+    Accuracy: no term is negative, so no digits cancel. Sums are of differences from the first real
+    value, so that a constant added to a sequence costs none beyond those its own rounding takes.
+    """
+    size, num_positions = x.shape[2:]  # K, T
+    if real is None:
+        first = x[..., :1]
+        count = torch.arange(1, num_positions + 1, dtype=x.dtype, device=x.device)
+    else:
+        first = x.take_along_dim(real.int().argmax(dim=-1)[:, None, None], dim=-1)
+        count = real.cumsum(dim=-1).clamp(min=1).to(x.dtype)  # before the first real one: 0 / 1
+    count = count * size  # of values up to a position
+    before = (count - size).clamp(min=1)
+    # No output depends on what is subtracted from all of a group, so no gradient does.
+    x = zero_masked(x - first.mean(dim=2, keepdim=True).detach(), real)
+    total = x.sum(dim=2)  # (N, G, T)
+    mean = total.cumsum(dim=-1) / count
+    # The minus on the smaller tensor: the backward of a difference has it on the larger.
+    centred = zero_masked(x + (-mean).unsqueeze(2), real)
+    steps = torch.linalg.vecdot(centred, centred, dim=2)
+    if size == 1:  # sum(c)^2 is sum(c^2)
+        steps = steps * (count / before)
+    else:
+        moved = total - size * mean
+        moved = moved if real is None else torch.where(real, moved, 0)
+        steps = steps + moved.square() / before
+    return centred, steps.cumsum(dim=-1) / count

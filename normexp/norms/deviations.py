@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normexp.norms.batch import BatchNorm
 from normexp.norms.moments import Moments, unbiased
-from normexp.norms.per_position import BatchNormPerPosition, as_features
+from normexp.norms.per_position import BatchNormPerPosition, join
 from normexp.norms.variant import (
     BatchVariant,
     Factors,
@@ -131,4 +131,6 @@ class BatchNormFlattened(BatchNormPerPosition):
         self, weight: Tensor | None, bias: Tensor | None, x: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         del weight, bias
-        return as_features(self.position_weight, x), as_features(self.position_bias, x)
+        rows = (self.position_weight, self.position_bias)
+        weight, bias = (join(row[: x.shape[-1]].T, x).to(x.dtype) for row in rows)
+        return weight, bias

@@ -96,27 +96,33 @@ class BatchNormPerPosition(BatchNorm):
     def normalize_by_batch(
         self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """As of C * T features without positions."""
-        real = None if mask is None else mask.unsqueeze(2).expand(x.shape).flatten(2)
+        """As batch norm of features without positions."""
         weight, bias = self.affine_by_feature(weight, bias, x)
-        out, moments = normalize_groups(x.flatten(2), real, weight, bias, self.eps)
-        mean, var, count = pool(moments)  # (C * T,)
-        by_channel = x.shape[2:]
-        count = count.unflatten(0, by_channel).T if isinstance(count, Tensor) else count
-        self._advance(
-            Moments(mean.unflatten(0, by_channel).T, var.unflatten(0, by_channel).T, count)
-        )
-        return out.view_as(x)
+        whole = mask is None and len(x) == 1 and x.shape[-1] == self.num_positions
+        if whole and self._kernel_advances(x):
+            # Clones: the kernel keeps them for its backward, where they must not have moved again.
+            mean, var = (join(rows.T, x).clone() for rows in (self.running_mean, self.running_var))
+            out = self._fused(join(x, x).squeeze(0), weight, bias, mean, var)[None]
+            self.running_mean.copy_(split(mean, x).T)
+            self.running_var.copy_(split(var, x).T)
+            return split(out, x)
+        real = None if mask is None else join(mask.unsqueeze(2).expand(x.shape), x)
+        out, moments = normalize_groups(join(x, x), real, weight, bias, self.eps)
+        mean, var, count = pool(moments)
+        count = split(count, x).T if isinstance(count, Tensor) else count
+        self._advance(Moments(split(mean, x).T, split(var, x).T, count))
+        return split(out, x)
 
     def normalize_by_running(
         self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         del mask
-        mean, var = as_features(self.running_mean, x), as_features(self.running_var, x)
+        averages = (self.running_mean, self.running_var)
+        mean, var = (join(rows[: x.shape[-1]].T, x).to(x.dtype) for rows in averages)
         weight, bias = self.affine_by_feature(weight, bias, x)
-        features = x.flatten(2).flatten(0, 1)  # (G * N, C * T)
+        features = join(x, x).flatten(0, 1)  # (G * N, C * T)
         out = F.batch_norm(features, mean, var, weight, bias, False, 0.0, self.eps)
-        return out.view_as(x)
+        return split(out.unflatten(0, x.shape[:2]), x)
 
     def affine_by_feature(
         self, weight: Tensor | None, bias: Tensor | None, x: Tensor
@@ -124,7 +130,7 @@ class BatchNormPerPosition(BatchNorm):
         """Weight and bias (C * T,) of the features of x (G, N, C, T), from those of channels."""
         if weight is None or bias is None:
             return None, None
-        weight, bias = (one[:, None].expand(x.shape[2:]).flatten() for one in (weight, bias))
+        weight, bias = (join(one[:, None].expand(x.shape[2:]), x) for one in (weight, bias))
         return weight, bias
 
     @torch.no_grad()
@@ -152,9 +158,24 @@ class BatchNormPerPosition(BatchNorm):
         return merged
 
 
-def as_features(rows: Tensor, x: Tensor) -> Tensor:
-    """Of rows (num_positions, C) the first T, in the order of the features (C * T,) of `x`."""
-    return rows[: x.shape[-1]].T.flatten().to(x.dtype)
+def join(values: Tensor, x: Tensor) -> Tensor:
+    """values (..., C, T) as features (..., C * T), in the order in which `x` (..., C, T) lies.
+
+    A site shows (B, T, C) transposed: in the order of memory the largest tensors are not copied.
+    """
+    return (values.mT if _lies_by_position(x) else values).flatten(-2)
+
+
+def split(features: Tensor, x: Tensor) -> Tensor:
+    """What `join` made of values (..., C, T)."""
+    num_channels, length = x.shape[-2:]
+    if _lies_by_position(x):
+        return features.unflatten(-1, (length, num_channels)).mT
+    return features.unflatten(-1, (num_channels, length))
+
+
+def _lies_by_position(x: Tensor) -> bool:
+    return x.stride(-1) > x.stride(-2)
 
 
 def refuse_real_positions(padding: Tensor | None, length: int, num_positions: int) -> None:
@@ -162,5 +183,6 @@ def refuse_real_positions(padding: Tensor | None, length: int, num_positions: in
     if padding is None or bool(padding.any()):
         raise UserError(
             f"a sequence of {length} positions is longer than num_positions={num_positions} of "
-            f"batch norm per position; cut it, or set +norm.num_positions={length}"
+            f"batch norm per position; set +norm.num_positions={length}, or qk_norm=false where it "
+            "is true: each head of a token is a position there"
         )

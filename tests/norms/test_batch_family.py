@@ -49,7 +49,8 @@ def run(norm: nn.Module, x: Tensor, mask: Tensor | None = None):
 @pytest.mark.parametrize(("name", "num_dims"), FAMILY_AND_DIMS)
 def test_norm_is_its_textbook_formula(name, num_dims, training):
     norm = make(name).train(training)
-    state, x = state_of(norm), random_tensor(*SHAPES[num_dims]) * 3 - 1
+    sizes = torch.linspace(0.05, 2, C).view(-1, *[1] * (num_dims - 2))  # both sides of a bound
+    state, x = state_of(norm), (random_tensor(*SHAPES[num_dims]) * 3 - 1) * sizes
     flat = x.flatten(2) if num_dims > 2 else x[..., None]
     textbook = FAMILY[name].training if training else FAMILY[name].evaluation
     affine = state["weight"].view(1, -1, 1), state["bias"].view(1, -1, 1)

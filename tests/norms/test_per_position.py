@@ -51,6 +51,33 @@ def test_training_and_evaluation_equal_torch_on_flattened_sequences():
         assert ours.num_batches_tracked == theirs.num_batches_tracked
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("length", [T, T - 1])
+def test_a_transposed_sequence_gives_what_a_contiguous_one_gives(training, length):
+    """As a site shows (B, T, C): features are then in another order."""
+    ours, theirs = make_random().train(training), make_random().train(training)
+    x = random_tensor(N, C, length).requires_grad_()
+    turned = x.detach().mT.contiguous().mT.requires_grad_()
+    assert turned.stride() != x.stride()
+    out, expected = ours(turned), theirs(x)
+    assert_close(out, expected, rtol=0, atol=1e-12)
+    found = gradients(out, [turned, *ours.parameters()])
+    expected_grads = gradients(expected, [x, *theirs.parameters()])
+    assert_close(found, expected_grads, rtol=0, atol=1e-12)
+    assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_positions", [1, T])
+def test_a_backward_may_come_after_another_forward(num_positions):
+    norm = BatchNormPerPosition(C, num_positions=num_positions).double()
+    x = random_tensor(N, C, num_positions).requires_grad_()
+    first, second = norm(x), norm(2 * x.detach())
+    assert second.shape == first.shape
+    (late,) = gradients(first, [x])
+    (early,) = gradients(norm(x), [x])
+    assert_close(late, early, rtol=0, atol=1e-12)
+
+
 def test_each_position_is_torch_batch_norm_of_its_real_samples():
     ours = make_random()
     x, mask = random_tensor(N, C, T), padded()
@@ -165,7 +192,9 @@ def test_bf16_is_the_float32_result_rounded(training):
 
 
 def test_real_positions_beyond_the_last_are_refused():
-    message = "sequence of 7 positions is longer than num_positions=5"
+    message = (
+        r"of 7 positions is longer than num_positions=5 .*=7, or qk_norm=false where it is true"
+    )
     mask = torch.ones(N, 7, dtype=torch.bool)
     for arguments in [(), (mask,)]:
         with pytest.raises(UserError, match=message):

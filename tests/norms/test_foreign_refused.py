@@ -1,0 +1,69 @@
+"""Which norms from the wild are refused, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from foreign_cases import build
+from norm_cases import C
+from torch import Tensor, nn
+
+from normexp.errors import UserError
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2]
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Late(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "gain"):
+            self.gain = nn.Parameter(torch.ones(x.shape[1], *[1] * (x.ndim - 2)))
+        return x * self.gain
+
+
+class Renewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rho = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rho = nn.Parameter(self.rho.clamp(0, 1))
+        return x * self.rho
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(f"no {x.ndim}-D today")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Half, r"does not fit: it changes the shape, \(4, 8\) to \(4, 4\)"),
+        (Pair, "returns a tuple, not a tensor"),
+        (Late, "makes its parameter gain in its first forward"),
+        (Renewed, "makes its parameter rho in its first forward"),
+        (nn.LazyBatchNorm2d, "makes its parameter weight in its first forward"),
+        (Noisy, "is not deterministic"),
+        (Failing, r"fails on an input of shape \(4, 8\): no 2-D today"),
+    ],
+)
+def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
+    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
+        build(make)
+
+
+def test_dropout_in_training_is_no_reason_to_refuse():
+    assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C
