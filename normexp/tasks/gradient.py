@@ -1,0 +1,97 @@
+"""The gradient of an optimizer step: its forward passes, their draws, several processes' shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from normexp.batching.accumulation import accumulate
+from normexp.batching.draws import derive_seed
+from normexp.batching.processes import Processes
+from normexp.batching.replicas import Batch, Measure, Measured, Replicas, dropouts
+from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
+from normexp.data.batches import TrainingBatches
+
+
+class StepGradient:
+    """Leaves a step's gradient in the replicas, of this process's samples and its peers'.
+
+    Args:
+        batches: where a step's samples come from; told which of them are this process's.
+        run: `replicas.measure`, or its compiled form.
+        loss: a replica's loss of an output, summed over targets, as `{"loss": ...}`.
+        processes: those that train together; None for one alone.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        batches: TrainingBatches,
+        sizes: Sizes,
+        run: Callable[[Batch, Measure], Measured],
+        loss: Measure,
+        processes: Processes | None,
+    ) -> None:
+        self.replicas = replicas
+        self.batches = batches
+        self.sizes = sizes
+        self.run = run
+        self.loss = loss
+        self.processes = processes
+        self.share = processes.share if processes else WHOLE
+        self._num_dropouts = len(dropouts(replicas.trees[0]))
+        if processes:
+            batches.own_samples = self._own_samples
+
+    def add(self, batch: Batch, step: int) -> Tensor:
+        """Adds the gradient of `step`, counted from 0, and moves buffers; its losses (S,).
+
+        Losses and gradient are means over the whole step's targets.
+        """
+        num_samples = self.batches.num_samples_of(step)
+        start = self.replicas.read_buffers() if self.processes else []
+
+        def run_part(part: Batch, num_targets: int, first_sample: int) -> Tensor:
+            self._hand_in_draws(step, first_sample)
+            return self._add_part(part, num_targets)
+
+        bounds = self.sizes.micro_bounds(num_samples, self.share)
+        losses = accumulate(self.replicas, batch, bounds, num_samples, run_part)
+        if self.processes is None:
+            return losses
+        shares = [Share(index, self.share.count) for index in range(self.share.count)]
+        taken = [_count(self.sizes.micro_bounds(num_samples, share)) for share in shares]
+        self.processes.merge_buffers(self.replicas, start, taken)
+        return self.processes.sum_gradients(self.replicas, losses, taken)
+
+    def _add_part(self, part: Batch, num_targets: int) -> Tensor:
+        """Adds a part's gradient, over the whole step's targets: a short part weighs less."""
+        losses = self.run(part, self.loss)["loss"]
+        # Not Lightning's manual_backward: its hooks cost more than a small step's optimizer, and
+        # none of the precisions here scales a loss.
+        losses.backward(torch.full_like(losses, 1 / num_targets))
+        return losses.detach() / num_targets
+
+    def _hand_in_draws(self, step: int, first_sample: int) -> None:
+        seeds = self.batches.seeds
+        if self._num_dropouts:
+            keys = [
+                [derive_seed(seed, "dropout", step * self._num_dropouts + i) for seed in seeds]
+                for i in range(self._num_dropouts)
+            ]
+            device = next(self.replicas.parameters()).device
+            self.replicas.set_dropout(torch.tensor(keys, device=device), first_sample)
+        if self.replicas.foreign_seeds is not None:
+            index = step * self.sizes.batch_size + first_sample
+            self.replicas.foreign_seeds = [derive_seed(seed, "foreign", index) for seed in seeds]
+
+    def _own_samples(self, num_samples: int) -> Tensor:
+        """Indices of this process's samples in a step of `num_samples`."""
+        own = self.sizes.micro_bounds(num_samples, self.share)
+        return torch.tensor([index for first, last in own for index in range(first, last)]).long()
+
+
+def _count(bounds: list[Bounds]) -> int:
+    return sum(last - first for first, last in bounds)
