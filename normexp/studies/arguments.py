@@ -54,6 +54,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     )
 
 
+def config_dir_words(config_dirs: Sequence[str]) -> list[str]:
+    """The folders as a command line names them."""
+    return [word for folder in config_dirs for word in ("--config-dir", folder)]
+
+
 def _launcher(overrides: Sequence[str]) -> str | None:
     names = [text.removeprefix(LAUNCHER) for text in overrides if text.startswith(LAUNCHER)]
     return names[-1] if names and names[-1] != "basic" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterator, Sequence
 
 from hydra.core.override_parser.types import Glob, Override
@@ -10,7 +11,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from normexp.errors import UserError
-from normexp.studies.arguments import Arguments
+from normexp.studies.arguments import Arguments, config_dir_words
 from normexp.studies.composing import compose, parse_overrides
 from normexp.studies.config import compose_cell
 from normexp.studies.folders import group_choices
@@ -87,7 +88,7 @@ def expand_grid(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> li
         if is_searched(override) and override.input_line not in overrides:
             raise UserError(
                 f"the experiment searches {override.input_line}: run python -m normexp.tune "
-                + " ".join(overrides)
+                + shlex.join([*config_dir_words(config_dirs), *overrides])
             )
     return expand_overrides(merged, config_dirs)
 

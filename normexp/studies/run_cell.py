@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from shlex import join
 
 from normexp.errors import UserError
 from normexp.records.committed import publish_results
@@ -15,6 +16,7 @@ from normexp.records.layout import (
     EVALUATION_FILE,
     LOCK_FILE,
     LOG_FILE,
+    WEIGHTS_FILE,
     seed_dir,
     stack_dir,
 )
@@ -24,6 +26,8 @@ from normexp.records.writer import ensure_writable, remove_leftovers
 from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.devices import train_on_devices
 from normexp.studies.disk import full_disk
+from normexp.studies.evaluate_options import DEFAULTS
+from normexp.studies.naming import plain
 from normexp.studies.notes import collected_notes
 from normexp.studies.outcome import CellStatus, Composed, Listener, Outcome, Start, name_of
 from normexp.studies.recorded import (
@@ -202,12 +206,18 @@ def one_line(error: Exception) -> str:
 
 def _tell_of_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     """Runs that were recorded without an evaluation that is asked for now can be given one."""
-    paths = [seed_dir(cell.directory, seed) / EVALUATION_FILE for seed in seeds]
-    if cell.evaluation.adds and not all(path.is_file() for path in paths):
-        asked = ",".join(cell.evaluation.statistics)
-        logger.info(
-            "recorded without other statistics; they can be added: "
-            "python -m normexp.evaluate run=%s evaluate_with=[%s]",
-            cell.directory,
-            asked,
-        )
+    folders = [seed_dir(cell.directory, seed) for seed in seeds]
+    if not cell.evaluation.adds or all((each / EVALUATION_FILE).is_file() for each in folders):
+        return
+    if not any((each / WEIGHTS_FILE).is_file() for each in folders):
+        logger.info("recorded without other statistics, and without weights to measure them from")
+        return
+    asked = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
+    for key in ("precise_samples", "evaluate_batch_sizes"):
+        value = plain(cell.cfg)[key]
+        if value != DEFAULTS[key]:
+            asked.append(f"{key}={value}".replace(" ", ""))
+    logger.info(
+        "recorded without other statistics; they can be added: python -m normexp.evaluate %s",
+        join(asked),
+    )

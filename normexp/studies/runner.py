@@ -46,7 +46,7 @@ def run_cells(cells: Sequence[Composed], words: Sequence[str]) -> int:
     if shared_value([cell.cfg for cell in cells if cell.cfg is not None], "dry_run"):
         print_plan(outcomes)
     elif len(cells) == 1 and halted is None:
-        print_summary(outcomes[0])
+        print_summary(outcomes[0], words)
     elif len(cells) > 1:
         print_closing_table(cells, outcomes)
     if halted is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,20 +23,27 @@ from normexp.studies.titles import shared_words
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
 WIDE = 110  # columns of a terminal that has room for the folders
+# Norms to compare with: those that an image model takes, and those that keep the future unread.
+OF_IMAGES = ("batch", "layer", "instance", "group")
+OF_LANGUAGE = ("batch", "layer", "causal_instance", "causal_group")
 MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
 
 
-def print_summary(outcome: Outcome) -> None:
-    """Metrics of one cell over its seeds, its directory, and three commands worth typing."""
+def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
+    """Metrics of one cell over its seeds, its directory, and commands worth typing.
+
+    Args:
+        words: what was typed, program first.
+    """
     if outcome.status == "failed":
         error = Console(stderr=True, highlight=False)
         error.print(f"failed: {outcome.error}", markup=False, soft_wrap=True)
     if outcome.status not in ("finished", "skipped"):
         return
     console = Console(highlight=False)
-    words = {"skipped": "already recorded", "finished": "trained", "stopped": "stopped"}
+    how = {"skipped": "already recorded", "finished": "trained"}
     count = len(outcome.results)
-    console.print(f"\n{outcome.title}: {words[outcome.status]}, n = {count} seeds", markup=False)
+    console.print(f"\n{outcome.title}: {how[outcome.status]}, n = {count} seeds", markup=False)
     if outcome.invalid:
         console.print(f"INVALID, every number: {outcome.invalid}", markup=False, soft_wrap=True)
     table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
@@ -51,7 +60,7 @@ def print_summary(outcome: Outcome) -> None:
     console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms a step of the whole stack")
     console.print(f"run directory: {outcome.directory}", markup=False, soft_wrap=True)
     console.print("next:")
-    for command in next_commands(outcome):
+    for command in next_commands(outcome, words):
         console.print(f"  {command}", markup=False, soft_wrap=True)
 
 
@@ -61,28 +70,36 @@ def shown_metrics(results: Sequence[Result]) -> list[str]:
     return [name for base in SHOWN for name in sorted(names) if name.partition("@")[0] == base]
 
 
-def next_commands(outcome: Outcome) -> list[str]:
-    """Three commands that fit what was just trained: the same model, data and study."""
+def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
+    """Commands that train what was just trained with other norms, and at other norm batch sizes.
+
+    Args:
+        words: what was typed, program first: all of it stays but the norm and its own knobs.
+    """
     record = outcome.record
-    norm = record["norm"]
-    own = [] if norm == "custom" else [norm]  # custom takes a target, which a list has no room for
-    others = [name for name in ("batch", "layer", "instance", "group") if name != norm]
-    kept = [f"{key}={record[key]}" for key in ("model", "data") if record[key] != "custom"]
-    rest = " ".join([*kept, *_place_of(outcome.directory)])
+    kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
+    has_knobs = any(re.match(r"\+*norm\.", word) for word in words)  # a list has no room for them
+    own = [] if has_knobs else [record["norm"]]
+    is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
+    ours = OF_LANGUAGE if is_text else OF_IMAGES
+    norms = list(dict.fromkeys([*own, *ours]))
+    lines = [[f"norm={','.join(norms)}", *kept]]
+    sizes = _norm_batch_sizes(record)
+    if len(sizes) > 1:
+        rest = [word for word in kept if not word.startswith("norm_batch_size=")]
+        values = ",".join(map(str, sizes))
+        lines.append([f"norm={ours[0]},{ours[-1]}", f"norm_batch_size={values}", *rest])
     return [
-        f"python -m normexp.train -m norm={','.join(own + others)} {rest}",
-        f"python -m normexp.train -m norm=batch,group norm_batch_size=2,8,32 {rest}",
+        *(f"python -m normexp.train -m {join(line)}" for line in lines),
         "python -m normexp.train --help",
     ]
 
 
-def _place_of(directory: Path | None) -> list[str]:
-    """The keys that name the study of a cell's folder, where they are not the default."""
-    if directory is None:
-        return []
-    study = directory.parent
-    words = [] if study.name == "default" else [f"study={study.name}"]
-    return words + _runs_dir(study)
+def _norm_batch_sizes(record: Mapping[str, Any]) -> list[int]:
+    """The smallest above 1, a middle and the largest that a device's share of a forward takes."""
+    share = (record["micro_batch_size"] or record["batch_size"]) // record["devices"]
+    sizes = [size for size in range(2, share + 1) if share % size == 0]
+    return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
 
 
 def _runs_dir(study: Path) -> list[str]:

@@ -12,10 +12,11 @@ from omegaconf import DictConfig, open_dict
 
 from normexp.errors import UserError
 from normexp.records.identity import NOT_TRAINING
-from normexp.studies.arguments import Arguments
+from normexp.studies.arguments import Arguments, config_dir_words
 from normexp.studies.config import compose_cell
 from normexp.studies.grid import expand_overrides, with_params
 from normexp.studies.outcome import Composed
+from normexp.studies.place import place_among
 from normexp.studies.tuning_space import Point, Space, is_searched, read_space
 from normexp.studies.validate import RULES, validate_keys
 
@@ -88,7 +89,9 @@ class SearchPlan:
     def command(self, point: Point) -> str:
         """The line that repeats the report's cell."""
         words = [word for word in self.overrides(point) if not word.startswith("tune.")]
-        return f"python -m normexp.train {shlex.join(words)}"
+        return (
+            f"python -m normexp.train {shlex.join([*config_dir_words(self.config_dirs), *words])}"
+        )
 
 
 def plan_searches(arguments: Arguments) -> list[SearchPlan]:
@@ -149,6 +152,12 @@ def check_settings(config: DictConfig) -> None:
     """The keys under `tune` against each other and the report's seeds. Raises UserError."""
     validate_keys(config, [key for key in RULES if key.startswith("tune.")])
     validate_keys(config, ["seed", "replicas", "study", "runs_dir"])
+    validate_keys(config, ["trainer.devices", "trainer.num_nodes"])
+    if place_among(config.trainer.devices * config.trainer.num_nodes) is not None:
+        raise UserError(
+            "a search is one process, which starts those of each training: run normexp.tune "
+            "without srun or torchrun"
+        )
     tune = config.tune
     if tune.metric is not None and not str(tune.metric).startswith(SPLIT):
         raise UserError(

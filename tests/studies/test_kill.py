@@ -69,6 +69,7 @@ def test_kills_change_no_number_and_train_nothing_twice(
         assert numbers_of(study) == whole
         assert not list(study.glob("**/.*.tmp"))
         assert not list(study.glob("**/stacks/*/last.ckpt"))
+        assert not list(study.glob("**/stacks/*/ended.json"))
 
 
 def die_at_some_moment(

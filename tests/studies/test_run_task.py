@@ -83,6 +83,14 @@ def test_failing_stack_is_trained_cell_by_cell(
     assert {run.timing["stack_size"] for run in results_of(tmp_path).values()} == {2}
 
 
+def test_refused_cells_are_told_as_that_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train(tmp_path, *RATES, "norm_batch_size=5") == 1
+    told = capsys.readouterr()
+    assert "norm_batch_size=5 does not divide" in told.err
+    assert "2 refused" in told.out
+    assert "trained alone" not in told.err
+
+
 def test_cells_train_one_after_another_where_the_rule_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

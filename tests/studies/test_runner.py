@@ -90,7 +90,8 @@ def test_cell_that_does_not_compose_is_a_row_and_recorded_with_its_reason(
     assert "1 finished, 1 refused" in captured.out
     assert "[2/2] refused  norm=gruop: norm=gruop: no such norm" in captured.err
     asked = list(read_index(tmp_path / "runs" / "default").values())
-    assert [cell.title for cell in asked] == ["norm=group", "norm=gruop"]
+    titles = ["norm=group batch_size=32 steps=4", "norm=gruop steps=4"]
+    assert [cell.title for cell in asked] == titles
     assert asked[0].cell_id.startswith("group-") and not asked[0].error
     assert asked[1].error.startswith("refused: norm=gruop: no such norm")
 

@@ -41,7 +41,11 @@ def study(tmp_path: Path) -> Path:
     for title, cell_id in known.items():
         append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
     append_news(study, [News("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")])
-    append_command(study, WORDS, {"norm": ["batch", "group"]}, "0" * 16)
+    seeds = [0, 1, 2]
+    asked = {f"d-{title}": seeds for title in ("batch", "group", "bad")}
+    append_command(study, WORDS, {"norm": ["batch", "group"]}, "0" * 16, asked)
+    one = ["normexp-train", "norm=batch"]
+    append_command(study, [*one, "replicas=2"], {}, "0" * 16, {"d-batch": [0, 1]})
     for seed, status in enumerate(["finished", "diverged", "failed"]):
         write(study, "b-1", seed, status)
     stack = stack_dir(study / "g-1", 0, 1)
@@ -97,7 +101,31 @@ def test_entry_says_what_to_type_and_imports_neither_torch_nor_hydra(study: Path
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "9 runs of 4 cells: 1 finished, 1 diverged, 1 failed, 2 interrupted, 4 not" in run.stdout
-    assert "to finish, type again:\n  python -m normexp.train -m norm=batch,group,bad" in run.stdout
+    _, _, again = run.stdout.partition("to finish, type again:\n")
+    assert again.split("\n") == ["  python -m normexp.train -m norm=batch,group,bad study=s", ""]
+
+
+def test_only_commands_that_lack_something_are_to_be_typed_again(study: Path):
+    def unfinished() -> list[list[str]]:
+        return [c["command"] for c in read_status(study.parent, "s").unfinished_commands()]
+
+    assert unfinished() == [WORDS]
+    append_command(study, ["normexp-train", "norm=batch"], {}, "0" * 16, {"d-batch": [2]})
+    append_command(study, ["normexp-train", "older"], {}, "0" * 16)  # its cells are not recorded
+    append_command(study, ["normexp-tune", "x"], {}, "0" * 16, {"d-batch": [0]})  # asks as it goes
+    assert [words[-1] for words in unfinished()] == ["study=s", "norm=batch", "older", "x"]
+
+
+def test_what_all_cells_share_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    study = tmp_path / "s"
+    study.mkdir()
+    titles = [f"norm=batch norm_batch_size={size} steps=5" for size in (2, 8)]
+    append_news(study, [News(title, title, [0]) for title in titles])
+    append_command(study, WORDS, {}, "0" * 16)
+    assert main(["study=s", f"runs_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "norm=batch norm_batch_size=8  1" in out
+    assert out.count("steps=5") == 1 and "all with steps=5" in out
 
 
 def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ from normexp.studies.outcome import Composed, Outcome
 from normexp.studies.summary import commands_to_look, next_commands, print_closing_table
 
 RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
+RECORD |= {"batch_size": 32, "micro_batch_size": None, "devices": 1}
 REFUSAL = "norm_batch_size=5 does not divide batch_size=32; try norm_batch_size=4"
 
 
@@ -65,12 +66,56 @@ def test_at_80_columns_no_line_is_wider_and_no_word_is_cut(capsys, monkeypatch):
         assert word in out
 
 
-def test_commands_keep_model_data_and_study_and_quote_folders():
+def test_commands_name_the_study_and_quote_folders():
     one = outcome("a", 0.5, folder=Path("my runs/try"))
-    for command in next_commands(one)[:2]:
-        assert command.endswith("model=vit data=digits study=try runs_dir='my runs'")
     one.status = "failed"
     log, status, report = commands_to_look([one])
     assert log == "less 'my runs/try/a'/stacks/*/run.log"
     assert status == "python -m normexp.status study=try runs_dir='my runs'"
     assert report == "python -m normexp.report study=try runs_dir='my runs'"
+
+
+TRAIN = "python -m normexp.train -m"
+
+
+def test_next_commands_keep_what_was_typed_but_for_the_norm():
+    one = outcome("a", 0.5)
+    typed = ["-m", "--config-dir", "my conf", "norm=batch", "act=gelu", "steps=9", "study=try"]
+    kept = "--config-dir 'my conf' act=gelu steps=9 study=try"
+    norms, sizes, _ = next_commands(one, ["normexp-train", *typed])
+    assert norms == f"{TRAIN} norm=batch,layer,instance,group {kept}"
+    assert sizes == f"{TRAIN} norm=batch,group norm_batch_size=2,8,32 {kept}"
+
+
+def test_next_commands_leave_out_a_norm_whose_knobs_a_list_cannot_take():
+    one = outcome("a", 0.5)
+    one.record = RECORD | {"norm": "custom"}
+    norms, *_ = next_commands(one, ["normexp-train", "norm=custom", "norm._target_=a.B", "lr=1"])
+    assert norms == f"{TRAIN} norm=batch,layer,instance,group lr=1"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values"),
+    [
+        ({"batch_size": 30}, "2,6,30"),
+        ({"micro_batch_size": 8}, "2,4,8"),
+        ({"devices": 2}, "2,8,16"),
+        ({"batch_size": 7}, None),
+        ({"batch_size": 1}, None),
+    ],
+)
+def test_next_sizes_are_those_that_the_training_can_be_split_into(sizes, values):
+    one = outcome("a", 0.5)
+    one.record = RECORD | sizes
+    typed = ["normexp-train", "norm_batch_size=1", "epochs=1"]
+    told = [line for line in next_commands(one, typed) if "norm=batch,group norm_batch" in line]
+    line = f"{TRAIN} norm=batch,group norm_batch_size={values} epochs=1"
+    assert told == ([] if values is None else [line])
+
+
+def test_next_commands_of_a_language_model_name_norms_that_do_not_read_the_future():
+    one = outcome("a", 0.5)
+    one.results = [Result("a", 0, "finished", RECORD, {"test/bits_per_byte": 3.0}, {})]
+    norms, sizes, _ = next_commands(one, ["normexp-train"])
+    assert norms == f"{TRAIN} norm=batch,layer,causal_instance,causal_group"
+    assert sizes == f"{TRAIN} norm=batch,causal_group norm_batch_size=2,8,32"

@@ -11,6 +11,7 @@ from normexp.errors import UserError
 from normexp.studies import tuning_plan
 from normexp.studies.arguments import parse_arguments
 from normexp.studies.grid import list_cells
+from normexp.studies.place import environment_of
 from normexp.studies.tuning_help import help_text
 from normexp.studies.tuning_plan import SearchPlan, plan_searches
 
@@ -109,3 +110,11 @@ def test_a_refusal_imports_no_torch():
     )
     run = subprocess.run([sys.executable, "-c", script, "norm=batch"], capture_output=True)
     assert run.returncode == 2
+
+
+def test_search_that_torchrun_has_started_is_refused(monkeypatch: pytest.MonkeyPatch):
+    for name, value in environment_of(1, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="run normexp.tune without srun or torchrun"):
+        plans_of(LR, "trainer=ddp")
+    assert plans_of(LR)
