@@ -57,13 +57,11 @@ def headline(card: Card) -> str:
 
 
 def verdict(card: Card) -> str:
-    """Whether the contract holds; or the target, how many lines failed, and the first of them."""
-    if not card.failures:
+    """Whether the contract holds, in one line."""
+    count = len(card.failures)
+    if not count:
         return f"{card.name}: the contract holds"
-    count, first = len(card.failures), card.failures[0]
-    lines = "1 line" if count == 1 else f"{count} lines"
-    said = f"{lines} of the contract failed; {first.name}: {first.detail}"
-    return f"{card.name} ({card.target}): {said}"
+    return f"{card.name}: {count} {'line' if count == 1 else 'lines'} of the contract failed"
 
 
 def outcome(line: Line | None) -> str:

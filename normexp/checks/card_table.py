@@ -17,7 +17,7 @@ NAME_WIDTH = 31  # of a line's name
 
 
 def print_card(console: Console, card: Card) -> None:
-    """Every line with what shows it."""
+    """Every line with what shows it; the failed ones again at the end, with the target."""
     console.print(headline(card), markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -28,6 +28,8 @@ def print_card(console: Console, card: Card) -> None:
         for name, (line,) in lines:
             table.add_row(f"  {name}", _shown(line), Text(line.detail if line else ""))
     console.print(table)
+    console.print()
+    _print_failures(console, [card])
     _print_verdicts(console, [card])
 
 
@@ -36,8 +38,8 @@ def print_comparison(console: Console, cards: Sequence[Card]) -> None:
     fitting = max(1, (console.width - NAME_WIDTH) // (CELL_WIDTH + 2))
     for first in range(0, len(cards), fitting):
         _print_table(console, cards[first : first + fitting])
-    for card, line in all_failures(cards):
-        console.print(f"{card.name}, {line.name}: {line.detail}", markup=False, style="red")
+    console.print()
+    _print_failures(console, cards)
     _print_verdicts(console, cards)
 
 
@@ -57,8 +59,13 @@ def _shown(line: Line | None) -> Text:
     return Text(outcome(line), style=STYLES[line.status] if line else "dim")
 
 
+def _print_failures(console: Console, cards: Sequence[Card]) -> None:
+    for card, line in all_failures(cards):
+        said = f"{card.name} ({card.target}), {line.name}: {line.detail}"
+        console.print(said, markup=False, style="red")
+
+
 def _print_verdicts(console: Console, cards: Sequence[Card]) -> None:
-    console.print()
     for card in cards:
         style = "bold red" if card.failures else "green"
         console.print(verdict(card), markup=False, style=style)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def gradient_is_right(training: bool, subject: Subject) -> Finding:
     return Finding("pass", detail=shown)
 
 
-def _find_wrong_gradient(norm: nn.Module, shape: Shape, **precision: float) -> str | None:
+def _find_wrong_gradient(norm: nn.Module, shape: Shape, **precision: Any) -> str | None:
     named = {name: p.detach().clone() for name, p in norm.named_parameters() if p.requires_grad}
     start = read_state(norm)
 

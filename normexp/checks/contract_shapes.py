@@ -147,20 +147,24 @@ def keeps_channels_last(subject: Subject) -> Finding:
         last = subject.norm(shape)(x.contiguous(memory_format=torch.channels_last))
         if not last.is_contiguous(memory_format=torch.channels_last):
             return failed(f"channels_last {show(shape)} in, contiguous out")
-        if relative_change(out.detach(), last.detach()) > 1e-4:
+        if not subject.draws and relative_change(out.detach(), last.detach()) > 1e-4:
             return failed(f"channels_last {show(shape)} gives other outputs than contiguous")
     return PASSED
 
 
 def takes_any_strides(subject: Subject) -> Finding:
-    """An input that is not contiguous gives what its contiguous copy does, gradient included."""
+    """An input that is not contiguous gives what its contiguous copy does, gradient included.
+
+    Outputs are compared where the norm draws nothing: draws go by the order in memory.
+    """
+    compares = not subject.draws
     for shape in subject.shapes:
         x = values(shape)
         strided = x.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         for training in (True, False):
             out = subject.norm(shape).train(training)(x)
             other = subject.norm(shape).train(training)(strided)
-            if relative_change(out.detach(), other.detach()) > 1e-4:
+            if compares and relative_change(out.detach(), other.detach()) > 1e-4:
                 return failed(f"strides {strided.stride()} of {show(shape)} change the output")
             if other.requires_grad:
                 other.sum().backward()

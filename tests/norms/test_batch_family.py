@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from normexp.errors import UserError
 
 STEPS = 2  # that a norm of these tests has made
+SPREAD = ((-3, 3), (0.05, 2))  # of the channels' means and sizes, first and last
 MODES = pytest.mark.parametrize("training", [True, False])
 
 
@@ -49,8 +50,9 @@ def run(norm: nn.Module, x: Tensor, mask: Tensor | None = None):
 @pytest.mark.parametrize(("name", "num_dims"), FAMILY_AND_DIMS)
 def test_norm_is_its_textbook_formula(name, num_dims, training):
     norm = make(name).train(training)
-    sizes = torch.linspace(0.05, 2, C).view(-1, *[1] * (num_dims - 2))  # both sides of a bound
-    state, x = state_of(norm), (random_tensor(*SHAPES[num_dims]) * 3 - 1) * sizes
+    # Channels below and above the running averages, so that corrections meet both their bounds.
+    means, sizes = (torch.linspace(*ends, C).view(-1, *[1] * (num_dims - 2)) for ends in SPREAD)
+    state, x = state_of(norm), (random_tensor(*SHAPES[num_dims]) * 3 + means) * sizes
     flat = x.flatten(2) if num_dims > 2 else x[..., None]
     textbook = FAMILY[name].training if training else FAMILY[name].evaluation
     affine = state["weight"].view(1, -1, 1), state["bias"].view(1, -1, 1)
