@@ -22,7 +22,9 @@ class GroupNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias, moments over C/G channels and all positions.
 
     Shape (N, C, *) in and out, an affine per channel, statistics in float32 or wider; torch.nn's
-    GroupNorm. The channels of a sample fall into `num_groups` runs of C/G. arXiv:1803.08494.
+    GroupNorm. The channels of a sample fall into `num_groups` runs of C/G. arXiv:1803.08494, where
+    G is 32. Public ones differ in the order of their arguments, torch's taking G first, and on
+    tokens: with the positions among what is pooled, as in torch on (N, C, T), or each token alone.
 
     Args:
         num_groups: G.

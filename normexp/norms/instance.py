@@ -13,8 +13,9 @@ class InstanceNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias, moments over the positions of one channel.
 
     Shape (N, C, *) in and out with more than one position, statistics in float32 or wider, in
-    training and evaluation alike. torch.nn's InstanceNorm without running statistics, but with an
-    affine per channel unless told otherwise. arXiv:1607.08022.
+    training and evaluation alike. arXiv:1607.08022. torch.nn's InstanceNorm has no affine unless
+    told, where this one and many tutorials have one per channel; with track_running_stats it
+    evaluates by averages over the training samples, which is not done here.
 
     Raises:
         UserError: the input has one position.

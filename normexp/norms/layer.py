@@ -16,6 +16,8 @@ class LayerNorm(nn.Module):
 
     Shape (N, C, *) in and out, an affine per channel, statistics in float32 or wider. On (N, C) it
     is torch.nn.LayerNorm(C); with positions, torch.nn.GroupNorm with one group. arXiv:1607.06450.
+    Public ones for maps differ in what they pool, (C, H, W) as here or C alone (`LayerNorm2d`), and
+    torch.nn.LayerNorm([C, H, W]) has a weight and a bias per value, not per channel.
     """
 
     def __init__(self, num_features: int, *, eps: float = 1e-5, affine: bool = True) -> None:

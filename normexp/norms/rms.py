@@ -13,7 +13,9 @@ from normexp.norms.none import in_dtype_of, zero_masked
 class RMSNorm(nn.Module):
     """x / sqrt(mean_C(x^2) + eps) * weight. Pools C at each position. arXiv:1910.07467.
 
-    Shape (N, C, *) in and out, statistics in float32 or wider. On (N, C) it is torch.nn.RMSNorm(C).
+    Shape (N, C, *) in and out, statistics in float32 or wider. On (N, C) it is torch.nn.RMSNorm(C),
+    whose eps is that of the dtype unless given, 1.2e-7 in float32. Language models differ in where
+    half precision begins, before or after the weight, and in a weight stored less one.
     """
 
     def __init__(self, num_features: int, *, eps: float = 1e-5, affine: bool = True) -> None:
