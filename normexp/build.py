@@ -50,7 +50,7 @@ def check_trainer(cfg: DictConfig) -> None:
         with quiet_lightning():
             options = _plain(cfg.trainer) | one_device
             pl.Trainer(logger=False, enable_checkpointing=False, **options)
-    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+    except (MisconfigurationException, ImportError, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"trainer: {str(error).splitlines()[0]}") from error
 
 

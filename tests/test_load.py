@@ -17,6 +17,7 @@ from normexp.data.digits import load_digits
 from normexp.errors import UserError
 from normexp.records.layout import seed_dir
 from normexp.records.reader import read_result
+from normexp.studies.loading import load_weights
 from normexp.train import main as train
 
 
@@ -97,3 +98,10 @@ def test_unreadable_run_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_importing_normexp_imports_no_torch():
     script = "import sys, normexp; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_weights_of_any_other_content_are_named(tmp_path: Path):
+    for content in (b"junk", b"", b"PK\x03\x04", bytes(range(256))):
+        (tmp_path / "weights.pt").write_bytes(content)
+        with pytest.raises(UserError, match="does not fit its config.yaml, or is torn"):
+            load_weights(nn.Linear(2, 2), tmp_path, precision="32-true")

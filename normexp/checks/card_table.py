@@ -26,7 +26,7 @@ def print_card(console: Console, card: Card) -> None:
     for section, lines in side_by_side([card]):
         table.add_row(Text(f"\n{section}", style="bold"), "", "")
         for name, (line,) in lines:
-            table.add_row(f"  {name}", _shown(line), Text(line.detail if line else ""))
+            table.add_row(Text(f"  {name}"), _shown(line), Text(line.detail if line else ""))
     console.print(table)
     console.print()
     _print_failures(console, [card])
@@ -51,7 +51,7 @@ def _print_table(console: Console, cards: Sequence[Card]) -> None:
     for section, lines in side_by_side(cards):
         table.add_row(Text(section, style="bold"), *[""] * len(cards))
         for name, found in lines:
-            table.add_row(f"  {name}", *map(_shown, found))
+            table.add_row(Text(f"  {name}"), *map(_shown, found))
     console.print(table)
 
 

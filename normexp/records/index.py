@@ -33,18 +33,25 @@ class News:
 
 @dataclass
 class Asked:
-    """All that the lines say of one cell; the latest counts, and seeds add up."""
+    """All that the lines say of one cell; the latest counts, and seeds add up.
+
+    Attributes:
+        earlier_ids: those it had before its source or data changed.
+    """
 
     title: str
     seeds: set[int] = field(default_factory=set)
     cell_id: str = ""
     error: str = ""
+    earlier_ids: set[str] = field(default_factory=set)
 
     def hear(self, news: News) -> None:
         self.title = news.title
         self.seeds |= set(news.seeds)
         if news.cell_id or news.error:
-            self.cell_id = news.cell_id or self.cell_id
+            if news.cell_id:
+                self.earlier_ids = (self.earlier_ids | {self.cell_id}) - {news.cell_id, ""}
+                self.cell_id = news.cell_id
             self.error = news.error
 
     def knows(self, news: News) -> bool:
@@ -57,6 +64,10 @@ class Asked:
 
 def append_news(study_dir: Path, all_news: Iterable[News]) -> None:
     """Adds the lines that are new to cells.csv; safe while other processes add theirs."""
+    all_news = list(all_news)
+    cells = read_index(study_dir)
+    if all(news.digest in cells and cells[news.digest].knows(news) for news in all_news):
+        return  # so that a study that is only read need not be writable
     descriptor = os.open(study_dir / INDEX_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # until close

@@ -23,6 +23,7 @@ LOG_FILE = "run.log"
 LOCK_FILE = ".lock"
 
 _SEED_DIR = re.compile(r"seed-(0|[1-9][0-9]*)")
+_STACK_DIR = re.compile(r"(0|[1-9][0-9]*)-(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,20 @@ def seed_dir(cell_dir: Path, seed: int) -> Path:
 def stack_dir(cell_dir: Path, first: int, last: int) -> Path:
     """The directory of a stack of seeds `first` to `last`, both included, while it runs."""
     return cell_dir / "stacks" / f"{first}-{last}"
+
+
+def checkpointed_stacks(cell_dir: Path) -> dict[Path, range]:
+    """The directories of stacks of one cell that have a checkpoint, by name, with their seeds.
+
+    Folders of other names, as of a copy by hand, are not stacks.
+    """
+    stacks = {}
+    for path in sorted(cell_dir.glob(f"stacks/*/{CHECKPOINT_FILE}")):
+        match = _STACK_DIR.fullmatch(path.parent.name)
+        seeds = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+        if seeds:
+            stacks[path.parent] = seeds
+    return stacks
 
 
 def seed_of(run_dir: Path) -> int | None:

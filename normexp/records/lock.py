@@ -6,6 +6,10 @@ import fcntl
 import os
 from pathlib import Path
 
+from normexp.records.writer import refusing_denied
+
+REMEDY = "it is the lock of a cell: make it readable and writable, or remove it if nothing runs"
+
 
 class StackLock:
     """Exclusive use of a directory, by `flock` on a file in it (Linux and macOS, not Windows).
@@ -23,10 +27,15 @@ class StackLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """Takes the lock without waiting; False where somebody else holds it."""
+        """Takes the lock without waiting; False where somebody else holds it.
+
+        Raises:
+            UserError: the file may not be written.
+        """
         assert self._descriptor is None, "this lock is already held"
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            with refusing_denied(self.path, REMEDY):
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -78,10 +87,12 @@ class StackLock:
 def is_held(path: Path) -> bool:
     """Whether a process holds the lock at this moment; takes nothing and creates nothing.
 
-    Who tries to acquire it in the very moment of the question is told that it is held.
+    Who tries to acquire it in the very moment of the question is told that it is held. Raises
+    UserError where the file may not be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        with refusing_denied(path, REMEDY):
+            descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

@@ -35,6 +35,22 @@ def read_result(path: Path) -> Result:
         raise UserError(f"{path} was edited by hand: {error}; {_remedy(path)}") from error
 
 
+def read_run(run_dir: Path) -> Result:
+    """As `read_result`, of a run directory that must be the one that the result names.
+
+    Raises:
+        UserError: as `read_result`; or the result of another run.
+    """
+    result = read_result(run_dir)
+    if (result.cell_id, result.seed) != (run_dir.parent.name, seed_of(run_dir)):
+        named = f"{result.cell_id} seed {result.seed}"
+        raise UserError(
+            f"{run_dir} holds the result of {named}: was it moved or copied? "
+            "Move it away; the run is then trained anew"
+        )
+    return result
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object; UserError names the file and the remedy."""
     try:
@@ -60,15 +76,9 @@ def read_runs(study_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
     rows, problems = [], []
     for run_dir in Study(study_dir).list_runs():
         try:
-            result = read_result(run_dir)
+            rows.append(flatten_result(read_run(run_dir)))
         except UserError as error:
             problems.append(str(error))
-            continue
-        if (result.cell_id, result.seed) != (run_dir.parent.name, seed_of(run_dir)):
-            named = f"{result.cell_id} seed {result.seed}"
-            problems.append(f"{run_dir} holds the result of {named}: was it moved or copied?")
-            continue
-        rows.append(flatten_result(result))
     return rows, problems
 
 

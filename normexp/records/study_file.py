@@ -17,7 +17,7 @@ from typing import Any
 
 from normexp.errors import UserError
 from normexp.records.layout import STUDY_FILE
-from normexp.records.writer import append_whole
+from normexp.records.writer import append_whole, refusing_denied
 
 START = "---\n"
 
@@ -60,26 +60,44 @@ def read_commands(study_dir: Path) -> list[dict[str, Any]]:
     """The documents of study.yaml, oldest first; none where there is no such file.
 
     Raises:
-        UserError: the file was edited by hand into something else.
+        UserError: the file may not be read, or was edited by hand into something else.
     """
     path = study_dir / STUDY_FILE
     documents: list[dict[str, Any]] = []
-    if not path.exists():
-        return documents
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # without a torn last line
+    with refusing_denied(path, "make it readable (the results do not depend on it)"):
+        content = path.read_bytes() if path.exists() else b""
+    lines = content.split(b"\n")[:-1]  # without a torn last line
     for number, line in enumerate(lines, start=1):
         try:
-            if line == START.strip():
+            if line == START.strip().encode():
                 documents.append({})
             else:
-                key, value = line.split(": ", maxsplit=1)
-                documents[-1][key] = json.loads(value)
+                key, text = line.decode().split(": ", maxsplit=1)
+                value = json.loads(text)
+                _check(key, value)
+                documents[-1][key] = value
         except (ValueError, IndexError) as error:
             raise UserError(
                 f"{path} line {number} is not as normexp writes it; mend the line, or move "
                 "the file away (the results do not depend on it)"
             ) from error
     return documents
+
+
+def _check(key: str, value: Any) -> None:
+    """ValueError for a value that is not of its key's kind."""
+    if key == "command":
+        is_ours = _is_list_of(value, str)
+    elif key == "cells":
+        is_ours = isinstance(value, dict) and all(_is_list_of(v, int) for v in value.values())
+    else:
+        is_ours = key not in ("time", "code_version") or isinstance(value, str)
+    if not is_ours:
+        raise ValueError(f"{key} of another kind")
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def _cut_torn_line(descriptor: int) -> None:

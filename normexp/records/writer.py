@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -99,6 +100,23 @@ def ensure_writable(directory: Path, *, key: str = "runs_dir") -> None:
             f"{key}={directory} cannot be written ({error.strerror}: {existing}); "
             f"try another folder with {key}=..."
         ) from error
+
+
+@contextmanager
+def refusing_denied(path: Path, remedy: str) -> Iterator[None]:
+    """Turns a file or folder that may not be read or written into a UserError of one line."""
+    try:
+        yield
+    except OSError as error:
+        if not is_denied(error):
+            raise
+        reason = os.strerror(error.errno or errno.EACCES)
+        raise UserError(f"{error.filename or path}: {reason}; {remedy}") from error
+
+
+def is_denied(error: OSError) -> bool:
+    """Whether an error is for lack of permission, or of a file system that is read-only."""
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _sync_directory(directory: Path) -> None:

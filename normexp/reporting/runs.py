@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from normexp.errors import UserError
-from normexp.records.layout import EVALUATION_FILE, RESULT_FILE, Study, seed_of
-from normexp.records.reader import find_study, read_json, read_result
+from normexp.records.layout import EVALUATION_FILE, RESULT_FILE, Study
+from normexp.records.reader import find_study, read_json, read_run
 from normexp.records.result import Result
 
 
@@ -70,10 +70,7 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read(run_dir: Path) -> Result:
-    result = read_result(run_dir)
-    if (result.cell_id, result.seed) != (run_dir.parent.name, seed_of(run_dir)):
-        named = f"{result.cell_id} seed {result.seed}"
-        raise UserError(f"{run_dir} holds the result of {named}: was it moved or copied?")
+    result = read_run(run_dir)
     if not isinstance(result.config.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no config.batch_size; was it edited by hand?")
     return replace(result, metrics={**_evaluated(run_dir), **result.metrics})

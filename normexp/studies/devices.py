@@ -12,14 +12,15 @@ from normexp.batching.stacking import suitable_threads
 from normexp.records.layout import CHECKPOINT_FILE, RESULT_FILE, seed_dir, stack_dir
 from normexp.records.reader import read_result
 from normexp.records.result import Result
-from normexp.studies.assembly import build_callbacks, build_replicas, build_task
+from normexp.studies.assembly import build_callbacks, build_task
 from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.device_processes import Order, run_processes
 from normexp.studies.entry import INTERRUPTED
 from normexp.studies.naming import GROUPS, plain
 from normexp.studies.peers import Peers, meet
 from normexp.studies.place import place_among
-from normexp.studies.stack import form_of, train_stack
+from normexp.studies.resuming import read_checkpoint, resumed_replicas
+from normexp.studies.stack import train_stack
 from normexp.tasks.evaluation import StatisticsEvaluation
 from normexp.tasks.fit import fit
 from normexp.tasks.pruning import Pruned
@@ -48,7 +49,7 @@ def train_on_devices(
     """
     if cell.num_devices == 1:
         return train_stack(cell, seeds, notes, stop, on_steps)
-    form_of(_checkpoint(cell, seeds))  # sets a torn one aside, before two processes look at it
+    read_checkpoint(_checkpoint(cell, seeds))  # sets a torn one aside, before two look at it
     order = Order(
         cfg=plain(cell.cfg),
         choices={group: cell.record[group] for group in GROUPS},
@@ -73,7 +74,7 @@ def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) 
     """What every process but the first does of `train_stack`: the same, and writes nothing."""
     checkpoint = _checkpoint(cell, seeds)
     with suitable_threads(cell.elements_per_forward):
-        replicas = build_replicas(cell, seeds, is_stacked=form_of(checkpoint))
+        replicas = resumed_replicas(cell, seeds, checkpoint)
         task = build_task(cell, seeds, replicas, Recorder([[] for _ in seeds]))
         with suppress(Pruned):  # in all processes at once; the first one tells
             fit(

@@ -27,6 +27,7 @@ class AtWork(Protocol):
     task: tuple[int, ...]
     steps: tuple[int, int]
     since: float
+    is_ready: bool
 
 
 class Display(logging.Handler):
@@ -45,7 +46,8 @@ class Display(logging.Handler):
         self.titles = titles
         self.num_places = max(1, num_places)
         self.counts: Counter[str] = Counter()
-        self.seconds: list[float] = []  # of each cell that was trained
+        self.seconds: list[float] = []  # of each cell that was trained to its end
+        self.is_stopping = False  # what waits is not trained by this command
         self.began = self._line_at = time.monotonic()
         self.console = Console(stderr=True, highlight=False)
         self.live: Live | None = None
@@ -80,7 +82,7 @@ class Display(logging.Handler):
     def ended(self, title: str, outcome: Outcome) -> None:
         """One line per cell: how far the study is, what became of the cell, and why."""
         self.counts[outcome.status] += 1
-        if outcome.status in ("finished", "failed") and outcome.seconds:
+        if outcome.status == "finished" and outcome.seconds:
             self.seconds.append(outcome.seconds)
         if outcome.status == "planned" or len(self.titles) == 1:  # what is printed says it
             return
@@ -93,8 +95,12 @@ class Display(logging.Handler):
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{rest}")
 
     def time_left(self, num_cells: int, at_work: Sequence[AtWork] = ()) -> str:
-        """From the mean time of the cells that were trained; empty before the first of them."""
-        if not self.seconds or not (num_cells or at_work):
+        """From the mean time of the cells that were trained; empty before the first of them.
+
+        Also empty while a worker's process starts, of which no cell tells how long it takes.
+        """
+        is_known = self.seconds and not self.is_stopping and all(w.is_ready for w in at_work)
+        if not is_known or not (num_cells or at_work):
             return ""
         mean = sum(self.seconds) / len(self.seconds)
         rest = mean * num_cells + sum(_rest_of(worker, mean) for worker in at_work)

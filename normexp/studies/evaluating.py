@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from normexp.errors import UserError
 from normexp.records.layout import (
@@ -20,9 +21,9 @@ from normexp.records.layout import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.reader import read_json, read_result
+from normexp.records.reader import read_json, read_run
 from normexp.records.result import Result
-from normexp.records.writer import write_evaluation
+from normexp.records.writer import refusing_denied, write_evaluation
 from normexp.studies.assembly import arrange_replicas, build_task
 from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.loading import find_cell, load_config, load_weights
@@ -59,17 +60,15 @@ def evaluate_run(cell_dir: Path, asked: DictConfig) -> None:
             f"config is now {cell.id}; train it again"
         )
     contents = _evaluate(cell, cell_dir, [result.seed for result in results])
-    for seed, content in contents.items():
-        path = seed_dir(cell_dir, seed) / EVALUATION_FILE
-        write_evaluation(path.parent, (read_json(path) if path.exists() else {}) | content)
     print_evaluations(cell, contents)
+    save_evaluations(cell_dir, contents)
 
 
 def finished_results(cell_dir: Path) -> list[Result]:
     """The results of the runs that can be evaluated: finished, with weights."""
     folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
     ended = [folder for folder in folders if (folder / RESULT_FILE).is_file()]
-    results = [read_result(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
+    results = [read_run(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
     finished = [result for result in results if result.status == "finished"]
     if not finished:
         why = "kept its weights (save_weights=true)" if ended else "has ended: train it first"
@@ -80,6 +79,14 @@ def finished_results(cell_dir: Path) -> list[Result]:
             "%d of %d runs are left out: not finished, or no weights", left_out, len(folders)
         )
     return finished
+
+
+def save_evaluations(cell_dir: Path, contents: Contents) -> None:
+    """Adds to the evaluation.json of each run. Raises UserError where nothing can be written."""
+    for seed, content in contents.items():
+        path = seed_dir(cell_dir, seed) / EVALUATION_FILE
+        with refusing_denied(path, "the numbers are printed, but not saved"):
+            write_evaluation(path.parent, (read_json(path) if path.exists() else {}) | content)
 
 
 def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
@@ -103,9 +110,12 @@ def print_evaluations(cell: Cell, contents: Contents) -> None:
         console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
     console.print(f"{cell.title}: n = {len(contents)} seeds, mean (sd)", markup=False)
     metrics = [name for name in names if name != "num_samples"]
-    table = Table("statistics", *metrics, box=None)
+    table = Table("statistics", box=None)
+    for name in metrics:
+        table.add_column(Text(name))  # names may have brackets, which are no markup
     for kind in kinds:
-        table.add_row(kind, *(_cell(contents, kind, name) for name in metrics))
+        row = [kind, *(_cell(contents, kind, name) for name in metrics)]
+        table.add_row(*map(Text, row))
     console.print(table)
 
 

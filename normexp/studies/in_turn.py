@@ -79,10 +79,12 @@ def _run(
             continue
         queue.put_back_apart([index for index in task if index not in new])
         outcomes |= new
+        ends_all = any(_ends_all(outcome, fail_fast=fail_fast) for outcome in new.values())
+        display.is_stopping = ends_all
         for index, outcome in new.items():
             log.settle(cells[index], outcome)
             display.ended(cells[index].title, outcome)
-        if any(_ends_all(outcome, fail_fast=fail_fast) for outcome in new.values()):
+        if ends_all:
             return
 
 

@@ -121,3 +121,8 @@ def name_of(composed: Composed) -> str:
     if composed.cfg is None:
         return composed.title
     return f"{composed.choices['norm']} on {composed.choices['data']}"
+
+
+def one_line(error: Exception) -> str:
+    """The error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from normexp.errors import UserError
 from normexp.records.committed import publish_results
 from normexp.records.environment import describe_environment
 from normexp.records.layout import (
-    CHECKPOINT_FILE,
     LOCK_FILE,
     LOG_FILE,
     RESULT_FILE,
+    checkpointed_stacks,
     seed_dir,
     stack_dir,
 )
 from normexp.records.lock import StackLock
-from normexp.records.reader import read_result
+from normexp.records.reader import read_run
 from normexp.records.result import Result
 from normexp.records.writer import write_result
 from normexp.studies.outcome import Start
@@ -48,11 +49,13 @@ def recorded_runs(cell_dir: Path, seeds: Sequence[int]) -> Recorded:
     """What is recorded of these seeds. Raises UserError for a result that cannot be read."""
     recorded = Recorded([], [], [])
     for seed in seeds:
-        path = seed_dir(cell_dir, seed) / RESULT_FILE
-        if not path.is_file():
+        run_dir = seed_dir(cell_dir, seed)
+        if run_dir.is_file():
+            raise UserError(f"{run_dir} is a file, where the folder of a run belongs; move it away")
+        if not (run_dir / RESULT_FILE).is_file():
             recorded.new.append(seed)
             continue
-        result = read_result(path)
+        result = read_run(run_dir)
         (recorded.failed if result.status == "failed" else recorded.ended).append(result)
     return recorded
 
@@ -63,9 +66,7 @@ def stacks_of(cell_dir: Path, seeds: Sequence[int]) -> list[list[int]]:
     A stack is named after its first and last seed; its checkpoint fits no other.
     """
     rest, stacks = set(seeds), []
-    for path in sorted(cell_dir.glob(f"stacks/*/{CHECKPOINT_FILE}")):
-        first, _, last = path.parent.name.partition("-")
-        stack = list(range(int(first), int(last) + 1))
+    for stack in map(list, checkpointed_stacks(cell_dir).values()):
         if rest.issuperset(stack):
             stacks.append(stack)
             rest -= set(stack)

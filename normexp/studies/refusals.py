@@ -15,6 +15,7 @@ from yaml import MarkedYAMLError
 
 from normexp.errors import UserError
 from normexp.studies.folders import CUSTOM_GROUPS, GROUPS, group_choices
+from normexp.studies.validate import RULES
 
 _SAME_WORD = 0.8  # similarity at which a key elsewhere in the config is worth naming
 _FEW = 12  # choices that a message has room for
@@ -25,6 +26,9 @@ def explain_syntax(text: str) -> UserError:
     key, equals, value = text.partition("=")
     if not key or not equals:
         return UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
+    rule = RULES["study"]
+    if key == "study" and not rule.holds(value):  # quoted it would be refused as well
+        return UserError(f"{text}: must be {rule.wanted}")
     return UserError(f"{text}: the value cannot be read; quote it, as in '{key}=\"{value}\"'")
 
 

@@ -29,7 +29,15 @@ from normexp.studies.disk import full_disk
 from normexp.studies.evaluate_options import DEFAULTS
 from normexp.studies.naming import plain
 from normexp.studies.notes import collected_notes
-from normexp.studies.outcome import CellStatus, Composed, Listener, Outcome, Start, name_of
+from normexp.studies.outcome import (
+    CellStatus,
+    Composed,
+    Listener,
+    Outcome,
+    Start,
+    name_of,
+    one_line,
+)
 from normexp.studies.recorded import (
     attempts_of,
     record_failure,
@@ -197,11 +205,6 @@ class Training:
         reason = one_line(error)
         record_failure(start, stack, reason)
         return f"{reason} (see {log})"
-
-
-def one_line(error: Exception) -> str:
-    """The error's type and the first line of what it says."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _tell_of_evaluation(cell: Cell, seeds: Sequence[int]) -> None:

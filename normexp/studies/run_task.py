@@ -22,9 +22,9 @@ from normexp.studies.assembly import will_stack
 from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.disk import full_disk
 from normexp.studies.notes import collected_notes
-from normexp.studies.outcome import Composed, Listener, Outcome, name_of
+from normexp.studies.outcome import Composed, Listener, Outcome, name_of, one_line
 from normexp.studies.recorded import recorded_runs
-from normexp.studies.run_cell import Training, one_line, run_cell
+from normexp.studies.run_cell import Training, run_cell
 from normexp.studies.stack import Stack, train_together
 from normexp.studies.validate import validate
 from normexp.tasks.stopping import Interrupted, StopRequest

@@ -18,14 +18,15 @@ from normexp.studies.sweep import Sweep, WorkersFail
 from normexp.studies.validate import validate_keys
 from normexp.studies.wandb_agent import is_under_agent, log_to_agent, refuse_many_cells
 
-COMMAND_KEYS = ("workers", "fail_fast", "retry_failed", "max_attempts", "dry_run")
+COMMAND_KEYS = ("study", "workers", "fail_fast", "retry_failed", "max_attempts", "dry_run")
+STOPPED = "stopped; the same line goes on from here"
 
 
 def run_cells(cells: Sequence[Composed], words: Sequence[str]) -> int:
     """Trains what is missing of each cell and prints what came out; returns the exit code.
 
     Raises:
-        UserError: a single cell is refused; in a sweep that is a row of the closing table.
+        UserError: all cells are refused for one reason; else that is a row of the closing table.
         KeyboardInterrupt: the user stopped it; the same line goes on.
     """
     refuse_many_cells(cells)
@@ -39,21 +40,28 @@ def run_cells(cells: Sequence[Composed], words: Sequence[str]) -> int:
             raise
         print(f"normexp: {message}", file=sys.stderr)
         return 1
-    is_stopped = any(outcome.status == "stopped" for outcome in outcomes)
     halted = next((outcome for outcome in outcomes if outcome.halts), None)
-    if len(cells) == 1 and outcomes[0].status == "refused":
-        raise UserError(outcomes[0].error)
+    reasons = {outcome.error if outcome.status == "refused" else "" for outcome in outcomes}
+    if len(reasons) == 1 and (reason := reasons.pop()):
+        raise UserError(reason)
     if shared_value([cell.cfg for cell in cells if cell.cfg is not None], "dry_run"):
-        print_plan(outcomes)
+        print_plan(cells, outcomes)
     elif len(cells) == 1 and halted is None:
         print_summary(outcomes[0], words)
     elif len(cells) > 1:
         print_closing_table(cells, outcomes)
     if halted is not None:
         print(f"normexp: {halted.error}", file=sys.stderr)
-    elif is_stopped and not any(outcome.status == "failed" for outcome in outcomes):
-        raise KeyboardInterrupt("stopped; the same line goes on from here")
+    elif is_interrupted(cells, outcomes):
+        raise KeyboardInterrupt(STOPPED)
     return 1 if any(outcome.status in ("refused", "failed") for outcome in outcomes) else 0
+
+
+def is_interrupted(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> bool:
+    """Whether the user stopped a command before its end, and not a failure under `fail_fast`."""
+    statuses = {outcome.status for outcome in outcomes}
+    fails_fast = any(cell.cfg is not None and cell.cfg.fail_fast for cell in cells)
+    return "stopped" in statuses and not (fails_fast and "failed" in statuses)
 
 
 def train_cells(

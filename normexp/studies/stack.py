@@ -7,19 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 
 from normexp.batching.stacking import suitable_threads
-from normexp.records.layout import CHECKPOINT_FILE, LOG_FILE, METRICS_FILE, seed_dir, stack_dir
+from normexp.records.layout import (
+    CHECKPOINT_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    checkpointed_stacks,
+    seed_dir,
+    stack_dir,
+)
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
 from normexp.records.shared import interrupted_stacks, shared_dir, write_members
 from normexp.records.writer import write_config
-from normexp.studies.assembly import build_callbacks, build_replicas, build_task
+from normexp.studies.assembly import build_callbacks, build_task
 from normexp.studies.cell import Cell
 from normexp.studies.ending import forget_peak_memory, write_results
 from normexp.studies.notes import logging_to
+from normexp.studies.resuming import resumed_replicas
 from normexp.studies.sinks import open_loggers, open_wandb_runs, tell_how_to_sync
 from normexp.tasks.evaluation import StatisticsEvaluation
 from normexp.tasks.fit import fit
@@ -124,7 +131,7 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Re
     cell, seeds, checkpoint = stack.cell, stack.seeds, stack.checkpoint
     cfg = cell.cfg
     forget_peak_memory()
-    replicas = build_replicas(cell, seeds, is_stacked=form_of(checkpoint))
+    replicas = resumed_replicas(cell, seeds, checkpoint)
     folders = [seed_dir(of.directory, seed) for of, seed in stack.runs]
     writers = [MetricsWriter(folder / METRICS_FILE) for folder in folders]
     if not checkpoint.is_file():
@@ -164,28 +171,6 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Re
     return results
 
 
-def form_of(checkpoint: Path) -> bool | None:
-    """Whether the stack of a checkpoint was stacked; None without one, or where it is unreadable.
-
-    An unreadable checkpoint is set aside, so that the stack starts over.
-    """
-    if not checkpoint.is_file():
-        return None
-    try:
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        return bool(content["normexp"]["is_stacked"])
-    except Exception as error:  # torn or foreign: torch raises many kinds
-        aside = checkpoint.with_suffix(".unreadable")
-        checkpoint.replace(aside)
-        logger.warning(
-            "%s cannot be read (%s); it is kept as %s and the stack starts over",
-            checkpoint,
-            type(error).__name__,
-            aside.name,
-        )
-        return None
-
-
 def remove_superseded(cell_dir: Path, seeds: list[int], own: Path) -> None:
     """Checkpoints of other stacks that hold one of these runs: this stack rewrites its metrics.
 
@@ -193,10 +178,9 @@ def remove_superseded(cell_dir: Path, seeds: list[int], own: Path) -> None:
         own: the directory of this stack.
     """
     found: list[Path] = []
-    for path in cell_dir.glob(f"stacks/*/{CHECKPOINT_FILE}"):
-        first, _, last = path.parent.name.partition("-")
-        if int(first) <= seeds[-1] and seeds[0] <= int(last):
-            found.append(path.parent)
+    for directory, held in checkpointed_stacks(cell_dir).items():
+        if held[0] <= seeds[-1] and seeds[0] <= held[-1]:
+            found.append(directory)
     for directory, members in interrupted_stacks(cell_dir.parent):
         if any((cell_dir.name, seed) in members for seed in seeds):
             found.append(directory)

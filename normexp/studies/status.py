@@ -12,22 +12,26 @@ from typing import Any
 from normexp.errors import UserError
 from normexp.records.index import Asked, read_index
 from normexp.records.layout import (
-    CHECKPOINT_FILE,
+    INDEX_FILE,
     LOCK_FILE,
     METRICS_FILE,
     RESULT_FILE,
     Study,
+    checkpointed_stacks,
     list_seeds,
     seed_dir,
 )
 from normexp.records.lock import StackLock, is_held
 from normexp.records.metrics import read_metrics
-from normexp.records.reader import find_study, read_result
+from normexp.records.reader import find_study, read_run
 from normexp.records.shared import interrupted_stacks
 from normexp.records.study_file import read_commands
+from normexp.records.writer import refusing_denied
 from normexp.studies.titles import shared_words
 
 STATES = ("finished", "diverged", "failed", "running", "interrupted", "not started", "unreadable")
+
+MAX_ATTEMPTS = 3  # as in conf/config.yaml, which takes Hydra to read
 
 
 @dataclass
@@ -40,6 +44,7 @@ class CellStatus:
         states: of its runs, by seed.
         digests: what it is called by the commands that asked for it.
         refused: why it cannot be trained; empty where it can.
+        attempts: how often each failed run was tried, by seed.
         notes: errors of failed runs, the process that trains, how far.
     """
 
@@ -48,6 +53,7 @@ class CellStatus:
     states: dict[int, str] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
     refused: str = ""
+    attempts: dict[int, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -75,19 +81,32 @@ class StudyStatus:
         """Whether every run that can be trained has ended well."""
         return not any(self.runs[state] for state in STATES[2:])
 
-    def unfinished_commands(self) -> list[dict[str, Any]]:
-        """Those that asked for a run that has not ended well.
+    @property
+    def most_attempts(self) -> int:
+        """Of the failed runs, how often the one was tried that was tried most; 0 without any."""
+        return max((most for cell in self.cells for most in cell.attempts.values()), default=0)
+
+    def unfinished_commands(self, *, with_spent: bool = True) -> list[dict[str, Any]]:
+        """Those that asked for a run that has not ended well, and that would train it.
 
         With those of which that is not known: of older records, and searches, which ask as they go.
+
+        Args:
+            with_spent: count failed runs that were tried as often as the command allows.
         """
-        lacking = {
-            (digest, seed)
-            for cell in self.cells
-            for digest in cell.digests
-            for seed, state in cell.states.items()
-            if state in STATES[2:]
-        }
-        return [command for command in self.commands if _asks_for(command, lacking)]
+        found = []
+        for command in self.commands:
+            limit = None if with_spent else max_attempts_of(command)
+            lacking = {
+                (digest, seed)
+                for cell in self.cells
+                for digest in cell.digests
+                for seed, state in cell.states.items()
+                if state in STATES[2:] and not _is_spent(cell, seed, limit)
+            }
+            if _asks_for(command, lacking):
+                found.append(command)
+        return found
 
 
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
@@ -95,7 +114,9 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
     root = find_study(runs_dir, name)
     by_id: dict[str, dict[str, Asked]] = {}  # sizes that came to one cell are one row
     never_begun = []
-    for digest, cell in read_index(root).items():
+    with refusing_denied(root / INDEX_FILE, "make it readable"):
+        index = read_index(root)
+    for digest, cell in index.items():
         if cell.cell_id:
             by_id.setdefault(cell.cell_id, {})[digest] = cell
         else:
@@ -103,7 +124,24 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
     for directory in Study(root).list_cells():  # of before the index, or copied here
         by_id.setdefault(directory.name, {})
     cells = [_begun(root / cell_id, asked) for cell_id, asked in by_id.items()]
+    earlier = {old: cell.title for cell in index.values() for old in cell.earlier_ids}
+    for cell in cells:
+        if cell.title in earlier:  # its bare id
+            cell.title = f"{earlier[cell.title]}, before its source changed"
     return StudyStatus(name, root, [*cells, *never_begun], read_commands(root))
+
+
+def max_attempts_of(command: Mapping[str, Any]) -> int:
+    """How often a command tries a run that fails: what was typed, else the config's defaults."""
+    typed = dict(word.split("=", 1) for word in command.get("command", []) if "=" in word)
+    if typed.get("retry_failed", "true").lower() == "false":
+        return 1
+    limit = typed.get("max_attempts", "")
+    return int(limit) if limit.isdecimal() else MAX_ATTEMPTS
+
+
+def _is_spent(cell: CellStatus, seed: int, limit: int | None) -> bool:
+    return limit is not None and cell.attempts.get(seed, 0) >= limit
 
 
 def _asks_for(command: Mapping[str, Any], lacking: Set[tuple[str, int]]) -> bool:
@@ -129,8 +167,12 @@ def _begun(directory: Path, asked: Mapping[str, Asked]) -> CellStatus:
     for seed in sorted(seeds | set(on_disk)):
         path = seed_dir(directory, seed) / RESULT_FILE
         if path.is_file():
-            state, error = _state_of(path)
+            state, error, attempts = _state_of(path.parent)
             errors += [error] if error else []
+            if state == "failed" and is_running:  # it may be tried again just now
+                state = "running"
+            elif state == "failed":
+                status.attempts[seed] = attempts
         elif is_running and seed in on_disk:
             state = "running"
         else:
@@ -142,19 +184,19 @@ def _begun(directory: Path, asked: Mapping[str, Asked]) -> CellStatus:
     return status
 
 
-def _state_of(result_file: Path) -> tuple[str, str | None]:
+def _state_of(run_dir: Path) -> tuple[str, str | None, int]:
+    """The state of an ended run, its error, and how often it was tried."""
     try:
-        result = read_result(result_file)
+        result = read_run(run_dir)
     except UserError as error:
-        return "unreadable", str(error)
-    return result.status, result.error
+        return "unreadable", str(error), 1
+    return result.status, result.error, result.attempts or 1
 
 
 def _seeds_with_checkpoint(directory: Path) -> set[int]:
     seeds: set[int] = set()
-    for path in directory.glob(f"stacks/*/{CHECKPOINT_FILE}"):
-        first, _, last = path.parent.name.partition("-")
-        seeds.update(range(int(first), int(last) + 1))
+    for stack in checkpointed_stacks(directory).values():
+        seeds.update(stack)
     for _, members in interrupted_stacks(directory.parent):
         seeds.update(seed for cell_id, seed in members if cell_id == directory.name)
     return seeds

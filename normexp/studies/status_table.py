@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from normexp.studies.status import STATES, CellStatus, StudyStatus
 from normexp.studies.titles import tell_apart
@@ -39,10 +41,11 @@ def print_status(status: StudyStatus) -> None:
 def _table(status: StudyStatus) -> Table:
     states = [state for state in STATES if status.runs[state]]
     shared, titles = _titles(status.cells)
-    table = Table("cell", *states, "", box=None, caption=shared, caption_justify="left")
+    caption = Text(shared) if shared else None  # Text, as [...] in a title is no markup
+    table = Table("cell", *states, "", box=None, caption=caption, caption_justify="left")
     for cell, title in zip(status.cells, titles, strict=True):
         counts = [str(cell.runs[state] or "-") for state in states]
-        table.add_row(title, *counts, _note(cell))
+        table.add_row(*map(Text, [title, *counts, _note(cell)]))
     return table
 
 
@@ -66,14 +69,40 @@ def _spoken(command: Mapping[str, Any]) -> str:
     return " ".join([ENTRIES.get(entry, entry), shlex.join(words)])
 
 
+def _again(status: StudyStatus, command: Mapping[str, Any], *, tries: int | None = None) -> str:
+    """A recorded line for where the study lies by now: it may have been moved or renamed.
+
+    Args:
+        tries: how often a run may fail, in the place of what was typed.
+    """
+    typed: list[str] = list(command.get("command") or ["?"])
+    dropped = "study|runs_dir" if tries is None else "study|runs_dir|max_attempts|retry_failed"
+    words = [word for word in typed if not re.match(rf"\+*({dropped})=", word)]
+    name = status.name
+    if typed[0] == "normexp-tune" and not any(re.match(r"study=.*-search$", w) for w in typed):
+        name = name.removesuffix("-search")  # the study of the trials is called after the report's
+    if name != "default" or any(word.startswith("experiment=") for word in typed):
+        words.append(f"study={name}")
+    if status.root.parent != Path("runs"):
+        words.append(f"runs_dir={status.root.parent}")
+    words += [] if tries is None else [f"max_attempts={tries}"]
+    return _spoken({"command": words})
+
+
 def _next(status: StudyStatus) -> list[str]:
     """What finishes the study, or what to do with a finished one."""
     place = "" if status.root.parent == Path("runs") else f" runs_dir={status.root.parent}"
     report = f"  python -m normexp.report study={status.name}{place}"
     if status.is_complete:
         return ["complete; next:", report]
-    commands = status.unfinished_commands() or status.commands
-    again = list(dict.fromkeys(_spoken(command) for command in commands))
+    commands, told, tries = status.unfinished_commands(with_spent=False), "to finish", None
+    if status.runs["running"]:
+        told = "being trained now; should that stop"
+    elif not commands and status.most_attempts:
+        commands, tries = status.unfinished_commands(), status.most_attempts + 1
+        told = "what failed was tried as often as max_attempts allows; to try once more"
+    commands = commands or status.commands
+    again = list(dict.fromkeys(_again(status, command, tries=tries) for command in commands))
     if not again:
         return ["incomplete, and study.yaml has no command to type again"]
-    return ["to finish, type again:", *(f"  {line}" for line in again)]
+    return [f"{told}, type again:", *(f"  {line}" for line in again)]

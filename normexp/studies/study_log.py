@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from normexp.errors import UserError
 from normexp.records.environment import code_version
-from normexp.records.index import News, append_news
+from normexp.records.index import Asked, News, append_news, read_index
 from normexp.records.study_file import append_command, read_commands
-from normexp.records.writer import ensure_writable
+from normexp.records.writer import ensure_writable, is_denied, refusing_denied
 from normexp.studies.outcome import Composed, Outcome
 from normexp.studies.titles import title_of
 
@@ -47,11 +48,20 @@ class StudyLog:
         return self
 
     def check(self) -> None:
-        """Tells once of a study that was begun with other code. Raises UserError, see read."""
+        """Tells once of a study that was begun with other code.
+
+        Raises:
+            UserError: a study that is a file, or whose study.yaml cannot be read.
+        """
         for study_dir in dict.fromkeys(cell.study_dir for cell in self.cells):
             if study_dir is None or study_dir in self._checked:
                 continue
             self._checked.add(study_dir)
+            if study_dir.is_file():
+                raise UserError(
+                    f"study={study_dir.name}: {study_dir} is a file; take another name, or move "
+                    "the file away"
+                )
             commands = read_commands(study_dir)
             before = commands[-1].get("code_version") if commands else None
             if before not in (None, code_version()):
@@ -70,17 +80,29 @@ class StudyLog:
         study_dir.mkdir(parents=True, exist_ok=True)
         others = self._only_study()
         cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
-        append_news(study_dir, [_news_of(cell) for cell in cells])
-        if study_dir not in self._recorded:
-            self._recorded.add(study_dir)
-            asked = {cell.digest: cell.seeds for cell in cells}
-            append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
+        with refusing_denied(study_dir, "take another study=..."):
+            append_news(study_dir, [_news_of(cell) for cell in cells])
+            if study_dir not in self._recorded:
+                asked = {cell.digest: cell.seeds for cell in cells}
+                append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
+                self._recorded.add(study_dir)
 
     def tell(self, cell: Composed, *, cell_id: str = "", error: str = "") -> None:
-        """What is known by now of a cell; only where its study is on disk."""
+        """What is known by now of a cell; only where its study is on disk and may be written."""
         study_dir = cell.study_dir or self._only_study()
         if self.writes and study_dir is not None and study_dir.is_dir():
-            append_news(study_dir, [_news_of(cell, cell_id, error)])
+            try:
+                before = read_index(study_dir).get(cell.digest)
+                if before is not None and _is_another(cell_id, before):
+                    logger.info(
+                        "%s: the source of its norm, model or data has changed, so it is another "
+                        "cell than before, %s; earlier results stay",
+                        *(cell.title, cell_id),
+                    )
+                append_news(study_dir, [_news_of(cell, cell_id, error)])
+            except OSError as denied:  # no result depends on it
+                if not is_denied(denied):
+                    raise
 
     def _only_study(self) -> Path | None:
         """Where a cell that does not compose belongs: the study of all others."""
@@ -93,6 +115,11 @@ class StudyLog:
             self.tell(cell, cell_id=outcome.cell_id)
         elif outcome.status in ("refused", "failed") and not outcome.halts:
             self.tell(cell, error=f"{outcome.status}: {outcome.error}")
+
+
+def _is_another(cell_id: str, before: Asked) -> bool:
+    """Whether a cell of the same config was known by other ids so far."""
+    return bool(cell_id and before.cell_id) and cell_id not in {before.cell_id, *before.earlier_ids}
 
 
 def _news_of(cell: Composed, cell_id: str = "", error: str = "") -> News:

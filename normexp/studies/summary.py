@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from normexp.records.layout import LOG_FILE
 from normexp.records.result import Result
@@ -124,8 +125,8 @@ def print_closing_table(cells: Sequence[Composed], outcomes: Sequence[Outcome]) 
     table = Table("status", "cell", metric or "result", "n", *["where"] * has_place, box=None)
     for titles, outcome in rows.values():
         shown, count = _shown(outcome, in_header=metric), _num_values(outcome)
-        place = [outcome.cell_id] * has_place
-        table.add_row("/".join(_statuses_of(outcome)), shared_words(titles), shown, count, *place)
+        row = ["/".join(_statuses_of(outcome)), shared_words(titles), shown, count]
+        table.add_row(*map(Text, [*row, *[outcome.cell_id] * has_place]))  # [...] is no markup
     console.print(table)
     counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
@@ -181,29 +182,36 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
     return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]
 
 
-def print_plan(outcomes: Sequence[Outcome]) -> None:
+def print_plan(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> None:
     """A dry run: what is recorded, what would be trained, and how long it would take."""
     timed: dict[Path, list[Result]] = {}
-    total, num_unknown, shown_cells = 0.0, 0, set[str]()
-    for outcome in outcomes:
+    total, num_unknown = 0.0, 0
+    rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}  # sizes that came to one cell: one
+    for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
+        key = (str(outcome.directory), outcome.cell_id or str(position))
+        rows.setdefault(key, ([], outcome))[0].append(cell.title)
+    for titles, outcome in rows.values():
+        title = shared_words(titles) if len(cells) > 1 else outcome.title
         if outcome.directory is None:
-            print(f"{outcome.status}: {outcome.title}: {outcome.error}")
+            print(f"{outcome.status}: {title}: {outcome.error}")
             continue
         study_dir = outcome.directory.parent
         if study_dir not in timed:
             timed[study_dir] = read_timed(study_dir)
         num_done, num_missing = len(outcome.results), len(outcome.missing)
         seconds = expected_seconds(outcome, timed[study_dir]) if num_missing else 0.0
-        if outcome.cell_id not in shown_cells:
-            total, num_unknown = total + (seconds or 0.0), num_unknown + (seconds is None)
-        shown_cells.add(outcome.cell_id)
+        total, num_unknown = total + (seconds or 0.0), num_unknown + (seconds is None)
         expected = "unknown time" if seconds is None else f"about {spoken(seconds)}"
         print(
-            f"{outcome.cell_id}: {num_missing} runs to do, {num_done} done, "
+            f"{title}: {_counted(num_missing, 'run')} to do, {num_done} done, "
             f"{outcome.record['num_steps']} steps each" + (f", {expected}" if num_missing else "")
         )
-    unknown = f", and {num_unknown} cells of unknown time" if num_unknown else ""
+    unknown = f", and {_counted(num_unknown, 'cell')} of unknown time" if num_unknown else ""
     print(f"expected: {spoken(total)} of training in one process{unknown}")
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:

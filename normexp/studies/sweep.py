@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -87,7 +88,7 @@ class Sweep:
     def stop(self) -> None:
         """Every training leaves a checkpoint and ends; no other begins."""
         if not self.stopping:
-            self.stopping = True
+            self.stopping = self.display.is_stopping = True
             for worker in self.pool.workers:
                 worker.ask_to_stop()
 
@@ -137,6 +138,7 @@ class Sweep:
         match message:
             case Ready():
                 worker.is_ready = True
+                worker.since = time.monotonic()  # its process took the time before
                 self._failed_starts = 0
             case Begins(start, position):
                 worker.start = start if len(worker.task) == 1 else None
@@ -208,6 +210,6 @@ class Sweep:
         cell = self.cells[index]
         self.outcomes[index] = outcome
         self.log.settle(cell, outcome)
-        self.display.ended(cell.title, outcome)
         if outcome.halts or (outcome.status == "failed" and self.fail_fast):
             self.stop()
+        self.display.ended(cell.title, outcome)

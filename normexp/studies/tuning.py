@@ -13,7 +13,7 @@ from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.kept_data import keeping_data
 from normexp.studies.notes import collected_notes
 from normexp.studies.outcome import Composed, Outcome
-from normexp.studies.runner import train_cells
+from normexp.studies.runner import STOPPED, is_interrupted, train_cells
 from normexp.studies.session import Session
 from normexp.studies.tuning_objective import choose_objective
 from normexp.studies.tuning_plan import SearchPlan
@@ -33,6 +33,7 @@ def tune(plans: Sequence[SearchPlan], words: Sequence[str]) -> int:
 
     Raises:
         UserError: a storage that is locked or unreadable, or a metric that the task lacks.
+        KeyboardInterrupt: the user stopped it; the same line goes on.
     """
     import optuna
 
@@ -48,6 +49,8 @@ def tune(plans: Sequence[SearchPlan], words: Sequence[str]) -> int:
         found = [(search, best) for search in searches if (best := search.best()) is not None]
         cells = [search.plan.report_cell(best.point) for search, best in found]
         outcomes = train_cells(cells, words, session=session) if cells else []
+        if is_interrupted(cells, outcomes):
+            raise KeyboardInterrupt(STOPPED)
     reported = {s.name: outcome for (s, _), outcome in zip(found, outcomes, strict=True)}
     rows = [Row(search, search.best(), reported.get(search.name)) for search in searches]
     print_table(rows)
@@ -118,7 +121,7 @@ def _tell(search: Search, trial: Trial, outcome: Outcome) -> bool:
         UserError: another process trains it, or the disk is full.
     """
     if outcome.status == "stopped":
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(STOPPED)
     if outcome.status == "busy":
         raise UserError(f"process {outcome.holder} trains {outcome.cell_id}; wait for it")
     if outcome.halts:

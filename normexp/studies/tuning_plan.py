@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
@@ -18,6 +19,7 @@ from normexp.studies.grid import expand_overrides, with_params
 from normexp.studies.outcome import Composed
 from normexp.studies.place import place_among
 from normexp.studies.tuning_space import Point, Space, is_searched, read_space
+from normexp.studies.tuning_storage import storage_path
 from normexp.studies.validate import RULES, validate_keys
 
 SPLIT = "val/"  # nothing is chosen on test
@@ -152,6 +154,7 @@ def check_settings(config: DictConfig) -> None:
     """The keys under `tune` against each other and the report's seeds. Raises UserError."""
     validate_keys(config, [key for key in RULES if key.startswith("tune.")])
     validate_keys(config, ["seed", "replicas", "study", "runs_dir"])
+    storage_path(config.tune.storage, Path(config.runs_dir))
     validate_keys(config, ["trainer.devices", "trainer.num_nodes"])
     if place_among(config.trainer.devices * config.trainer.num_nodes) is not None:
         raise UserError(

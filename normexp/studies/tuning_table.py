@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.numbers import format_interval
@@ -54,16 +55,16 @@ def print_table(rows: Sequence[Row]) -> None:
     table.add_column("fresh seeds, mean [95 % interval]")
     table.add_column("n")
     for row in rows:
-        table.add_row(row.search.plan.title, *_cells(row))
+        table.add_row(*map(Text, [row.search.plan.title, *_cells(row)]))
     console.print(table)
     for row in rows:
         for line in _warnings(row):
             console.print(line, markup=False, soft_wrap=True)
-    console.print("the same again:")
-    for row in rows:
-        if row.best is not None:
-            line = row.search.plan.command(row.best.point)
-            console.print(f"  {line}", markup=False, soft_wrap=True)
+    lines = [row.search.plan.command(row.best.point) for row in rows if row.best is not None]
+    if lines:
+        console.print("the same again:")
+    for line in lines:
+        console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def _cells(row: Row) -> list[str]:

@@ -16,6 +16,8 @@ from normexp.studies.folders import CUSTOM_GROUPS
 from normexp.studies.kinds import as_typed
 from normexp.studies.place import place_among
 
+LONGEST_NAME = 200  # bytes; file systems take 255, and names are made of this one
+
 
 class Rule(NamedTuple):
     """What a value must be: a test and its name in a message."""
@@ -87,7 +89,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"\w[\w.+-]*", value) is not None
+    is_text = isinstance(value, str) and re.fullmatch(r"\w[\w.+-]*", value) is not None
+    return is_text and len(value.encode()) <= LONGEST_NAME
 
 
 def _one_of(*choices: str | bool) -> Rule:
@@ -137,7 +140,11 @@ RULES = {
     "max_grad_norm": POSITIVE._replace(nullable=True),
     "seed": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
     "replicas": COUNT,
-    "study": Rule(_is_name, "a folder name of letters, digits, dot, plus, dash and underscore"),
+    "study": Rule(
+        _is_name,
+        "a folder name of letters, digits, dot, plus, dash and underscore, "
+        f"of at most {LONGEST_NAME} bytes",
+    ),
     "dry_run": FLAG,
     "workers": Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more", True),
     "fail_fast": FLAG,

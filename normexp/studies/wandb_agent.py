@@ -35,7 +35,11 @@ def refuse_many_cells(cells: Sequence[Composed]) -> None:
 
 
 def log_to_agent(cell: Composed, outcome: Outcome) -> None:
-    """Writes the agent's run: curves of the seed mean, and the final means as its summary."""
+    """Writes the agent's run: curves of the seed mean, and the final means as its summary.
+
+    A cell of which a run failed or is missing has neither: a mean over the others is another
+    cell's. Its run is marked as failed.
+    """
     import wandb
 
     if outcome.directory is None or not outcome.results:
@@ -49,12 +53,14 @@ def log_to_agent(cell: Composed, outcome: Outcome) -> None:
         config={**outcome.record, "seeds": [result.seed for result in outcome.results]},
         settings=wandb.Settings(silent=True, console="off"),
     )
-    rows = mean_rows(outcome.directory, outcome.results)
-    for step, row in rows:
-        run.log(row, step=step)
-    last = rows[-1][0] if rows else 0
-    run.log(mean_metrics(outcome.results), step=last)  # in the last row, which is the summary
-    run.finish()
+    is_whole = outcome.status in ("finished", "skipped")
+    if is_whole:
+        rows = mean_rows(outcome.directory, outcome.results)
+        for step, row in rows:
+            run.log(row, step=step)
+        last = rows[-1][0] if rows else 0
+        run.log(mean_metrics(outcome.results), step=last)  # in the last row, which is the summary
+    run.finish(exit_code=0 if is_whole else 1)
 
 
 def mean_rows(directory: Path, results: Sequence[Result]) -> list[tuple[int, dict[str, float]]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from normexp.records.index import News, append_news, read_index
 
@@ -17,6 +20,16 @@ def test_lines_of_one_cell_add_up_and_the_latest_error_counts(tmp_path: Path):
     append_news(tmp_path, [News("d1", "norm=batch", [2], cell_id="batch-1")])
     (cell,) = read_index(tmp_path).values()
     assert (cell.seeds, cell.cell_id, cell.error) == ({0, 1, 2}, "batch-1", "")
+
+
+def test_ids_of_an_edited_cell_are_kept(tmp_path: Path):
+    for cell_id in ("own-1", "own-2", "own-2"):
+        append_news(tmp_path, [News("d1", "norm=own", [0], cell_id=cell_id)])
+    (cell,) = read_index(tmp_path).values()
+    assert (cell.cell_id, cell.earlier_ids) == ("own-2", {"own-1"})
+    append_news(tmp_path, [News("d1", "norm=own", [0], cell_id="own-1")])  # edited back
+    (cell,) = read_index(tmp_path).values()
+    assert (cell.cell_id, cell.earlier_ids) == ("own-1", {"own-2"})
 
 
 def test_what_is_known_is_not_written_again(tmp_path: Path):
@@ -47,3 +60,15 @@ def test_study_without_an_index_and_lines_by_hand_are_no_error(tmp_path: Path):
     assert read_index(tmp_path) == {}
     (tmp_path / "cells.csv").write_text("digest,title,seeds,cell_id,error\nhello\na,b,c,d,e\n")
     assert read_index(tmp_path) == {}
+
+
+def test_known_news_open_nothing_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    append_news(tmp_path, [ASKED])
+
+    def denied(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    append_news(tmp_path, [ASKED])
+    with pytest.raises(PermissionError):
+        append_news(tmp_path, [News("d2", "norm=layer", [0])])

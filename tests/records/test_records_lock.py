@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from normexp.errors import UserError
 from normexp.records.lock import StackLock, is_held
 
 HOLD = """
@@ -127,3 +128,13 @@ def test_question_whether_it_is_held_creates_and_takes_nothing(path: Path):
     path.write_text("123")  # what a killed holder leaves
     assert not is_held(path)
     assert path.read_text() == "123"
+
+
+def test_lock_file_that_may_not_be_opened_is_named(path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    for ask in (lambda: is_held(path), StackLock(path).acquire):
+        with pytest.raises(UserError, match=f"{path}: Permission denied; it is the lock"):
+            ask()

@@ -123,3 +123,24 @@ def test_document_that_a_killed_writer_tore_is_cut_at_its_last_line(tmp_path: Pa
     append_command(tmp_path, ["third"], {}, "0" * 16)
     commands = [document.get("command") for document in read_commands(tmp_path)]
     assert commands == [["first"], None, ["third"]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"command: 3", b'command: ["a", 1]', b'cells: {"d": 1}', b"code_version: []", b"\xff: 1"],
+)
+def test_value_of_another_kind_is_named_with_its_line(tmp_path: Path, line: bytes):
+    (tmp_path / "study.yaml").write_bytes(b"---\n" + line + b"\n")
+    with pytest.raises(UserError, match="line 2 is not as normexp writes it"):
+        read_commands(tmp_path)
+
+
+def test_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    append_command(tmp_path, COMMAND, {}, "0123")
+
+    def denied(_: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(UserError, match=r"study\.yaml: Permission denied; make it readable"):
+        read_commands(tmp_path)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from normexp.build import check_trainer
 from normexp.errors import UserError
 from normexp.records.reader import read_result
 from normexp.studies.config import compose_config
@@ -38,6 +39,15 @@ def test_devices_that_do_not_fit_are_refused_before_any_work(words: list[str], m
     with pytest.raises(UserError) as error:
         validate(compose_config(words))
     assert message in str(error.value)
+
+
+def test_accelerator_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def refuse(**_: object) -> None:
+        raise ModuleNotFoundError("Requirement 'torch_xla' not met")
+
+    monkeypatch.setattr("pytorch_lightning.Trainer", refuse)
+    with pytest.raises(UserError, match="trainer: Requirement 'torch_xla' not met"):
+        check_trainer(compose_config(DDP))
 
 
 def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_them():

@@ -19,6 +19,7 @@ class AtWork:
     task: tuple[int, ...]
     steps: tuple[int, int]
     since: float
+    is_ready: bool = True
 
 
 @pytest.fixture
@@ -53,6 +54,16 @@ def test_time_left_follows_the_steps_of_what_runs(clock: list[float]):
     half, fresh = AtWork((1,), (50, 100), since=0.0), AtWork((2,), (0, 0), since=10.0)
     # 30 s for the other half, 100 - 20 s for the fresh one, 100 s for the one that waits
     assert display.time_left(1, [half, fresh]) == spoken((30 + 80 + 100) / 2)
+    fresh.is_ready = False
+    assert display.time_left(1, [half, fresh]) == ""
+    fresh.is_ready, display.is_stopping = True, True
+    assert display.time_left(1, [half, fresh]) == ""
+
+
+def test_time_left_does_not_count_failures():
+    display = Display(["a", "b", "c"])
+    display.ended("a", Outcome("failed", "a", seconds=0.1))
+    assert display.time_left(2) == ""
 
 
 def test_live_view_has_a_row_per_worker():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from normexp.errors import UserError
 from normexp.records.layout import LOCK_FILE, seed_dir, stack_dir
 from normexp.records.lock import StackLock
 from normexp.records.reader import read_result
@@ -13,6 +15,13 @@ from normexp.records.result import Result
 from normexp.records.writer import write_result
 from normexp.studies.outcome import Start
 from normexp.studies.recorded import record_death, record_failure, recorded_runs, stacks_of
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Path:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    return folder
 
 
 def write(cell: Path, seed: int, status: str, attempts: int | None = None) -> None:
@@ -31,39 +40,60 @@ def start(cell: Path, seeds: list[int]) -> Start:
     [(True, 3, [1, 3]), (True, 4, [1, 2, 3]), (False, 3, [3]), (True, 1, [3])],
 )
 def test_failed_runs_are_tried_again_up_to_the_limit(
-    tmp_path: Path, retry_failed: bool, max_attempts: int, missing: list[int]
+    cell: Path, retry_failed: bool, max_attempts: int, missing: list[int]
 ):
-    write(tmp_path, 0, "finished")
-    write(tmp_path, 1, "failed")  # of before attempts were counted: one
-    write(tmp_path, 2, "failed", attempts=3)
-    recorded = recorded_runs(tmp_path, [0, 1, 2, 3])
+    write(cell, 0, "finished")
+    write(cell, 1, "failed")  # of before attempts were counted: one
+    write(cell, 2, "failed", attempts=3)
+    recorded = recorded_runs(cell, [0, 1, 2, 3])
     assert [run.seed for run in recorded.ended] == [0]
     assert missing == recorded.missing(retry_failed=retry_failed, max_attempts=max_attempts)
 
 
-def test_interrupted_stacks_keep_their_seeds_together(tmp_path: Path):
+def test_interrupted_stacks_keep_their_seeds_together(cell: Path):
     for first, last in [(2, 3), (5, 6), (8, 9)]:
-        stack_dir(tmp_path, first, last).mkdir(parents=True)
-    (stack_dir(tmp_path, 2, 3) / "last.ckpt").touch()
-    (stack_dir(tmp_path, 5, 6) / "last.ckpt").touch()  # seed 6 is not asked for
-    assert stacks_of(tmp_path, [0, 1, 2, 3, 4, 5, 8, 9]) == [[0, 1], [2, 3], [4, 5], [8, 9]]
+        stack_dir(cell, first, last).mkdir(parents=True)
+    (stack_dir(cell, 2, 3) / "last.ckpt").touch()
+    (stack_dir(cell, 5, 6) / "last.ckpt").touch()  # seed 6 is not asked for
+    assert stacks_of(cell, [0, 1, 2, 3, 4, 5, 8, 9]) == [[0, 1], [2, 3], [4, 5], [8, 9]]
 
 
-def test_attempts_add_up(tmp_path: Path):
-    write(tmp_path, 0, "failed", attempts=2)
-    record_failure(start(tmp_path, [0, 1]), [0, 1], "again")
-    assert [read_result(seed_dir(tmp_path, seed)).attempts for seed in (0, 1)] == [3, 1]
+def test_attempts_add_up(cell: Path):
+    write(cell, 0, "failed", attempts=2)
+    record_failure(start(cell, [0, 1]), [0, 1], "again")
+    assert [read_result(seed_dir(cell, seed)).attempts for seed in (0, 1)] == [3, 1]
 
 
-def test_death_is_recorded_for_unended_runs_alone(tmp_path: Path):
-    write(tmp_path, 0, "finished")
-    results = record_death(start(tmp_path, [0, 1]), [0, 1], "killed")
+def test_death_is_recorded_for_unended_runs_alone(cell: Path):
+    write(cell, 0, "finished")
+    results = record_death(start(cell, [0, 1]), [0, 1], "killed")
     assert [run.status for run in results] == ["finished", "failed"]
-    assert read_result(seed_dir(tmp_path, 1)).error == "killed"
+    assert read_result(seed_dir(cell, 1)).error == "killed"
 
 
-def test_death_is_not_recorded_where_somebody_else_trains_by_now(tmp_path: Path):
-    with StackLock(tmp_path / LOCK_FILE) as held:
+def test_death_is_not_recorded_where_somebody_else_trains_by_now(cell: Path):
+    with StackLock(cell / LOCK_FILE) as held:
         assert held
-        assert record_death(start(tmp_path, [0]), [0], "killed") == []
-    assert not seed_dir(tmp_path, 0).exists()
+        assert record_death(start(cell, [0]), [0], "killed") == []
+    assert not seed_dir(cell, 0).exists()
+
+
+def test_result_that_was_copied_is_not_a_seed_of_its_own(cell: Path):
+    write(cell, 1, "finished")
+    seed_dir(cell, 0).mkdir()
+    shutil.copy(seed_dir(cell, 1) / "result.json", seed_dir(cell, 0))
+    with pytest.raises(UserError, match=r"seed-0 holds the result of c seed 1: was it moved or"):
+        recorded_runs(cell, [0, 1])
+
+
+def test_folders_of_other_names_are_not_stacks(cell: Path):
+    for name in ("0-0.bak", "5", "seed", "3-2", "2-3"):
+        (cell / "stacks" / name).mkdir(parents=True)
+        (cell / "stacks" / name / "last.ckpt").touch()
+    assert stacks_of(cell, [0, 1, 2, 3, 5]) == [[0, 1], [2, 3], [5]]
+
+
+def test_file_in_the_place_of_a_run_is_named(cell: Path):
+    seed_dir(cell, 0).touch()
+    with pytest.raises(UserError, match="seed-0 is a file"):
+        recorded_runs(cell, [0])

@@ -8,12 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from normexp.errors import UserError
 from normexp.records.index import read_index
 from normexp.records.layout import LOCK_FILE
 from normexp.records.lock import StackLock
 from normexp.records.reader import read_result
 from normexp.records.study_file import append_command, read_commands
+from normexp.studies import runner
+from normexp.studies.outcome import Composed, Outcome
 from normexp.train import main
 
 QUICK = ["steps=4", "replicas=2", "workers=0", "save_weights=false"]
@@ -149,3 +153,31 @@ def test_study_file_edited_by_hand_is_refused_before_any_work(
     assert train(tmp_path, "norm=none") == 2
     assert "study.yaml line 1 is not as normexp writes it" in capsys.readouterr().err
     assert [path.name for path in study.iterdir()] == ["study.yaml"]
+
+
+STOPPED, FAILED = Outcome("stopped", "a"), Outcome("failed", "b", error="no more")
+
+
+def run_to(monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome, fail_fast: bool = False) -> int:
+    """A command whose cells come to these outcomes."""
+    cfg = OmegaConf.create({"fail_fast": fail_fast, "dry_run": False})
+    cells = [Composed(cfg, {}, outcome.title) for outcome in outcomes]
+    monkeypatch.setattr(runner, "train_cells", lambda *_: list(outcomes))
+    return runner.run_cells(cells, ["normexp-train", "-m"])
+
+
+def test_stopped_command_ends_as_one_though_a_cell_failed(monkeypatch: pytest.MonkeyPatch):
+    for outcomes in ([STOPPED, FAILED], [FAILED, STOPPED]):
+        with pytest.raises(KeyboardInterrupt, match="the same line goes on"):
+            run_to(monkeypatch, *outcomes)
+    assert run_to(monkeypatch, STOPPED, FAILED, fail_fast=True) == 1
+    with pytest.raises(KeyboardInterrupt):
+        run_to(monkeypatch, STOPPED, Outcome("finished", "b"), fail_fast=True)
+
+
+def test_one_refusal_of_all_cells_is_the_commands(monkeypatch: pytest.MonkeyPatch):
+    no_gpu, other = (Outcome("refused", "a", error=error) for error in ("no GPU", "too small"))
+    with pytest.raises(UserError, match="^no GPU$"):
+        run_to(monkeypatch, no_gpu, no_gpu)
+    assert run_to(monkeypatch, no_gpu, other) == 1
+    assert run_to(monkeypatch, no_gpu, Outcome("finished", "b")) == 1

@@ -6,19 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from normexp.records.reader import read_result
-from normexp.studies.stack import form_of, remove_superseded
+from normexp.studies.stack import remove_superseded
 from normexp.train import main
-
-
-def test_form_of_a_checkpoint_is_read_from_it(tmp_path: Path):
-    path = tmp_path / "last.ckpt"
-    assert form_of(path) is None
-    for is_stacked in (True, False):
-        torch.save({"normexp": {"is_stacked": is_stacked}}, path)
-        assert form_of(path) is is_stacked
 
 
 def test_unreadable_checkpoint_is_kept_aside_and_the_stack_starts_over(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +17,20 @@ from normexp.records.result import Result
 from normexp.records.study_file import append_command
 from normexp.records.writer import write_result
 from normexp.status import main
-from normexp.studies.status import read_status
+from normexp.studies.folders import conf_dir
+from normexp.studies.status import MAX_ATTEMPTS, read_status
 
 WORDS = ["normexp-train", "-m", "norm=batch,group,bad", "study=s"]
 
 
-def write(study: Path, cell: str, seed: int, status: str) -> None:
+def write(study: Path, cell: str, seed: int, status: str, attempts: int | None = None) -> None:
     run_dir = seed_dir(study / cell, seed)
     run_dir.mkdir(parents=True)
     error = "RuntimeError: no more" if status == "failed" else None
     step = 7 if status == "diverged" else None
-    result = Result(cell, seed, status, {}, {}, {}, error=error, diverged_at_step=step)
+    result = Result(
+        cell, seed, status, {}, {}, {}, error=error, diverged_at_step=step, attempts=attempts
+    )
     write_result(run_dir, result)
 
 
@@ -67,6 +71,14 @@ def test_every_run_that_was_asked_for_has_a_state(study: Path):
     assert not status.is_complete
 
 
+def test_cell_of_an_edited_source_keeps_its_title(study: Path):
+    append_news(study, [News("d-own", "norm=own", [0], cell_id="o-1")])
+    write(study, "o-1", 0, "finished")
+    append_news(study, [News("d-own", "norm=own", [0], cell_id="o-2")])
+    titles = {cell.title for cell in read_status(study.parent, "s").cells}
+    assert {"norm=own", "norm=own, before its source changed"} <= titles and "o-1" not in titles
+
+
 def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
     run_dir = seed_dir(study / "g-1", 0)
     run_dir.mkdir()
@@ -102,7 +114,8 @@ def test_entry_says_what_to_type_and_imports_neither_torch_nor_hydra(study: Path
     assert run.returncode == 0, run.stderr
     assert "9 runs of 4 cells: 1 finished, 1 diverged, 1 failed, 2 interrupted, 4 not" in run.stdout
     _, _, again = run.stdout.partition("to finish, type again:\n")
-    assert again.split("\n") == ["  python -m normexp.train -m norm=batch,group,bad study=s", ""]
+    line = f"  python -m normexp.train -m norm=batch,group,bad study=s runs_dir={study.parent}"
+    assert again.split("\n") == [line, ""]
 
 
 def test_only_commands_that_lack_something_are_to_be_typed_again(study: Path):
@@ -132,6 +145,76 @@ def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.Capt
     write(tmp_path / "s", "b-1", 0, "finished")
     assert main(["study=s", f"runs_dir={tmp_path}"]) == 0
     assert "complete; next:\n  python -m normexp.report study=s" in capsys.readouterr().out
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Path:
+    """A study of one cell, whose only run has failed three times."""
+    study = tmp_path / "s"
+    write(study, "b-1", 0, "failed", attempts=3)
+    append_news(study, [News("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
+    return study
+
+
+def told(study: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([f"study={study.name}", f"runs_dir={study.parent}"]) == 0
+    return capsys.readouterr().out
+
+
+def test_brackets_in_titles_and_errors_are_text(failing: Path, capsys):
+    result = seed_dir(failing / "b-1", 0) / "result.json"
+    result.write_text(result.read_text().replace("no more", "no more [/data/x]"))
+    out = told(failing, capsys)
+    assert "no more [/data/x]" in out and "evaluate_with=[running]" in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "next_line"),
+    [
+        (["norm=batch"], "tried as often as max_attempts allows; to try once more, type again:"),
+        (["norm=batch", "max_attempts=4"], "to finish, type again:"),
+        (["max_attempts=9", "retry_failed=false"], "to try once more, type again:"),
+    ],
+)
+def test_line_that_would_not_try_again_is_told_with_one_that_does(
+    failing: Path, capsys, typed: list[str], next_line: str
+):
+    append_command(failing, ["normexp-train", *typed], {}, "0" * 16, {"d": [0]})
+    *_, first, line, end = told(failing, capsys).split("\n")
+    assert next_line in first and end == ""
+    assert ("max_attempts=4" in line) and "retry_failed" not in line
+
+
+def test_attempts_that_are_allowed_are_those_of_the_config():
+    text = (conf_dir() / "config.yaml").read_text()
+    assert f"\nmax_attempts: {MAX_ATTEMPTS} " in text and "\nretry_failed: true " in text
+
+
+def test_cell_that_is_tried_again_is_running(failing: Path, capsys):
+    append_command(failing, ["normexp-train"], {}, "0" * 16, {"d": [0]})
+    with StackLock(failing / "b-1" / LOCK_FILE):
+        assert read_status(failing.parent, "s").runs == {"running": 1}
+        assert "being trained now; should that stop, type again:" in told(failing, capsys)
+
+
+def test_moved_study_is_told_where_it_lies_now(study: Path, capsys):
+    append_command(study, ["normexp-train", "x", "study=s", "runs_dir=/old"], {}, "0" * 16)
+    moved = study.rename(study.parent / "t-search")
+    append_command(moved, ["normexp-tune", "y", "study=s"], {}, "0" * 16)
+    _, _, again = told(moved, capsys).partition("to finish, type again:\n")
+    place = f"runs_dir={moved.parent}"
+    assert again.splitlines()[1:] == [
+        f"  python -m normexp.train x study=t-search {place}",
+        f"  python -m normexp.tune y study=t {place}",
+    ]
+
+
+def test_copied_result_and_folders_of_other_names_are_no_runs(study: Path):
+    shutil.copytree(study / "g-1" / "stacks" / "0-1", study / "g-1" / "stacks" / "0-1.bak")
+    shutil.copy(seed_dir(study / "b-1", 0) / "result.json", seed_dir(study / "b-1", 1))
+    by_title = {cell.title: cell for cell in read_status(study.parent, "s").cells}
+    assert by_title["norm=group"].runs == {"interrupted": 2, "not started": 1}
+    assert by_title["norm=batch"].runs == {"finished": 1, "unreadable": 1, "failed": 1}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,12 @@ import pytest
 
 from normexp.records.result import Result
 from normexp.studies.outcome import Composed, Outcome
-from normexp.studies.summary import commands_to_look, next_commands, print_closing_table
+from normexp.studies.summary import (
+    commands_to_look,
+    next_commands,
+    print_closing_table,
+    print_plan,
+)
 
 RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
 RECORD |= {"batch_size": 32, "micro_batch_size": None, "devices": 1}
@@ -119,3 +124,25 @@ def test_next_commands_of_a_language_model_name_norms_that_do_not_read_the_futur
     norms, sizes, _ = next_commands(one, ["normexp-train"])
     assert norms == f"{TRAIN} norm=batch,layer,causal_instance,causal_group"
     assert sizes == f"{TRAIN} norm=batch,causal_group norm_batch_size=2,8,32"
+
+
+def test_brackets_in_titles_and_errors_are_text(capsys):
+    error = "ValueError: no such file [/data/x.bin]; [enforce fail at x]"
+    cells = [Composed(None, {}, "evaluate_with=[running]"), Composed(None, {}, "lr=1")]
+    print_closing_table(cells, [Outcome("failed", "", error=error), outcome("a", 0.5)])
+    out = capsys.readouterr().out
+    assert error in out and "evaluate_with=[running]" in out
+
+
+def test_plan_lists_a_cell_of_two_sizes_once_and_counts_in_english(tmp_path: Path, capsys):
+    planned = outcome("a", folder=tmp_path)
+    planned.status, planned.missing = "planned", [0]
+    planned.record = RECORD | {"num_steps": 9}
+    cells = [Composed(None, {}, f"norm=none norm_batch_size={size}") for size in (2, 8)]
+    print_plan(cells, [planned, planned])
+    assert capsys.readouterr().out.splitlines() == [
+        "norm=none: 1 run to do, 0 done, 9 steps each, unknown time",
+        "expected: 0.0 s of training in one process, and 1 cell of unknown time",
+    ]
+    print_plan(cells[:1], [planned])
+    assert capsys.readouterr().out.startswith("batch on digits: 1 run to do")

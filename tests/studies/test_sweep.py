@@ -94,8 +94,10 @@ def test_cell_that_does_not_compose_is_refused_without_a_worker(tmp_path: Path):
 def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
     cells = [composed(tmp_path, "a", steps=500), composed(tmp_path, "b", "die", steps=10)]
     cells += [composed(tmp_path, "c")]
-    outcomes = sweep_of(cells, fail_fast=True).run()
+    sweep = sweep_of(cells, fail_fast=True)
+    outcomes = sweep.run()
     assert statuses(outcomes) == ["stopped", "failed", "stopped"]
+    assert sweep.display.is_stopping  # no time is left
     assert outcomes[0].directory is not None  # was begun, and stopped itself
     assert outcomes[2].directory is None
 

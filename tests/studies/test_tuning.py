@@ -112,7 +112,8 @@ def test_where_all_diverge_nothing_is_reported(
     trainer.accuracy = lambda *_: None
     assert tune(tmp_path, "lr=choice(0.1,0.2)") == 1
     assert trainer.rates("s") == []
-    assert "no trial has a value" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no trial has a value" in out and "the same again" not in out
 
 
 def test_failed_trial_is_told_and_the_search_goes_on(
@@ -155,6 +156,18 @@ def test_sizes_that_come_to_one_cell_share_a_search(tmp_path: Path, trainer: Tra
         "norm=batch norm_batch_size=8 lr=0.1",
         "norm=group norm_batch_size=4 lr=0.1",
     ]
+
+
+def test_stop_while_fresh_seeds_train_is_told_as_one(
+    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+):
+    train = trainer.train
+    trainer.train = lambda cell: (
+        Outcome("stopped", cell.title) if cell.seeds[0] == 0 else train(cell)
+    )
+    assert tune(tmp_path, "lr=choice(0.1,0.2)") == 130
+    told = capsys.readouterr()
+    assert "stopped; the same line goes on from here" in told.err and told.out == ""
 
 
 def test_best_at_the_edge_is_warned_of(

@@ -71,6 +71,7 @@ def test_training_of_a_recipe_to_be_searched_names_the_command():
         ([LR, "tune.first_seed=3", "replicas=4"], "try tune.first_seed=4"),
         ([LR, "tune.seeds=1"], "tune.seeds=1: must be a whole number above 1"),
         ([LR, "tune.trials=0"], "tune.trials=0"),
+        ([LR, 'tune.storage="postgresql://host/db"'], "give a file of a journal"),
         (["lr=interval(0,1)"], "lr=0.0: must be a number above 0"),
         (["seed=choice(1,2)"], "a search varies what is trained"),
         ([LR, "study=a,b"], "a search varies what is trained"),

@@ -27,6 +27,7 @@ REFUSED = {
     "lr_rule=cubic": "lr_rule=cubic: must be one of none, linear, sqrt",
     "stack=1": "stack=1: must be one of auto, true, false",
     "study=../up": "study=../up: must be a folder name",
+    f"study={'n' * 201}": "of at most 200 bytes",
     "study=[a,b]": "must be a folder name",
     "optim.schedule=step": "optim.schedule=step: must be one of constant, cosine, one_cycle",
     "optim.warmup=1.0": "optim.warmup=1.0: must be a number from 0 to below 1",

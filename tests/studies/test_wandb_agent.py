@@ -8,17 +8,24 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from normexp.errors import UserError
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
 from normexp.studies.arguments import parse_arguments
 from normexp.studies.grid import compose_cells
-from normexp.studies.outcome import Composed
-from normexp.studies.wandb_agent import mean_metrics, mean_rows, refuse_many_cells
+from normexp.studies.outcome import CellStatus, Composed, Outcome
+from normexp.studies.wandb_agent import (
+    log_to_agent,
+    mean_metrics,
+    mean_rows,
+    refuse_many_cells,
+)
 from normexp.train import main
 
 SWEEP_FILE = Path(__file__).parents[2] / "scripts" / "wandb_sweep.yaml"
@@ -68,7 +75,8 @@ def test_command_that_an_agent_makes_of_it_composes():
 def result(seed: int, status: str, **metrics: float) -> Result:
     named = {name.replace("_", "/"): value for name, value in metrics.items()}
     step = 2 if status == "diverged" else None
-    return Result("a cell", seed, status, {}, named, {}, diverged_at_step=step)  # type: ignore[arg-type]
+    error = "no more" if status == "failed" else None
+    return Result("a cell", seed, status, {}, named, {}, diverged_at_step=step, error=error)  # type: ignore[arg-type]
 
 
 def test_final_means_are_over_seeds_and_a_diverged_seed_has_accuracy_0():
@@ -95,6 +103,34 @@ def test_rows_are_means_by_step(tmp_path: Path):
     ]
     lost = [result(0, "finished"), result(1, "diverged")]
     assert mean_rows(tmp_path, lost)[0] == (1, {"train/loss": 2.0})
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: dict[str, float] = {}
+        self.exit_code: int | None = None
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        del step
+        self.logged |= row
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("skipped", 0), ("failed", 1)])
+def test_cell_with_a_failed_seed_has_no_mean_and_an_exit_code(
+    status: CellStatus, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = FakeRun()
+    fake = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    ended = "failed" if status == "failed" else "finished"
+    results = [result(0, "finished", val_accuracy=0.5), result(1, ended, val_accuracy=0.6)]
+    cell = Composed(OmegaConf.create({"logger": {"wandb": {"mode": "offline"}}}), {}, "a")
+    log_to_agent(cell, Outcome(status, "a", "a", tmp_path / "a", results=results))
+    assert run.exit_code == code
+    assert ("val/accuracy" in run.logged) == (code == 0)
 
 
 def test_sweep_of_cells_under_an_agent_is_refused(monkeypatch: pytest.MonkeyPatch):
