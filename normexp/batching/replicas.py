@@ -45,6 +45,10 @@ class Replicas(nn.Module, ABC):
         Values of `batch` are (S, N, ...), or (N, ...) where it is `shared` by the replicas.
         """
 
+    def add_gradient(self, batch: Batch, measure: Measure, weight: float) -> Tensor:
+        """Adds the gradient of `weight` times each replica's measured "loss"; those losses (S,)."""
+        return backward(self.measure(batch, measure)["loss"], weight)
+
     @abstractmethod
     def replica(self, index: int) -> nn.Module:
         """Replica `index` as a plain module of its own."""
@@ -83,15 +87,25 @@ class InTurn(Replicas):
         super().__init__(networks, len(networks))
 
     def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
-        rows = []
-        for index, network in enumerate(self.trees):
-            own = batch if shared else {name: value[index] for name, value in batch.items()}
-            if self.foreign_seeds is not None and network.training:
-                torch.manual_seed(self.foreign_seeds[index])
-            rows.append(measure(network(*model_arguments(own)), own))
+        owns = [batch if shared else _of_replica(batch, i) for i in range(self.num_replicas)]
+        rows = [self._measure_one(index, own, measure) for index, own in enumerate(owns)]
         if len(rows) == 1:
             return {name: value.unsqueeze(0) for name, value in rows[0].items()}
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def add_gradient(self, batch: Batch, measure: Measure, weight: float) -> Tensor:
+        """A network's backward follows its forward: memory for the activations of one."""
+        losses = []
+        for index in range(self.num_replicas):
+            row = self._measure_one(index, _of_replica(batch, index), measure)
+            losses.append(backward(row["loss"], weight))
+        return torch.stack(losses)
+
+    def _measure_one(self, index: int, batch: Batch, measure: Measure) -> Measured:
+        network = self.trees[index]
+        if self.foreign_seeds is not None and network.training:
+            torch.manual_seed(self.foreign_seeds[index])
+        return measure(network(*model_arguments(batch)), batch)
 
     def replica(self, index: int) -> nn.Module:
         return copy.deepcopy(self.trees[index])
@@ -153,6 +167,18 @@ class Stacked(Replicas):
         for own, dropout in zip(keys, dropouts(self.network), strict=True):
             dropout.key.copy_(own)
             dropout.first_sample.fill_(first_sample)
+
+
+def backward(losses: Tensor, weight: float) -> Tensor:
+    """Adds the gradient of `weight` times the losses' sum; returns them without their graph."""
+    # Not Lightning's manual_backward: its hooks cost more than a small step's optimizer, and none
+    # of the precisions here scales a loss.
+    losses.backward(torch.full_like(losses, weight))
+    return losses.detach()
+
+
+def _of_replica(batch: Batch, index: int) -> Batch:
+    return {name: value[index] for name, value in batch.items()}
 
 
 def dropouts(network: nn.Module) -> list[Dropout]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from normexp.batching.replicas import Batch, Measure, Measured, Replicas
+from normexp.batching.replicas import Batch, Measure, Replicas, backward
 from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -43,8 +44,8 @@ def make_channels_last(replicas: Replicas) -> None:
 
 def compiled(
     replicas: Replicas, sizes: Sizes, device: torch.device
-) -> Callable[[Batch, Measure], Measured]:
-    """`replicas.measure` through torch.compile, forward and backward; for training alone.
+) -> Callable[[Batch, Measure, float], Tensor]:
+    """`replicas.add_gradient` with forward and backward through torch.compile.
 
     On a GPU a step of one forward pass is replayed as a CUDA graph (mode `reduce-overhead`). With
     accumulation it is not: gradients in a graph's memory must not outlive its next replay.
@@ -56,7 +57,7 @@ def compiled(
     run = torch.compile(replicas.measure, mode="reduce-overhead" if replays else None)
     worked = False
 
-    def measure(batch: Batch, measure: Measure) -> Measured:
+    def add_gradient(batch: Batch, measure: Measure, weight: float) -> Tensor:
         nonlocal worked
         if replays:
             torch.compiler.cudagraph_mark_step_begin()
@@ -70,6 +71,6 @@ def compiled(
                 f"compile=true: this network cannot be compiled here ({reason}); try compile=false"
             ) from error
         worked = True
-        return measured
+        return backward(measured["loss"], weight)
 
-    return measure
+    return add_gradient

@@ -10,7 +10,7 @@ from torch import Tensor
 from normexp.batching.accumulation import accumulate
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import Processes
-from normexp.batching.replicas import Batch, Measure, Measured, Replicas, dropouts
+from normexp.batching.replicas import Batch, Measure, Replicas, dropouts
 from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.data.batches import TrainingBatches
 
@@ -20,7 +20,7 @@ class StepGradient:
 
     Args:
         batches: where a step's samples come from; told which of them are this process's.
-        run: `replicas.measure`, or its compiled form.
+        run: `replicas.add_gradient`, or its compiled form.
         loss: a replica's loss of an output, summed over targets, as `{"loss": ...}`.
         processes: those that train together; None for one alone.
     """
@@ -30,7 +30,7 @@ class StepGradient:
         replicas: Replicas,
         batches: TrainingBatches,
         sizes: Sizes,
-        run: Callable[[Batch, Measure], Measured],
+        run: Callable[[Batch, Measure, float], Tensor],
         loss: Measure,
         processes: Processes | None,
     ) -> None:
@@ -68,11 +68,7 @@ class StepGradient:
 
     def _add_part(self, part: Batch, num_targets: int) -> Tensor:
         """Adds a part's gradient, over the whole step's targets: a short part weighs less."""
-        losses = self.run(part, self.loss)["loss"]
-        # Not Lightning's manual_backward: its hooks cost more than a small step's optimizer, and
-        # none of the precisions here scales a loss.
-        losses.backward(torch.full_like(losses, 1 / num_targets))
-        return losses.detach() / num_targets
+        return self.run(part, self.loss, 1 / num_targets) / num_targets
 
     def _hand_in_draws(self, step: int, first_sample: int) -> None:
         seeds = self.batches.seeds

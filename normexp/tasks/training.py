@@ -86,7 +86,7 @@ class TrainingTask(EvaluatedTask):
         self.batches.dtype = next(replicas.parameters()).dtype  # as the precision has made it
         if recipe.lr_scales is not None:
             self._rates = ReplicaRates(replicas, recipe.lr_scales)
-        run = replicas.measure
+        run = replicas.add_gradient
         if recipe.compile:
             run = compiled(replicas, recipe.sizes, self.device)
         self._gradient = StepGradient(

@@ -28,7 +28,7 @@ def test_each_step_has_draws_of_its_own_and_each_part_knows_its_place(monkeypatc
     monkeypatch.setattr(task.replicas, "set_dropout", set_dropout)
     task.replicas.foreign_seeds = [0, 0]
     replicas, batches = task.replicas, task.batches
-    gradient = StepGradient(replicas, batches, sizes, replicas.measure, loss, None)
+    gradient = StepGradient(replicas, batches, sizes, replicas.add_gradient, loss, None)
     for step, batch in enumerate(batches.chunk(0, 2)):
         gradient.add(batch, step)
     assert [first for _, first in dropout] == [0, 4, 0, 4]
