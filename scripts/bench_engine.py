@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def seconds_per_step(bench: Bench, cell: Cell, seeds: list[int]) -> float:
     with suitable_threads(cell.elements_per_forward):
         fit(
             task,
-            checkpoint=Path(bench.folder) / "none.ckpt",
+            checkpoint=Path(tempfile.mkdtemp(dir=bench.folder)) / "none.ckpt",
             epochs=cell.plan.epochs,
             val_every_epochs=NEVER,
             trainer_options=trainer,

@@ -94,7 +94,7 @@ def ensure_writable(directory: Path, *, key: str = "runs_dir") -> None:
     try:
         while not existing.exists():
             existing = existing.parent
-        os.rmdir(tempfile.mkdtemp(prefix=".normexp-", dir=existing))
+        tempfile.TemporaryFile(dir=existing).close()  # without a name that others would meet
     except OSError as error:
         raise UserError(
             f"{key}={directory} cannot be written ({error.strerror}: {existing}); "

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from glob import escape, glob
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -44,11 +45,12 @@ def serve_report(
 
 def stamp_of(studies: Sequence[Path]) -> frozenset[tuple[str, int]]:
     """Every result of the studies with the time it was written."""
+    # Not Path.glob, which raises where a folder goes away while it looks.
     files = (
-        file
+        Path(file)
         for study in studies
         for name in (RESULT_FILE, EVALUATION_FILE)
-        for file in study.glob(f"*/seed-*/{name}")
+        for file in glob(f"{escape(str(study))}/*/seed-*/{name}")
     )
     found = set()
     for file in files:

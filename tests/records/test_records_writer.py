@@ -99,7 +99,7 @@ def test_ensure_writable_refuses_a_read_only_file_system(tmp_path: Path, monkeyp
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(UserError, match="data_dir=.*Read-only file system"):
         ensure_writable(tmp_path / "data", key="data_dir")
     assert list(tmp_path.iterdir()) == []

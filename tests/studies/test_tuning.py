@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,10 @@ def test_search_killed_at_any_moment_finishes_as_an_undisturbed_one(tmp_path: Pa
         space = ["tune.trials=4", "tune.seeds=2", "epochs=1", "replicas=2", "workers=0"]
         return [sys.executable, "-m", "normexp.tune", LR, *space, f"runs_dir={tmp_path / name}"]
 
+    def results() -> list[Path]:
+        # Not Path.glob, which raises where a folder goes away while it looks.
+        return [Path(file) for file in glob(f"{tmp_path}/cut/*/*/*/result.json")]
+
     def metrics(name: str) -> dict[str, dict[str, float]]:
         paths = sorted((tmp_path / name).rglob("result.json"))
         return {str(p.relative_to(tmp_path / name)): read_result(p).metrics for p in paths}
@@ -205,7 +210,7 @@ def test_search_killed_at_any_moment_finishes_as_an_undisturbed_one(tmp_path: Pa
             command("cut"), stderr=subprocess.DEVNULL, start_new_session=True
         )
         deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("cut/*/*/*/result.json"))) <= number:
+        while len(results()) <= number:
             if process.poll() is not None or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
@@ -213,7 +218,7 @@ def test_search_killed_at_any_moment_finishes_as_an_undisturbed_one(tmp_path: Pa
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for path in tmp_path.glob("cut/*/*/*/result.json"):
+        for path in results():
             assert ended.setdefault(path, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
     subprocess.run(command("cut"), check=True, capture_output=True)
     assert metrics("cut") == metrics("whole")
