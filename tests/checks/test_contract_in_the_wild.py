@@ -85,6 +85,7 @@ def test_missing_kernel_is_skipped():
     assert lines["statistics wide in bfloat16"].status == "skipped"
 
 
+@pytest.mark.slow
 def test_lazy_norm_swallows_no_argument_that_could_not_be_looked_at():
     found = failures(nn.LazyBatchNorm2d)
     assert "parameters made at once" in found and "no argument swallowed" not in found

@@ -78,10 +78,12 @@ def test_a_slot_is_one_training_whoever_says_it():
     assert prepare("norm=ws", "conv=plain").id == prepare("norm=none").id
 
 
+@pytest.mark.slow
 def test_a_default_of_a_norm_that_has_no_place_is_no_other_training():
     assert prepare("model=vit", "norm=ws").id == prepare("model=vit", "norm=none").id
 
 
+@pytest.mark.slow
 def test_number_of_a_residual_scale_counts_by_value():
     whole, real = (prepare("model=vit", "norm=none", f"residual_scale={v}") for v in ("0", "0.0"))
     assert whole.id == real.id != prepare("model=vit", "norm=none").id

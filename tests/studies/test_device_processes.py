@@ -52,6 +52,7 @@ def test_line_that_a_killed_process_tore_is_passed_over(monkeypatch: pytest.Monk
     assert process.report == {"kind": "error"}
 
 
+@pytest.mark.slow
 def test_port_on_which_processes_meet_is_held_before_they_start(monkeypatch: pytest.MonkeyPatch):
     script = (
         "import os, socket; from torch.distributed.rendezvous import rendezvous; "

@@ -71,6 +71,7 @@ def test_more_seeds_and_rates_train_what_is_missing(tmp_path: Path):
     assert {path: path.stat().st_ino for path in before} == before
 
 
+@pytest.mark.slow
 def test_failing_stack_is_trained_cell_by_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -90,6 +91,7 @@ def test_refused_cells_are_told_as_that_alone(tmp_path: Path, capsys: pytest.Cap
     assert "trained alone" not in told.err
 
 
+@pytest.mark.slow
 def test_cells_train_one_after_another_where_the_rule_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -99,6 +101,7 @@ def test_cells_train_one_after_another_where_the_rule_says_so(
     assert not (tmp_path / "s" / "stacks").exists()
 
 
+@pytest.mark.slow
 def test_task_of_which_somebody_trains_a_cell_is_busy_and_holds_nothing(tmp_path: Path):
     cells = composed(tmp_path)
     first, second = (prepare_cell(each.cfg, each.choices).directory for each in cells if each.cfg)

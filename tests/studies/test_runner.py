@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 import sys
 import threading
@@ -120,11 +122,22 @@ def test_cell_that_another_process_trains_is_waited_for(
     lock = StackLock(cell / LOCK_FILE)
     assert lock.acquire()
     capsys.readouterr()
-    timer = threading.Timer(1.0, lock.release)
-    timer.start()
-    assert train(tmp_path, "norm=none") == 0
-    timer.join()
-    assert f"waiting for process {lock.holder() or ''}" in capsys.readouterr().err
+
+    class Release(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting for process" in record.getMessage():
+                lock.release()
+
+    in_vain = threading.Timer(30.0, lock.release)
+    in_vain.start()
+    handler = Release()
+    logging.getLogger("normexp").addHandler(handler)
+    try:
+        assert train(tmp_path, "norm=none") == 0
+    finally:
+        logging.getLogger("normexp").removeHandler(handler)
+        in_vain.cancel()
+    assert f"waiting for process {os.getpid()}" in capsys.readouterr().err
     assert read_result(cell / "seed-1").status == "finished"
 
 

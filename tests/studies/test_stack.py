@@ -44,6 +44,7 @@ def test_run_that_its_last_update_broke_is_diverged(tmp_path: Path):
     assert (result.status, result.diverged_at_step) == ("diverged", 1)
 
 
+@pytest.mark.slow
 def test_optimizer_not_known_to_act_by_value_trains_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -123,6 +123,7 @@ def test_busy_cell_waits_behind_the_others_and_is_then_skipped(tmp_path: Path):
     assert statuses(outcomes) == ["finished", "finished"]
 
 
+@pytest.mark.slow
 def test_sizes_that_come_to_one_cell_are_trained_once(tmp_path: Path):
     cells = [composed(tmp_path, "a", steps=20) for _ in range(3)]
     outcomes = sweep_of(cells, num_workers=3).run()
@@ -197,6 +198,7 @@ def test_task_that_its_worker_hands_back_goes_on_cell_by_cell(tmp_path: Path):
     assert statuses(sweep.run()) == ["finished"] * 3
 
 
+@pytest.mark.slow
 def test_worker_that_dies_with_a_task_of_several_fails_only_the_cell_that_kills(tmp_path: Path):
     cells = [composed(tmp_path, "a", "die"), *(composed(tmp_path, name) for name in "bc")]
     log, display = StudyLog(cells, ["normexp-train"]), Display(["a", "b", "c"])

@@ -62,6 +62,7 @@ def test_the_same_line_again_trains_nothing(tmp_path: Path):
     assert files(cell) == before
 
 
+@pytest.mark.slow
 def test_more_replicas_train_only_the_new_seeds(tmp_path: Path):
     train(tmp_path, "norm=group")
     (cell,) = cells(tmp_path)

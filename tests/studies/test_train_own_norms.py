@@ -68,6 +68,7 @@ class Failing(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_failure_is_a_row_with_its_error_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

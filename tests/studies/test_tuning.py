@@ -92,6 +92,7 @@ def test_best_mean_on_validation_is_reported_with_fresh_seeds(
     assert "edge" not in out
 
 
+@pytest.mark.slow
 def test_mean_over_seeds_counts_and_not_the_best_seed(tmp_path: Path, trainer: Trainer):
     values = {(0.1, 1000): 1.0, (0.1, 1001): 0.2, (0.2, 1000): 0.7, (0.2, 1001): 0.7}
     trainer.accuracy = lambda lr, seed: values.get((lr, seed), 0.5)
@@ -107,6 +108,7 @@ def test_diverged_seed_counts_as_the_worst_value_and_is_no_failure(
     assert trainer.rates("s") == [0.12]  # 0.2 has (1 + 0) / 2
 
 
+@pytest.mark.slow
 def test_where_all_diverge_nothing_is_reported(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):
@@ -117,6 +119,7 @@ def test_where_all_diverge_nothing_is_reported(
     assert "no trial has a value" in out and "the same again" not in out
 
 
+@pytest.mark.slow
 def test_failed_trial_is_told_and_the_search_goes_on(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):
@@ -171,6 +174,7 @@ def test_stop_while_fresh_seeds_train_is_told_as_one(
     assert "stopped; the same line goes on from here" in told.err and told.out == ""
 
 
+@pytest.mark.slow
 def test_best_at_the_edge_is_warned_of(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):

@@ -46,6 +46,7 @@ def test_command_repeats_the_report_and_quotes_for_the_shell():
     )
 
 
+@pytest.mark.slow
 def test_recipe_searches_a_rate_for_each_norm_and_size():
     plans = plans_of("experiment=tuned_sensitivity")
     assert len(plans) == 4 * 4
