@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import bench_formulas as formulas
+import bench_square_formulas as square_formulas
 import torch
 from bench_formulas import EPS, Formula, Shape
 from torch import Tensor, nn
@@ -100,6 +101,8 @@ COUNTERPARTS: dict[str, tuple[str, Callable[[Shape], nn.Module]]] = {
     "crms": _formula(formulas.crms),
     "dyt": _formula(formulas.dyt),
     "derf": _formula(formulas.derf),
+    "power": _formula(square_formulas.power),
+    "moving_average_batch": ("plain formula", square_formulas.AverageFormula),
     "ghost": _formula(formulas.ghost),
     "causal_group": _formula(formulas.causal_group),
     "causal_instance": _formula(formulas.causal_instance),

@@ -31,8 +31,7 @@ def normalize_batch(
     """Output and moments of x (N, C, *), zero where `real`, shaped to broadcast to it, is false."""
     if real is None:
         out, mean, scale = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-        var = (scale.detach().pow(-2) - eps).clamp(min=0)
-        return out, Moments(mean.detach(), var, x.numel() // x.shape[1])
+        return out, Moments(mean.detach(), _variance(scale, eps), x.numel() // x.shape[1])
     pooled = (0, *range(2, x.ndim))
     count = real.sum(dim=pooled).to(x.dtype)  # (C,), or (1,) where channels share a mask
     safe = count.clamp(min=1)
@@ -58,11 +57,10 @@ def normalize_groups(
         count = count[None] if isinstance(count, Tensor) else count
         return out[None], Moments(mean[None], var[None], count)
     if real is None and loops_over_groups(x.shape):
-        parts = [normalize_batch(part, None, weight, bias, eps) for part in x]
-        means = torch.stack([moments.mean for _, moments in parts])
-        variances = torch.stack([moments.var for _, moments in parts])
-        out = torch.stack([part for part, _ in parts])
-        return out, Moments(means, variances, parts[0][1].count)
+        rest = (weight, bias, None, None, True, 0.0, eps)
+        parts = [torch.native_batch_norm(part, *rest) for part in x]
+        out, means, scales = (torch.stack(values) for values in zip(*parts, strict=True))
+        return out, Moments(means.detach(), _variance(scales, eps), x[0].numel() // num_channels)
     if real is not None:
         real = real.expand(-1, -1, num_channels, *real.shape[3:]).movedim(0, 1).flatten(1, 2)
     folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels stand as channels of their own
@@ -74,6 +72,11 @@ def normalize_groups(
         count = count.unflatten(0, by_group)
     moments = Moments(mean.unflatten(0, by_group), var.unflatten(0, by_group), count)
     return out.unflatten(1, by_group).movedim(1, 0), moments
+
+
+def _variance(scale: Tensor, eps: float) -> Tensor:
+    """The variance in the kernel's scale, 1 / sqrt(var + eps)."""
+    return (scale.detach().pow(-2) - eps).clamp(min=0)
 
 
 def loops_over_groups(shape: torch.Size) -> bool:
