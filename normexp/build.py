@@ -38,11 +38,16 @@ RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight
 
 def check_trainer(cfg: DictConfig) -> None:
     """Refuses GPUs that are not there, and what Lightning's Trainer refuses."""
-    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    if cfg.trainer.accelerator in ("gpu", "cuda", "mps") and not has_gpu:
+    accelerator = cfg.trainer.accelerator
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise UserError(
-            f"trainer.accelerator={cfg.trainer.accelerator}: there is no GPU on this machine; "
+            f"trainer.accelerator={accelerator}: there is no CUDA GPU on this machine; "
             "try trainer=cpu, or trainer=auto, which takes what is there"
+        )
+    if accelerator == "mps":
+        raise UserError(
+            "trainer.accelerator=mps: sums over a data set are in float64, which mps lacks; "
+            "try trainer=cpu"
         )
     _check_devices(cfg)
     one_device = {"devices": 1, "num_nodes": 1, "strategy": "auto"}  # the others are its like
@@ -59,10 +64,6 @@ def _check_devices(cfg: DictConfig) -> None:
     devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
     if devices == 1 or accelerator == "cpu":
         return
-    if torch.backends.mps.is_available() and not torch.cuda.is_available():
-        raise UserError(
-            f"trainer.devices={devices}: one is all there is; or trainer.accelerator=cpu"
-        )
     count = torch.cuda.device_count()
     if torch.cuda.is_available() and devices > count:
         raise UserError(

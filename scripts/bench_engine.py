@@ -13,11 +13,13 @@ from bench_measure import Bench
 from omegaconf import OmegaConf
 
 from normexp.batching.stacking import suitable_threads
+from normexp.records.metrics import MetricsWriter
 from normexp.studies.assembly import build_replicas, build_task
 from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.config import compose_cell
 from normexp.tasks.fit import fit
-from normexp.tasks.recorder import Recorder
+from normexp.tasks.progress import TrainingProgress
+from normexp.tasks.recorder import Recorder, RunSink
 
 NEVER = 10**6  # epochs between validations: only training is timed
 
@@ -54,20 +56,30 @@ def make_cell(*overrides: str) -> Cell:
     return prepare_cell(config, choices)
 
 
-def seconds_per_step(bench: Bench, cell: Cell, seeds: list[int]) -> float:
-    """Wall time of an optimizer step of the stack, with all that Lightning does around it."""
+def seconds_per_step(bench: Bench, cell: Cell, seeds: list[int], *, records: bool = False) -> float:
+    """Wall time of an optimizer step of the stack, with all that Lightning does around it.
+
+    Args:
+        records: with metrics.csv and the progress of the command line.
+    """
     replicas = build_replicas(cell, seeds)
-    task = build_task(cell, seeds, replicas, Recorder([[] for _ in seeds]))
+    folder = Path(tempfile.mkdtemp(dir=bench.folder))
+    sinks: list[list[RunSink]] = [[] for _ in seeds]
     watch = Watch(warm_up=cell.plan.num_steps // 4)
+    callbacks: list[pl.Callback] = [watch]
+    if records:
+        sinks = [[MetricsWriter(folder / f"{seed}.csv")] for seed in seeds]
+        callbacks.insert(0, TrainingProgress(cell.title, cell.plan.epochs))
+    task = build_task(cell, seeds, replicas, Recorder(sinks))
     trainer: Any = OmegaConf.to_container(cell.cfg.trainer, resolve=True)
     with suitable_threads(cell.elements_per_forward):
         fit(
             task,
-            checkpoint=Path(tempfile.mkdtemp(dir=bench.folder)) / "none.ckpt",
+            checkpoint=folder / "none.ckpt",
             epochs=cell.plan.epochs,
             val_every_epochs=NEVER,
             trainer_options=trainer,
             loggers=[],
-            callbacks=[watch],
+            callbacks=callbacks,
         )
     return watch.seconds_per_step

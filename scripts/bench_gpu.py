@@ -1,14 +1,16 @@
-"""Rows that only a GPU can fill: resnet20 on images of 32x32, and norms against copy bandwidth."""
+"""Rows that only a GPU can fill: resnet20 on noise of CIFAR's shape, norms against a copy."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from bench_engine import make_cell, seconds_per_step
 from bench_measure import Bench, Row, alternate
 from bench_norms import SHAPES, make_norm
+from PIL import Image
 
 from normexp.studies.folders import group_choices
 
@@ -19,7 +21,9 @@ def networks(bench: Bench) -> Iterator[Row]:
     """Samples per second of all replicas together, through the whole engine."""
     if not torch.cuda.is_available():
         return
-    common = ("trainer=gpu", "model=resnet20", "data=cifar10", f"batch_size={BATCH_SIZE}")
+    root = _noise(bench.folder / "noise", num_images=4096)
+    data = ("data=image_folder", f"data.root={root}", f"data_dir={bench.folder}")
+    common = ("trainer=gpu", "model=resnet20", *data, f"batch_size={BATCH_SIZE}")
     steps = f"steps={60 if bench.quick else 200}"
     for size in (2, 16, 128):
         yield _throughput(bench, f"norm batch {size}", 1, *common, steps, f"norm_batch_size={size}")
@@ -30,11 +34,22 @@ def networks(bench: Bench) -> Iterator[Row]:
         yield _throughput(bench, name, 1, *common, steps, f"compile={switch}")
 
 
+def _noise(root: Path, num_images: int) -> Path:
+    """Images of ten classes as a folder, so that no network is needed."""
+    pixels = torch.randint(0, 256, (num_images, 32, 32, 3), dtype=torch.uint8).numpy()
+    for index, image in enumerate(pixels):
+        split = "test" if index % 8 == 0 else "train"
+        folder = root / split / f"class{index // 8 % 10}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{index}.png")
+    return root
+
+
 def _throughput(bench: Bench, name: str, num_replicas: int, *overrides: str) -> Row:
     cell, seeds = make_cell(*overrides), list(range(num_replicas))
     times = alternate({"step": lambda: seconds_per_step(bench, cell, seeds)}, bench.rounds(3, 1))
     rate = num_replicas * BATCH_SIZE / sorted(times["step"])[len(times["step"]) // 2]
-    return Row(f"resnet20 on CIFAR, {name}", "-", rate, unit=" samples/s")
+    return Row(f"resnet20 on 32x32 noise, {name}", "-", rate, unit=" samples/s")
 
 
 def bandwidth(bench: Bench) -> Iterator[Row]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from normexp.data.dataset import Data
 from normexp.data.order import epoch_order, window_offset
+from normexp.data.samples import Windows
 
 Batch = dict[str, Tensor]
 
@@ -34,7 +35,7 @@ class TrainingBatches:
         self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
         self._epoch: int | None = None
         self._order = torch.empty(0)
-        self._offset = torch.empty(0)
+        self._offset: Tensor | None = None  # (S, 1), of windows alone
 
     def chunk(self, first_step: int, num_steps: int) -> list[Batch]:
         """The batches of `num_steps` optimizer steps from `first_step`, all within one epoch."""
@@ -75,9 +76,10 @@ class TrainingBatches:
         num_samples = len(self.data.train)
         orders = [epoch_order(seed, epoch, num_samples) for seed in self.seeds]
         self._order = torch.stack(orders)  # (S, num_samples)
-        length = self.data.input_shape[0]  # windows start anew at another offset each epoch
-        offsets = [window_offset(seed, epoch, length) for seed in self.seeds]
-        self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
+        if isinstance(self.data.train, Windows):  # which start anew at another offset each epoch
+            length = self.data.train.block_size
+            offsets = [window_offset(seed, epoch, length) for seed in self.seeds]
+            self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
         self._epoch = epoch
 
     def _augmented(self, images: Tensor, step: int, own: Tensor | None) -> Tensor:
@@ -90,5 +92,4 @@ class TrainingBatches:
         draws = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         if own is not None:
             draws = {name: draw[:, own] for name, draw in draws.items()}
-        on_device = {name: draw.to(images.device) for name, draw in draws.items()}
-        return augmentation.apply(images, on_device)
+        return augmentation.apply(images, draws)

@@ -221,12 +221,12 @@ class Site(nn.Module):
         """Only real positions reach a norm without a mask; dynamic shapes, so never under vmap."""
         if self.view == "token":  # (B*T, C): drop the padded rows
             out = torch.zeros_like(x)
-            out[mask] = self.norm(x[mask])
+            out[mask] = self.norm(x[mask]).to(x.dtype)
             return out
         rows = []  # (B, C, T): a sample at a time, each at its own length
         for sample, real in zip(x, mask, strict=True):
             row = torch.zeros_like(sample)
-            row[:, real] = self.norm(sample[None, :, real])[0]
+            row[:, real] = self.norm(sample[None, :, real])[0].to(x.dtype)
             rows.append(row)
         return torch.stack(rows)
 

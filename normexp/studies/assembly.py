@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
-import torch
 from pytorch_lightning.callbacks import Callback
 from torch import nn
 
@@ -25,6 +24,7 @@ from normexp.tasks.optimizer import Schedule
 from normexp.tasks.progress import StepReports, TrainingProgress
 from normexp.tasks.pruning import Pruner
 from normexp.tasks.recorder import Recorder
+from normexp.tasks.strategy import device_type
 from normexp.tasks.training import Recipe, TrainingTask
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,8 @@ def arrange_replicas(
     cell: Cell, seeds: list[int], networks: list[nn.Module], *, is_stacked: bool | None = None
 ) -> Replicas:
     """The networks of `seeds`, in the form that the rule of `stacks` chooses."""
-    device_type = _device_type(cell.cfg.trainer.accelerator)
-    set_matmul_precision(cell.cfg.get("matmul_precision", "high"), device_type)
+    device = device_type(cell.cfg.trainer.accelerator)
+    set_matmul_precision(cell.cfg.get("matmul_precision", "high"), device)
     if will_stack(cell, len(seeds), is_stacked=is_stacked):
         return Stacked(networks)
     in_turn = InTurn(networks)
@@ -105,8 +105,8 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     """Whether so many replicas are stacked; a note says what stands against it."""
     wanted = cell.cfg.stack if is_stacked is None else is_stacked
     if wanted == "auto":
-        device_type = _device_type(cell.cfg.trainer.accelerator)
-        wanted = stacks(device_type, num_replicas, cell.elements_per_forward)
+        device = device_type(cell.cfg.trainer.accelerator)
+        wanted = stacks(device, num_replicas, cell.elements_per_forward)
     if not wanted or num_replicas == 1:
         return False
     obstacle = _obstacle_of_devices(cell) or cell.traits.stacking_obstacle
@@ -147,9 +147,3 @@ def build_recipe(cell: Cell) -> Recipe:
         max_chunk=cfg.chunk,
         compile=cfg.get("compile", False),
     )
-
-
-def _device_type(accelerator: str) -> str:
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if accelerator == "gpu" else accelerator

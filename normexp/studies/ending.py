@@ -32,8 +32,7 @@ def write_results(
     Args:
         runs: cell and seed of each replica.
     """
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    environment = describe_environment(gpu)
+    environment = describe_environment(gpu_name(task.trainer.strategy.root_device))
     if task.data.source_version:
         environment["data_source"] = task.data.source_version
     timing = _timing(task, len(runs))
@@ -77,6 +76,11 @@ def _timing(task: TrainingTask, num_replicas: int) -> dict[str, float]:
         "samples_per_second": samples / max(task.train_seconds, 1e-9),
         **peak_memory(task.trainer.strategy.root_device),
     }
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """Of the GPU that trained; to ask on a CPU would wake a GPU that has nothing to do with it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def forget_peak_memory() -> None:

@@ -35,7 +35,8 @@ class Checkpointer(pl.Callback):
     """Saves the stack every `interval` seconds, and once more where a stop was requested.
 
     Never after the last chunk of an epoch: validation comes next, and a run that resumed between
-    the two would skip it. There the checkpoint follows validation.
+    the two would skip it. There the checkpoint follows validation. Nor once training is over: a run
+    that resumed there would skip what ends a training, which is short.
     """
 
     def __init__(self, path: Path, stop: StopRequest, interval: float = 60.0) -> None:
@@ -56,6 +57,8 @@ class Checkpointer(pl.Callback):
         self._save_if_due(trainer, pl_module)
 
     def _save_if_due(self, trainer: pl.Trainer, task: TrainingTask) -> None:
+        if trainer.should_stop or task.step >= task.recipe.schedule.total_steps:
+            return
         due = time.monotonic() - self._saved_at >= self.interval
         reason = STOP if self.stop.requested else DUE if due else NONE
         if task.processes is not None:  # signals and clocks differ; all save, or none

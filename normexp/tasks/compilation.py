@@ -53,6 +53,7 @@ def compiled(
     Raises, when called:
         UserError: the first call failed, so the network cannot be compiled here.
     """
+    torch.compiler.reset()  # it counts networks, and from the ninth in a process on would not
     replays = device.type == "cuda" and sizes.micro == sizes.batch_size
     run = torch.compile(replicas.measure, mode="reduce-overhead" if replays else None)
     worked = False
@@ -63,6 +64,8 @@ def compiled(
             torch.compiler.cudagraph_mark_step_begin()
         try:
             measured = run(batch, measure)
+        except (UserError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             if worked:
                 raise

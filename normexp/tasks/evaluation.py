@@ -15,6 +15,7 @@ from normexp.tasks.population import Population, measure_population
 from normexp.tasks.recorder import finite_mean
 from normexp.tasks.scoring import score_batch, score_precise
 from normexp.tasks.split_score import Columns
+from normexp.tasks.strategy import placed
 from normexp.tasks.training import TrainingTask
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def evaluate(task: TrainingTask, evaluation: StatisticsEvaluation, **options: An
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **options,
+            **placed(options),
         )
         trainer.validate(task, verbose=False)
         trainer.test(task, verbose=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 
@@ -27,8 +28,19 @@ class Told(LightningEnvironment):
         pass
 
 
+def device_type(accelerator: str) -> str:
+    """`cuda` or `cpu`; what other accelerators there are, Lightning's check knows.
+
+    `auto` is never `mps`, which has no float64 for sums over a data set.
+    """
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if accelerator == "gpu" else accelerator
+
+
 def placed(options: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's options, with what `strategy: ddp` stands for."""
+    """The Trainer's options, with what `accelerator: auto` and `strategy: ddp` stand for."""
+    options = options | {"accelerator": device_type(options["accelerator"])}
     if options.get("strategy") != "ddp":
         return options
     if options["devices"] * options.get("num_nodes", 1) == 1:

@@ -45,6 +45,13 @@ class Recipe:
     lr_scales: tuple[float, ...] | None = None  # of each replica's own lr to `lr`, at most 1
     compile: bool = False  # torch.compile the forward and backward of training
 
+    def optimizer_of(self, replicas: Replicas) -> torch.optim.Optimizer:
+        """A new optimizer of all that is trained."""
+        groups = parameter_groups(
+            replicas, weight_decay=self.weight_decay, decay_norm=self.decay_norm
+        )
+        return self.optimizer(groups, lr=self.lr)
+
 
 class TrainingTask(EvaluatedTask):
     """Trains S replicas on one data set.
@@ -114,11 +121,7 @@ class TrainingTask(EvaluatedTask):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        recipe = self.recipe
-        groups = parameter_groups(
-            self.replicas, weight_decay=recipe.weight_decay, decay_norm=recipe.decay_norm
-        )
-        return recipe.optimizer(groups, lr=recipe.lr)
+        return self.recipe.optimizer_of(self.replicas)
 
     def training_step(self, chunk: slice) -> None:
         started = time.perf_counter()
@@ -139,6 +142,8 @@ class TrainingTask(EvaluatedTask):
             with self._rates.applied() if self._rates else nullcontext():
                 optimizer.step()
         self._record_losses()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # both clocks, this one and that of the chunks
         self.train_seconds += time.perf_counter() - started
 
     def _record_losses(self) -> None:
@@ -163,7 +168,8 @@ class TrainingTask(EvaluatedTask):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["normexp"]
-        self.losses.load_state_dict(state["losses"], self.device)
+        device = self.trainer.strategy.root_device  # Lightning moves the networks there later
+        self.losses.load_state_dict(state["losses"], device)
         self.train_seconds = state["train_seconds"]
         self.validated_at = state["validated_at"]
         self.final = state["final"]

@@ -141,3 +141,21 @@ def test_sites_are_named_by_module_path():
     norm = NormFactory(InstanceNorm)
     model = nn.Sequential(norm(4), nn.Sequential(nn.Linear(4, 4), norm.tokens(4)))
     assert [name for name, _ in named_sites(model)] == ["0", "1.1"]
+
+
+class Widening(nn.Module):
+    """Answers in float32, as a norm does that computes in it and forgets to go back."""
+
+    def forward(self, x):
+        return x.float() * 2
+
+
+@pytest.mark.parametrize("view", ["token", "sequence"])
+def test_norm_without_a_mask_may_answer_in_another_dtype(view):
+    x, mask = (
+        torch.randn(2, 3, 4, dtype=torch.bfloat16),
+        torch.tensor([[True] * 3, [True] * 2 + [False]]),
+    )
+    out = Site(Widening(), view, None)(x, mask)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out[mask], 2 * x[mask])

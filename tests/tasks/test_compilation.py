@@ -11,6 +11,7 @@ from training_cases import build_task, state_of, train
 
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
+from normexp.models.convnet import ConvNet
 from normexp.tasks import compilation
 from normexp.tasks.compilation import make_channels_last, set_matmul_precision
 from normexp.tasks.training import TrainingTask
@@ -83,6 +84,37 @@ def test_network_that_cannot_be_compiled_is_refused_with_the_reason(tmp_path: Pa
         UserError, match=r"^compile=true: .*\(no compiler here\); try compile=false"
     ):
         train(compiling(), tmp_path / "a.ckpt")
+
+
+def test_too_little_memory_is_no_fault_of_the_compiler(tmp_path: Path, monkeypatch):
+    def failing(*_, **__):
+        raise torch.OutOfMemoryError("2 GiB")
+
+    monkeypatch.setattr(compilation.torch, "compile", lambda *_, **__: failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(compiling(), tmp_path / "a.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
+    compiled = []
+
+    def backend(graph, inputs):
+        del inputs
+        compiled.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        compilation.torch, "compile", lambda run, **_: compile_(run, backend=backend)
+    )
+    for index in range(10):  # torch gives up on a function that it compiled 8 times
+        before = len(compiled)
+        width = 4 + index
+        task = compiling(model=lambda norm, width=width: ConvNet(norm, (1, 8, 8), 4, width=width))
+        train(task, tmp_path / f"{index}.ckpt")
+        assert len(compiled) > before, index
 
 
 @pytest.mark.slow

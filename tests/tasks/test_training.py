@@ -6,11 +6,13 @@ import dataclasses
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from training_cases import (
+    StopAt,
     build_task,
     image_data,
     rows_of,
@@ -21,6 +23,7 @@ from training_cases import (
     train,
 )
 
+import normexp.tasks.fit
 from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Examples
 from normexp.norms.batch import BatchNorm
@@ -95,6 +98,25 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
             assert torch.equal(value, state_of(second, replica)[name]), name
         assert rows_of(second, replica) == rows_of(undisturbed, replica)
     assert second.final == undisturbed.final
+
+
+def test_stop_at_the_end_of_training_comes_too_late(tmp_path: Path, monkeypatch):
+    stopper = StopAt(10)
+    monkeypatch.setattr(normexp.tasks.fit, "StopRequest", stopper.request)
+    task = train(build_task(), tmp_path / "last.ckpt", [stopper])
+    assert task.step == 10
+    assert "test/loss" in task.final
+    assert not (tmp_path / "last.ckpt").exists()  # resumed there, it would lose what ends it
+
+
+def test_losses_of_a_checkpoint_go_where_the_training_will_be(monkeypatch):
+    task, checkpoint, devices = build_task(), {}, []
+    task.on_save_checkpoint(checkpoint)
+    gpu = torch.device("cuda", 1)  # while Lightning has not moved the networks there yet
+    task.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=gpu))  # type: ignore[assignment]
+    monkeypatch.setattr(task.losses, "load_state_dict", lambda _, device: devices.append(device))
+    task.on_load_checkpoint(checkpoint)
+    assert devices == [gpu]
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
