@@ -140,7 +140,7 @@ def _verdict(row: Row, *, rejected: bool) -> str:
     if gain.estimate is None:
         return "no seed in common"
     if gain.low is None:
-        return "one pair: no verdict"
+        return "too few pairs: no verdict"
     if rejected:
         return "better" if gain.estimate > 0 else "worse"
     return "tie" if max(-gain.low, gain.high) <= row["tolerance"] else "unclear"

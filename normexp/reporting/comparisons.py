@@ -148,7 +148,7 @@ def comparison_words(
     amount = f"{format_interval(gap if ahead else negated(gap), metric.digits)} {unit}".strip()
     if judgement.rejected:
         kind = "better" if ahead else "worse"
-        chance = _chance_words(draft.improvement, kind)
+        chance = _chance_words("", draft.improvement, kind)
         return kind, f"is {kind} than {reference} by {amount}{chance}"
     signed = f"{format_interval(gap, metric.digits)} {unit}".strip()
     if max(-gap.low, gap.high) <= metric.tolerance:
@@ -157,16 +157,16 @@ def comparison_words(
             f"and {reference} are tied within {metric.tolerance_words}: difference {signed}",
         )
     after = " after Holm's correction" if gap.low > 0 or gap.high < 0 else ""
-    chance = _chance_words(draft.improvement, "better")
+    chance = _chance_words(f"{draft.norm} ", draft.improvement, "better")
     return "unclear", f"and {reference} cannot be told apart{after}: difference {signed}{chance}"
 
 
-def _chance_words(improvement: Interval, kind: str) -> str:
+def _chance_words(who: str, improvement: Interval, kind: str) -> str:
     """`; better with probability 0.97 [0.63, 1.00]`, in pairs of runs with one seed."""
     if improvement.estimate is None:
         return ""
     chance = improvement if kind == "better" else complement(improvement)
-    return f"; {kind} with probability {format_interval(chance, 2)}"
+    return f"; {who}{kind} with probability {format_interval(chance, 2)}"
 
 
 def complement(chance: Interval) -> Interval:

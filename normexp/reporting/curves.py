@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +13,16 @@ from normexp.errors import UserError
 from normexp.records.layout import METRICS_FILE
 from normexp.records.metrics import read_metrics
 from normexp.reporting.cells import Cell
-from normexp.reporting.figures import HEIGHT, ROWS, VISIBLE, WIDTH, Figure, encode_norm, finish
+from normexp.reporting.figures import (
+    HEIGHT,
+    ROWS,
+    VISIBLE,
+    WIDTH,
+    Figure,
+    encode_norm,
+    finish,
+    metric_axis,
+)
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.numbers import format_interval
 from normexp.reporting.rows import Row, interval_columns
@@ -68,18 +77,33 @@ def _draw(
         if (cell := line.at(size)) is not None
         for row in _curve(cell, histories.get(cell.id, {}), metric, size)
     ]
-    if not rows:
+    counts = Counter((row["norm"], row["size"]) for row in rows)
+    if max(counts.values(), default=0) < 2:  # one validation is a point, and no curve
         return None
     norms, axis = list(part.lines), AXIS_WORDS[part.axis]
-    panels = [_panel(norms, styles, metric, size, axis) for size in sizes]
+    panels = [
+        _panel(norms, styles, metric_axis(metric, own), size, axis)
+        for size in sizes
+        if (own := [row for row in rows if row["size"] == size])
+    ]
     chart = alt.vconcat(*panels, data=ROWS) if len(panels) > 1 else panels[0].properties(data=ROWS)
     caption = (
         f"{metric.label} over training samples: mean over seeds with its 95 % t interval as band. "
         "A cross marks the last value of a norm of which seeds diverged; the mean then goes on "
         "over the seeds that are left."
     )
+    leaking = [norm for norm, line in part.lines.items() if _leaks_in_training(line.all_cells)]
+    if metric.name == "train/loss" and leaking:
+        caption += (
+            f" Not comparable: {', '.join(leaking)}. In training a later position moves an "
+            "earlier output there, so that this loss is no likelihood."
+        )
     name = "curves_" + metric.name.replace("/", "_")
     return finish(name, f"{metric.label} during training", caption, chart, rows, part)
+
+
+def _leaks_in_training(cells: Sequence[Cell]) -> bool:
+    return any(cell.config.get("leaks_future_in_training") for cell in cells)
 
 
 def _curve(cell: Cell, history: History, metric: Metric, size: int) -> list[Row]:
@@ -99,9 +123,7 @@ def _curve(cell: Cell, history: History, metric: Metric, size: int) -> list[Row]
     return rows
 
 
-def _panel(
-    norms: Sequence[str], styles: dict[str, Style], metric: Metric, size: int, axis: str
-) -> Any:
+def _panel(norms: Sequence[str], styles: dict[str, Style], y: alt.Y, size: int, axis: str) -> Any:
     colour, _, dash = encode_norm(list(norms), styles)
     colour = colour.legend(
         symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1, symbolSize=300
@@ -111,7 +133,8 @@ def _panel(
         .axis(format="~s", tickCount=6, labelExpr="datum.value ? datum.label : '0'")
         .scale(zero=True, nice=False)
     )
-    y = alt.Y("mean:Q", title=metric.label).scale(zero=False)
+    # The loss of a seed about to diverge is a number of many digits.
+    y = y.axis(labelExpr="abs(datum.value) < 1e6 ? datum.label : format(datum.value, '.2~e')")
     base = alt.Chart().transform_filter(VISIBLE).transform_filter(f"datum.size == {size}")
     tip = [
         alt.Tooltip(f"{field}:N", title=title)

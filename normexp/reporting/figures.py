@@ -12,6 +12,7 @@ from typing import Any
 
 import altair as alt
 
+from normexp.reporting.metric import Metric
 from normexp.reporting.rows import Row, size_rows
 from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED, Style
@@ -42,12 +43,14 @@ def draw_metric(part: Slice, styles: dict[str, Style]) -> Figure | None:
     if not any(row["mean"] is not None for row in rows):
         return None
     norms = list(part.lines)
-    chart = alt.vconcat(_metric_panel(part, norms, styles), _count_strip(part, norms), spacing=12)
+    panel = _metric_panel(part, norms, styles, rows)
+    chart = alt.vconcat(panel, _count_strip(part, norms), spacing=12)
     caption = (
         f"{part.metric.label} against the {AXIS_TITLES[part.axis]}: mean and 95 % t interval over "
-        "seeds; points are moved sideways a little so that intervals stay apart. Below, the "
-        f"number of seeds behind each point: ×k diverged, !k failed, ?k missing. Open "
-        "markers on a level line are one cell, of a norm measured not to depend on this size."
+        "seeds, drawn no further than accuracies go; points are moved sideways a little so that "
+        "intervals stay apart. Below, the number of seeds behind each point: ×k diverged, !k "
+        "failed, ?k missing. Open markers on a level line are one cell, of a norm measured not to "
+        "depend on this size."
     )
     return finish(
         "metric_by_size",
@@ -87,8 +90,10 @@ def finish(
     )
 
 
-def _metric_panel(part: Slice, norms: list[str], styles: dict[str, Style]) -> Any:
-    x, y = size_axis(part, "x", grid=True), metric_axis(part.metric.label)
+def _metric_panel(
+    part: Slice, norms: list[str], styles: dict[str, Style], rows: Sequence[Row]
+) -> Any:
+    x, y = size_axis(part, "x", grid=True), metric_axis(part.metric, rows)
     colour, shape, dash = encode_norm(norms, styles)
     base = alt.Chart().transform_filter(VISIBLE)
     points = base.mark_point(strokeWidth=1.6, opacity=1, size=64)
@@ -115,7 +120,7 @@ def _count_strip(part: Slice, norms: list[str]) -> alt.Chart:
         .encode(
             size_axis(part, "size", grid=False, labels=False),
             alt.Y("norm:N", title="seeds", sort=norms).axis(
-                labelFontSize=10, ticks=False, domain=False, labelLimit=110
+                labelFontSize=10, ticks=False, domain=False, labelLimit=150
             ),
             alt.Text("count:N"),
             color=alt.condition(
@@ -146,8 +151,15 @@ def size_axis(
     return alt.X(f"{field}:Q", title=words, axis=axis, scale=scale)
 
 
-def metric_axis(label: str) -> alt.Y:
-    return alt.Y("mean:Q", title=label, scale=alt.Scale(zero=False))
+def metric_axis(metric: Metric, rows: Sequence[Row], label: str | None = None) -> alt.Y:
+    """Means and bounds of `rows`; an accuracy's axis ends at 0 and 100 %, its intervals may not."""
+    bounds = [row[key] for row in rows for key in ("low", "high") if row[key] is not None]
+    scale = alt.Scale(zero=False)
+    if metric.unit == "points" and min(bounds, default=0) < 0:
+        scale = alt.Scale(zero=False, clamp=True, domainMin=0)
+    if metric.unit == "points" and max(bounds, default=0) > 100:
+        scale.clamp, scale.domainMax = True, 100
+    return alt.Y("mean:Q", title=label or metric.label, scale=scale)
 
 
 def encode_norm(

@@ -101,6 +101,17 @@ def draw_rate_map(part: Slice) -> Figure | None:
     return finish("rate_map", title, caption, chart, rows, part, fit="none")
 
 
+def searched_note(part: Slice) -> str:
+    """How a rate was chosen, where there was a choice."""
+    if not part.searched:
+        return ""
+    metric = describe_metric(part.metric.selection_name)
+    return (
+        f"Where several learning rates were run, each norm and size stands with the one that is "
+        f"best by mean {metric.label}."
+    )
+
+
 def _rows(part: Slice) -> list[Row]:
     metric = describe_metric(part.metric.selection_name)
     rows = []

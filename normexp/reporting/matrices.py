@@ -114,14 +114,14 @@ def draw_improvement(part: Slice) -> Figure | None:
 
 
 def improvement_rows(part: Slice) -> list[Row]:
-    """One row per ordered pair of norms that have seeds in common at the smallest size."""
+    """One row per ordered pair of norms with two or more seeds in common at the smallest size."""
     size = part.sizes[0]
     cells = {line.norm: cell for line in part.lines.values() if (cell := line.at(size)) is not None}
     rows = []
     for norm, cell in cells.items():
         for other, against in cells.items():
             a, b = paired_values(cell, against, part.metric)
-            if norm == other or not len(a) or cell.invalid or against.invalid:
+            if norm == other or len(a) < 2 or cell.invalid or against.invalid:
                 continue
             found = paired_improvement(a, b, higher_is_better=part.metric.higher_is_better)
             p = found.estimate or 0.0

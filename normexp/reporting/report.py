@@ -13,7 +13,7 @@ from normexp.reporting.comparisons import Comparison, compare_norms, family_note
 from normexp.reporting.curves import draw_curves, read_history
 from normexp.reporting.figures import Figure, draw_metric
 from normexp.reporting.groups import draw_groups
-from normexp.reporting.learning_rates import draw_learning_rates, draw_rate_map
+from normexp.reporting.learning_rates import draw_learning_rates, draw_rate_map, searched_note
 from normexp.reporting.matrices import draw_heat_map, draw_improvement
 from normexp.reporting.metric import require_metric
 from normexp.reporting.overall import Overall, describe_overall
@@ -48,7 +48,7 @@ class Section:
 
     @property
     def note(self) -> str:
-        return family_note(self.comparisons)
+        return " ".join(filter(None, [searched_note(self.part), family_note(self.comparisons)]))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from normexp.reporting.cells import Cell
@@ -76,10 +77,12 @@ def statistics_rows(part: Slice) -> list[Row]:
     """The metric under running, precise and batch statistics, where an evaluation recorded them."""
     base = part.metric.name.partition("@")[0]
     rows = []
+    as_in_training = _batches_as_in_training(part)
     for name in _names_with_suffix(part, base):
         metric = describe_metric(name)
+        suffix = name.partition("@")[2] or "running"
         place = {
-            "statistics": name.partition("@")[2] or "running",
+            "statistics": "batch" if suffix.startswith("batch") and as_in_training else suffix,
             "metric": describe_metric(name.partition("@")[0]).label,
         }
         for line in part.lines.values():
@@ -101,7 +104,7 @@ def timing_rows(part: Slice) -> list[Row]:
         ]
         if not timings:
             continue
-        speeds = sorted(timing["samples_per_second"] for timing in timings)
+        speeds = [timing["samples_per_second"] for timing in timings]
         size = cell.norm_batch_size if part.axis == "norm_batch_size" else cell.batch_size
         independent = not cell.mixes_samples and part.axis == "norm_batch_size"
         rows.append(
@@ -110,7 +113,7 @@ def timing_rows(part: Slice) -> list[Row]:
                 "model": cell.model,
                 "data": cell.data,
                 "size": "every size" if independent else str(size),
-                "samples_per_second": speeds[len(speeds) // 2],
+                "samples_per_second": median(speeds),
                 "step_ms": timings[0].get("step_ms"),
                 "stack_size": timings[0].get("stack_size"),
                 "peak_memory_mb": timings[0].get("peak_memory_mb"),
@@ -128,6 +131,19 @@ def _names_with_suffix(part: Slice, base: str) -> list[str]:
         if any("@" in name for name in found):
             return found
     return []
+
+
+def _batches_as_in_training(part: Slice) -> bool:
+    """Whether each cell was evaluated in batches of its own norm batch size, and these differ."""
+    found = {
+        (suffix, f"batch{cell.norm_batch_size}")
+        for line in part.lines.values()
+        for cell in line.cells.values()
+        for run in cell.runs
+        for name in run.result.metrics
+        if (suffix := name.partition("@")[2]).startswith("batch")
+    }
+    return len(found) > 1 and all(suffix == own for suffix, own in found)
 
 
 def dodge(position: int, count: int) -> float:

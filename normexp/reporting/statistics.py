@@ -26,7 +26,7 @@ def draw_statistics(part: Slice) -> Figure | None:
     kinds = sorted({row["statistics"] for row in rows}, key=_statistics_rank)
     colour, shape, dash = _encode_statistics(kinds)
     x = size_axis(part, "size", grid=False, title=part.axis.replace("_", " "))
-    y = metric_axis(rows[0]["metric"])
+    y = metric_axis(part.metric, rows, label=rows[0]["metric"])
     base = alt.Chart().transform_filter(VISIBLE)
     points = base.mark_point(filled=True, size=40, opacity=1)
     panel = alt.layer(
@@ -39,7 +39,8 @@ def draw_statistics(part: Slice) -> Figure | None:
     chart = chart.resolve_axis(x="independent")  # else the last row has axes without a panel
     caption = (
         "The same trained networks evaluated with running averages, with precise statistics and "
-        "with those of the evaluation batch: where they part, running averages mislead."
+        "with those of the evaluation batch (batch: of as many samples as in training): where they "
+        "part, running averages mislead."
     )
     return finish(
         "evaluation_statistics", "Evaluation statistics", caption, chart, rows, part, fit="facet"

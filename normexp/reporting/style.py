@@ -49,6 +49,8 @@ STATISTICS_STYLES = (
     Style("#009e73", "diamond", (6, 3)),
     Style("#d55e00", "triangle-up", (2, 2)),
     Style("#cc79a7", "square", (8, 3)),
+    Style("#c98a00", "cross", (10, 3)),
+    Style("#56a5d9", "triangle-down", (4, 2)),
 )
 
 
@@ -60,10 +62,11 @@ def order_norms(labels: Iterable[str]) -> list[str]:
 def assign_styles(labels: Iterable[str]) -> dict[str, Style]:
     """A style per label, in order. A shipped norm always has its own; others take free ones.
 
-    Beyond 12 norms the styles begin again.
+    Beyond 12 norms the colours begin again, each with another marker and dash.
     """
     ordered = order_norms(labels)
     slots: dict[str, int] = {}
+    rounds: dict[str, int] = {}
     for label in ordered:  # the first variant of a shipped norm, `group num_groups=4`, is its heir
         base = base_of(label)
         if base in ORDER and ORDER.index(base) not in slots.values():
@@ -71,9 +74,16 @@ def assign_styles(labels: Iterable[str]) -> dict[str, Style]:
     free = [slot for slot in range(len(SLOTS)) if slot not in slots.values()]
     # The colour of a shipped norm that is not there is taken last.
     free.sort(key=lambda slot: slot < len(ORDER))
-    for position, label in enumerate(label for label in ordered if label not in slots):
-        slots[label] = free[position % len(free)] if free else position % len(SLOTS)
-    return {label: SLOTS[slots[label]] for label in ordered}
+    for position, label in enumerate([label for label in ordered if label not in slots]):
+        rounds[label], place = divmod(position, len(free))
+        slots[label] = free[place]
+    return {label: _style(slots[label], rounds.get(label, 0)) for label in ordered}
+
+
+def _style(slot: int, turn: int) -> Style:
+    """Colour of the slot; marker and dash are those of others after the first turn."""
+    marker, dash = (SLOTS[(slot + step * turn) % len(SLOTS)] for step in (5, 7))
+    return Style(SLOTS[slot].colour, marker.marker, dash.dash)
 
 
 def base_of(label: str) -> str:

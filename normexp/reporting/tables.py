@@ -12,7 +12,7 @@ from normexp.reporting.rows import Row, describe_cell
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.table import Table
 from normexp.reporting.verdict import Loss
-from normexp.stats import Interval, iqm, mean, median
+from normexp.stats import Interval, Threshold, iqm, mean, median
 
 
 def cell_table(cells: Sequence[Cell], metric: str | None, tolerance: float | None) -> Table:
@@ -65,7 +65,7 @@ def sensitivity_table(parts: Sequence[tuple[Slice, list[Loss]]]) -> Table:
                     "drop": format_interval(found.drop, digits),
                     "loss per halving": format_interval(found.slope, digits + 1),
                     "mean over log2 size": format_interval(found.area, digits),
-                    "threshold": f"{found.threshold.status} {found.threshold.size}",
+                    "threshold": _threshold_words(found.threshold),
                     "n": found.drop.n,
                     "seeds": found.num_seeds,
                 }
@@ -191,17 +191,26 @@ def _cell_row(cell: Cell, metric: Metric) -> Row:
     }
 
 
+def _threshold_words(found: Threshold) -> str:
+    """Under which size more than the tolerance is lost, as far as the seeds show it."""
+    if found.status == "never":
+        return "none shown"
+    return f"unknown below {found.size}" if found.status == "unknown" else f"below {found.size}"
+
+
 def _note(cell: Cell, metric: Metric) -> str:
     """Why a row is not like the others; the first error of a failed run among it."""
     notes = [f"INVALID: {cell.invalid}"] if cell.invalid else []
     error = next((run.result.error for run in cell.runs if run.result.error), None)
     if error:
         notes.append(f"failed: {error}")
-    finished = cell.seeds("finished")
-    if finished and not cell.values(metric):
+    finished, values = cell.seeds("finished"), list(cell.values(metric).values())
+    if finished and not values:
         notes.append(f"no {metric.name} recorded")
     if len(finished) == 1:
         notes.append("one seed: no interval")
+    elif values and mean(values).low is None:
+        notes.append("few seeds, all alike: no interval")
     return "; ".join(notes)
 
 

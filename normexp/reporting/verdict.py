@@ -54,8 +54,10 @@ def describe_loss(line: Line, part: Slice) -> Loss:
     kind, words = loss_words(found.drop, metric)
     where = f"from {axis} {found.reference_size} to {found.smallest_size}"
     counts = words_of_n(line.cells[found.smallest_size], metric, found.drop.n, "seeds")
-    text = f"{line.norm} {words.format(where=where)} ({counts})."
-    return Loss(line.norm, kind, text + _threshold_words(found, metric, axis), found)
+    lost = lost_words(line.cells[found.reference_size], metric)
+    other = f"; at {found.reference_size}: {lost}" if lost else ""
+    text = f"{line.norm} {words.format(where=where)} ({counts}{other})."
+    return Loss(line.norm, kind, text + _size_words(found, metric, axis), found)
 
 
 def loss_words(drop: Interval, metric: Metric) -> tuple[str, str]:
@@ -81,13 +83,25 @@ def loss_words(drop: Interval, metric: Metric) -> tuple[str, str]:
     return "unclear", f"shows no clear loss {{where}}: {shown}; more seeds would tell"
 
 
-def _threshold_words(found: Sensitivity, metric: Metric, axis: str) -> str:
-    limit, size = metric.tolerance_words, found.threshold.size
-    if found.threshold.status == "below":
-        return f" It loses more than {limit} below {axis} {size}."
-    if found.threshold.status == "always":
-        return f" It loses more than {limit} at every {axis} below {size}."
-    return ""
+def _size_words(found: Sensitivity, metric: Metric, axis: str) -> str:
+    """At which sizes a loss beyond the tolerance is shown, and at which it is not ruled out."""
+    limit = metric.tolerance
+    shown = [
+        size for size, loss in found.losses.items() if loss.low is not None and loss.low > limit
+    ]
+    unknown = [
+        size
+        for size, loss in found.losses.items()
+        if size not in shown and (loss.high is None or loss.high > limit)
+    ]
+    if not shown:
+        return ""
+    where = f" A loss of more than {metric.tolerance_words} is shown at {axis} {_join(shown)}"
+    return where + (f" and not ruled out at {_join(unknown)}." if unknown else ".")
+
+
+def _join(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def words_of_n(cell: Cell, metric: Metric, n: int, noun: str) -> str:

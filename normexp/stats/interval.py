@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
+ROUNDING = 1e-9  # relative; a spread below it is that of the last digits of floats
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,12 @@ def t_interval(
 ) -> Interval:
     """estimate -+ t(df, (1 + level) / 2) * standard_error; no bounds where df < 1.
 
-    Values without any spread give an interval of width 0, as the formula says.
+    Values without any spread give an interval of width 0, as the formula says, but no bounds where
+    n values of one sign could be chance, 2 / 2^n > 1 - level (n <= 5 at 95 %): an accuracy is a
+    count, so that two or three seeds now and then agree to the digit.
     """
-    if df < 1:
+    without_spread = standard_error <= ROUNDING * abs(estimate)
+    if df < 1 or (estimate and without_spread and 2 / 2**n > 1 - level):
         return Interval(estimate, None, None, level, n, method)
     half_width = float(stdtrit(df, (1 + level) / 2)) * standard_error if standard_error else 0.0
     low, high = estimate - half_width, estimate + half_width

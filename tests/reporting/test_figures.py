@@ -12,6 +12,7 @@ import vl_convert
 from synthetic_study import make_runs, make_study, study_of, write_study
 
 from normexp.reporting.cells import build_cells
+from normexp.reporting.curves import draw_curves
 from normexp.reporting.figures import Figure, draw_metric
 from normexp.reporting.groups import draw_groups
 from normexp.reporting.learning_rates import draw_learning_rates, draw_rate_map
@@ -59,6 +60,17 @@ def test_one_seed_has_no_bar():
     assert [(row["low"], row["high"], row["n"]) for row in figure.rows] == [(None, None, 1)]
 
 
+def test_an_axis_of_accuracy_ends_where_accuracies_end():
+    def scale_of(low: float, high: float) -> dict[str, object]:
+        figure = draw_metric(*prepare(make_runs("batch", {0: low, 1: high}, norm_batch_size=2)))
+        assert figure is not None
+        return figure.spec["vconcat"][0]["layer"][0]["encoding"]["y"]["scale"]
+
+    wide = {"zero": False, "clamp": True, "domainMin": 0, "domainMax": 100}
+    assert scale_of(0.3, 0.9) == wide  # the interval of two seeds goes far beyond
+    assert scale_of(0.90, 0.901) == {"zero": False}
+
+
 def test_heat_map_marks_a_cell_without_any_finished_seed():
     runs = make_runs("batch", {0: None, 1: None}, norm_batch_size=2)
     runs += make_runs("batch", {0: 0.8, 1: 0.9}, norm_batch_size=8)
@@ -80,6 +92,25 @@ def test_evaluation_statistics_are_those_of_norms_that_have_them():
     assert figure is not None and {row["norm"] for row in figure.rows} == {"batch"}
     assert {row["statistics"] for row in figure.rows} == {"running", "precise", "batch32"}
     assert "batch32" in svg_of(figure)
+
+
+def test_batches_as_large_as_in_training_are_one_line():
+    def runs(size: int, *suffixes: int) -> list[Run]:
+        metrics = {"test/accuracy": 0.9} | {f"test/accuracy@batch{n}": 0.8 for n in suffixes}
+        return make_runs("batch", {0: 0.9}, norm_batch_size=size, metrics=metrics)
+
+    def kinds(found: list[Run]) -> set[str]:
+        figure = draw_statistics(prepare(found)[0])
+        assert figure is not None
+        return {row["statistics"] for row in figure.rows}
+
+    assert kinds(runs(2, 2) + runs(8, 8)) == {"running", "batch"}
+    assert kinds(runs(2, 2, 8) + runs(8, 2, 8)) == {"running", "batch2", "batch8"}
+
+
+def test_one_pair_has_no_probability_of_improvement():
+    runs = make_runs("batch", {0: 0.8, 1: 0.9}) + make_runs("group", {0: 0.9})
+    assert draw_improvement(prepare(runs)[0]) is None
 
 
 def test_learning_rates_mark_the_chosen_one():
@@ -144,3 +175,13 @@ def test_curves_have_means_over_seeds_and_few_points(tmp_path: Path):
     values = [row["value"] for row in sites.rows if row["norm"] == "batch"]
     assert values == pytest.approx([1, 1.1, 1.2, 1.3])
     svg_of(sites)
+
+
+def test_one_validation_is_no_curve_and_a_leaking_training_loss_says_so():
+    runs = make_runs("batch", {0: 0.8, 1: 0.9}, leaks_future_in_training=True)
+    part, styles = prepare(runs + make_runs("layer", {0: 0.8, 1: 0.9}))
+    points = {32: [2.0, 2.1], 64: [1.0, 1.1]}
+    history = {"train/loss": points, "val/accuracy": {64: [0.5, 0.6]}}
+    (figure,) = draw_curves(part, styles, {cell.id: history for cell in part.cells})
+    assert figure.name == "curves_train_loss_main"
+    assert "Not comparable: batch. In training a later position moves" in figure.caption

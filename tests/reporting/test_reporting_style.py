@@ -37,9 +37,11 @@ def test_a_variant_takes_the_colour_of_its_norm_and_the_next_one_another():
     assert len(set(styles.values())) == 3
 
 
-def test_a_thirteenth_norm_begins_again():
-    labels = [f"norm{i}" for i in range(14)]
-    assert list(assign_styles(labels)) == labels
+def test_of_forty_norms_no_two_share_colour_and_marker():
+    labels = [*ORDER, *(f"norm{i}" for i in range(33))]
+    styles = assign_styles(labels)
+    assert list(styles) == labels
+    assert len({(style.colour, style.marker) for style in styles.values()}) == 40
 
 
 def test_numbers_are_ordered_by_value():

@@ -41,7 +41,33 @@ def test_a_loss_is_stated_with_its_interval_sizes_and_n():
     assert loss.text.startswith(
         "batch loses 2.0 [1.8, 2.2] points from norm batch size 128 to 2 (n = 3 seeds)."
     )
-    assert loss.text.endswith("It loses more than 1 point at every norm batch size below 128.")
+    assert loss.text.endswith("A loss of more than 1 point is shown at norm batch size 2.")
+
+
+def test_sizes_are_named_where_a_loss_is_shown_and_where_it_is_not_ruled_out():
+    level = {0: 0.90, 1: 0.90, 2: 0.90}
+    runs = batch_runs(
+        {
+            2: {0: 0.851, 1: 0.849, 2: 0.85},  # 5.0 [4.8, 5.2]
+            8: {0: 0.90, 1: 0.87, 2: 0.88},  # 1.7 [-2.1, 5.5]: a mean above 1 point, n = 3
+            32: {0: 0.899, 1: 0.898, 2: 0.8985},  # 0.15 [0.03, 0.27]
+            128: level,
+        }
+    )
+    text = loss_of(runs).text
+    assert text.endswith("is shown at norm batch size 2 and not ruled out at 8.")
+
+
+def test_seeds_that_diverged_at_the_largest_size_are_named_too():
+    runs = batch_runs({2: {0: 0.88, 1: 0.881}, 128: {0: 0.9, 1: None}})
+    assert "(n = 1 seed; at 128: 1 of 2 diverged)" in loss_of(runs).text
+
+
+def test_two_seeds_that_differ_alike_are_no_verdict():
+    runs = make_runs("batch", {0: 0.90, 1: 0.91}, norm_batch_size=2)
+    runs += make_runs("group", {0: 0.92, 1: 0.93}, norm_batch_size=2)
+    (one,) = compare_norms(slice_of(runs))
+    assert (one.kind, one.judgement) == ("no interval", None)
 
 
 def test_diverged_and_missing_seeds_are_named_beside_the_number():
@@ -117,6 +143,7 @@ def test_holms_correction_can_take_a_verdict_back():
     assert family["group"].difference == alone.difference
     assert family["group"].kind == "unclear"
     assert "cannot be told apart after Holm's correction" in family["group"].text
+    assert "; group better with probability 1.00" in family["group"].text
 
 
 def test_planted_ties_are_called_ties_and_rarely_anything_else():

@@ -18,6 +18,15 @@ def test_no_degrees_of_freedom_means_no_bounds():
     assert (got.estimate, got.low, got.high) == (2.0, None, None)
 
 
+@pytest.mark.parametrize(("n", "bounded"), [(2, False), (5, False), (6, True)])
+def test_few_equal_values_have_no_bounds(n, bounded):
+    for error in (0.0, 1e-16):  # floats that stand for equal values differ in their last digits
+        got = t_interval(0.3, error, n - 1, level=0.95, n=n, method="t")
+        assert (got.low is not None) is bounded
+    zero = t_interval(0.0, 0.0, n - 1, level=0.95, n=n, method="t")
+    assert (zero.low, zero.high) == (0.0, 0.0)
+
+
 def test_a_single_bound_is_refused():
     with pytest.raises(ValueError, match="both bounds or neither"):
         Interval(1.0, 0.0, None, 0.95, 3, "t")
