@@ -16,6 +16,7 @@ from normexp.checks.subject import (
     Shape,
     Subject,
     relative_change,
+    seed_draws,
     shape_at,
     show,
     values,
@@ -25,6 +26,7 @@ from normexp.norms.layout import PROBED_DIMS
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Half precision may round the output, 2^-8 in bfloat16, but not the statistics.
 HALF_TOLERANCE = 0.03
+STEP = 1e-6  # which float32 sees at 1, and half precision does not
 FAR = 30.0  # a mean at which squares in bfloat16 hold no digit of a variance of 1
 
 
@@ -111,8 +113,14 @@ def keeps_dtype(subject: Subject) -> Finding:
 def keeps_digits_in_half(subject: Subject) -> Finding:
     """Of bfloat16 inputs at mean 30, training outputs are those of float64 up to rounding.
 
-    Parameters stay in float32, as in mixed precision, where the norm takes that.
+    Parameters stay in float32, as in mixed precision, where the norm takes that. The outputs of
+    float64 have to be its own, and not those of half precision inside.
     """
+    if computes_in_half(subject):
+        return failed(
+            f"float64 inputs {STEP:g} apart have one output, as where it computes in half "
+            f"precision, {show(subject.largest)}"
+        )
     if subject.draws:
         return skipped(DRAWS)
     for shape in subject.shapes:
@@ -126,6 +134,20 @@ def keeps_digits_in_half(subject: Subject) -> Finding:
         if change > HALF_TOLERANCE:
             return failed(f"off by {change:.2g} of the largest output at mean 30, {show(shape)}")
     return PASSED
+
+
+def computes_in_half(subject: Subject) -> bool:
+    """Whether a small step of a float64 input leaves nearly all outputs that a large one moves."""
+    shape = subject.largest
+    x, direction = values(shape, torch.float64), values(shape, torch.float64, 1)
+    outs = []
+    for step in (0.0, STEP, 1.0):
+        norm = subject.trained(shape, torch.float64)
+        seed_draws()
+        with torch.no_grad():
+            outs.append(norm(x + step * direction))
+    small, large = (int((out != outs[0]).sum()) for out in outs[1:])
+    return small < 0.1 * large
 
 
 def _in_bfloat16(subject: Subject, x: Tensor) -> Tensor:

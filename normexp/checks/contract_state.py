@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from normexp.checks.card import PASSED, Checks, Finding, failed, skipped
 from normexp.checks.subject import Shape, Subject, relative_change, seed_draws, show, values
+from normexp.norms.foreign import unlike_attributes
 
 STEPS = 3
 
@@ -124,11 +125,13 @@ def restores(subject: Subject) -> Finding:
                 norm(1 + 2 * values(shape, seed=seed))
         fresh = subject.norm(shape)
         fresh.load_state_dict(norm.state_dict())
+        kept = [f": {name} is no buffer" for name in unlike_attributes(norm, fresh)]
         for mode in ("evaluation", "training", "evaluation"):
             x = values(shape, seed=STEPS)
             outs = [_redrawn(own.train(mode == "training"), x) for own in (norm, fresh)]
             if relative_change(outs[0].detach(), outs[1].detach()) > 1e-5:
-                return failed(f"other outputs in {mode} after load_state_dict, {show(shape)}")
+                why = "".join(kept[:1])
+                return failed(f"other outputs in {mode} after load_state_dict, {show(shape)}{why}")
     return PASSED
 
 

@@ -17,6 +17,7 @@ from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.contract import named_sites
+from normexp.norms.layout import first_line
 
 # Relative size of a change that counts as one; rounding in float32 moves outputs by less.
 MOVED = 1e-4
@@ -87,11 +88,6 @@ def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -
     return sum(seen) // len(batch["targets"])
 
 
-def first_line(error: Exception) -> str:
-    """What a message to the user quotes of an error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def moved(before: Tensor, after: Tensor) -> bool:
     """Whether outputs differ by more than rounding."""
     if not before.numel():
@@ -147,8 +143,13 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
 
     try:
         with torch.no_grad():
-            stacked = Stacked(networks).measure(pair, outputs)["output"]
+            replicas = Stacked(networks)
+            stacked = replicas.measure(pair, outputs)["output"]
             alone = InTurn(networks).measure(pair, outputs)["output"]
     except Exception as error:  # any foreign module, any reason: the fallback is exact
         return first_line(error)
+    try:
+        copy.deepcopy(replicas)
+    except Exception:  # what vmap handed to a forward cannot leave it
+        return "a module keeps a tensor of its forward that is no buffer"
     return "its outputs under vmap differ" if moved(alone, stacked) else None

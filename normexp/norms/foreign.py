@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.norms.layout import Build, Layout, find_layout, first_line
@@ -34,7 +35,8 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
         eps: passed where the signature has one and the user has not set it.
 
     Raises:
-        UserError: as `adapt` and `find_layout`, at the first norm that is built.
+        UserError: as `adapt` and `find_layout`, for another dtype than the input's, or for state
+            that is no buffer; at the first norm that is built.
     """
     build = adapt(make, target=target, eps=eps)
     layout: Layout | None = None
@@ -42,11 +44,60 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
     def norm(num_features: int) -> nn.Module:
         nonlocal layout
         if layout is None:
-            layout = find_layout(build, num_features, target=target)
+            found = find_layout(build, num_features, target=target)
+            _refuse_faults(lambda: found.present(build(num_features)), num_features, target)
+            layout = found
             logger.info("norm._target_=%s takes %s", target, layout)
         return layout.present(build(num_features))
 
     return norm
+
+
+def _refuse_faults(fresh: Callable[[], nn.Module], num_features: int, target: str) -> None:
+    """Of norms as (N, C, *) -> same, alike when made: what would fail later, far from its cause."""
+    x = torch.randn((4, num_features, 5), generator=torch.Generator().manual_seed(0))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            torch.default_generator.manual_seed(0)
+            norm = fresh().train()
+            out = norm(x)
+            torch.default_generator.manual_seed(0)
+            twin = fresh()
+            twin.load_state_dict(norm.state_dict())
+            kept = unlike_attributes(norm, twin)
+            outs = [module.eval()(1 + 2 * x.flip(0)) for module in (norm, twin)]
+        except Exception:  # of foreign code, any kind: the probes of the network name the site
+            return
+    if out.dtype != x.dtype:
+        raise UserError(
+            f"norm._target_={target} returns {out.dtype} for an input of {x.dtype}; "
+            "end its forward with .to(x.dtype)"
+        )
+    if not torch.allclose(*outs, rtol=1e-4, atol=1e-6, equal_nan=True):
+        name = kept[0].removeprefix("norm.") if kept else "an attribute"
+        raise UserError(
+            f"norm._target_={target} keeps state that is no buffer: {name} changes in training "
+            "and counts in evaluation, and kept weights would lack it; make it one in __init__, "
+            "with self.register_buffer(...)"
+        )
+
+
+def unlike_attributes(norm: nn.Module, other: nn.Module) -> list[str]:
+    """Plain attributes, tensors or numbers, in which two norms of one class differ."""
+    internal = vars(nn.Module())
+    twins = dict(other.named_modules())
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, module in norm.named_modules()
+        for name, value in vars(module).items()
+        if name not in internal and _differ(value, vars(twins[path]).get(name))
+    ]
+
+
+def _differ(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(value, other)
+    return isinstance(value, Tensor | int | float) and value is not other and value != other
 
 
 def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:

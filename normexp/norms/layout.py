@@ -72,8 +72,9 @@ class Presented(nn.Module):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; its type where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What an error says, in one line; its type where it says nothing, or a bare key."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said
 
 
 def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
@@ -94,9 +95,13 @@ def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
             first, last, problems = probe.accepted_dims(on_warning)
             if first or last:
                 break
-        else:
+        if not first and not last:
             changes = [problem for problem in problems if problem.startswith("changes")]
             raise UserError(f"norm._target_={target} does not fit: it {(changes or problems)[0]}")
+        # Of one that takes features alone, maps that come back in another shape are a mistake.
+        reshaped = [problem for problem in problems if problem.startswith("changes the shape,")]
+        if reshaped and {*first, *last} == {2}:
+            raise UserError(f"norm._target_={target} does not fit: it {reshaped[0]}")
         with_positions = set(first) - {2}, set(last) - {2}
         if all(with_positions):
             channels_last = 4 in first and 4 in last and probe.pools_last_axis_alone()

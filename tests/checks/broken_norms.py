@@ -154,3 +154,28 @@ class CallsNumpy(Affine):
     def forward(self, x: Tensor) -> Tensor:
         shift = float(x.detach().numpy().mean()) * 0.0
         return self.scaled(x + shift, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class HalfInside(Affine):
+    """Computes in float16 and returns the dtype of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.half()
+        mean, var = half.mean(pooled(x)), half.var(pooled(x), correction=0)
+        return self.scaled(half, mean, var).to(x.dtype)
+
+
+class NoisyTraining(Affine):
+    """Draws noise in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+        return out * (1 + 0.1 * torch.randn_like(out)) if self.training else out
+
+
+class KeepsItsMean(Affine):
+    """Keeps the last mean for somebody to look at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last_mean = x.detach().mean()
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))

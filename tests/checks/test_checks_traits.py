@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import broken_norms as broken
 import pytest
 import torch
 from checks_cases import FlatNet, Hidden, convnet, image_data, text_data
 from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
+from normexp.checks.probing import cannot_stack
 from normexp.checks.traits import Traits, measure_traits
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -130,3 +132,8 @@ class Exploding(nn.Module):
 def test_failure_of_a_norm_names_its_site():
     with pytest.raises(UserError, match="norm at norm1: no statistics$"):
         traits_of(convnet(NormFactory(lambda _: Exploding())), image_data())
+
+
+def test_tensor_that_a_forward_keeps_is_in_the_way_of_stacking():
+    batch = {"inputs": torch.randn(4, 8), "targets": torch.zeros(4)}
+    assert "no buffer" in str(cannot_stack(broken.KeepsItsMean(8), batch))

@@ -23,6 +23,7 @@ from normexp.norms.contract import NormFactory
 from normexp.norms.group import GroupNorm
 from normexp.norms.instance import InstanceNorm
 from normexp.norms.layer import LayerNorm
+from normexp.norms.power import PowerNorm
 
 CAUGHT_BY = {
     broken.OtherShape: "2-D inputs",
@@ -174,3 +175,21 @@ def test_swallowed_number_is_named_with_a_value_that_showed_nothing():
 def test_mistake_in_what_is_asked_for_is_no_failure(make: Callable[..., Any], message: str):
     with pytest.raises(UserError, match=message):
         assert_contract(make)
+
+
+def test_half_precision_inside_is_told_from_a_wrong_gradient():
+    assert "half precision" in line_of(broken.HalfInside, "statistics wide in bfloat16", 8).detail
+    assert line_of(broken.HalfInside, "gradient in training", 8).status == "skipped"
+
+
+def test_gradient_of_a_backward_that_moves_state_is_measured_after_its_warm_up():
+    line = line_of(partial(PowerNorm, warmup=10), "gradient in training", 8)
+    assert line.detail.startswith("gradient of the input is not the slope of the output")
+    assert line_of(partial(PowerNorm, warmup=1000), "gradient in training", 8).status == "pass"
+
+
+def test_state_that_a_checkpoint_lacks_is_named():
+    assert (
+        "running_mean is no buffer"
+        in line_of(broken_state.HiddenState, "state_dict round trip", 8).detail
+    )

@@ -67,3 +67,49 @@ def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
 
 def test_dropout_in_training_is_no_reason_to_refuse():
     assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C
+
+
+class Kept(nn.Module):
+    """A running mean square that is no buffer, and a last one that counts for nothing."""
+
+    def __init__(self, counts: bool = True) -> None:
+        super().__init__()
+        self.counts, self.square = counts, torch.ones(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.detach().square().mean()
+        if self.training:
+            self.square = 0.9 * self.square + 0.1 * square
+        return x / (1 + (self.square if self.counts else 0))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double() / 2
+
+
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
+def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
+    raise KeyError("gain")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Kept, "keeps state that is no buffer: square changes in training"),
+        (Doubled, r"returns torch.float64 for an input of torch.float32; .*\.to\(x\.dtype\)"),
+        (Flat, r"does not fit: it changes the shape, \(4, 8, 5\) to \(4, 40\)"),
+        (broken_key, "cannot be built for 8 features: KeyError 'gain'"),
+    ],
+)
+def test_what_would_fail_far_from_its_cause_is_refused_at_once(make, reason):
+    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
+        build(make)
+
+
+def test_attribute_that_counts_for_nothing_is_no_reason_to_refuse():
+    assert build(Kept, counts=False)(torch.ones(2, C)).sum() == 2 * C
