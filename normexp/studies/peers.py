@@ -20,7 +20,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from normexp.studies.device_processes import Order
-from normexp.tasks.checkpoint import Interrupted
+from normexp.tasks.stopping import Interrupted
 
 GRACE_SECONDS = 30.0  # in which what has failed here has failed in the others too, if it does
 TICK = 0.1  # seconds between two looks at the store

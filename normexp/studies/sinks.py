@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from pytorch_lightning.loggers import Logger
@@ -17,14 +17,14 @@ from normexp.tasks.wandb_run import WandbRun
 logger = logging.getLogger(__name__)
 
 
-def open_wandb_runs(cell: Cell, seeds: list[int]) -> list[WandbRun]:
-    """One W&B run per seed; none where W&B was not asked for, or an agent has a run of its own."""
+def open_wandb_runs(cell: Cell, seeds: list[int]) -> Iterator[WandbRun]:
+    """A W&B run per seed, opened as it comes; none where an agent has its own, or none is asked."""
     chosen = cell.cfg.logger.get("wandb")
     if chosen is None or is_under_agent():
-        return []
+        return
     invalid = ["INVALID"] if cell.invalid else []
-    return [
-        WandbRun(
+    for seed in seeds:
+        yield WandbRun(
             project=chosen.project,
             entity=chosen.entity,
             mode=chosen.mode,
@@ -35,8 +35,6 @@ def open_wandb_runs(cell: Cell, seeds: list[int]) -> list[WandbRun]:
             tags=[cell.record["norm"], cell.record["model"], cell.record["data"], *invalid],
             config=cell.record | {"seed": seed},
         )
-        for seed in seeds
-    ]
 
 
 def tell_how_to_sync(cell: Cell, wandb_runs: Sequence[WandbRun]) -> None:

@@ -33,6 +33,7 @@ from normexp.tasks.fit import fit
 from normexp.tasks.pruning import Pruned
 from normexp.tasks.recorder import Recorder, RunSink
 from normexp.tasks.stopping import Interrupted, StopRequest
+from normexp.tasks.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
 
@@ -137,15 +138,17 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Re
     if not checkpoint.is_file():
         for writer in writers:
             writer.truncate_after(-1)  # what a run without a checkpoint left behind
-    wandb_runs = [run for of, own in stack.parts for run in open_wandb_runs(of, own)]
-    loggers = open_loggers(cell, seeds)
-    sinks: list[list[RunSink]] = [[writer] for writer in writers]
-    for run_sinks, wandb_run in zip(sinks, wandb_runs, strict=False):
-        run_sinks.append(wandb_run)
-    task = build_task(cell, seeds, replicas, Recorder(sinks, loggers), stack.lrs)
     evaluation = StatisticsEvaluation(cell.evaluation)
+    wandb_runs: list[WandbRun] = []
     finished = False
     try:
+        for of, own in stack.parts:
+            wandb_runs.extend(open_wandb_runs(of, own))  # those that opened, should one fail
+        loggers = open_loggers(cell, seeds)
+        sinks: list[list[RunSink]] = [[writer] for writer in writers]
+        for run_sinks, wandb_run in zip(sinks, wandb_runs, strict=False):
+            run_sinks.append(wandb_run)
+        task = build_task(cell, seeds, replicas, Recorder(sinks, loggers), stack.lrs)
         stopped = fit(
             task,
             checkpoint=checkpoint,

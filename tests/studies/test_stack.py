@@ -73,3 +73,21 @@ def test_named_norm_takes_no_other_target(tmp_path: Path, capsys: pytest.Capture
     words = ["norm=batch", "norm._target_=torch.nn.Identity", f"runs_dir={tmp_path / 'runs'}"]
     assert main(words) == 2
     assert "try norm=custom norm._target_=" in capsys.readouterr().err
+
+
+def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path, monkeypatch):
+    finished = []
+
+    class Run:
+        def __init__(self, *, seed: int, **_: object) -> None:
+            if seed == 2:
+                raise OSError("no connection")
+            self.seed = seed
+
+        def finish(self, *, failed: bool) -> None:
+            finished.append((self.seed, failed))
+
+    monkeypatch.setattr("normexp.studies.sinks.WandbRun", Run)
+    words = ["norm=none", "steps=1", "replicas=3", "logger=wandb", f"runs_dir={tmp_path}"]
+    assert main(words) == 1
+    assert finished == [(0, True), (1, True)]
