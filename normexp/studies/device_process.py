@@ -52,7 +52,7 @@ def _train(order: Order, told: TextIO) -> int:
             if os.environ["RANK"] != "0":
                 follow_stack(cell, order.seeds, stop)
             else:
-                with notes_to_stderr():
+                with notes_to_stderr(heard=order.notes):  # told as the cell was prepared
                     progress = None if order.shows_progress else on_steps
                     train_stack(cell, order.seeds, order.notes, stop, progress)
     except (Interrupted, KeyboardInterrupt):

@@ -19,7 +19,7 @@ from normexp.studies.entry import INTERRUPTED
 from normexp.studies.naming import GROUPS, plain
 from normexp.studies.peers import Peers, meet
 from normexp.studies.place import place_among
-from normexp.studies.resuming import read_checkpoint, resumed_replicas
+from normexp.studies.resuming import fitting_replicas, resumed_replicas
 from normexp.studies.stack import train_stack
 from normexp.tasks.evaluation import StatisticsEvaluation
 from normexp.tasks.fit import fit
@@ -49,7 +49,8 @@ def train_on_devices(
     """
     if cell.num_devices == 1:
         return train_stack(cell, seeds, notes, stop, on_steps)
-    read_checkpoint(_checkpoint(cell, seeds))  # sets a torn one aside, before two look at it
+    # Sets aside one that does not fit, before two processes look at it.
+    fitting_replicas(cell, seeds, _checkpoint(cell, seeds))
     order = Order(
         cfg=plain(cell.cfg),
         choices={group: cell.record[group] for group in GROUPS},

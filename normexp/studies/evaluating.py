@@ -29,7 +29,7 @@ from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.loading import find_cell, load_config, load_weights
 from normexp.studies.naming import GROUPS
 from normexp.studies.plan import place_on_one_device
-from normexp.tasks.evaluation import StatisticsEvaluation, evaluate
+from normexp.tasks.evaluation import EvaluationPlan, StatisticsEvaluation, evaluate
 from normexp.tasks.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,16 @@ def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
 
 def print_evaluations(cell: Cell, contents: Contents) -> None:
     """A table, a row for each kind of statistics: mean over seeds, with the standard deviation."""
-    kinds = [kind for kind in next(iter(contents.values())) if kind != "gap"]
+    kinds = list(dict.fromkeys(kind for c in contents.values() for kind in c if kind != "gap"))
     names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
     console = Console(highlight=False)
     if cell.invalid:
         console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
+    if not kinds:
+        console.print(
+            f"{cell.title}: {_why_nothing(cell.evaluation)}", markup=False, soft_wrap=True
+        )
+        return
     console.print(f"{cell.title}: n = {len(contents)} seeds, mean (sd)", markup=False)
     metrics = [name for name in names if name != "num_samples"]
     table = Table("statistics", box=None)
@@ -117,6 +122,21 @@ def print_evaluations(cell: Cell, contents: Contents) -> None:
         row = [kind, *(_cell(contents, kind, name) for name in metrics)]
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+def _why_nothing(plan: EvaluationPlan) -> str:
+    """Of statistics that were asked for and gave no number."""
+    lacks = {"batch": "mixes no samples", "precise": "keeps no running moments"}
+    if plan.batch_sizes:  # they were evaluated, so no number was finite
+        reason = "no number of them is finite"
+    else:
+        reason = "the norm " + " and ".join(
+            lacks[kind] for kind in lacks if kind in plan.statistics
+        )
+    asked = ",".join(plan.statistics)
+    return (
+        f"nothing to evaluate with evaluate_with=[{asked}]: {reason}; try evaluate_with=[running]"
+    )
 
 
 def _cell(contents: Contents, kind: str, name: str) -> str:

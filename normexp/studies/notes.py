@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,11 +26,15 @@ def collected_notes() -> Iterator[list[str]]:
 
 
 class Unheard(logging.Filter):
-    """Passes each note once: cells and replicas of a command share most of them."""
+    """Passes each note once: cells and replicas of a command share most of them.
 
-    def __init__(self) -> None:
+    Args:
+        heard: what has been told already.
+    """
+
+    def __init__(self, heard: Iterable[str] = ()) -> None:
         super().__init__()
-        self.heard: set[str] = set()
+        self.heard = set(heard)
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -40,11 +44,11 @@ class Unheard(logging.Filter):
 
 
 @contextmanager
-def notes_to_stderr() -> Iterator[None]:
-    """normexp's own notes and warnings on stderr, one line each."""
+def notes_to_stderr(heard: Iterable[str] = ()) -> Iterator[None]:
+    """normexp's own notes and warnings on stderr, one line each; without those `heard` before."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(Unheard())
+    handler.addFilter(Unheard(heard))
     package = logging.getLogger("normexp")
     package.addHandler(handler)
     level, propagate = package.level, package.propagate

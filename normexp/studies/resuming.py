@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from normexp.batching.replicas import Replicas
-from normexp.studies.assembly import build_replicas
+from normexp.studies.assembly import build_recipe, build_replicas
 from normexp.studies.cell import Cell
 from normexp.studies.outcome import one_line
 
@@ -29,15 +29,28 @@ def resumed_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas
 
     One that does not fit is set aside, so that the stack starts over.
     """
+    found = fitting_replicas(cell, seeds, checkpoint)
+    if found is None:
+        return build_replicas(cell, seeds)
+    replicas, done = found
+    logger.info("%s continues from step %d of %d", cell.title, done, cell.plan.num_steps)
+    return replicas
+
+
+def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Replicas, int] | None:
+    """New networks that a checkpoint fits, and its step; None without one, or once set aside."""
     content = read_checkpoint(checkpoint)
-    if content is not None:
-        replicas = build_replicas(cell, seeds, is_stacked=content["normexp"]["is_stacked"])
-        if _shapes(content["state_dict"]) == _shapes(replicas.state_dict(prefix=REPLICAS)):
-            done = content["normexp"]["losses"]["num_steps"]
-            logger.info("%s continues from step %d of %d", cell.title, done, cell.plan.num_steps)
-            return replicas
+    if content is None:
+        return None
+    replicas = build_replicas(cell, seeds, is_stacked=content["normexp"]["is_stacked"])
+    if _shapes(content["state_dict"]) != _shapes(replicas.state_dict(prefix=REPLICAS)):
         set_aside(checkpoint, "it is of other networks")
-    return build_replicas(cell, seeds)
+        return None
+    optimizer = build_recipe(cell).optimizer_of(replicas)
+    if _groups(content["optimizer_states"]) != _groups([optimizer.state_dict()]):
+        set_aside(checkpoint, "it is of another optimizer")
+        return None
+    return replicas, content["normexp"]["losses"]["num_steps"]
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, Any] | None:
@@ -69,6 +82,14 @@ def set_aside(checkpoint: Path, reason: str) -> None:
             "%s cannot be used (%s); it is kept as %s and the stack starts over",
             *(checkpoint, reason, aside.name),
         )
+
+
+def _groups(states: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The parameters and knobs of each group of optimizers; the rate follows the step."""
+    return [
+        [{key: value for key, value in group.items() if key != "lr"} for group in groups]
+        for groups in (state.get("param_groups", []) for state in states)
+    ]
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normexp.errors import UserError
+from normexp.records.index import read_index
 from normexp.studies.cell import Cell, prepare_cell
 from normexp.studies.kept_data import keeping_data
 from normexp.studies.notes import collected_notes
@@ -45,14 +47,19 @@ def tune(plans: Sequence[SearchPlan], words: Sequence[str]) -> int:
     with keeping_data(), Session() as session:
         with open_storage(base.tune.storage, folder) as storage:
             searches = name_searches(plans, storage)
-            failed = _search(searches, words, session)
-        found = [(search, best) for search in searches if (best := search.best()) is not None]
+            failed, is_cut = _search(searches, words, session)
+        bests = [(search, search.best()) for search in searches if not is_cut]
+        found = [(search, best) for search, best in bests if best is not None]
         cells = [search.plan.report_cell(best.point) for search, best in found]
         outcomes = train_cells(cells, words, session=session) if cells else []
         if is_interrupted(cells, outcomes):
             raise KeyboardInterrupt(STOPPED)
     reported = {s.name: outcome for (s, _), outcome in zip(found, outcomes, strict=True)}
-    rows = [Row(search, search.best(), reported.get(search.name)) for search in searches]
+    others = set(read_index(Path(base.runs_dir) / base.study)) - {cell.digest for cell in cells}
+    rows = [
+        Row(search, search.best(), reported.get(search.name), _reported_before(search, others))
+        for search in searches
+    ]
     print_table(rows)
     return 1 if failed or any(not row.is_reported for row in rows) else 0
 
@@ -96,15 +103,28 @@ def _prepare_one(plan: SearchPlan) -> Cell:
     raise refusal
 
 
-def _search(searches: Sequence[Search], words: Sequence[str], session: Session) -> int:
-    """Trains what the searches propose until none proposes more; how many trials failed."""
-    failed = 0
+def _search(searches: Sequence[Search], words: Sequence[str], session: Session) -> tuple[int, bool]:
+    """Trains what the searches propose until none proposes more.
+
+    Returns:
+        How many trials failed, and whether that ended the searches early, under fail_fast.
+    """
+    failed, fails_fast = 0, searches[0].plan.base.fail_fast
     while wanted := [(search, trial) for search in searches for trial in search.propose()]:
         cells = [_cell_of(search, trial) for search, trial in wanted]
         outcomes = train_cells(cells, words, session=session)
         for (search, trial), outcome in zip(wanted, outcomes, strict=True):
-            failed += _tell(search, trial, outcome)
-    return failed
+            if outcome.status != "stopped":  # else it goes on with the next command
+                failed += _tell(search, trial, outcome)
+        if is_interrupted(cells, outcomes):
+            raise KeyboardInterrupt(STOPPED)
+        if fails_fast and any(outcome.status == "failed" for outcome in outcomes):
+            print(
+                "fail_fast: nothing more is searched, and no fresh seeds are trained",
+                file=sys.stderr,
+            )
+            return failed, True
+    return failed, False
 
 
 def _cell_of(search: Search, trial: Trial) -> Composed:
@@ -117,11 +137,8 @@ def _tell(search: Search, trial: Trial, outcome: Outcome) -> bool:
     """Records what a trial came to; whether it failed.
 
     Raises:
-        KeyboardInterrupt: it was stopped, and goes on with the next command.
         UserError: another process trains it, or the disk is full.
     """
-    if outcome.status == "stopped":
-        raise KeyboardInterrupt(STOPPED)
     if outcome.status == "busy":
         raise UserError(f"process {outcome.holder} trains {outcome.cell_id}; wait for it")
     if outcome.halts:
@@ -137,6 +154,19 @@ def _tell(search: Search, trial: Trial, outcome: Outcome) -> bool:
     search.tell(trial, value, by_epoch, pruned=not error)
     tell(search, trial, value, error)
     return bool(error)
+
+
+def _reported_before(search: Search, others: Set[str]) -> list[Trial]:
+    """Earlier bests, of a command with fewer trials, whose fresh seeds are in the report's study.
+
+    A report finds them beside those of the best, as another learning rate of the same norm.
+
+    Args:
+        others: the digests of all cells in that study that are not the result of this command.
+    """
+    if not others:
+        return []
+    return [t for t in search.bests()[:-1] if search.plan.report_cell(t.point).digest in others]
 
 
 def _list(plans: Sequence[SearchPlan]) -> int:

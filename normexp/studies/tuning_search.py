@@ -89,14 +89,20 @@ class Search:
 
     def best(self) -> Trial | None:
         """The best trial, the first of equals; None where none is better than the worst value."""
-        best: Trial | None = None
+        return next(reversed(self.bests()), None)
+
+    def bests(self) -> list[Trial]:
+        """By number, each trial that was better than all before it."""
+        bests: list[Trial] = []
         for trial in self.trials():
             if trial.value is None or trial.state != "complete":
                 continue
-            other = self.objective.worst if best is None or best.value is None else best.value
-            if self.objective.is_better(trial.value, other):
-                best = trial
-        return best
+            before = bests[-1].value if bests else None
+            if self.objective.is_better(
+                trial.value, self.objective.worst if before is None else before
+            ):
+                bests.append(trial)
+        return bests
 
     def propose(self) -> list[Trial]:
         """What is to be trained next; empty at the end.

@@ -22,11 +22,15 @@ WIDTH = 200  # of a log file, which has no edge
 
 @dataclass(frozen=True)
 class Row:
-    """A search with its best trial and the outcome of the fresh seeds; None where there is none."""
+    """A search with its best trial and the outcome of the fresh seeds; None where there is none.
+
+    reported_before: earlier bests that have fresh seeds of their own in the same study.
+    """
 
     search: Search
     best: Trial | None
     outcome: Outcome | None
+    reported_before: Sequence[Trial] = ()
 
     @property
     def is_reported(self) -> bool:
@@ -98,10 +102,16 @@ def _reported(row: Row) -> list[str]:
 def _warnings(row: Row) -> list[str]:
     if row.best is None:
         return [f"{row.search.plan.title}: no trial has a value; see the lines above"]
-    return [
-        f"{row.search.plan.title}: the best {d.key}={row.best.point[d.key]} lies at the edge of "
+    plan = row.search.plan
+    earlier = [
+        f"{plan.title}: study={plan.base.study} also has the fresh seeds of {_words(trial.point)}, "
+        "the best of fewer trials; they are no part of the result above"
+        for trial in row.reported_before
+    ]
+    return earlier + [
+        f"{plan.title}: the best {d.key}={row.best.point[d.key]} lies at the edge of "
         f"{d.describe()}; a wider one may be better"
-        for d in row.search.plan.space.edges(row.best.point)
+        for d in plan.space.edges(row.best.point)
     ]
 
 

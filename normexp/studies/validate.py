@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
@@ -67,7 +67,9 @@ def validate_keys(config: DictConfig, keys: Iterable[str]) -> None:
 
 def _check(config: DictConfig, key: str, rule: Rule) -> None:
     group, _, leaf = key.rpartition(".")
-    level = config[group] if group else config
+    level = OmegaConf.select(config, group) if group else config
+    if level is None:  # a logger that was not chosen
+        return
     if leaf not in level:
         if group:  # a knob of another optimizer
             return
@@ -128,6 +130,7 @@ SLOT_RULES = {
 RULES = {
     **SLOT_RULES,
     **{f"norm.{key}": rule for key, rule in SLOT_RULES.items()},
+    "logger.wandb.mode": _one_of("auto", "online", "offline", "disabled"),
     "batch_size": COUNT,
     "micro_batch_size": SIZE,
     "norm_batch_size": SIZE,

@@ -45,6 +45,14 @@ class Checkpointer(pl.Callback):
         self.interval = interval
         self._saved_at = time.monotonic()
 
+    # As a stage begins, Lightning puts a handler of its own before ours. It answers SIGTERM with a
+    # broadcast, at whatever step each process is: their exchanges no longer meet, and all hang.
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        del trainer, pl_module
+        self.stop.keep_listening()
+
+    on_validation_start = on_test_start = on_train_start
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
     ) -> None:

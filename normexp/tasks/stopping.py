@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
@@ -36,6 +36,12 @@ class StopRequest:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def keep_listening(self) -> None:
+        """Inside `listening`: takes the signals back from whoever has taken them since."""
+        with suppress(ValueError):  # as above
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._request)
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:
         if self.requested:

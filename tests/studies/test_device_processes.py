@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from normexp.studies import device_processes
+from normexp.studies import device_process, device_processes
 from normexp.studies.device_processes import DeviceProcess, Order, run_processes
 from normexp.tasks.checkpoint import StopRequest
 
@@ -50,6 +52,21 @@ def test_line_that_a_killed_process_tore_is_passed_over(monkeypatch: pytest.Monk
     process.end()
     assert steps == [(3, 5)]
     assert process.report == {"kind": "error"}
+
+
+def test_first_process_tells_no_note_that_was_told_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def train_stack(_cell: None, _seeds: list[int], notes: list[str], *_: Any) -> None:
+        for note in [*notes, "a new one"]:
+            logging.getLogger("normexp.studies.stack").info(note)
+
+    monkeypatch.setattr("normexp.studies.devices.follow_stack", None)  # for the others
+    monkeypatch.setattr("normexp.studies.stack.train_stack", train_stack)
+    monkeypatch.setattr("normexp.studies.cell.prepare_cell", lambda *_: None)
+    monkeypatch.setenv("RANK", "0")
+    assert device_process._train(Order({}, {}, [0], ["told"], False), io.StringIO()) == 0
+    assert capsys.readouterr().err == "a new one\n"
 
 
 @pytest.mark.slow

@@ -18,10 +18,15 @@ from normexp.studies.resuming import read_checkpoint, resumed_replicas
 CELL: Any = SimpleNamespace(title="group on digits", plan=SimpleNamespace(num_steps=20))
 
 
-def content(width: int = 3) -> dict[str, Any]:
+def state_of(kind: type[torch.optim.Optimizer], **knobs: Any) -> dict[str, Any]:
+    return kind(InTurn([nn.Linear(3, 2)]).parameters(), **knobs).state_dict()
+
+
+def content(width: int = 3, optimizer: dict[str, Any] | None = None) -> dict[str, Any]:
+    optimizer = optimizer or state_of(torch.optim.SGD, lr=0.05, momentum=0.9)
     own = {"train_seconds": 1.0, "validated_at": 0, "is_stacked": True, "final": {}}
     return {
-        **{"pytorch-lightning_version": "2", "optimizer_states": [], "lr_schedulers": []},
+        **{"pytorch-lightning_version": "2", "optimizer_states": [optimizer], "lr_schedulers": []},
         **{"loops": {}, "normexp": {**own, "losses": {"num_steps": 7}}},
         "state_dict": InTurn([nn.Linear(width, 2)]).state_dict(prefix="replicas."),
     }
@@ -36,7 +41,12 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
         built.append(is_stacked)
         return InTurn([nn.Linear(3, 2) for _ in seeds])
 
+    def optimizer_of(replicas: InTurn) -> torch.optim.Optimizer:
+        return torch.optim.SGD(replicas.parameters(), lr=0.1, momentum=0.9)
+
+    recipe = SimpleNamespace(optimizer_of=optimizer_of)
     monkeypatch.setattr(resuming, "build_replicas", build)
+    monkeypatch.setattr(resuming, "build_recipe", lambda _cell: recipe)
     return built
 
 
@@ -60,6 +70,28 @@ def test_checkpoint_of_other_networks_is_set_aside(
     resumed_replicas(CELL, [0], path)
     assert forms == [True, None]
     assert "(it is of other networks); it is kept as last.unreadable" in caplog.text
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        state_of(torch.optim.AdamW, lr=0.05),
+        state_of(torch.optim.SGD, lr=0.05, momentum=0.5),
+        {"param_groups": []},
+    ],
+)
+def test_checkpoint_of_another_optimizer_is_set_aside(
+    optimizer: dict[str, Any],
+    tmp_path: Path,
+    forms: list[bool | None],
+    caplog: pytest.LogCaptureFixture,
+):
+    path = tmp_path / "last.ckpt"
+    torch.save(content(optimizer=optimizer), path)
+    resumed_replicas(CELL, [0], path)
+    assert forms == [True, None]
+    assert "(it is of another optimizer); it is kept as last.unreadable" in caplog.text
     assert not path.exists()
 
 

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from normexp.records.index import News, append_news
 from normexp.records.reader import read_result
 from normexp.records.result import Result
 from normexp.studies import tuning
@@ -172,6 +174,47 @@ def test_stop_while_fresh_seeds_train_is_told_as_one(
     assert tune(tmp_path, "lr=choice(0.1,0.2)") == 130
     told = capsys.readouterr()
     assert "stopped; the same line goes on from here" in told.err and told.out == ""
+
+
+def test_failure_under_fail_fast_ends_the_search_as_it_ends_a_sweep(
+    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+):
+    words = ["lr=choice(0.01,0.1,1.0)", "fail_fast=true"]
+    train = trainer.train
+    statuses: dict[str, Literal["failed", "stopped"]] = {"0.1": "failed", "1.0": "stopped"}
+    trainer.train = lambda cell: (
+        Outcome(statuses[str(cell.cfg.lr)], cell.title, error="it broke")
+        if cell.cfg is not None and str(cell.cfg.lr) in statuses
+        else train(cell)
+    )
+    assert tune(tmp_path, *words) == 1
+    assert trainer.rates("s") == []
+    told = capsys.readouterr()
+    assert "lr=0.1  failed: it broke" in told.err and "nothing more is searched" in told.err
+    assert "2, 1 failed" in told.out
+    trainer.train = train
+    assert tune(tmp_path, *words) == 0  # the one that was stopped goes on, the other is tried again
+    assert trainer.rates("s-search") == [0.01, 0.1, 1.0, 1.0, 0.1] and trainer.rates("s") == [0.1]
+
+
+def test_fresh_seeds_of_an_earlier_best_are_told_apart(
+    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+):
+    rates = iter([0.2, 0.9, 0.3])
+    values: dict[float, float] = {}
+    trainer.accuracy = lambda lr, _: (
+        values[lr] if lr in values else values.setdefault(lr, next(rates))
+    )
+    assert tune(tmp_path, LR, "tune.trials=1") == 0
+    (first,) = trainer.rates("s")
+    cell = trainer.cells[-1]
+    (tmp_path / "s").mkdir()
+    append_news(tmp_path / "s", [News(cell.digest, cell.title, cell.seeds, "a cell")])
+    assert "also has" not in capsys.readouterr().out
+    assert tune(tmp_path, LR, "tune.trials=3") == 0
+    out = capsys.readouterr().out
+    assert f"study=s also has the fresh seeds of lr={first:g}, the best of fewer trials" in out
+    assert len(trainer.rates("s")) == 2 and out.count("also has") == 1
 
 
 @pytest.mark.slow

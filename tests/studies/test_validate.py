@@ -46,6 +46,12 @@ def test_value_is_refused_with_its_key_and_remedy(override: str, part: str):
     assert "\n" not in str(caught.value)
 
 
+def test_mode_of_a_tracker_is_refused_before_it_is_asked():
+    words = ["logger=wandb", "logger.wandb.mode=offlin"]
+    with pytest.raises(UserError, match="mode=offlin: must be one of auto, online, offline, disa"):
+        validate(compose_config(words))
+
+
 def test_sizes_divide_the_one_above_and_null_reads_as_it():
     validate(compose_config(["batch_size=32", "micro_batch_size=8", "norm_batch_size=4"]))
     validate(compose_config(["batch_size=6", "norm_batch_size=3"]))
