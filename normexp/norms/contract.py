@@ -29,6 +29,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from normexp.norms.layout import note_lone_tokens
 from normexp.norms.parts import PartFactory
 from normexp.norms.slots import Slots
 
@@ -131,7 +132,10 @@ class NormFactory(PartFactory):
         return Site(self.make(num_features), "map", self.norm_batch_size)
 
     def tokens(self, num_features: int) -> Site:
-        return Site(self.make(num_features), self.view, self.norm_batch_size)
+        norm = self.make(num_features)
+        if self.view == "token":
+            note_lone_tokens(norm)
+        return Site(norm, self.view, self.norm_batch_size)
 
 
 class Site(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from normexp.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Build = Callable[[int], nn.Module]
 
@@ -69,6 +72,16 @@ class Presented(nn.Module):
             surplus = x.ndim - accepted[-1]
             shown = x.flatten(first_position, first_position + surplus)
         return self.norm(shown).reshape(x.shape)
+
+
+def note_lone_tokens(norm: nn.Module) -> None:
+    """Logs where a norm that takes positions is shown one at a time, and so becomes another one."""
+    if isinstance(norm, Presented) and 2 not in norm.layout.num_dims:
+        logger.info(
+            "%s takes no (N, C), so each token is shown to it as a sequence of one; "
+            "norm.view=sequence shows it whole sequences",
+            type(norm.norm).__name__,
+        )
 
 
 def first_line(error: Exception) -> str:

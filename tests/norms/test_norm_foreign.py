@@ -137,6 +137,29 @@ def test_the_finding_is_logged_once(caplog):
     assert caplog.messages == [expected]
 
 
+class OverSequence(nn.Module):
+    """Pools the positions of (B, T, C), and takes nothing else."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, _, width = x.shape
+        assert width == self.dim
+        return x / (x.square().mean(dim=(1, 2), keepdim=True) + EPS).sqrt()
+
+
+@pytest.mark.parametrize(("view", "told"), [("token", True), ("sequence", False)])
+def test_norm_of_sequences_that_sees_tokens_one_by_one_is_noted(caplog, view, told):
+    make = foreign_factory(OverSequence, target="t", eps=EPS)
+    with caplog.at_level(logging.INFO):
+        NormFactory(make, view=view).tokens(C)
+        NormFactory(make, view=view)(C)
+    notes = [message for message in caplog.messages if "norm.view=sequence" in message]
+    assert len(notes) == told
+
+
 def test_a_probe_leaves_the_random_state():
     before = torch.get_rng_state()
     foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=EPS)(C)
