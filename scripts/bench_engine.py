@@ -1,4 +1,4 @@
-"""The engine as the benchmark runs it: a cell's stack through Lightning, without files."""
+"""The engine as the benchmark runs it: a cell's stack through Lightning, without a study."""
 
 from __future__ import annotations
 

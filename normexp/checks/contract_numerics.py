@@ -9,21 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError, gradcheck
-from torch.func import functional_call
 
 from normexp.checks.card import PASSED, Checks, Finding, failed, measured, skipped
 from normexp.checks.contract_shapes import computes_in_half
+from normexp.checks.contract_slope import (
+    SETTLING_STEPS,
+    as_function,
+    backward_moves_state,
+    find_wrong_slope,
+)
 from normexp.checks.probing import first_line
 from normexp.checks.subject import (
     DRAWS,
     Shape,
     Subject,
     relative_change,
-    seed_draws,
     show,
     values,
 )
-from normexp.norms.contract import read_state
 
 # Of float32 against float64 on the same inputs, relative to the largest output: rounding of the
 # input alone leaves 6e-5 of a deviation of 1 at mean 1e3, and ten times that at 1e4.
@@ -32,8 +35,6 @@ SCALES = (1e-12, 1e12)
 CONSTANT = 3.5  # of which sums and means are exact, so that a variance is 0
 CORNER = 0.05
 COARSE = {"eps": 1e-3, "atol": 0.01, "rtol": 0.01}  # steps that show in float32
-SLOPE_STEP = 1e-5
-SETTLING_STEPS = 128
 CHECKED_SHAPES = 3  # of the smallest, for the many forwards of a gradient by differences
 
 
@@ -48,6 +49,12 @@ def gradient_is_right(training: bool, subject: Subject) -> Finding:
     for shape in subject.shapes[:CHECKED_SHAPES]:
         norm = subject.trained(shape, torch.float64).train(training)
         _move_off_corners(norm)
+        if training and backward_moves_state(norm, shape):
+            shown = f"in one direction, after {SETTLING_STEPS} steps, as its backward moves state"
+            wrong = find_wrong_slope(norm, shape)
+            if wrong is not None:
+                return failed(f"gradient of {wrong} is not the slope of the output, {shown}")
+            continue
         wrong = _find_wrong_gradient(norm, shape)
         if wrong is None:
             continue
@@ -59,48 +66,11 @@ def gradient_is_right(training: bool, subject: Subject) -> Finding:
 
 
 def _find_wrong_gradient(norm: nn.Module, shape: Shape, **precision: Any) -> str | None:
-    named = {name: p.detach().clone() for name, p in norm.named_parameters() if p.requires_grad}
-    start = read_state(norm)
-
-    def run(x: Tensor, *given: Tensor) -> Tensor:
-        seed_draws()
-        state = {name: value.clone() for name, value in start.items()}
-        return functional_call(norm, {**dict(zip(named, given, strict=True)), **state}, (x,))
-
-    inputs = [t.requires_grad_() for t in (values(shape, torch.float64), *named.values())]
+    names, run, inputs = as_function(norm, shape)
     try:
         gradcheck(run, inputs, **precision)
     except GradcheckError as error:
-        return ["the input", *named][_index_in(str(error))]
-    except RuntimeError:  # a backward that moves state cannot run twice through one forward
-        _settle(norm, shape)
-        start.update(read_state(norm))
-        index = _wrong_slope(run, inputs)
-        return None if index is None else ["the input", *named][index]
-    return None
-
-
-def _settle(norm: nn.Module, shape: Shape) -> None:
-    """Forwards and backwards past the warm-up that a norm with state in its backward may have."""
-    for seed in range(SETTLING_STEPS):
-        weights = values(shape, torch.float64, seed=seed + 1)
-        (norm(values(shape, torch.float64, seed).requires_grad_()) * weights).sum().backward()
-
-
-def _wrong_slope(run: Callable[..., Tensor], inputs: list[Tensor]) -> int | None:
-    """The first input along which one backward is not the slope, in a direction for each."""
-    out = run(*inputs)
-    weights = values(tuple(out.shape), torch.float64, seed=3)
-    gradients = torch.autograd.grad((out * weights).sum(), inputs, materialize_grads=True)
-    for index, gradient in enumerate(gradients):
-        direction = values(tuple(gradient.shape), torch.float64, seed=4)
-        steps = [[t.detach().clone() for t in inputs] for _ in range(2)]
-        steps[0][index] += SLOPE_STEP * direction
-        steps[1][index] -= SLOPE_STEP * direction
-        above, below = ((run(*step) * weights).sum() for step in steps)
-        slope = float((above - below) / (2 * SLOPE_STEP))
-        if abs(slope - float((gradient * direction).sum())) > 1e-3 * max(1.0, abs(slope)):
-            return index
+        return names[_index_in(str(error))]
     return None
 
 

@@ -127,14 +127,16 @@ class NormFactory(PartFactory):
         self.make = make
         self.view: Literal["token", "sequence"] = view
         self.norm_batch_size = norm_batch_size
+        self._is_noted = False
 
     def __call__(self, num_features: int) -> Site:
         return Site(self.make(num_features), "map", self.norm_batch_size)
 
     def tokens(self, num_features: int) -> Site:
         norm = self.make(num_features)
-        if self.view == "token":
+        if self.view == "token" and not self._is_noted:
             note_lone_tokens(norm)
+            self._is_noted = True
         return Site(norm, self.view, self.norm_batch_size)
 
 

@@ -74,11 +74,12 @@ def _refuse_faults(fresh: Callable[[], nn.Module], num_features: int, target: st
             "end its forward with .to(x.dtype)"
         )
     if not torch.allclose(*outs, rtol=1e-4, atol=1e-6, equal_nan=True):
-        name = kept[0].removeprefix("norm.") if kept else "an attribute"
+        kept += sorted(set(dict(norm.named_buffers())) - set(norm.state_dict()))
+        names = ", ".join(name.removeprefix("norm.") for name in kept) or "an attribute"
         raise UserError(
-            f"norm._target_={target} keeps state that is no buffer: {name} changes in training "
-            "and counts in evaluation, and kept weights would lack it; make it one in __init__, "
-            "with self.register_buffer(...)"
+            f"norm._target_={target} keeps state that its state_dict lacks: {names}; evaluation "
+            "depends on it, and kept weights would not have it; make it a persistent buffer in "
+            "__init__, with self.register_buffer(...)"
         )
 
 
@@ -97,7 +98,9 @@ def unlike_attributes(norm: nn.Module, other: nn.Module) -> list[str]:
 def _differ(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return not torch.equal(value, other)
-    return isinstance(value, Tensor | int | float) and value is not other and value != other
+    if isinstance(value, Tensor) or isinstance(other, Tensor):  # a state that began as a number
+        return True
+    return isinstance(value, int | float) and value != other
 
 
 def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:

@@ -75,7 +75,7 @@ class Presented(nn.Module):
 
 
 def note_lone_tokens(norm: nn.Module) -> None:
-    """Logs where a norm that takes positions is shown one at a time, and so becomes another one."""
+    """Logs where a norm that takes positions is shown one at a time, which may be another norm."""
     if isinstance(norm, Presented) and 2 not in norm.layout.num_dims:
         logger.info(
             "%s takes no (N, C), so each token is shown to it as a sequence of one; "

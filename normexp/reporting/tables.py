@@ -207,7 +207,7 @@ def _note(cell: Cell, metric: Metric) -> str:
     finished, values = cell.seeds("finished"), list(cell.values(metric).values())
     if finished and not values:
         notes.append(f"no {metric.name} recorded")
-    if len(finished) == 1:
+    if len(values) == 1:
         notes.append("one seed: no interval")
     elif values and mean(values).low is None:
         notes.append("few seeds, all alike: no interval")

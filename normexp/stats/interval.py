@@ -56,7 +56,8 @@ def t_interval(
 
     Values without any spread give an interval of width 0, as the formula says, but no bounds where
     n values of one sign could be chance, 2 / 2^n > 1 - level (n <= 5 at 95 %): an accuracy is a
-    count, so that two or three seeds now and then agree to the digit.
+    count, so that two or three seeds now and then agree to the digit. All zero stays certain: such
+    differences are mostly of runs that are the same.
     """
     without_spread = standard_error <= ROUNDING * abs(estimate)
     if df < 1 or (estimate and without_spread and 2 / 2**n > 1 - level):

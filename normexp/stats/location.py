@@ -30,7 +30,8 @@ LEVEL_SHORTFALL = 0.02
 def mean(values: ArrayLike, *, level: float = 0.95) -> Interval:
     """Mean of values (n,) with Student's t interval: mean -+ t(n-1) * s / sqrt(n).
 
-    One value has no bounds, none has no estimate.
+    One value has no bounds, nor have a few that are all alike, see `t_interval`; none has no
+    estimate.
     """
     sample = as_sample(values)
     n = len(sample)

@@ -22,7 +22,7 @@ EXACT_PAIRS = 12  # 2^12 sign patterns are listed; with more pairs they are draw
 def paired_difference(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Interval:
     """Mean of a - b, (n,) each and matched by seed, with the t interval of the differences.
 
-    The interval belongs to scipy.stats.ttest_rel. One pair has no bounds.
+    The interval belongs to scipy.stats.ttest_rel. One pair has no bounds, see `t_interval`.
     """
     return mean(_differences(a, b), level=level)
 

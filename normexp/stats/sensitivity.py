@@ -137,7 +137,7 @@ def size_threshold(
     it. The walk goes down from the reference and stops at the first size where that is so.
     status: `never`, no size shows it and `size` is the smallest; `below`, sizes under `size` do;
     `always`, already the first size under the reference does and `size` is the reference;
-    `unknown`, the walk met a size with fewer than two pairs, and says nothing from there down.
+    `unknown`, the walk met a size with too few pairs for bounds, and says nothing from there down.
     The error rate, (1 - level) / 2, holds for each size by itself.
     """
     size, shown_within = reference_size, True

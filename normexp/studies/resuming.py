@@ -46,8 +46,7 @@ def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Re
     if _shapes(content["state_dict"]) != _shapes(replicas.state_dict(prefix=REPLICAS)):
         set_aside(checkpoint, "it is of other networks")
         return None
-    optimizer = build_recipe(cell).optimizer_of(replicas)
-    if _groups(content["optimizer_states"]) != _groups([optimizer.state_dict()]):
+    if not _fits(content["optimizer_states"], build_recipe(cell).optimizer_of(replicas)):
         set_aside(checkpoint, "it is of another optimizer")
         return None
     return replicas, content["normexp"]["losses"]["num_steps"]
@@ -84,12 +83,14 @@ def set_aside(checkpoint: Path, reason: str) -> None:
         )
 
 
-def _groups(states: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The parameters and knobs of each group of optimizers; the rate follows the step."""
-    return [
-        [{key: value for key, value in group.items() if key != "lr"} for group in groups]
-        for groups in (state.get("param_groups", []) for state in states)
-    ]
+def _fits(states: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a state is of these parameters and has their knobs; others may be what it counts."""
+    fresh = optimizer.state_dict()["param_groups"]
+    saved = [group for state in states for group in state.get("param_groups", [])]
+    return len(saved) == len(fresh) and all(
+        new["params"] == old.get("params") and new.keys() <= old.keys()
+        for new, old in zip(fresh, saved, strict=True)
+    )
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

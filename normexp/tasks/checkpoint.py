@@ -45,8 +45,8 @@ class Checkpointer(pl.Callback):
         self.interval = interval
         self._saved_at = time.monotonic()
 
-    # As a stage begins, Lightning puts a handler of its own before ours. It answers SIGTERM with a
-    # broadcast, at whatever step each process is: their exchanges no longer meet, and all hang.
+    # As a stage begins, Lightning puts a handler of its own before ours. Of several processes it
+    # answers SIGTERM with a broadcast at whatever step each is, and their exchanges no longer meet.
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         del trainer, pl_module
         self.stop.keep_listening()

@@ -61,7 +61,7 @@ def fit(
             plugins=[WholeCheckpoints()],
             enable_progress_bar=False,
             enable_model_summary=False,
-            **placed(trainer_options),
+            **placed(trainer_options, stop),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:

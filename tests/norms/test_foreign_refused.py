@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from foreign_cases import build
@@ -72,15 +74,25 @@ def test_dropout_in_training_is_no_reason_to_refuse():
 class Kept(nn.Module):
     """A running mean square that is no buffer, and a last one that counts for nothing."""
 
-    def __init__(self, counts: bool = True) -> None:
+    def __init__(self, counts: bool = True, start: Tensor | float | None = None) -> None:
         super().__init__()
-        self.counts, self.square = counts, torch.ones(1)
+        self.counts = counts
+        self.square = torch.ones(C) if start is None else start
 
     def forward(self, x: Tensor) -> Tensor:
-        square = x.detach().square().mean()
+        square = x.detach().square().mean() * torch.ones(C)
         if self.training:
             self.square = 0.9 * self.square + 0.1 * square
-        return x / (1 + (self.square if self.counts else 0))
+        return x / (1 + (torch.as_tensor(self.square).mean() if self.counts else 0))
+
+
+class Forgotten(Kept):
+    """Its mean square is a buffer that no state_dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.square
+        self.register_buffer("square", torch.ones(C), persistent=False)
 
 
 class Doubled(nn.Module):
@@ -100,7 +112,9 @@ def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Kept, "keeps state that is no buffer: square changes in training"),
+        (Kept, "keeps state that its state_dict lacks: square; evaluation depends"),
+        (partial(Kept, start=0.0), "keeps state that its state_dict lacks: square; evaluation"),
+        (Forgotten, "keeps state that its state_dict lacks: square; .* a persistent buffer"),
         (Doubled, r"returns torch.float64 for an input of torch.float32; .*\.to\(x\.dtype\)"),
         (Flat, r"does not fit: it changes the shape, \(4, 8, 5\) to \(4, 40\)"),
         (broken_key, "cannot be built for 8 features: KeyError 'gain'"),

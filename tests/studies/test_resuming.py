@@ -77,7 +77,6 @@ def test_checkpoint_of_other_networks_is_set_aside(
     "optimizer",
     [
         state_of(torch.optim.AdamW, lr=0.05),
-        state_of(torch.optim.SGD, lr=0.05, momentum=0.5),
         {"param_groups": []},
     ],
 )
@@ -93,6 +92,15 @@ def test_checkpoint_of_another_optimizer_is_set_aside(
     assert forms == [True, None]
     assert "(it is of another optimizer); it is kept as last.unreadable" in caplog.text
     assert not path.exists()
+
+
+def test_optimizer_that_counts_in_its_groups_goes_on(tmp_path: Path, forms: list[bool | None]):
+    path, optimizer = tmp_path / "last.ckpt", state_of(torch.optim.SGD, lr=0.05, momentum=0.9)
+    optimizer["param_groups"][0] |= {"step": 7, "scale": torch.ones(3), "momentum": 0.91}
+    torch.save(content(optimizer=optimizer), path)
+    resumed_replicas(CELL, [0], path)
+    assert forms == [True]
+    assert path.exists()
 
 
 def test_each_unreadable_checkpoint_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
