@@ -206,8 +206,10 @@ def print_plan(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> None:
             f"{title}: {_counted(num_missing, 'run')} to do, {num_done} done, "
             f"{outcome.record['num_steps']} steps each" + (f", {expected}" if num_missing else "")
         )
-    unknown = f", and {_counted(num_unknown, 'cell')} of unknown time" if num_unknown else ""
-    print(f"expected: {spoken(total)} of training in one process{unknown}")
+    parts = [f"{spoken(total)} of training in one process"] if total or not num_unknown else []
+    if num_unknown:
+        parts.append(f"{_counted(num_unknown, 'cell')} of unknown time")
+    print("expected: " + ", and ".join(parts))
 
 
 def _counted(number: int, word: str) -> str:
