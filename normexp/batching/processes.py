@@ -7,7 +7,7 @@ from torch import Tensor, distributed, nn
 
 from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Share
-from normexp.norms.contract import State, write_state
+from normexp.norms.state import State, write_state
 
 
 class Processes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from normexp.batching.draws import Dropout
-from normexp.norms.contract import State, merge_state, read_state, write_state
+from normexp.norms.state import State, merge_state, read_state, write_state
 
 Batch = dict[str, Tensor]
 Measured = dict[str, Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from normexp.checks.subject import Shape, seed_draws, values
-from normexp.norms.contract import read_state
+from normexp.norms.state import read_state
 
 STEP = 1e-5
 SETTLING_STEPS = 128  # past the warm-up that such a norm may have

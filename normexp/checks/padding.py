@@ -13,7 +13,8 @@ from normexp.checks.reach import measure_reach
 from normexp.checks.sites import ProbedSite, moved_places, name_some, outlier
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.contract import State, named_sites, read_state
+from normexp.norms.contract import named_sites
+from normexp.norms.state import State, read_state
 
 EXTRA_POSITIONS = 3  # of padding, behind what a site receives
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.contract import State
 from normexp.norms.foreign import EPS_NAMES, adapt, bind_eps
 from normexp.norms.layout import PROBED_DIMS, Layout, find_layout
 from normexp.norms.slots import Slots
+from normexp.norms.state import State
 
 Shape = tuple[int, ...]
 # Samples and positions of the inputs, the smallest first; channels come between.

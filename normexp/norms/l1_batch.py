@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from normexp.norms.contract import State
 from normexp.norms.moments import Moments
+from normexp.norms.state import State
 from normexp.norms.variant import (
     BatchVariant,
     Factors,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import State
 from normexp.norms.moments import Moments, normalize_groups, pool, unbiased
+from normexp.norms.state import State
 
 
 class BatchNormPerPosition(BatchNorm):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normexp.norms.contract import State
 from normexp.norms.moments import Moments
+from normexp.norms.state import State
 from normexp.norms.variant import (
     BatchVariant,
     Factors,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import State
 from normexp.norms.moments import Moments, pool, zero_masked_groups
+from normexp.norms.state import State
 
 
 class Factors(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, Measure, model_arguments
-from normexp.norms.contract import Site, State, named_sites, read_state, widen
+from normexp.norms.contract import Site, named_sites, widen
+from normexp.norms.state import State, read_state
 from normexp.norms.views import as_maps, input_and_mask
 from normexp.tasks.training import TrainingTask
 

@@ -11,13 +11,8 @@ from torch import Tensor
 from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, Measured, Replicas
 from normexp.data.dataset import Data
-from normexp.norms.contract import (
-    State,
-    install_state,
-    named_sites,
-    read_state,
-    write_state,
-)
+from normexp.norms.contract import named_sites
+from normexp.norms.state import State, install_state, read_state, write_state
 
 SPLITS = ("train", "val", "test")
 # Samples per forward over all replicas: memory is shared by the stack.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normexp.batching.replicas import Replicas
-from normexp.norms.contract import State
+from normexp.norms.state import State
 
 Gap = dict[str, dict[str, float]]
 SiteGaps = dict[str, Gap]

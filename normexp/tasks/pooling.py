@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Replicas
-from normexp.norms.contract import State, named_sites
+from normexp.norms.contract import named_sites
+from normexp.norms.state import State
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import torch
 
 from normexp.batching.replicas import Batch, Replicas
 from normexp.data.dataset import Data
-from normexp.norms.contract import State, named_sites
+from normexp.norms.contract import named_sites
+from normexp.norms.state import State
 from normexp.tasks.frozen import batch_statistics, block_size, gather, run, shuffled
 from normexp.tasks.gaps import SiteGaps, moment_gaps
 from normexp.tasks.pooling import momentum_at_one, undo_bessel

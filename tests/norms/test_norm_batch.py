@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from normexp.errors import UserError
 from normexp.norms import moments
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import merge_state, read_state, write_state
+from normexp.norms.state import merge_state, read_state, write_state
 
 G, N, T = 3, 4, 5
 

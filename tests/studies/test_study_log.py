@@ -34,6 +34,7 @@ def test_study_that_is_only_read_takes_no_news_and_is_no_error(tmp_path: Path):
     (tmp_path / "s").mkdir()
     cell = cell_of(tmp_path)
     StudyLog([cell], WORDS).settle(cell, Outcome("refused", "", error="cannot be written"))
+    assert not list((tmp_path / "s").iterdir())
 
 
 @pytest.mark.usefixtures("denied")

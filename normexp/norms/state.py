@@ -1,0 +1,57 @@
+"""The state of a norm, its buffers by name: read, written, swapped, and merged from parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+
+def merge_state(module: nn.Module, start: State, parts: list[State], shares: list[float]) -> State:
+    """State (buffers by name) of `module` after a step run in parts that all began at `start`.
+
+    The share-weighted mean of the parts; integers (counters) as the first part leaves them, so that
+    a counter rises by one a step. A module's own `merge_state` takes precedence for its buffers.
+    Leading replica axes pass through.
+    """
+    merged: State = {}
+    for path, child in module.named_modules():
+        own = getattr(child, "merge_state", None)
+        if own is not None:
+            prefix = f"{path}." if path else ""
+            states = [_below(prefix, state) for state in (start, *parts)]
+            for name, value in own(states[0], states[1:], shares).items():
+                merged[prefix + name] = value
+    for name, first in parts[0].items():
+        if name in merged:
+            continue
+        if first.is_floating_point():
+            weighted = [part[name] * share for part, share in zip(parts, shares, strict=True)]
+            merged[name] = torch.stack(weighted).sum(dim=0)
+        else:
+            merged[name] = first
+    return merged
+
+
+def _below(prefix: str, state: State) -> State:
+    return {name[len(prefix) :]: v for name, v in state.items() if name.startswith(prefix)}
+
+
+def read_state(module: nn.Module) -> State:
+    """A copy of the module's buffers."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def write_state(module: nn.Module, state: State) -> None:
+    """Writes values into the module's buffers in place, as stacked replicas need it."""
+    buffers = dict(module.named_buffers())
+    for name, value in state.items():
+        buffers[name].copy_(value)
+
+
+def install_state(module: nn.Module, state: State) -> None:
+    """Makes the tensors of `state` the module's buffers, where `write_state` copies into them."""
+    for name, value in state.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, value)
