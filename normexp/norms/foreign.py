@@ -36,7 +36,7 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
 
     Raises:
         UserError: as `adapt` and `find_layout`, for another dtype than the input's, or for state
-            that is no buffer; at the first norm that is built.
+            that its state_dict lacks; at the first norm that is built.
     """
     build = adapt(make, target=target, eps=eps)
     layout: Layout | None = None
