@@ -26,7 +26,7 @@ def load(run_dir: str | Path) -> nn.Module:
     Raises:
         normexp.errors.UserError: no such run, several seeds, no weights, or ones that do not fit.
     """
-    from normexp.studies.loading import load_run
+    from normexp.cells.load import load_run
 
     return load_run(Path(run_dir))
 
@@ -41,7 +41,7 @@ def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
     """
     import pandas as pd
 
-    from normexp.records.reader import find_study, read_runs
+    from normexp.records.result import find_study, read_runs
 
     rows, problems = read_runs(find_study(Path(runs_dir), name))
     for problem in problems:

@@ -22,10 +22,10 @@ from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Data, validate
 from normexp.errors import UserError
-from normexp.norms.contract import NormFactory
-from normexp.norms.foreign import adapt, foreign_factory
+from normexp.norms.adapt import adapt, foreign_factory
+from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve
-from normexp.tasks.fit import quiet_lightning
+from normexp.training.fit import quiet_lightning
 
 logger = logging.getLogger(__name__)
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it raises as well

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from normexp.studies.entry import run_entry
+from normexp.cli import run_entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,19 +15,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(words: list[str]) -> int:
-    from normexp.studies.arguments import parse_arguments
-    from normexp.studies.card_options import HELP, parse_card_options
+    from normexp.config.arguments import parse_arguments
+    from normexp.config.options import HELP, parse_card_options
 
     options, overrides = parse_card_options(words)
     arguments = parse_arguments(overrides)
     if arguments.help:
         print(HELP)
         return 0
-    from normexp.studies.cards import compose_norms
+    from normexp.cells.cards import compose_norms
 
     asked = compose_norms(arguments)  # refused before torch is imported
 
-    from normexp.studies.card_measuring import measure_cards, print_cards
+    from normexp.cells.cards import measure_cards, print_cards
 
     cards = measure_cards(asked, options)
     print_cards(cards, options.format)

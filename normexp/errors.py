@@ -1,4 +1,7 @@
-"""The one kind of error that is the user's to mend."""
+"""The one kind of error that is the user's to mend, and the exit codes of the entries."""
+
+USER_MISTAKE = 2
+INTERRUPTED = 130
 
 
 class UserError(ValueError):

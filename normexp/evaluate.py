@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.studies.entry import run_entry
+from normexp.cli import run_entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,15 +16,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(words: list[str]) -> int:
-    from normexp.studies.evaluate_options import HELP, parse_evaluate_options
+    from normexp.config.options import HELP_EVALUATE_OPTIONS as HELP
+    from normexp.config.options import parse_evaluate_options
 
     if {"--help", "-h"} & set(words):
         print(HELP)
         return 0
     run, options = parse_evaluate_options(words)  # refused before torch is imported
 
-    from normexp.studies.evaluating import evaluate_run
-    from normexp.studies.notes import notes_to_stderr
+    from normexp.cells.evaluate import evaluate_run
+    from normexp.cells.notes import notes_to_stderr
 
     with notes_to_stderr():
         evaluate_run(Path(run), options)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from normexp.cli import run_entry
 from normexp.reporting.options import HELP, Options, parse_options
-from normexp.studies.entry import run_entry
 
 if TYPE_CHECKING:
     from normexp.reporting.report import Report
@@ -59,8 +59,8 @@ def _log(report: Report, options: Options) -> None:
 
         print(log_to_tensorboard(report))
     if "wandb" in options.log:
+        from normexp.cells.stack import find_wandb_target
         from normexp.reporting.to_wandb import log_to_wandb
-        from normexp.studies.wandb_target import find_wandb_target
 
         print(log_to_wandb(report, find_wandb_target([cell.directory for cell in report.cells])))
 

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from normexp.cli import run_entry
 from normexp.errors import UserError
-from normexp.studies.entry import run_entry
-from normexp.studies.status import read_status
-from normexp.studies.status_table import print_status
+from normexp.sweeps.status import print_status, read_status
 
 HELP = """\
 normexp.status says which runs of a study have ended, which are missing, and why some failed.

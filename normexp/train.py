@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from normexp.studies.arguments import parse_arguments
-from normexp.studies.entry import run_entry
+from normexp.cli import run_entry
+from normexp.config.arguments import parse_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,29 +18,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(words: list[str]) -> int:
     arguments = parse_arguments(words)
     if arguments.help:
-        from normexp.studies.help import help_text
+        from normexp.config.help import help_text
 
         print(help_text(arguments.config_dirs))
         return 0
     if arguments.delegate:
-        from normexp.studies.app import hydra_app
+        from normexp.cli import hydra_app
 
         return hydra_app(words)
-    from normexp.studies.grid import compose_cells
+    from normexp.config.grid import compose_cells
 
     if arguments.launcher is not None:
-        from normexp.studies.launching import launch
+        from normexp.sweeps.launch import launch
 
         return launch(arguments, ["normexp-train", *words])
     cells = compose_cells(arguments)  # refused before torch is imported
 
-    from normexp.studies.place import place_of_command
+    from normexp.config.place import place_of_command
 
     if place_of_command(cells) is not None:  # one of those that srun or torchrun has started
-        from normexp.studies.together import run_together
+        from normexp.sweeps.together import run_together
 
         return run_together(cells, ["normexp-train", *words])
-    from normexp.studies.runner import run_cells
+    from normexp.sweeps.sweep import run_cells
 
     return run_cells(cells, ["normexp-train", *words])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from normexp.studies.arguments import parse_arguments
-from normexp.studies.entry import run_entry
+from normexp.cli import run_entry
+from normexp.config.arguments import parse_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,19 +18,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tune(words: list[str]) -> int:
     arguments = parse_arguments(words)
     if arguments.help:
-        from normexp.studies.tuning_help import help_text
+        from normexp.config.help import help_text_tuning_help as help_text
 
         print(help_text())
         return 0
     if arguments.delegate:
-        from normexp.studies.app import hydra_app
+        from normexp.cli import hydra_app
 
         return hydra_app(words)
-    from normexp.studies.tuning_plan import plan_searches
+    from normexp.search.points import plan_searches
 
     plans = plan_searches(arguments)  # refused before torch is imported
 
-    from normexp.studies.tuning import tune
+    from normexp.search.select import tune
 
     return tune(plans, ["normexp-tune", *words])
 

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
-from normexp.data.dataset import Data
-from normexp.data.samples import Examples
+from normexp.data.dataset import Data, Examples
 
 BATCH_SIZE = 128
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)

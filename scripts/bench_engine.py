@@ -12,14 +12,14 @@ import pytorch_lightning as pl
 from bench_measure import Bench
 from omegaconf import OmegaConf
 
-from normexp.batching.stacking import suitable_threads
+from normexp.batching.replicas import suitable_threads
+from normexp.cells.cell import Cell, prepare_cell
+from normexp.cells.stack import build_replicas, build_task
+from normexp.config.compose import compose_cell
 from normexp.records.metrics import MetricsWriter
-from normexp.studies.assembly import build_replicas, build_task
-from normexp.studies.cell import Cell, prepare_cell
-from normexp.studies.config import compose_cell
-from normexp.tasks.fit import fit
-from normexp.tasks.progress import TrainingProgress
-from normexp.tasks.recorder import Recorder, RunSink
+from normexp.training.fit import fit
+from normexp.training.progress import TrainingProgress
+from normexp.training.recorder import Recorder, RunSink
 
 NEVER = 10**6  # epochs between validations: only training is timed
 

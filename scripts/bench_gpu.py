@@ -12,7 +12,7 @@ from bench_measure import Bench, Row, alternate
 from bench_norms import SHAPES, make_norm
 from PIL import Image
 
-from normexp.studies.folders import group_choices
+from normexp.config.help import group_choices
 
 BATCH_SIZE = 256
 

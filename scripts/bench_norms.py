@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-from normexp.studies.config import compose_config
-from normexp.studies.folders import group_choices
+from normexp.config.compose import compose_config
+from normexp.config.help import group_choices
 
 SHAPES = ((128, 64, 16, 16), (64, 128, 256))
 AIM = 1.10

@@ -16,10 +16,10 @@ from bench_measure import Bench, Row, alternate, milliseconds, ratio
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from normexp.batching.stacking import suitable_threads
-from normexp.studies.assembly import build_recipe, build_replicas
-from normexp.studies.cell import Cell
-from normexp.tasks.fit import quiet_lightning
+from normexp.batching.replicas import suitable_threads
+from normexp.cells.cell import Cell
+from normexp.cells.stack import build_recipe, build_replicas
+from normexp.training.fit import quiet_lightning
 
 BATCH_SIZES = (2, 16, 128)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from normexp.cells.cards import compose_norms
 from normexp.check import main
 from normexp.checks.card import Card, Line
 from normexp.checks.card_formats import as_markdown
 from normexp.checks.card_table import print_card, print_comparison
-from normexp.studies.arguments import parse_arguments
-from normexp.studies.card_options import parse_card_options
-from normexp.studies.cards import compose_norms
+from normexp.config.arguments import parse_arguments
+from normexp.config.options import parse_card_options
 
 CONTRACT = "part=contract"
 MODULE = """

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from normexp.studies.arguments import parse_arguments
-from normexp.studies.config import compose_config
-from normexp.studies.folders import GROUPS, conf_dir, group_choices
-from normexp.studies.grid import list_cells
-from normexp.studies.tuning_plan import plan_searches
-from normexp.studies.validate import validate
+from normexp.config.arguments import parse_arguments
+from normexp.config.compose import compose_config
+from normexp.config.grid import list_cells
+from normexp.config.help import GROUPS, conf_dir, group_choices
+from normexp.config.rules import validate
+from normexp.search.points import plan_searches
 
 SEARCHES = ["experiment=tuned_sensitivity"]  # for normexp.tune alone
 CHOICES = [

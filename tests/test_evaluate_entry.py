@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from normexp.evaluate import main
-from normexp.records.layout import list_seeds, seed_dir
 from normexp.records.metrics import read_metrics
-from normexp.records.reader import read_result
+from normexp.records.paths import list_seeds, seed_dir
+from normexp.records.result import read_result
 from normexp.train import main as train
 
 ALL = "evaluate_with=[running,precise,batch]"
@@ -104,8 +104,8 @@ def test_evaluation_keys_do_not_change_the_cell(runs_dir: Path):
 
 
 def trained_id(runs_dir: Path, words: list[str]) -> str:
-    from normexp.studies.cell import prepare_cell
-    from normexp.studies.config import compose_cell
+    from normexp.cells.cell import prepare_cell
+    from normexp.config.compose import compose_cell
 
     return prepare_cell(*compose_cell([*words, f"runs_dir={runs_dir}"])).id
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import normexp
+from normexp.cells.load import load_weights
 from normexp.data.digits import load_digits
 from normexp.errors import UserError
-from normexp.records.layout import seed_dir
-from normexp.records.reader import read_result
-from normexp.studies.loading import load_weights
+from normexp.records.paths import seed_dir
+from normexp.records.result import read_result
 from normexp.train import main as train
 
 

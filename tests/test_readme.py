@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from normexp.studies.arguments import parse_arguments
-from normexp.studies.grid import compose_cells
+from normexp.config.arguments import parse_arguments
+from normexp.config.grid import compose_cells
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from normexp.checks.card import Checks, Finding, measured, skipped
 from normexp.checks.padding import site_reads_padding
 from normexp.checks.sites import ProbedSite, moved_places, outlier
 from normexp.checks.subject import Shape, Subject, show, values
-from normexp.norms.contract import Site, takes_mask
+from normexp.norms.site import Site, takes_mask
 
 PADDED = (4, 5)  # samples and positions
 REAL = (5, 3, 2, 4)  # positions of each sample that are real

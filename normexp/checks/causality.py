@@ -12,7 +12,7 @@ from normexp.checks.probing import moved, output_of
 from normexp.checks.reach import measure_reach
 from normexp.checks.sites import ProbedSite, moved_places, name_some, outlier
 from normexp.errors import UserError
-from normexp.norms.contract import Site
+from normexp.norms.site import Site
 
 
 @dataclass(frozen=True)

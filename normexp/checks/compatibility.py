@@ -21,7 +21,7 @@ from normexp.checks.subject import (
     state_change,
     values,
 )
-from normexp.norms.contract import Site
+from normexp.norms.site import Site
 from normexp.norms.state import State, merge_state, read_state, write_state
 
 EXACT = 1e-9  # of float64

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from normexp.checks.card import PASSED, Checks, Finding, failed, skipped
 from normexp.checks.subject import Shape, Subject, arguments_of, values
-from normexp.norms.foreign import FEATURE_NAMES
+from normexp.norms.adapt import FEATURE_NAMES
 
 # How a norm computes, and not what; and the length of the data's texts.
 OF_NO_EFFECT = ("inplace", "device", "dtype", "num_positions")

@@ -21,7 +21,7 @@ from normexp.checks.subject import (
     show,
     values,
 )
-from normexp.norms.layout import PROBED_DIMS
+from normexp.norms.adapt import PROBED_DIMS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Half precision may round the output, 2^-8 in bfloat16, but not the statistics.

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from normexp.checks.card import PASSED, Checks, Finding, failed, skipped
 from normexp.checks.subject import Shape, Subject, relative_change, seed_draws, show, values
-from normexp.norms.foreign import unlike_attributes
+from normexp.norms.adapt import unlike_attributes
 
 STEPS = 3
 

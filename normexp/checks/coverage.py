@@ -12,7 +12,7 @@ from normexp.batching.replicas import Batch, model_arguments
 from normexp.checks.probing import scratch
 from normexp.checks.sites import name_some
 from normexp.errors import UserError
-from normexp.norms.contract import named_sites
+from normexp.norms.site import named_sites
 
 logger = logging.getLogger(__name__)
 

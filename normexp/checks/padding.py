@@ -13,7 +13,7 @@ from normexp.checks.reach import measure_reach
 from normexp.checks.sites import ProbedSite, moved_places, name_some, outlier
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.contract import named_sites
+from normexp.norms.site import named_sites
 from normexp.norms.state import State, read_state
 
 EXTRA_POSITIONS = 3  # of padding, behind what a site receives

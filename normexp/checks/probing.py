@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.contract import named_sites
-from normexp.norms.layout import first_line
+from normexp.norms.adapt import first_line
+from normexp.norms.site import named_sites
 
 # Relative size of a change that counts as one; rounding in float32 moves outputs by less.
 MOVED = 1e-4

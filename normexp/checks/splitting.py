@@ -7,7 +7,7 @@ from torch import nn
 from normexp.batching.sizes import Sizes
 from normexp.checks.sites import name_some
 from normexp.errors import UserError
-from normexp.norms.contract import named_sites
+from normexp.norms.site import named_sites
 
 
 def check_split(network: nn.Module, sizes: Sizes) -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.foreign import EPS_NAMES, adapt, bind_eps
-from normexp.norms.layout import PROBED_DIMS, Layout, find_layout
+from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, bind_eps, find_layout
 from normexp.norms.slots import Slots
 from normexp.norms.state import State
 

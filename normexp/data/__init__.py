@@ -1,10 +1,9 @@
 """Data sources and what they return."""
 
 from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data, validate
+from normexp.data.batches import epoch_order, window_offset
+from normexp.data.dataset import Data, Examples, Windows, validate
 from normexp.data.images import build_image_data
-from normexp.data.order import epoch_order, window_offset
-from normexp.data.samples import Examples, Windows
 from normexp.data.text import build_text_data
 
 __all__ = [

@@ -7,9 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from normexp.data.dataset import Data
-from normexp.data.order import epoch_order, window_offset
-from normexp.data.samples import Windows
+from normexp.batching.draws import generator
+from normexp.data.dataset import Data, Windows
+
+
+def epoch_order(seed: int, epoch: int, num_samples: int) -> Tensor:
+    """A permutation of the samples, int64 (num_samples,) on the CPU."""
+    return torch.randperm(num_samples, generator=generator(seed, "order", epoch))
+
+
+def window_offset(seed: int, epoch: int, block_size: int) -> int:
+    """Where the windows of an epoch begin, in [0, block_size): other cuts of the text each time."""
+    return int(torch.randint(block_size, (), generator=generator(seed, "order", epoch)))
+
 
 Batch = dict[str, Tensor]
 

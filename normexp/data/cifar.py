@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data
+from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
-from normexp.data.samples import Examples
 from normexp.errors import UserError
 
 if TYPE_CHECKING:

@@ -3,15 +3,95 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from normexp.batching.draws import generator
 from normexp.data.augment import Augmentation
-from normexp.data.samples import Examples, Windows, content_digest, tensors_of
 from normexp.errors import UserError
+
+
+@dataclass
+class Examples:
+    """N labelled samples.
+
+    Shapes: inputs uint8 (N, C, H, W) or int64 tokens (N, T); targets int64 (N,); mask bool (N, T),
+    true where a token is real, None where all are.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def gather(self, indices: Tensor, offset: Tensor | None = None) -> dict[str, Tensor]:  # noqa: ARG002
+        """The samples at `indices` (...,), whose shape leads; offset is for Windows alone."""
+        indices = indices.to(self.targets.device)
+        batch = {"inputs": self.inputs[indices], "targets": self.targets[indices]}
+        if self.mask is not None:
+            batch["mask"] = self.mask[indices]
+        return batch
+
+    def to(self, device: torch.device | str) -> Examples:
+        mask = None if self.mask is None else self.mask.to(device)
+        return Examples(self.inputs.to(device), self.targets.to(device), mask)
+
+
+@dataclass
+class Windows:
+    """One text of L tokens, int64 (L,), seen in windows of `block_size` T to model language."""
+
+    tokens: Tensor
+    block_size: int
+
+    def __len__(self) -> int:
+        """Windows that do not overlap and fit for every offset in [0, T), targets included."""
+        return max(len(self.tokens) - self.block_size, 0) // self.block_size
+
+    def gather(self, indices: Tensor, offset: Tensor | None = None) -> dict[str, Tensor]:
+        """Window i begins at i * T + offset; targets are the inputs shifted by one.
+
+        Shapes: indices (...,), offset broadcastable to it (None is 0); inputs, targets (..., T).
+        """
+        device = self.tokens.device
+        starts = indices.to(device) * self.block_size
+        if offset is not None:
+            starts = starts + offset.to(device)
+        positions = starts[..., None] + torch.arange(self.block_size, device=device)
+        return {"inputs": self.tokens[positions], "targets": self.tokens[positions + 1]}
+
+    def to(self, device: torch.device | str) -> Windows:
+        return Windows(self.tokens.to(device), self.block_size)
+
+
+def content_digest(
+    splits: Sequence[Examples | Windows], symbols: tuple[str, ...] | None = None
+) -> str:
+    """First 16 hex digits of the sha256 over dtype, shape and bytes of every tensor."""
+    digest = hashlib.sha256(repr(symbols).encode())
+    for split in splits:
+        for tensor in tensors_of(split):
+            digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def tensors_of(split: Examples | Windows) -> list[Tensor]:
+    """The tensors that hold a split."""
+    if isinstance(split, Windows):
+        return [split.tokens]
+    return [t for t in (split.inputs, split.targets, split.mask) if t is not None]
+
 
 Task = Literal["classification", "language_modeling"]
 
@@ -180,3 +260,64 @@ def _check_range(data: Data, what: str, values: Tensor, limit: int, limit_name: 
 
 def _wrong(data: Data, what: str) -> UserError:
     return UserError(f"data={data.name}: {what}")
+
+
+def split_off_val(num_samples: int, val_fraction: float, split_seed: int) -> tuple[Tensor, Tensor]:
+    """Indices (train, val) from one seeded permutation, each in rising order.
+
+    Raises:
+        UserError: a fraction that leaves train or val empty.
+    """
+    num_val = round(num_samples * val_fraction)
+    if not 0 < num_val < num_samples:
+        raise UserError(
+            f"data.val_fraction={val_fraction} makes {num_val} of {num_samples} training samples "
+            "validation samples; try data.val_fraction=0.1"
+        )
+    order = torch.randperm(num_samples, generator=generator(split_seed, "split"))
+    return order[num_val:].sort().values, order[:num_val].sort().values
+
+
+def stratified_holdout(targets: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices (rest, held out), the latter with round(fraction * n) samples of each class."""
+    order = torch.randperm(len(targets), generator=generator(seed, "split"))
+    held_out = torch.zeros(len(targets), dtype=torch.bool)
+    for target in targets.unique():
+        members = order[targets[order] == target]
+        held_out[members[: round(fraction * len(members))]] = True
+    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
+
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def available_memory() -> int | None:
+    """Bytes that can be taken without swapping; None where the system does not say (not Linux)."""
+    if not _MEMINFO.is_file():
+        return None
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def refuse_beyond_memory(what: str, num_bytes: int, remedy: str) -> None:
+    """Raises UserError when `num_bytes` is more than what is available."""
+    available = available_memory()
+    if available is not None and num_bytes > available:
+        raise UserError(
+            f"{what} needs {num_bytes / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB is "
+            f"available; {remedy}"
+        )
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to; it becomes `path` when the block ends well and is removed otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data
+from normexp.data.dataset import Data, Examples, stratified_holdout
 from normexp.data.images import build_image_data
-from normexp.data.samples import Examples
-from normexp.data.split import stratified_holdout
 
 _TEST_FRACTION = 0.2
 _TEST_SEED = 0  # a constant: the test set is the same whatever split_seed is

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data, validate
-from normexp.data.samples import Examples
-from normexp.data.split import split_off_val
+from normexp.data.dataset import Data, Examples, split_off_val, validate
 from normexp.errors import UserError
 
 

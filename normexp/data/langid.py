@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from normexp.batching.draws import generator
-from normexp.data.dataset import Data, validate
-from normexp.data.samples import Examples
-from normexp.data.split import split_off_val, stratified_holdout
+from normexp.data.dataset import Data, Examples, split_off_val, stratified_holdout, validate
 from normexp.errors import UserError
 
 PAD, UNKNOWN = 0, 1

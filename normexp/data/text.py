@@ -13,10 +13,7 @@ from urllib.request import urlopen
 import numpy as np
 import torch
 
-from normexp.data.dataset import Data, validate
-from normexp.data.files import whole_file
-from normexp.data.memory import refuse_beyond_memory
-from normexp.data.samples import Windows
+from normexp.data.dataset import Data, Windows, refuse_beyond_memory, validate, whole_file
 from normexp.errors import UserError
 
 SHAKESPEARE_URL = (

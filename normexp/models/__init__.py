@@ -10,8 +10,8 @@ norm, it asks for that too: `norm.act(C)`, `norm.conv(...)` and the others of `n
 from normexp.models.convnet import ConvNet
 from normexp.models.gpt import GPT
 from normexp.models.resnet import ResNet
+from normexp.models.surgery import build_torchvision_model
 from normexp.models.text_encoder import TextEncoder
-from normexp.models.torchvision_model import build_torchvision_model
 from normexp.models.vit import ViT
 
 __all__ = ["GPT", "ConvNet", "ResNet", "TextEncoder", "ViT", "build_torchvision_model"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from normexp.models.arguments import check_positive
+from normexp.models.initialization import check_positive
 from normexp.models.transformer import (
     Block,
     Embedding,
@@ -13,7 +13,7 @@ from normexp.models.transformer import (
     build_final_norm,
     init_transformer,
 )
-from normexp.norms.contract import NormFactory
+from normexp.norms.factory import NormFactory
 
 
 class TextEncoder(nn.Module):

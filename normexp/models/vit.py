@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.models.arguments import check_image_shape, check_positive
+from normexp.models.initialization import check_image_shape, check_positive
 from normexp.models.transformer import (
     Block,
     build_embedding_norm,
     build_final_norm,
     init_transformer,
 )
-from normexp.norms.contract import NormFactory
+from normexp.norms.factory import NormFactory
 
 
 class ViT(nn.Module):

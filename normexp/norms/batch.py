@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.contract import widen
 from normexp.norms.moments import (
     Moments,
     normalize_batch,
@@ -17,6 +16,7 @@ from normexp.norms.moments import (
     zero_masked_groups,
 )
 from normexp.norms.none import in_dtype_of
+from normexp.norms.site import widen
 from normexp.norms.state import State
 
 

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.contract import widen
-from normexp.norms.group import GroupNorm
-from normexp.norms.instance import InstanceNorm
+from normexp.norms.group import GroupNorm, InstanceNorm
 from normexp.norms.none import scale_and_shift, zero_masked
+from normexp.norms.site import widen
 
 
 class CausalGroupNorm(GroupNorm):

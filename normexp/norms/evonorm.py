@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm, refuse_one_value
-from normexp.norms.contract import widen
 from normexp.norms.group import GroupsPolicy, fit_groups
 from normexp.norms.moments import Moments, pool
 from normexp.norms.none import in_dtype_of
+from normexp.norms.site import widen
 
 
 class EvoNormB0(BatchNorm):

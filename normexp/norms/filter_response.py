@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.contract import widen
 from normexp.norms.none import scale_and_shift, zero_masked
+from normexp.norms.site import widen
 
 # Where the learned part of eps begins; the paper's value.
 LEARNED_EPS_INIT = 1e-4

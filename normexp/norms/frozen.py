@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.norms.contract import widen
 from normexp.norms.none import in_dtype_of, zero_masked
+from normexp.norms.site import widen
 
 
 class FrozenBatchNorm(nn.Module):

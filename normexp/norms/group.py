@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.contract import over_channels, widen
 from normexp.norms.none import in_dtype_of, zero_masked
+from normexp.norms.site import over_channels, widen
 
 logger = logging.getLogger(__name__)
 
@@ -133,3 +133,94 @@ def _masked_group_norm(x: Tensor, mask: Tensor, num_groups: int, eps: float) -> 
     centred = torch.where(real, groups - mean, 0)
     var = centred.square().sum(dim=pooled, keepdim=True) / count
     return (centred * torch.rsqrt(var + eps)).flatten(1, 2)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias, moments over C and all positions of a sample.
+
+    Shape (N, C, *) in and out, an affine per channel, statistics in float32 or wider. On (N, C) it
+    is torch.nn.LayerNorm(C); with positions, torch.nn.GroupNorm with one group. arXiv:1607.06450.
+    Public ones for maps differ in what they pool, (C, H, W) as here or C alone (`LayerNorm2d`), and
+    torch.nn.LayerNorm([C, H, W]) has a weight and a bias per value, not per channel.
+    """
+
+    def __init__(self, num_features: int, *, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, affine={self.weight is not None}"
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if x.ndim == 2:
+            return _normalize_channels(x, mask, self.weight, self.bias, eps=self.eps)
+        return normalize_within_samples(x, mask, 1, self.weight, self.bias, eps=self.eps)
+
+
+class LayerNorm2d(LayerNorm):
+    """Layer norm with moments over C alone, at each position.
+
+    Shape (N, C, *) in and out: torch.nn.LayerNorm(C) on the channels-last view, as ConvNeXt has it
+    for maps (arXiv:2201.03545) and transformers for tokens. Positions never mix.
+    """
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return _normalize_channels(x, mask, self.weight, self.bias, eps=self.eps)
+
+
+def _normalize_channels(
+    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, *, eps: float
+) -> Tensor:
+    wide = zero_masked(widen(x), mask).movedim(1, -1)  # (N, *, C)
+    weight, bias = in_dtype_of(wide, weight), in_dtype_of(wide, bias)
+    out = F.layer_norm(wide, (wide.shape[-1],), weight, bias, eps).movedim(-1, 1)
+    return zero_masked(out, mask).to(x.dtype)
+
+
+class InstanceNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias, moments over the positions of one channel.
+
+    Shape (N, C, *) in and out with more than one position, statistics in float32 or wider, in
+    training and evaluation alike. arXiv:1607.08022. torch.nn's InstanceNorm has no affine unless
+    told, where this one and many tutorials have one per channel; with track_running_stats it
+    evaluates by averages over the training samples, which is not done here.
+
+    Raises:
+        UserError: the input has one position.
+    """
+
+    def __init__(self, num_features: int, *, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, affine={self.weight is not None}"
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if x.shape[2:].numel() == 1:
+            raise UserError(
+                f"instance norm needs positions to pool, and an input of shape {tuple(x.shape)} "
+                "has one; try norm=layer or norm=group, or norm.view=sequence for tokens"
+            )
+        return normalize_within_samples(
+            x, mask, self.num_features, self.weight, self.bias, eps=self.eps
+        )
+
+
+class PositionNorm(LayerNorm2d):
+    """(x - mean) / sqrt(var + eps), moments over C at each position; PONO. arXiv:1907.04312.
+
+    Shape (N, C, *) in and out, statistics in float32 or wider. It is `LayerNorm2d` without an
+    affine. The paper divides by C in the variance; the authors' code takes torch's unbiased
+    variance, over C - 1: its output is smaller by sqrt((C - 1) / C). In the paper the moments are
+    moreover handed to a later layer (moment shortcut), which is part of a model and not of a norm.
+    """
+
+    def __init__(self, num_features: int, *, eps: float = 1e-5) -> None:
+        super().__init__(num_features, eps=eps, affine=False)

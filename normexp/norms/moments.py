@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normexp.norms.contract import over_channels
+from normexp.norms.site import over_channels
 
 # Groups with more elements than this run one after another: a loop saves the two copies of a fold,
 # and on a CPU that is worth more than the calls it adds from about here on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.contract import over_channels
+from normexp.norms.site import over_channels
 
 
 class NoNorm(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.contract import widen
 from normexp.norms.none import scale_and_shift, zero_masked
+from normexp.norms.site import widen
 
 
 class DyT(nn.Module):

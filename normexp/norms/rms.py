@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.norms.contract import over_channels, widen
 from normexp.norms.none import in_dtype_of, zero_masked
+from normexp.norms.site import over_channels, widen
 
 
 class RMSNorm(nn.Module):

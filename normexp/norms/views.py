@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from normexp.norms.contract import Site
+from normexp.norms.site import Site
 
 
 def as_maps(x: Tensor, site: Site) -> Tensor:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.layout import CHECKPOINT_FILE, ENDED_FILE, RESULT_FILE, seed_dir
-from normexp.records.reader import read_result
-from normexp.records.result import Result
-from normexp.records.writer import write_json, write_result
+from normexp.records.files import write_json
+from normexp.records.paths import CHECKPOINT_FILE, ENDED_FILE, RESULT_FILE, seed_dir
+from normexp.records.result import Result, read_result, write_result
 
 
 def commit_results(stack_dir: Path, results: Sequence[Result]) -> None:

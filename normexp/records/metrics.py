@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from normexp.errors import UserError
-from normexp.records.writer import append_whole, write_text
+from normexp.records.files import append_whole, write_text
 
 HEADER = "step,epoch,samples_seen,name,value"
 

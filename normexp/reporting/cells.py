@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from normexp.records.layout import seed_of
+from normexp.records.paths import seed_of
 from normexp.reporting.metric import Metric
 from normexp.reporting.runs import Run, StudyRuns, flatten
 from normexp.reporting.style import order_norms

@@ -17,13 +17,7 @@ from normexp.reporting.numbers import format_interval, format_signed, negated, p
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import base_of
 from normexp.reporting.verdict import lost_words, words_of_n
-from normexp.stats import (
-    Interval,
-    Judgement,
-    judge_family,
-    paired_difference,
-    paired_improvement,
-)
+from normexp.stats import Interval, Judgement, judge_family, paired_difference, paired_improvement
 
 ALPHA = 0.05
 REFERENCE = "batch"  # the norm of reference where the slice has it, else its first

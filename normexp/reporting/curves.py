@@ -10,8 +10,8 @@ from typing import Any
 import altair as alt
 
 from normexp.errors import UserError
-from normexp.records.layout import METRICS_FILE
 from normexp.records.metrics import read_metrics
+from normexp.records.paths import METRICS_FILE
 from normexp.reporting.cells import Cell
 from normexp.reporting.figures import (
     HEIGHT,

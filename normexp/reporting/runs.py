@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from normexp.errors import UserError
-from normexp.records.layout import EVALUATION_FILE, RESULT_FILE, Study
-from normexp.records.reader import find_study, read_json, read_run
-from normexp.records.result import Result
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study
+from normexp.records.result import Result, find_study, read_json, read_run
 
 
 @dataclass(frozen=True)

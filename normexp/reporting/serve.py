@@ -11,7 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.layout import EVALUATION_FILE, RESULT_FILE
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
 
 HOST = "127.0.0.1"
 FIRST_PORT = 8000

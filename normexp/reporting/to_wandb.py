@@ -31,7 +31,7 @@ def log_to_wandb(report: Report, target: WandbTarget) -> str:
     """
     import wandb
 
-    from normexp.tasks.wandb_run import resolve_mode
+    from normexp.training.recorder import resolve_mode
 
     mode = resolve_mode(os.environ.get("WANDB_MODE", "auto"))
     try:

@@ -1,10 +1,20 @@
 """Statistics of a study: pure functions on arrays over seeds, each returning an Interval."""
 
-from normexp.stats.family import Judgement, holm, judge_family, largest_family
-from normexp.stats.improvement import paired_improvement, probability_of_improvement
-from normexp.stats.interval import Interval
-from normexp.stats.location import iqm, mean, median
-from normexp.stats.paired import paired_difference, sign_flip_p_value, stratified_difference
+from normexp.stats.interval import (
+    Interval,
+    Judgement,
+    holm,
+    iqm,
+    judge_family,
+    largest_family,
+    mean,
+    median,
+    paired_difference,
+    paired_improvement,
+    probability_of_improvement,
+    sign_flip_p_value,
+    stratified_difference,
+)
 from normexp.stats.sensitivity import (
     Sensitivity,
     Threshold,

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.integrate import trapezoid
 
-from normexp.stats.interval import Array, Interval
-from normexp.stats.location import mean
+from normexp.stats.interval import Array, Interval, mean
 
 Status = Literal["never", "below", "always", "unknown"]
 

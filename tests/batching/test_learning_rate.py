@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from normexp.batching.budget import count_steps, count_steps_per_epoch
-from normexp.batching.learning_rate import momentum_of_half_life, scale_learning_rate
+from normexp.cells.plan import (
+    count_steps,
+    count_steps_per_epoch,
+    momentum_of_half_life,
+    scale_learning_rate,
+)
 from normexp.errors import UserError
 
 

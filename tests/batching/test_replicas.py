@@ -4,9 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from normexp.batching.replicas import InTurn, Stacked, stack_networks
-from normexp.batching.stacking import SMALL_FORWARD, stacks, suitable_threads
-from normexp.norms.parts import ResidualScale
+from normexp.batching.replicas import (
+    SMALL_FORWARD,
+    InTurn,
+    Stacked,
+    stack_networks,
+    stacks,
+    suitable_threads,
+)
+from normexp.norms.factory import ResidualScale
 
 
 def networks(count: int = 3) -> list[nn.Module]:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-from normexp.data.dataset import Data
-from normexp.data.samples import Examples, Windows
+from normexp.config.compose import compose_config
+from normexp.data.dataset import Data, Examples, Windows
 from normexp.models.convnet import ConvNet
 from normexp.models.gpt import GPT
 from normexp.models.text_encoder import TextEncoder
-from normexp.norms.contract import NormFactory, View
-from normexp.studies.config import compose_config
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import View
 
 VOCAB, LENGTH, WIDTH = 7, 8, 16
 Make = Callable[[int], nn.Module]

@@ -20,9 +20,7 @@ from normexp.checks.cost import COST
 from normexp.checks.subject import Subject, open_subject
 from normexp.norms.batch import BatchNorm
 from normexp.norms.causal import CausalGroupNorm
-from normexp.norms.group import GroupNorm
-from normexp.norms.instance import InstanceNorm
-from normexp.norms.layer import LayerNorm, LayerNorm2d
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
 from normexp.norms.rms import RMSNorm
 from normexp.norms.slots import Slots

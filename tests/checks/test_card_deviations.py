@@ -20,14 +20,12 @@ from normexp.norms.deviations import (
     BatchNormNaiveVariance,
     BatchNormNoEps,
     BatchNormUnbiased,
-)
-from normexp.norms.layer import LayerNorm
-from normexp.norms.layer_deviations import (
     LayerNormNoEps,
     LayerNormOverMap,
     LayerNormOverTime,
     LayerNormUnbiased,
 )
+from normexp.norms.group import LayerNorm
 
 # The deviation, the sound norm, the line, and what it says of each: a verdict or a number.
 GAIN, GAP, EPS = "output size, batch of 4", "train/eval gap, batch of 4", "effect of eps x10"

@@ -14,7 +14,7 @@ from normexp.checks.card import Line, run_checks
 from normexp.checks.subject import open_subject
 from normexp.norms.batch import BatchNorm
 from normexp.norms.causal import CausalInstanceNorm
-from normexp.norms.layer import LayerNorm
+from normexp.norms.group import LayerNorm
 
 
 class Zeta(nn.Module):

@@ -11,8 +11,9 @@ from normexp.checks.causality import Leak, find_leak
 from normexp.checks.probing import probe_batch
 from normexp.checks.sites import probe_sites
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import NormFactory, View
+from normexp.norms.factory import NormFactory
 from normexp.norms.none import NoNorm
+from normexp.norms.site import View
 from normexp.norms.slots import Slots
 
 

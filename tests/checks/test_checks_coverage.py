@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from normexp.checks.coverage import check_coverage, find_missing, find_without_gradient
 from normexp.checks.probing import probe_batch
 from normexp.errors import UserError
-from normexp.norms.contract import NormFactory
-from normexp.norms.layer import LayerNorm
-from normexp.tasks.optimizer import parameter_groups
+from normexp.norms.factory import NormFactory
+from normexp.norms.group import LayerNorm
+from normexp.training.optim import parameter_groups
 
 
 class Forgetful(LayerNorm):

@@ -11,8 +11,8 @@ from normexp.checks.padding import check_padding, padded_batch
 from normexp.checks.sites import probe_sites
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import NormFactory
-from normexp.norms.layer import LayerNorm
+from normexp.norms.factory import NormFactory
+from normexp.norms.group import LayerNorm
 from normexp.norms.per_position import BatchNormPerPosition
 
 

@@ -17,10 +17,8 @@ from normexp.checks.sites import ProbedSite, probe_sites
 from normexp.checks.statistics_size import check_counts, count_values, smallest_group
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import NormFactory
-from normexp.norms.group import GroupNorm
-from normexp.norms.instance import InstanceNorm
-from normexp.norms.layer import LayerNorm, LayerNorm2d
+from normexp.norms.factory import NormFactory
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
 
 

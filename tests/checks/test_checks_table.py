@@ -12,8 +12,8 @@ from normexp.checks.padding import model_reads_padding, padded_batch, site_reads
 from normexp.checks.probing import mixes_samples, probe_batch
 from normexp.checks.reach import measure_reach
 from normexp.checks.sites import probe_sites
-from normexp.norms.contract import View
-from normexp.studies.folders import group_choices
+from normexp.config.help import group_choices
+from normexp.norms.site import View
 
 
 class Mixed(NamedTuple):

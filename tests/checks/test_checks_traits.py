@@ -12,17 +12,17 @@ from checks_cases import FlatNet, Hidden, convnet, image_data, text_data
 from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
+from normexp.cells.cell import Cell, prepare_cell
 from normexp.checks.probing import cannot_stack
 from normexp.checks.traits import Traits, measure_traits
+from normexp.config.compose import compose_cell
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import NormFactory
-from normexp.norms.instance import InstanceNorm
+from normexp.norms.factory import NormFactory
+from normexp.norms.group import InstanceNorm
 from normexp.norms.none import NoNorm
-from normexp.records.reader import read_result
-from normexp.studies.cell import Cell, prepare_cell
-from normexp.studies.config import compose_cell
+from normexp.records.result import read_result
 from normexp.train import main
 
 

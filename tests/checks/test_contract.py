@@ -19,10 +19,8 @@ from normexp.checks.contract_shapes import SHAPES
 from normexp.checks.subject import open_subject
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import NormFactory
-from normexp.norms.group import GroupNorm
-from normexp.norms.instance import InstanceNorm
-from normexp.norms.layer import LayerNorm
+from normexp.norms.factory import NormFactory
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
 from normexp.norms.power import PowerNorm
 
 CAUGHT_BY = {

@@ -7,9 +7,9 @@ import pytest
 from normexp.build import norm_maker
 from normexp.checks.card import Card
 from normexp.checks.card_parts import measure_card
+from normexp.config.compose import compose_config
+from normexp.config.help import group_choices
 from normexp.norms.slots import resolve
-from normexp.studies.config import compose_config
-from normexp.studies.folders import group_choices
 
 SHIPPED = sorted(set(group_choices("norm")) - {"custom"})
 SAMPLED = ["causal_group", "dyt"]  # batch, layer, instance and group are in test_contract.py

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-from normexp.studies.config import compose_config
+from normexp.config.compose import compose_config
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "norm").glob("*.yaml"))
 TEXT_ONLY = ["batch_per_position", "bn_per_position", "causal_group", "causal_instance"]

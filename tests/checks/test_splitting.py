@@ -7,7 +7,7 @@ from torch import nn
 from normexp.batching.sizes import Sizes
 from normexp.checks.splitting import check_split
 from normexp.errors import UserError
-from normexp.norms.contract import NormFactory
+from normexp.norms.factory import NormFactory
 
 
 class Streaming(nn.Module):

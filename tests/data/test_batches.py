@@ -3,9 +3,8 @@ from __future__ import annotations
 import torch
 
 from normexp.data.augment import Augmentation
-from normexp.data.batches import TrainingBatches
+from normexp.data.batches import TrainingBatches, epoch_order, window_offset
 from normexp.data.dataset import Data, Examples, Windows
-from normexp.data.order import epoch_order, window_offset
 
 
 def images(augmentation: Augmentation | None = None) -> Data:

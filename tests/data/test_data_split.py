@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normexp.data.split import split_off_val, stratified_holdout
+from normexp.data.dataset import split_off_val, stratified_holdout
 from normexp.errors import UserError
 
 

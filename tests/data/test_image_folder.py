@@ -192,7 +192,7 @@ def test_size_must_be_positive(root: Path):
 def test_more_than_memory_holds_is_refused_with_its_size(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("normexp.data.memory.available_memory", lambda: 1000)
+    monkeypatch.setattr("normexp.data.dataset.available_memory", lambda: 1000)
     with pytest.raises(UserError, match="14 images of 6x5 needs .* GB of memory.*data.size"):
         load(root)
 

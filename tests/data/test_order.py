@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from normexp.data.order import epoch_order, window_offset
+from normexp.data.batches import epoch_order, window_offset
 
 
 def test_epoch_order_is_a_permutation():

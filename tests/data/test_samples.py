@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normexp.data.samples import Examples, Windows, content_digest
+from normexp.data.dataset import Examples, Windows, content_digest
 
 
 def test_examples_gather_keeps_the_leading_axes_of_the_indices():

@@ -94,7 +94,7 @@ def test_empty_text_is_refused(tmp_path: Path):
 def test_text_beyond_memory_is_refused_with_its_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("normexp.data.memory.available_memory", lambda: 1_000_000)
+    monkeypatch.setattr("normexp.data.dataset.available_memory", lambda: 1_000_000)
     path = tmp_path / "long.txt"
     path.write_text("abcdefghij" * 100_000)
     with pytest.raises(UserError, match="long.txt needs .* GB of memory"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.models import GPT, ConvNet, ResNet, TextEncoder, ViT
-from normexp.norms.contract import NormFactory
+from normexp.norms.factory import NormFactory
 
 
 class PositionNorm(nn.Module):

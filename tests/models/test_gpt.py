@@ -5,7 +5,8 @@ import torch
 from model_cases import BLOCK_SIZE, VOCAB_SIZE, PositionNorm, build_gpt
 
 from normexp.models import GPT
-from normexp.norms.contract import NormFactory, named_sites
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
 
 NORM = NormFactory(PositionNorm)
 

@@ -5,8 +5,8 @@ from model_cases import PositionNorm
 
 from normexp.errors import UserError
 from normexp.models import GPT, ConvNet, ResNet, TextEncoder, ViT
-from normexp.models.arguments import check_image_shape, check_positive
-from normexp.norms.contract import NormFactory
+from normexp.models.initialization import check_image_shape, check_positive
+from normexp.norms.factory import NormFactory
 
 NORM = NormFactory(PositionNorm)
 TRANSFORMER = {"depth": 1, "width": 8, "num_heads": 2, "dropout": 0.0}

@@ -11,7 +11,8 @@ from hydra.utils import instantiate
 from model_cases import PositionNorm
 from torch import nn
 
-from normexp.norms.contract import NormFactory, named_sites
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 SHIPPED = ["convnet", "small_resnet", "resnet20", "vit", "gpt", "text_encoder", "torchvision"]

@@ -16,8 +16,9 @@ from normexp.models import ResNet
 from normexp.models.resnet import ResidualBlock
 from normexp.models.transformer import Attention, Block
 from normexp.norms.causal import CausalInstanceNorm
-from normexp.norms.contract import NormFactory, named_sites
+from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm
+from normexp.norms.site import named_sites
 from normexp.norms.slots import Slots
 
 PLACEMENTS = ("pre", "post", "sandwich", "peri")

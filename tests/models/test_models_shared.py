@@ -20,7 +20,8 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from normexp.batching.draws import Dropout
 from normexp.models.initialization import modules_outside_sites
-from normexp.norms.contract import NormFactory, Site, named_sites
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import Site, named_sites
 
 NAMES = list(BUILDERS)
 

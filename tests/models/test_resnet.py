@@ -8,7 +8,8 @@ from torch import nn
 from normexp.errors import UserError
 from normexp.models import ResNet
 from normexp.models.resnet import ResidualBlock
-from normexp.norms.contract import NormFactory, named_sites
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
 
 BATCH_NORM = NormFactory(nn.BatchNorm2d)
 

@@ -12,7 +12,8 @@ from model_cases import (
 from torch import nn
 
 from normexp.models.text_encoder import masked_max
-from normexp.norms.contract import NormFactory, named_sites
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
 
 FACTORIES = {
     "token": NormFactory(PositionNorm),

@@ -11,8 +11,9 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from normexp.errors import UserError
 from normexp.models import build_torchvision_model
-from normexp.models.torchvision_model import ChannelsLast, adapt_channels, find_norms, replace_norms
-from normexp.norms.contract import NormFactory, named_sites
+from normexp.models.surgery import ChannelsLast, adapt_channels, find_norms, replace_norms
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
 
 NORM = NormFactory(PositionNorm)
 MAP_NORM = NormFactory(nn.BatchNorm2d)

@@ -9,7 +9,7 @@ from torch import nn
 
 from normexp.errors import UserError
 from normexp.models.transformer import Attention, Block, Embedding, init_transformer
-from normexp.norms.contract import NormFactory
+from normexp.norms.factory import NormFactory
 
 NORM = NormFactory(PositionNorm)
 

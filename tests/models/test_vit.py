@@ -6,7 +6,8 @@ from model_cases import PositionNorm, build_vit
 
 from normexp.errors import UserError
 from normexp.models import ViT
-from normexp.norms.contract import NormFactory, named_sites
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
 
 NORM = NormFactory(PositionNorm)
 

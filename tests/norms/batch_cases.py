@@ -16,17 +16,15 @@ from normexp.norms.deviations import (
     BatchNormNaiveVariance,
     BatchNormNoEps,
     BatchNormUnbiased,
-)
-from normexp.norms.eval_norm import EvalNorm
-from normexp.norms.frozen import FrozenBatchNorm
-from normexp.norms.ghost import GhostBatchNorm
-from normexp.norms.l1_batch import L1BatchNorm
-from normexp.norms.layer_deviations import (
     LayerNormNoEps,
     LayerNormOverMap,
     LayerNormOverTime,
     LayerNormUnbiased,
 )
+from normexp.norms.eval_norm import EvalNorm
+from normexp.norms.frozen import FrozenBatchNorm
+from normexp.norms.ghost import GhostBatchNorm
+from normexp.norms.l1_batch import L1BatchNorm
 from normexp.norms.moving_average import MovingAverageBatchNorm
 from normexp.norms.power import PowerNorm
 from normexp.norms.renorm import BatchRenorm

@@ -8,7 +8,7 @@ import torch
 from norm_cases import C
 from torch import Tensor, nn
 
-from normexp.norms.foreign import foreign_factory
+from normexp.norms.adapt import foreign_factory
 
 EPS = 1e-3
 

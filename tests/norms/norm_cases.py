@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.norms.batch import BatchNorm
-from normexp.norms.group import GroupNorm
-from normexp.norms.instance import InstanceNorm
-from normexp.norms.layer import LayerNorm, LayerNorm2d
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
 from normexp.norms.rms import RMSNorm
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from normexp.errors import UserError
 from normexp.norms.causal import CausalGroupNorm, CausalInstanceNorm
-from normexp.norms.contract import NormFactory
+from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm
 
 N, T = 4, 9

@@ -16,8 +16,6 @@ from normexp.norms.deviations import (
     BatchNormNaiveVariance,
     BatchNormNoEps,
     BatchNormUnbiased,
-)
-from normexp.norms.layer_deviations import (
     LayerNormNoEps,
     LayerNormOverMap,
     LayerNormOverTime,

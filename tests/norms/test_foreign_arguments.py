@@ -11,7 +11,7 @@ from norm_cases import C
 from torch import nn
 
 from normexp.errors import UserError
-from normexp.norms.foreign import adapt, bind_eps
+from normexp.norms.adapt import adapt, bind_eps
 from normexp.norms.group import GroupNorm
 
 

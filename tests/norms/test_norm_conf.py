@@ -11,8 +11,8 @@ from norm_cases import C
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.build import RESERVED_NORM_KEYS
-from normexp.norms.contract import NormFactory
-from normexp.norms.foreign import adapt
+from normexp.norms.adapt import adapt
+from normexp.norms.factory import NormFactory
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "norm"
 FILES = sorted(FOLDER.glob("*.yaml"))

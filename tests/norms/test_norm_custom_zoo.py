@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from normexp.records.metrics import read_metrics
-from normexp.records.reader import read_result
+from normexp.records.result import read_result
 from normexp.train import main
 
 QUICK = ["model.width=8", "batch_size=16", "steps=4", "replicas=2", "log_every=1"]

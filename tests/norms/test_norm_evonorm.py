@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.errors import UserError
-from normexp.norms.contract import Site
 from normexp.norms.evonorm import EvoNormB0, EvoNormS0
+from normexp.norms.site import Site
 from normexp.norms.state import read_state, write_state
 
 G, N, T = 3, 4, 5

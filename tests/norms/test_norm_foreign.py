@@ -12,9 +12,8 @@ from norm_cases import C, gradients, random_tensor
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.norms.contract import NormFactory
-from normexp.norms.foreign import adapt, foreign_factory
-from normexp.norms.layout import find_layout
+from normexp.norms.adapt import adapt, find_layout, foreign_factory
+from normexp.norms.factory import NormFactory
 
 
 class BareRMSNorm(nn.Module):

@@ -10,9 +10,7 @@ from norm_cases import C, random_tensor
 from torch.testing import assert_close
 
 from normexp.errors import UserError
-from normexp.norms.group import GroupNorm, fit_groups
-from normexp.norms.instance import InstanceNorm
-from normexp.norms.layer import LayerNorm
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, fit_groups
 
 
 def test_groups_that_do_not_divide_are_refused_with_the_nearest_that_do():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm
-from normexp.norms.instance import InstanceNorm
+from normexp.norms.group import InstanceNorm
 
 TOLERANCE = {torch.double: 1e-10, torch.float: 1e-5}
 

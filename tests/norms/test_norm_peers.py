@@ -14,8 +14,7 @@ from torch.testing import assert_close
 
 from normexp.norms.evonorm import EvoNormB0, EvoNormS0
 from normexp.norms.filter_response import FilterResponseNorm
-from normexp.norms.group import GroupNorm
-from normexp.norms.position import PositionNorm
+from normexp.norms.group import GroupNorm, PositionNorm
 from normexp.norms.rms import SimpleRMSNorm
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import NormFactory, Site, named_sites
-from normexp.norms.instance import InstanceNorm
-from normexp.norms.layer import LayerNorm
+from normexp.norms.factory import NormFactory
+from normexp.norms.group import InstanceNorm, LayerNorm
+from normexp.norms.site import Site, named_sites
 
 
 class MaxNorm(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from normexp.norms.contract import NormFactory, norm_parameters
-from normexp.norms.parts import ResidualScale
+from normexp.norms.factory import NormFactory, ResidualScale
+from normexp.norms.site import norm_parameters
 from normexp.norms.slots import PLACES, SLOTS, Slots, changed, resolve, without_place
 
 

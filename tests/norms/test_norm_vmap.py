@@ -12,7 +12,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm
-from normexp.norms.contract import Site
+from normexp.norms.site import Site
 
 S = 3
 

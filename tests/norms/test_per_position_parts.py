@@ -11,7 +11,8 @@ from per_position_cases import N, T, make, make_random, padded
 from test_norm_vmap import S, compare_stack_with_loop
 from torch.testing import assert_close
 
-from normexp.norms.contract import NormFactory, Site
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import Site
 from normexp.norms.state import merge_state, read_state, write_state
 
 

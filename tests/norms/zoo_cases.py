@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from normexp.norms.evonorm import EvoNormB0, EvoNormS0
 from normexp.norms.filter_response import FilterResponseNorm
-from normexp.norms.group import GroupNorm
+from normexp.norms.group import GroupNorm, PositionNorm
 from normexp.norms.pointwise import Derf, DyT
-from normexp.norms.position import PositionNorm
 from normexp.norms.rms import CRMSNorm, ScaleNorm, SimpleRMSNorm
 
 State = dict[str, Tensor]

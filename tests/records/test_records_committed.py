@@ -8,11 +8,15 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.committed import commit_results, publish_results
-from normexp.records.layout import seed_dir, stack_dir
-from normexp.records.reader import read_result
-from normexp.records.result import Result
-from normexp.records.shared import interrupted_stacks, shared_dir, write_members
-from normexp.records.writer import write_result
+from normexp.records.paths import seed_dir, stack_dir
+from normexp.records.result import (
+    Result,
+    interrupted_stacks,
+    read_result,
+    shared_dir,
+    write_members,
+    write_result,
+)
 
 
 def result(seed: int, accuracy: float) -> Result:

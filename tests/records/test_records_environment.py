@@ -15,9 +15,9 @@ from normexp.records.environment import describe_environment, git_commit
 
 STDLIB_ONLY = """
 import sys
-import normexp.records.reader, normexp.records.writer, normexp.records.identity
-import normexp.records.environment, normexp.records.metrics, normexp.records.study_file
-import normexp.records.lock
+import normexp.records.result, normexp.records.files, normexp.records.identity
+import normexp.records.environment, normexp.records.metrics, normexp.records.history
+import normexp.records.files
 normexp.records.environment.describe_environment()
 print([name for name in ("torch", "numpy", "yaml", "hydra") if name in sys.modules])
 """

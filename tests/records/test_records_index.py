@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.records.index import News, append_news, read_index
+from normexp.records.history import News, append_news, read_index
 
 ASKED = News("d1", "norm=batch", [0, 1])
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.lock import StackLock, is_held
+from normexp.records.files import StackLock, is_held
 
 HOLD = """
 import sys
 from pathlib import Path
-from normexp.records.lock import StackLock
+from normexp.records.files import StackLock
 print(StackLock(Path(sys.argv[1])).acquire(), flush=True)
 sys.stdin.read()
 """

@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.layout import Study, seed_dir, seed_of, stack_dir
-from normexp.records.reader import find_study, read_json, read_result, read_runs
-from normexp.records.result import Result
-from normexp.records.writer import write_config, write_result
+from normexp.records.files import write_config
+from normexp.records.paths import Study, seed_dir, seed_of, stack_dir
+from normexp.records.result import (
+    Result,
+    find_study,
+    read_json,
+    read_result,
+    read_runs,
+    write_result,
+)
 
 
 def add_run(study: Path, cell: str, seed: int, **changes: Any) -> Path:

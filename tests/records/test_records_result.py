@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from normexp.records.reader import read_result
-from normexp.records.result import Result
-from normexp.records.writer import write_result
+from normexp.records.result import Result, read_result, write_result
 
 
 def make_result(**changes: Any) -> Result:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from normexp.errors import UserError
-from normexp.records.study_file import append_command, read_commands
+from normexp.records.history import append_command, read_commands
 
 COMMAND = ["-m", "norm=batch,group", "lr=1e-5"]
 ROUNDS = 40

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.writer import (
+from normexp.records.files import (
     ensure_writable,
     open_atomic,
     remove_leftovers,

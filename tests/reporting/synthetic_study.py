@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from normexp.records.files import write_config
+from normexp.records.history import append_command
 from normexp.records.metrics import MetricsWriter
-from normexp.records.result import Result
-from normexp.records.study_file import append_command
-from normexp.records.writer import write_config, write_result
+from normexp.records.result import Result, write_result
 from normexp.reporting.runs import Run, StudyRuns
 
 Accuracies = Mapping[int, float | None]

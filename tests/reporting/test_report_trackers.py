@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from synthetic_study import write_study
 
+from normexp.cells.stack import find_wandb_target
 from normexp.report import main
 from normexp.reporting.to_tensorboard import size_of_png
 from normexp.reporting.to_wandb import WandbTarget
-from normexp.studies.wandb_target import find_wandb_target
 
 FIGURES = {"metric_by_size_main", "heat_map_main", "improvement_main"}
 

@@ -9,7 +9,7 @@ import pytest
 from synthetic_study import make_runs, write_runs
 
 from normexp.errors import UserError
-from normexp.records.writer import write_evaluation
+from normexp.records.files import write_evaluation
 from normexp.reporting.cells import build_cells
 from normexp.reporting.runs import load_runs
 

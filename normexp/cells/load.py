@@ -1,0 +1,110 @@
+"""From a run directory back to the network that was trained in it."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from yaml import YAMLError
+
+from normexp.build import build_data, build_network, build_norm
+from normexp.cells.plan import plan_training
+from normexp.errors import UserError
+from normexp.records.paths import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Study,
+    list_seeds,
+    seed_dir,
+    seed_of,
+)
+
+GROUPS_TRAINED = ("norm", "model", "data", "optim", "trainer")
+REMEDY = "remove the cell's folder and train it again"
+
+
+def load_run(run_dir: Path) -> nn.Module:
+    """The trained network of `runs/<study>/<cell_id>/seed-<k>`, in evaluation mode on the CPU.
+
+    Rebuilt from the cell's config.yaml, so its data set must be there, for its shapes. The folder
+    of a cell will do where it has one seed.
+
+    Raises:
+        UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
+    """
+    cell_dir, seed = _find_run(run_dir)
+    cfg = load_config(cell_dir)
+    data = build_data(cfg)
+    plan = plan_training(cfg, len(data.train))
+    norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
+    network = build_network(cfg, norm, data)(seed)
+    load_weights(network, seed_dir(cell_dir, seed), precision=cfg.trainer.precision)
+    return network.eval()
+
+
+def load_config(cell_dir: Path) -> DictConfig:
+    """The resolved config of a cell, as its training had it. Raises UserError for another file."""
+    path = cell_dir / CONFIG_FILE
+    try:
+        cfg = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML; {REMEDY}") from error
+    lacking = [key for key in GROUPS_TRAINED if key not in cfg]
+    if not isinstance(cfg, DictConfig) or lacking:
+        raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
+    return cfg
+
+
+def load_weights(network: nn.Module, run_dir: Path, *, precision: str) -> None:
+    """Puts the weights of a run into its network, with the precision it was trained in."""
+    path = run_dir / WEIGHTS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist: the run has not ended, or was trained with save_weights=false"
+        )
+    if precision == "64-true":
+        network.double()
+    try:
+        network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torn or foreign: torch raises many kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{path} does not fit its config.yaml, or is torn ({reason}); train the run again"
+        ) from error
+
+
+def find_cell(run: Path) -> Path:
+    """`run`, if it is the folder of a cell; UserError with what is near where it is not."""
+    if (run / CONFIG_FILE).is_file():
+        return run
+    if run.is_dir() and seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
+        raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
+    if run.is_dir():
+        cells = [path.name for path in Study(run).list_cells()]
+        inside = f"; it is a study with the runs {_some(cells)}" if cells else ""
+        raise UserError(f"{run} is no run: it has no {CONFIG_FILE}{inside}")
+    folder = run.parent
+    known = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or sorted(known)[:3]
+    hint = f"nearest: {_some([str(folder / name) for name in near])}"
+    raise UserError(f"{run} does not exist; {hint if near else f'nor is there a run in {folder}'}")
+
+
+def _find_run(run_dir: Path) -> tuple[Path, int]:
+    """The folder of the cell, and the seed."""
+    seed = seed_of(run_dir)
+    if seed is not None and run_dir.is_dir():
+        return find_cell(run_dir.parent), seed
+    cell_dir = find_cell(run_dir)
+    seeds = list_seeds(cell_dir)
+    if len(seeds) != 1:
+        found = _some([f"seed-{seed}" for seed in seeds]) or "none"
+        raise UserError(f"{cell_dir} is a cell, not one run; give one of its seeds: {found}")
+    return cell_dir, seeds[0]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

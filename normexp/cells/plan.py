@@ -1,0 +1,205 @@
+"""The numbers of a training that follow from others: steps, learning rate, momenta."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from normexp.batching.sizes import Share, Sizes
+from normexp.build import synchronized
+from normexp.errors import UserError
+
+
+def count_steps_per_epoch(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Optimizer steps in one pass over the training samples."""
+    steps = num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
+    if steps == 0:
+        raise UserError(
+            f"batch_size={batch_size} is more than the {num_samples} training samples; "
+            f"try batch_size={num_samples} or drop_last=false"
+        )
+    return steps
+
+
+def count_steps(
+    steps_per_epoch: int,
+    batch_size: int,
+    *,
+    epochs: int,
+    steps: int | None,
+    samples: int | None,
+    samples_per_epoch: int,
+) -> int:
+    """Optimizer steps of a whole training; `steps` or `samples`, where set, take epochs' place."""
+    if steps is not None and samples is not None:
+        raise UserError(f"steps={steps} and samples={samples} are both set; take one of them")
+    if steps is not None:
+        return steps
+    if samples is not None:
+        if samples < batch_size:
+            raise UserError(f"samples={samples} is less than one batch_size={batch_size}")
+        whole, rest = divmod(samples, samples_per_epoch)
+        return whole * steps_per_epoch + rest // batch_size
+    return epochs * steps_per_epoch
+
+
+RULES = ("none", "linear", "sqrt", "momentum_aware")
+
+
+def scale_learning_rate(
+    rule: str, *, lr: float, momentum: float | None, batch_size: int, base_batch_size: int
+) -> tuple[float, float | None]:
+    """Learning rate and momentum at `batch_size`, given those that suit `base_batch_size`.
+
+    With k = batch_size / base_batch_size:
+        none            as given
+        linear          lr * k (Goyal et al., arXiv:1706.02677)
+        sqrt            lr * sqrt(k) (Hoffer et al., arXiv:1705.08741)
+        momentum_aware  m' = m^k, lr * k * (1 - m') / (1 - m): past samples weigh the same whatever
+                        the batch size (Chiley et al., arXiv:1905.05894)
+
+    Raises:
+        UserError: an unknown rule, or momentum_aware for an optimizer without momentum.
+    """
+    if rule not in RULES:
+        raise UserError(f"lr_rule={rule} is none of {', '.join(RULES)}")
+    k = batch_size / base_batch_size
+    if rule == "momentum_aware":
+        if momentum is None:
+            raise UserError("lr_rule=momentum_aware needs optim.momentum; try optim=sgd")
+        scaled = momentum**k
+        return lr * k * (1 - scaled) / (1 - momentum), scaled
+    factor = {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
+    return lr * factor, momentum
+
+
+def momentum_of_half_life(half_life: float, batch_size: int) -> float:
+    """Weight of the new value in a running average that forgets half of the past in `half_life`.
+
+    1 - 2^(-batch_size / half_life), in samples: the same memory at every batch size, where one
+    momentum would mean another at each.
+    """
+    if half_life <= 0:
+        raise UserError(f"norm.half_life={half_life} is not positive; try norm.half_life=1000")
+    return 1 - 2 ** (-batch_size / half_life)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes, length and learning rate of one training."""
+
+    sizes: Sizes
+    steps_per_epoch: int
+    num_steps: int
+    lr: float
+    optimizer_momentum: float | None  # None where the optimizer has none
+    norm_momentum: float | None  # of a norm's running averages; None where half_life is not set
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the training samples, the last of which may end early."""
+        return math.ceil(self.num_steps / self.steps_per_epoch)
+
+
+def plan_training(cfg: DictConfig, num_train: int) -> Plan:
+    """The plan of a cell. Raises UserError for values that contradict each other.
+
+    Its sizes are those with which one device trains the same.
+    """
+    sizes = sizes_of(cfg)
+    if synchronized(cfg):
+        _check_presence(cfg, sizes, num_train)
+    steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=cfg.drop_last)
+    left_out = num_train - steps_per_epoch * sizes.batch_size
+    if left_out > 0:
+        logger.info("drop_last leaves out %d of %d samples an epoch", left_out, num_train)
+    lr, momentum = scale_learning_rate(
+        cfg.lr_rule,
+        lr=cfg.lr,
+        momentum=cfg.optim.get("momentum"),
+        batch_size=sizes.batch_size,
+        base_batch_size=cfg.base_batch_size,
+    )
+    if lr != cfg.lr:
+        logger.info(
+            "lr_rule=%s takes lr from %g at base_batch_size=%d to %g at batch_size=%d",
+            *(cfg.lr_rule, cfg.lr, cfg.base_batch_size, lr, sizes.batch_size),
+        )
+    return Plan(
+        sizes=sizes,
+        steps_per_epoch=steps_per_epoch,
+        num_steps=count_steps(
+            steps_per_epoch,
+            sizes.batch_size,
+            epochs=cfg.epochs,
+            steps=cfg.steps,
+            samples=cfg.samples,
+            samples_per_epoch=min(num_train, steps_per_epoch * sizes.batch_size),
+        ),
+        lr=lr,
+        optimizer_momentum=momentum,
+        norm_momentum=_norm_momentum(cfg, sizes),
+    )
+
+
+def num_devices_of(cfg: DictConfig) -> int:
+    """Devices that train a cell together, on all nodes."""
+    return cfg.trainer.devices * cfg.trainer.num_nodes
+
+
+def sizes_of(cfg: DictConfig) -> Sizes:
+    """The sizes of a cell as one device would have them. Raises UserError, see `Sizes`."""
+    asked = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
+    num_devices, is_synchronized = num_devices_of(cfg), synchronized(cfg)
+    if num_devices > 1 and is_synchronized and asked.norm < asked.micro:
+        raise UserError(
+            f"norm_batch_size={cfg.norm_batch_size}: the norm takes statistics over all "
+            f"{num_devices} devices; try norm_batch_size=null, or norm=batch"
+        )
+    return asked.shared_by(num_devices, synchronized=is_synchronized)
+
+
+def place_on_one_device(cfg: DictConfig) -> None:
+    """Makes `cfg` the same training on one device."""
+    cfg.norm_batch_size = sizes_of(cfg).norm_batch_size
+    cfg.trainer.devices = cfg.trainer.num_nodes = 1
+    cfg.trainer.strategy = "auto"
+
+
+def check_norm_batch_size(cfg: DictConfig, sizes: Sizes) -> None:
+    """Refuses statistics over samples of several devices, for a norm that mixes samples."""
+    if cfg.norm_batch_size is not None and cfg.norm_batch_size > sizes.norm:
+        raise UserError(
+            f"norm_batch_size={cfg.norm_batch_size}: each of {num_devices_of(cfg)} devices has "
+            f"{sizes.norm} samples of a forward; try norm_batch_size={sizes.norm}, or norm=sync"
+        )
+
+
+def _check_presence(cfg: DictConfig, sizes: Sizes, num_train: int) -> None:
+    """Refuses a last batch of which a device gets nothing: its peers would wait for it."""
+    rest = 0 if cfg.drop_last else num_train % sizes.batch_size
+    count = num_devices_of(cfg)
+    last_device = Share(count - 1, count)
+    if len(sizes.micro_bounds(rest, last_device)) < len(sizes.micro_bounds(rest)):
+        raise UserError(
+            f"drop_last=false: the last batch of an epoch has {rest} samples, which leaves one of "
+            f"{count} devices without any; try drop_last=true, or norm=batch"
+        )
+
+
+def _norm_momentum(cfg: DictConfig, sizes: Sizes) -> float | None:
+    half_life = cfg.norm.get("half_life")
+    if half_life is None:
+        return None
+    if cfg.norm.get("momentum") is not None:
+        raise UserError(
+            f"norm.momentum={cfg.norm.momentum} and norm.half_life={half_life} are both set; "
+            "add norm.momentum=null to use the half-life"
+        )
+    return momentum_of_half_life(half_life, sizes.batch_size)

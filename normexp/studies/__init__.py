@@ -1,1 +1,0 @@
-"""From a command line to the cells of a study."""

@@ -1,0 +1,212 @@
+"""What a sweep shows while it runs: one live view on a terminal, elsewhere a line per cell."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from normexp.cells.notes import Unheard
+from normexp.config.spec import Outcome
+from normexp.records.identity import NOT_TRAINING
+
+if TYPE_CHECKING:
+    from normexp.config.spec import Composed
+
+SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal: that something is going on
+COUNTED = ("finished", "skipped", "failed", "refused", "stopped", "planned")
+
+
+class AtWork(Protocol):
+    """What the display reads of a worker."""
+
+    task: tuple[int, ...]
+    steps: tuple[int, int]
+    since: float
+    is_ready: bool
+
+
+class Display(logging.Handler):
+    """Counts what has ended and says how long the rest will take. Writes to stderr.
+
+    Also takes the notes of normexp's own log while it is open, each once.
+
+    Args:
+        titles: of all cells.
+        num_places: how many cells are trained at once.
+    """
+
+    def __init__(self, titles: Sequence[str], num_places: int = 1) -> None:
+        super().__init__()
+        self.addFilter(Unheard())
+        self.titles = titles
+        self.num_places = max(1, num_places)
+        self.counts: Counter[str] = Counter()
+        self.seconds: list[float] = []  # of each cell that was trained to its end
+        self.is_stopping = False  # what waits is not trained by this command
+        self.began = self._line_at = time.monotonic()
+        self.console = Console(stderr=True, highlight=False)
+        self.live: Live | None = None
+
+    def __enter__(self) -> Display:
+        package = logging.getLogger("normexp")
+        package.addHandler(self)
+        self._before = package.level, package.propagate
+        package.setLevel(logging.INFO)
+        package.propagate = False
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        package = logging.getLogger("normexp")
+        package.removeHandler(self)
+        package.setLevel(self._before[0])
+        package.propagate = self._before[1]
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.print(record.getMessage())
+
+    def print(self, text: str) -> None:
+        """A line above the live view."""
+        if self.live is not None:
+            self.live.console.print(text, markup=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def ended(self, title: str, outcome: Outcome) -> None:
+        """One line per cell: how far the study is, what became of the cell, and why."""
+        self.counts[outcome.status] += 1
+        if outcome.status == "finished" and outcome.seconds:
+            self.seconds.append(outcome.seconds)
+        if outcome.status == "planned" or len(self.titles) == 1:  # what is printed says it
+            return
+        done = sum(self.counts.values())
+        count = f"[{done}/{len(self.titles)}]"
+        duration = f" in {spoken(outcome.seconds)}" if outcome.status == "finished" else ""
+        error = f": {outcome.error}" if outcome.error else ""
+        left = self.time_left(len(self.titles) - done)
+        rest = f", {left} left" if left and self.live is None else ""
+        self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{rest}")
+
+    def time_left(self, num_cells: int, at_work: Sequence[AtWork] = ()) -> str:
+        """From the mean time of the cells that were trained; empty before the first of them.
+
+        Also empty while a worker's process starts, of which no cell tells how long it takes.
+        """
+        is_known = self.seconds and not self.is_stopping and all(w.is_ready for w in at_work)
+        if not is_known or not (num_cells or at_work):
+            return ""
+        mean = sum(self.seconds) / len(self.seconds)
+        rest = mean * num_cells + sum(_rest_of(worker, mean) for worker in at_work)
+        return spoken(rest / self.num_places)
+
+    def update(self, workers: Sequence[AtWork], num_waiting: int) -> None:
+        """What is going on at this moment."""
+        busy = [worker for worker in workers if worker.task]
+        if self.console.is_terminal:
+            self._draw(busy, num_waiting)
+        elif busy and time.monotonic() - self._line_at > SECONDS_BETWEEN_LINES:
+            self._line_at = time.monotonic()
+            self.print(f"{self._headline(busy, num_waiting)}: " + "; ".join(map(self._row, busy)))
+
+    def _draw(self, busy: Sequence[AtWork], num_waiting: int) -> None:
+        if self.live is None:
+            self.live = Live(console=self.console, transient=True, auto_refresh=False)
+            self.live.start()
+        rows = Table.grid()
+        for worker in busy:
+            rows.add_row(Text("  " + self._row(worker), no_wrap=True, overflow="ellipsis"))
+        self.live.update(Group(Text(self._headline(busy, num_waiting)), rows), refresh=True)
+
+    def _headline(self, busy: Sequence[AtWork], num_waiting: int) -> str:
+        done = sum(self.counts.values())
+        counts = [f"{self.counts[name]} {name}" for name in COUNTED if self.counts[name]]
+        parts = [f"{done}/{len(self.titles)} cells", *counts, f"{len(busy)} running"]
+        parts.append(f"{spoken(time.monotonic() - self.began)} elapsed")
+        left = self.time_left(num_waiting, busy)
+        return ", ".join([*parts, f"{left} left"] if left else parts)
+
+    def _row(self, worker: AtWork) -> str:
+        first, *others = worker.task
+        more = f" and {len(others)} more" if others else ""
+        done, total = worker.steps
+        how_far = f"step {done}/{total}" if total else "starting"
+        return f"{self.titles[first]}{more}  {how_far}"
+
+
+def _rest_of(worker: AtWork, mean: float) -> float:
+    """Seconds that a cell still takes: from its own speed where it has steps to show."""
+    elapsed = time.monotonic() - worker.since
+    done, total = worker.steps
+    if total and done / total > 0.05:
+        return elapsed * (total - done) / done
+    return max(0.0, mean - elapsed)
+
+
+def spoken(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min`, `2 h 05 min`."""
+    if seconds < 1:
+        return f"{seconds:.1f} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
+
+
+def title_of(cell: Composed) -> str:
+    """What a cell is: norm, sizes, and what else was typed of its training.
+
+    `norm=batch batch_size=32 norm_batch_size=2 epochs=3`, whatever the other cells of its command
+    are, and without the study, the folders and the seeds.
+    """
+    if cell.cfg is None:
+        return " ".join(text for text in cell.overrides if not _is_apart(text)) or cell.title
+    said = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
+    words = [f"{key}={value}" for key, value in said.items() if value is not None]
+    typed = [text for text in cell.overrides if _key_of(text) not in said]
+    return " ".join([*words, *(text for text in typed if not _is_apart(text))])
+
+
+def _key_of(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0]
+
+
+def _is_apart(text: str) -> bool:
+    """Whether an override says where, when or how a cell is trained, and not what."""
+    key = _key_of(text)
+    head = re.split(r"[./@]", key)[0]
+    return head in NOT_TRAINING or (head == "trainer" and key != "trainer.precision")
+
+
+def shared_words(titles: Sequence[str]) -> str:
+    """What all titles of one cell say; `norm=none` where it was asked for at several sizes."""
+    first, *others = [title.split() for title in titles]
+    return " ".join(word for word in first if all(word in other for other in others)) or titles[0]
+
+
+def tell_apart(titles: Sequence[str]) -> tuple[str, list[str]]:
+    """The words that all titles share, and each title without them; norms stay where they are."""
+    rows = [title.split() for title in titles]
+    if len(rows) < 2:
+        return "", list(titles)
+    shared = [
+        word
+        for word in rows[0]
+        if not word.startswith("norm=") and all(word in row for row in rows)
+    ]
+    own = [" ".join(word for word in row if word not in shared) for row in rows]
+    return " ".join(shared), [text or title for text, title in zip(own, titles, strict=True)]

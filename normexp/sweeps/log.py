@@ -1,0 +1,143 @@
+"""What a command writes to a study beside its runs: study.yaml and cells.csv, each line once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from normexp.config.spec import Composed, Outcome
+from normexp.errors import UserError
+from normexp.records.environment import code_version
+from normexp.records.files import ensure_writable, is_denied, refusing_denied
+from normexp.records.history import (
+    Asked,
+    News,
+    append_command,
+    append_news,
+    read_commands,
+    read_index,
+)
+from normexp.sweeps.display import title_of
+
+logger = logging.getLogger(__name__)
+
+GRID_KEYS = ("batch_size", "micro_batch_size", "norm_batch_size", "lr", "seed", "replicas")
+
+
+class StudyLog:
+    """The command and its cells. A study is written to only when one of its cells begins.
+
+    A command is recorded once in a study, though it may go on to `further` cells.
+
+    Args:
+        cells: all cells of the command, perhaps of several studies.
+        words: what was typed.
+        writes: not in a dry run.
+    """
+
+    def __init__(
+        self, cells: Sequence[Composed], words: Sequence[str], *, writes: bool = True
+    ) -> None:
+        self.writes = writes
+        self.cells = cells
+        self.words = list(words)
+        self._begun: set[Path] = set()
+        self._checked: set[Path] = set()
+        self._recorded: set[Path] = set()  # studies whose study.yaml has the command
+
+    def further(self, cells: Sequence[Composed]) -> StudyLog:
+        """This log, for the next cells of the same command."""
+        self.cells = cells
+        self._begun = set()
+        return self
+
+    def check(self) -> None:
+        """Tells once of a study that was begun with other code.
+
+        Raises:
+            UserError: a study that is a file, or whose study.yaml cannot be read.
+        """
+        for study_dir in dict.fromkeys(cell.study_dir for cell in self.cells):
+            if study_dir is None or study_dir in self._checked:
+                continue
+            self._checked.add(study_dir)
+            if study_dir.is_file():
+                raise UserError(
+                    f"study={study_dir.name}: {study_dir} is a file; take another name, or move "
+                    "the file away"
+                )
+            commands = read_commands(study_dir)
+            before = commands[-1].get("code_version") if commands else None
+            if before not in (None, code_version()):
+                logger.info(
+                    "study=%s was trained by other code (%s, now %s); what it has is kept, "
+                    "what is missing is trained by the code of now",
+                    *(study_dir.name, before[:7], code_version()[:7]),
+                )
+
+    def begin(self, study_dir: Path) -> None:
+        """Before the first training of a study: the command, and all cells it asks for."""
+        if study_dir in self._begun:
+            return
+        self._begun.add(study_dir)
+        ensure_writable(study_dir)
+        study_dir.mkdir(parents=True, exist_ok=True)
+        others = self._only_study()
+        cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
+        with refusing_denied(study_dir, "take another study=..."):
+            append_news(study_dir, [_news_of(cell) for cell in cells])
+            if study_dir not in self._recorded:
+                asked = {cell.digest: cell.seeds for cell in cells}
+                append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
+                self._recorded.add(study_dir)
+
+    def tell(self, cell: Composed, *, cell_id: str = "", error: str = "") -> None:
+        """What is known by now of a cell; only where its study is on disk and may be written."""
+        study_dir = cell.study_dir or self._only_study()
+        if self.writes and study_dir is not None and study_dir.is_dir():
+            try:
+                before = read_index(study_dir).get(cell.digest)
+                if before is not None and _is_another(cell_id, before):
+                    logger.info(
+                        "%s: the source of its norm, model or data has changed, so it is another "
+                        "cell than before, %s; earlier results stay",
+                        *(cell.title, cell_id),
+                    )
+                append_news(study_dir, [_news_of(cell, cell_id, error)])
+            except OSError as denied:  # no result depends on it
+                if not is_denied(denied):
+                    raise
+
+    def _only_study(self) -> Path | None:
+        """Where a cell that does not compose belongs: the study of all others."""
+        known = {cell.study_dir for cell in self.cells} - {None}
+        return known.pop() if len(known) == 1 else None
+
+    def settle(self, cell: Composed, outcome: Outcome) -> None:
+        """What became of a cell: its id, or why it has none."""
+        if outcome.cell_id and outcome.status != "planned":
+            self.tell(cell, cell_id=outcome.cell_id)
+        elif outcome.status in ("refused", "failed") and not outcome.halts:
+            self.tell(cell, error=f"{outcome.status}: {outcome.error}")
+
+
+def _is_another(cell_id: str, before: Asked) -> bool:
+    """Whether a cell of the same config was known by other ids so far."""
+    return bool(cell_id and before.cell_id) and cell_id not in {before.cell_id, *before.earlier_ids}
+
+
+def _news_of(cell: Composed, cell_id: str = "", error: str = "") -> News:
+    return News(cell.digest, title_of(cell), cell.seeds, cell_id, error)
+
+
+def grid_of(cells: Sequence[Composed]) -> dict[str, list[Any]]:
+    """The values that a command spans, of the keys that a study usually varies."""
+    rows = [
+        {**cell.choices, **{key: cell.cfg[key] for key in GRID_KEYS}}
+        for cell in cells
+        if cell.cfg is not None
+    ]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: list(dict.fromkeys(row[key] for row in rows if key in row)) for key in keys}

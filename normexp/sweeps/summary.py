@@ -1,0 +1,231 @@
+"""What a command prints when it has ended: the result with its spread, and where to go next."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shlex import join, quote
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from normexp.config.spec import Composed, Outcome
+from normexp.records.paths import LOG_FILE
+from normexp.records.result import Result
+from normexp.sweeps.display import shared_words, spoken
+from normexp.sweeps.status import expected_seconds, read_timed
+
+SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
+STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
+WIDE = 110  # columns of a terminal that has room for the folders
+# Norms to compare with: those that an image model takes, and those that keep the future unread.
+OF_IMAGES = ("batch", "layer", "instance", "group")
+OF_LANGUAGE = ("batch", "layer", "causal_instance", "causal_group")
+MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
+
+
+def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
+    """Metrics of one cell over its seeds, its directory, and commands worth typing.
+
+    Args:
+        words: what was typed, program first.
+    """
+    if outcome.status == "failed":
+        error = Console(stderr=True, highlight=False)
+        error.print(f"failed: {outcome.error}", markup=False, soft_wrap=True)
+    if outcome.status not in ("finished", "skipped"):
+        return
+    console = Console(highlight=False)
+    how = {"skipped": "already recorded", "finished": "trained"}
+    count = len(outcome.results)
+    console.print(f"\n{outcome.title}: {how[outcome.status]}, n = {count} seeds", markup=False)
+    if outcome.invalid:
+        console.print(f"INVALID, every number: {outcome.invalid}", markup=False, soft_wrap=True)
+    table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
+    for name in shown_metrics(outcome.results):
+        values = values_of(outcome.results, name)
+        stamp = " INVALID" if outcome.invalid else ""
+        table.add_row(name + stamp, *_spread(values), str(len(values)))
+    console.print(table)
+    diverged = [result for result in outcome.results if result.status == "diverged"]
+    for result in diverged:
+        console.print(f"seed {result.seed} diverged at step {result.diverged_at_step}")
+    seconds = max(result.timing.get("train_seconds", 0.0) for result in outcome.results)
+    steps = outcome.results[0].timing.get("step_ms", 0.0)
+    console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms a step of the whole stack")
+    console.print(f"run directory: {outcome.directory}", markup=False, soft_wrap=True)
+    console.print("next:")
+    for command in next_commands(outcome, words):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def shown_metrics(results: Sequence[Result]) -> list[str]:
+    """The recorded metrics worth a row, each with its other evaluation statistics below it."""
+    names = {name for result in results for name in result.metrics}
+    return [name for base in SHOWN for name in sorted(names) if name.partition("@")[0] == base]
+
+
+def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
+    """Commands that train what was just trained with other norms, and at other norm batch sizes.
+
+    Args:
+        words: what was typed, program first: all of it stays but the norm and its own knobs.
+    """
+    record = outcome.record
+    kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
+    has_knobs = any(re.match(r"\+*norm\.", word) for word in words)  # a list has no room for them
+    own = [] if has_knobs else [record["norm"]]
+    is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
+    ours = OF_LANGUAGE if is_text else OF_IMAGES
+    norms = list(dict.fromkeys([*own, *ours]))
+    lines = [[f"norm={','.join(norms)}", *kept]]
+    sizes = _norm_batch_sizes(record)
+    if len(sizes) > 1:
+        rest = [word for word in kept if not word.startswith("norm_batch_size=")]
+        values = ",".join(map(str, sizes))
+        lines.append([f"norm={ours[0]},{ours[-1]}", f"norm_batch_size={values}", *rest])
+    return [
+        *(f"python -m normexp.train -m {join(line)}" for line in lines),
+        "python -m normexp.train --help",
+    ]
+
+
+def _norm_batch_sizes(record: Mapping[str, Any]) -> list[int]:
+    """The smallest above 1, a middle and the largest that a device's share of a forward takes."""
+    share = (record["micro_batch_size"] or record["batch_size"]) // record["devices"]
+    sizes = [size for size in range(2, share + 1) if share % size == 0]
+    return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
+
+
+def _runs_dir(study: Path) -> list[str]:
+    return [] if str(study.parent) == "runs" else [f"runs_dir={quote(str(study.parent))}"]
+
+
+def print_closing_table(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> None:
+    """One row per cell of a sweep; sizes that came to one cell share its row.
+
+    The folder of each cell is left out on a terminal that is too narrow for it.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)  # a log file has no edge
+    rows: dict[str, tuple[list[str], Outcome]] = {}
+    for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
+        key = outcome.cell_id or str(position)
+        rows.setdefault(key, ([], outcome))[0].append(cell.title)
+    names = {_main_metric(outcome) for outcome in outcomes} - {""}
+    metric = names.pop() if len(names) == 1 else ""
+    has_place = console.width >= WIDE
+    table = Table("status", "cell", metric or "result", "n", *["where"] * has_place, box=None)
+    for titles, outcome in rows.values():
+        shown, count = _shown(outcome, in_header=metric), _num_values(outcome)
+        row = ["/".join(_statuses_of(outcome)), shared_words(titles), shown, count]
+        table.add_row(*map(Text, [*row, *[outcome.cell_id] * has_place]))  # [...] is no markup
+    console.print(table)
+    counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
+    console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    for command in commands_to_look(outcomes):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def _main_metric(outcome: Outcome) -> str:
+    return next((name for name in MAIN if values_of(outcome.results, name)), "")
+
+
+def _num_values(outcome: Outcome) -> str:
+    if not outcome.results:
+        return ""
+    return str(len(values_of(outcome.results, _main_metric(outcome))))
+
+
+def _shown(outcome: Outcome, *, in_header: str) -> str:
+    """The main metric, or why there is none."""
+    name = _main_metric(outcome)
+    values = values_of(outcome.results, name)
+    label = "" if name == in_header else f"{name} "
+    told = [f"{label}{_mean_and_sd(values)}"] if values else []
+    told += [outcome.error] if outcome.error else []
+    diverged = [run for run in outcome.results if run.status == "diverged"]
+    if diverged:
+        steps = ", ".join(str(step) for step in sorted({r.diverged_at_step or 0 for r in diverged}))
+        told.append(f"{len(diverged)} of {len(outcome.results)} diverged, at step {steps}")
+    shown = "; ".join(told)
+    return f"INVALID {shown}" if outcome.invalid else shown
+
+
+def _statuses_of(outcome: Outcome) -> list[str]:
+    """The outcome, and `diverged` where all of its runs that ended did."""
+    ended = [run for run in outcome.results if run.status != "failed"]
+    all_diverged = bool(ended) and all(run.status == "diverged" for run in ended)
+    if outcome.status in ("finished", "skipped") and all_diverged:
+        return ["diverged"]
+    return [outcome.status]
+
+
+def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
+    """Where to look next: the log of each failure, and the study as a whole."""
+    logs = [
+        f"less {quote(str(outcome.directory))}/stacks/*/{LOG_FILE}"
+        for outcome in outcomes
+        if outcome.status == "failed" and outcome.directory is not None
+    ]
+    studies = {outcome.directory.parent for outcome in outcomes if outcome.directory is not None}
+    where = [" ".join([f"study={study.name}", *_runs_dir(study)]) for study in sorted(studies)]
+    has_more = any(outcome.status not in ("finished", "skipped") for outcome in outcomes)
+    status = [f"python -m normexp.status {words}" for words in where] if has_more else []
+    return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]
+
+
+def print_plan(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> None:
+    """A dry run: what is recorded, what would be trained, and how long it would take."""
+    timed: dict[Path, list[Result]] = {}
+    total, num_unknown = 0.0, 0
+    rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}  # sizes that came to one cell: one
+    for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
+        key = (str(outcome.directory), outcome.cell_id or str(position))
+        rows.setdefault(key, ([], outcome))[0].append(cell.title)
+    for titles, outcome in rows.values():
+        title = shared_words(titles) if len(cells) > 1 else outcome.title
+        if outcome.directory is None:
+            print(f"{outcome.status}: {title}: {outcome.error}")
+            continue
+        study_dir = outcome.directory.parent
+        if study_dir not in timed:
+            timed[study_dir] = read_timed(study_dir)
+        num_done, num_missing = len(outcome.results), len(outcome.missing)
+        seconds = expected_seconds(outcome, timed[study_dir]) if num_missing else 0.0
+        total, num_unknown = total + (seconds or 0.0), num_unknown + (seconds is None)
+        expected = "unknown time" if seconds is None else f"about {spoken(seconds)}"
+        print(
+            f"{title}: {_counted(num_missing, 'run')} to do, {num_done} done, "
+            f"{outcome.record['num_steps']} steps each" + (f", {expected}" if num_missing else "")
+        )
+    parts = [f"{spoken(total)} of training in one process"] if total or not num_unknown else []
+    if num_unknown:
+        parts.append(f"{_counted(num_unknown, 'cell')} of unknown time")
+    print("expected: " + ", and ".join(parts))
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def values_of(results: Sequence[Result], name: str) -> list[float]:
+    """A metric over the runs that have it; a missing value stays missing."""
+    return [result.metrics[name] for result in results if name in result.metrics]
+
+
+def _spread(values: list[float]) -> list[str]:
+    deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
+    return [f"{statistics.mean(values):.4f}", deviation, f"{min(values):.4f}", f"{max(values):.4f}"]
+
+
+def _mean_and_sd(values: list[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{statistics.mean(values):.4f} (sd {statistics.stdev(values):.4f})"

@@ -1,0 +1,92 @@
+"""Under a W&B agent: one W&B run per command, with the mean over seeds of everything recorded.
+
+An agent names the run of each command it starts, so that a second run of the command would be
+refused. The run is written when the cell has ended, from its records: so also where everything was
+recorded before, as an agent may propose a point twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from normexp.config.place import is_under_agent
+from normexp.config.spec import Composed, Outcome
+from normexp.errors import UserError
+from normexp.records.metrics import read_metrics
+from normexp.records.paths import METRICS_FILE, seed_dir
+from normexp.records.result import Result
+from normexp.reporting.metric import describe_metric
+from normexp.training.recorder import resolve_mode
+
+
+def refuse_many_cells(cells: Sequence[Composed]) -> None:
+    """An agent's run stands for one cell."""
+    if is_under_agent() and len(cells) > 1:
+        raise UserError(
+            f"a W&B agent's command trains one cell, not {len(cells)}: name one value per key in "
+            "its command, and let the sweep vary them"
+        )
+
+
+def log_to_agent(cell: Composed, outcome: Outcome) -> None:
+    """Writes the agent's run: curves of the seed mean, and the final means as its summary.
+
+    A cell of which a run failed or is missing has neither: a mean over the others is another
+    cell's. Its run is marked as failed.
+    """
+    import wandb
+
+    if outcome.directory is None or not outcome.results:
+        return
+    logger = None if cell.cfg is None else cell.cfg.logger.get("wandb")
+    study = outcome.directory.parent
+    run = wandb.init(
+        mode=resolve_mode("auto" if logger is None else logger.mode),  # type: ignore[arg-type]
+        dir=study,
+        name=outcome.cell_id,
+        config={**outcome.record, "seeds": [result.seed for result in outcome.results]},
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    is_whole = outcome.status in ("finished", "skipped")
+    if is_whole:
+        rows = mean_rows(outcome.directory, outcome.results)
+        for step, row in rows:
+            run.log(row, step=step)
+        last = rows[-1][0] if rows else 0
+        run.log(mean_metrics(outcome.results), step=last)  # in the last row, which is the summary
+    run.finish(exit_code=0 if is_whole else 1)
+
+
+def mean_rows(directory: Path, results: Sequence[Result]) -> list[tuple[int, dict[str, float]]]:
+    """Optimizer step and the mean over those seeds that have a value there, from metrics.csv.
+
+    Where a seed diverged, no loss of an evaluation: the others' mean would look too good.
+    """
+    found: dict[int, dict[str, list[float]]] = {}
+    for result in results:
+        path = seed_dir(directory, result.seed) / METRICS_FILE
+        for row in read_metrics(path) if path.is_file() else []:
+            found.setdefault(row.step, {}).setdefault(row.name, []).append(row.value)
+    hides = any(result.status != "finished" for result in results)
+    rows = []
+    for step in sorted(found):
+        kept = {
+            name: sum(values) / len(values)
+            for name, values in found[step].items()
+            if not hides or name.startswith("train/") or describe_metric(name).higher_is_better
+        }
+        rows.append((step, kept))
+    return rows
+
+
+def mean_metrics(results: Sequence[Result]) -> dict[str, float]:
+    """The final metrics over seeds; a diverged one has accuracy 0, and leaves no mean of a loss."""
+    finished = [result for result in results if result.status == "finished"]
+    lost = len(results) - len(finished)
+    means = {"seeds": float(len(results)), "diverged_seeds": float(lost)}
+    for name in sorted({name for result in results for name in result.metrics}):
+        values = [result.metrics[name] for result in finished if name in result.metrics]
+        if not lost or describe_metric(name).higher_is_better:
+            means[name] = sum(values) / len(results)
+    return means

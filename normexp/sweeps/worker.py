@@ -1,0 +1,222 @@
+"""A process that trains one task after another for a sweep: `python -m normexp.sweeps.worker FD`.
+
+It imports torch once. A thread reads the pipe from the sweep's process; when that one asks to stop,
+or dies, a training ends at its next checkpoint, and anything else at once, as nothing is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from normexp.config.spec import Composed, Listener, Outcome, Start, name_of
+from normexp.sweeps.display import Display
+from normexp.sweeps.grouping import Task
+from normexp.sweeps.log import StudyLog
+from normexp.sweeps.messages import Begins, Ended, Note, Ready, Steps
+from normexp.sweeps.queueing import Queue
+from normexp.training.stopping import StopRequest
+
+STOPPED = 130
+
+
+class Link(logging.Handler):
+    """The worker's end of the pipe: tasks come in, news and notes go out."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self.connection = connection
+        self.tasks: queue.SimpleQueue[tuple[Composed, ...] | None] = queue.SimpleQueue()
+        self.stop: StopRequest | None = None  # while a cell trains, and so can be stopped
+        self.is_idle = False
+
+    def listen(self) -> None:
+        """Runs in a thread of its own until the end of the process."""
+        while True:
+            try:
+                message = self.connection.recv()
+            except (EOFError, OSError):
+                message = None
+            if isinstance(message, tuple):
+                self.tasks.put(message)
+            elif self.stop is not None:
+                self.stop.requested = True
+                return
+            elif self.is_idle:
+                self.tasks.put(None)
+                return
+            else:
+                os._exit(STOPPED)
+
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # the sweep's process is gone; `listen` knows it too
+            self.connection.send(message)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.send(Note(record.levelno, record.getMessage()))
+
+
+class Telling(Listener):
+    """Passes on what a cell tells; it can be stopped with a checkpoint once it trains."""
+
+    def __init__(self, link: Link, stop: StopRequest) -> None:
+        self.link = link
+        self.stop = stop
+        self.on_steps = lambda done, total: link.send(Steps(done, total))
+
+    def begins(self, start: Start, position: int = 0) -> None:
+        self.link.stop = self.stop
+        if not self.link.tasks.empty():  # a stop, told as this task was taken
+            self.stop.requested = True
+        self.link.send(Begins(start, position))
+
+
+def main() -> int:
+    """Exit code: 0 where all cells were given, 130 where it was stopped."""
+    link = open_link(int(sys.argv[1]))
+    import torch
+
+    from normexp.cells.cell import keeping_data
+    from normexp.cells.run import TaskEnd, run_task
+
+    def run(task: tuple[Composed, ...], listener: Listener, stop: StopRequest) -> Ended:
+        end: TaskEnd = run_task(task, listener, stop)
+        errors = [each.error for each in end.outcomes if each and each.status == "failed"]
+        return Ended(end.outcomes, _is_spent([*errors, end.error]))
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with keeping_data():
+        return serve(link, run)
+
+
+def open_link(descriptor: int) -> Link:
+    """The worker's end of the pipe, listened to from now on; notes go there too."""
+    logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
+    link = Link(Connection(descriptor))
+    threading.Thread(target=link.listen, daemon=True).start()
+    package = logging.getLogger("normexp")
+    package.addHandler(link)
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    return link
+
+
+def serve(link: Link, run: Callable[[tuple[Composed, ...], Listener, StopRequest], Ended]) -> int:
+    """Runs the tasks that come, until none comes any more or a stop is asked for."""
+    link.send(Ready())
+    while True:
+        link.is_idle = True
+        task = link.tasks.get()
+        link.is_idle = False
+        if task is None:
+            return 0
+        stop = StopRequest()
+        try:
+            ended = run(task, Telling(link, stop), stop)
+        finally:
+            link.stop = None
+        link.send(ended)
+        if stop.requested:
+            return STOPPED
+
+
+def _is_spent(errors: Sequence[str]) -> bool:
+    """Whether a failure may have left something behind: a broken GPU context, too little memory."""
+    import torch
+
+    told = [error.lower() for error in errors if error]
+    return bool(told) and (torch.cuda.is_initialized() or any("memory" in e for e in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+TICK = 0.5  # seconds between two looks at the locks of others
+
+
+class Recording(Listener):
+    """Writes the command to its study as a cell begins."""
+
+    def __init__(self, task: Sequence[Composed], log: StudyLog) -> None:
+        self.task = task
+        self.log = log
+
+    def begins(self, start: Start, position: int = 0) -> None:
+        cell = self.task[position]
+        assert cell.study_dir is not None
+        self.log.begin(cell.study_dir)
+        self.log.tell(cell, cell_id=start.cell_id)
+
+
+def run_in_turn(
+    cells: Sequence[Composed],
+    tasks: Sequence[Task],
+    log: StudyLog,
+    display: Display,
+    *,
+    fail_fast: bool,
+) -> list[Outcome]:
+    """An outcome for every cell, in their order; `stopped` for those behind a stop.
+
+    Args:
+        tasks: the indices of cells that may be trained together.
+    """
+    from normexp.cells.cell import keeping_data  # torch
+
+    outcomes: dict[int, Outcome] = {}
+    with keeping_data():
+        _run(Queue(tasks), outcomes, cells, log, display, fail_fast=fail_fast)
+    return [
+        outcomes.get(index, Outcome("stopped", name_of(cell), missing=cell.seeds))
+        for index, cell in enumerate(cells)
+    ]
+
+
+def _run(
+    queue: Queue,
+    outcomes: dict[int, Outcome],
+    cells: Sequence[Composed],
+    log: StudyLog,
+    display: Display,
+    *,
+    fail_fast: bool,
+) -> None:
+    """Fills `outcomes` until the queue is empty or something ends all."""
+    from normexp.cells.run import run_task
+
+    while queue:
+        task = queue.take()
+        if task is None:
+            queue.tell_of_waiting([])
+            time.sleep(TICK)
+            continue
+        given = [cells[index] for index in task]
+        ended = dict(zip(task, run_task(given, Recording(given, log)).outcomes, strict=True))
+        new = {index: outcome for index, outcome in ended.items() if outcome is not None}
+        busy = [outcome for outcome in new.values() if outcome.status == "busy"]
+        if busy:
+            queue.put_off(task, busy[0])
+            continue
+        queue.put_back_apart([index for index in task if index not in new])
+        outcomes |= new
+        ends_all = any(_ends_all(outcome, fail_fast=fail_fast) for outcome in new.values())
+        display.is_stopping = ends_all
+        for index, outcome in new.items():
+            log.settle(cells[index], outcome)
+            display.ended(cells[index].title, outcome)
+        if ends_all:
+            return
+
+
+def _ends_all(outcome: Outcome, *, fail_fast: bool) -> bool:
+    failed = outcome.status == "failed" and fail_fast
+    return outcome.halts or outcome.status == "stopped" or failed

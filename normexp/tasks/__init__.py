@@ -1,1 +1,0 @@
-"""The LightningModules: optimizer steps in chunks, evaluation, checkpoints, what is logged."""

@@ -1,0 +1,50 @@
+"""Showing and saving an evaluation, of numbers that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from normexp.cells import evaluate as evaluating
+from normexp.errors import UserError
+from normexp.training.evaluation import EvaluationPlan
+
+
+def test_names_with_brackets_are_text(capsys: pytest.CaptureFixture[str]):
+    cell = cast("Any", SimpleNamespace(invalid=None, title="batch [on] digits"))
+    evaluating.print_evaluations(cell, {0: {"batch [2]": {"test/[/x]": 0.5}}})
+    out = capsys.readouterr().out
+    assert "batch [2]" in out and "test/[/x]" in out
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes", "reason"),
+    [
+        (("batch",), (), "the norm mixes no samples; try"),
+        (("precise", "batch"), (), "the norm mixes no samples and keeps no running moments; try"),
+        (("batch",), (2,), "no number of them is finite; try"),
+    ],
+)
+def test_evaluation_without_a_number_says_why_in_one_line(
+    asked: tuple[str, ...],
+    sizes: tuple[int, ...],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+):
+    plan = EvaluationPlan(asked, 32, 2, sizes, every_epoch=False)
+    cell = cast("Any", SimpleNamespace(invalid=None, title="group on digits", evaluation=plan))
+    evaluating.print_evaluations(cell, {0: {}, 1: {}})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"evaluate_with=[{','.join(asked)}]: {reason} evaluate_with=[running]" in line
+
+
+def test_run_that_may_not_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "evaluation.json.tmp")
+
+    monkeypatch.setattr(evaluating, "write_evaluation", denied)
+    with pytest.raises(UserError, match=r"Permission denied; the numbers are printed, but not"):
+        evaluating.save_evaluations(tmp_path, {0: {}})

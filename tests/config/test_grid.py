@@ -1,0 +1,124 @@
+"""A sweep lists the cells that Hydra's basic sweeper would launch, in its order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from normexp.config.arguments import parse_arguments
+from normexp.config.grid import compose_cells, expand_grid, list_cells
+from normexp.errors import UserError
+
+
+def test_grid_is_the_product_with_the_first_key_slowest():
+    cells = expand_grid(["optim=sgd,adamw", "batch_size=2,8", "epochs=1"])
+    assert cells == [
+        ["optim=sgd", "batch_size=2", "epochs=1"],
+        ["optim=sgd", "batch_size=8", "epochs=1"],
+        ["optim=adamw", "batch_size=2", "epochs=1"],
+        ["optim=adamw", "batch_size=8", "epochs=1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "values"),
+    [
+        ("seed=range(1,4)", ["1", "2", "3"]),
+        ("lr=choice(0.1,0.3)", ["0.1", "0.3"]),
+        ("study='a b','c'", ["'a b'", "'c'"]),
+        ("logger=[csv],[csv,wandb]", ["[csv]", "[csv,wandb]"]),
+        ("optim=glob(*,exclude=s*)", ["adamw"]),
+        ("batch_size=sort(8,2,reverse=true)", ["8", "2"]),
+    ],
+)
+def test_each_kind_of_sweep_is_listed(sweep: str, values: list[str]):
+    key = sweep.partition("=")[0]
+    assert expand_grid([sweep]) == [[f"{key}={value}"] for value in values]
+
+
+def test_later_value_of_a_key_replaces_the_earlier():
+    assert expand_grid(["seed=1,2", "seed=3"]) == [["seed=3"]]
+
+
+def test_deletion_and_addition_keep_their_sign():
+    assert expand_grid(["~optim.nesterov", "+optim.extra=1"]) == [
+        ["~optim.nesterov", "+optim.extra=1"]
+    ]
+
+
+def test_glob_lists_the_users_own_norm_but_not_custom(tmp_path: Path):
+    (tmp_path / "norm").mkdir()
+    (tmp_path / "norm" / "my_norm.yaml").write_text("_target_: my.Norm\n")
+    assert expand_grid(["norm=glob([my*,custom])"], [str(tmp_path)]) == [["norm=my_norm"]]
+
+
+@pytest.mark.parametrize("sweep", ["lr=interval(0.1,1)", "optim=glob(zzz*)"])
+def test_sweep_that_lists_nothing_is_refused(sweep: str):
+    with pytest.raises(UserError) as caught:
+        expand_grid([sweep])
+    assert str(caught.value).startswith(sweep)
+
+
+RECIPE = """\
+# @package _global_
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    params:
+      optim: sgd,adamw
+      batch_size: 2,8
+study: mine
+"""
+
+
+@pytest.fixture
+def recipe_dir(tmp_path: Path) -> str:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(RECIPE)
+    return str(tmp_path)
+
+
+def test_params_of_an_experiment_are_swept_with_and_without_m(recipe_dir: str):
+    expected = [
+        [f"optim={optim}", f"batch_size={size}", "experiment=mine"]
+        for optim in ("sgd", "adamw")
+        for size in (2, 8)
+    ]
+    for flags in (["-m"], []):
+        line = [*flags, "--config-dir", recipe_dir, "experiment=mine"]
+        assert list_cells(parse_arguments(line)) == expected
+
+
+def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):
+    line = ["-m", "--config-dir", recipe_dir, "experiment=mine", "batch_size=4"]
+    cells = [cell.cfg for cell in compose_cells(parse_arguments(line)) if cell.cfg is not None]
+    assert [(cell.optim.default_lr, cell.batch_size) for cell in cells] == [(0.1, 4), (1e-3, 4)]
+    assert {cell.study for cell in cells} == {"mine"}
+
+
+def test_single_cell_is_validated_and_a_sweep_left_to_its_rows():
+    with pytest.raises(UserError, match="norm_batch_size=3 does not divide"):
+        compose_cells(parse_arguments(["norm_batch_size=3"]))
+    assert len(compose_cells(parse_arguments(["-m", "norm_batch_size=2,3"]))) == 2
+
+
+def test_cell_that_does_not_compose_is_a_row_beside_the_others():
+    good, bad = compose_cells(parse_arguments(["-m", "optim=adamw,sgdd", "epochs=1"]))
+    assert good.cfg is not None and not good.error
+    assert bad.cfg is None and bad.error.startswith("optim=sgdd: no such optim")
+    assert [good.title, bad.title] == ["optim=adamw", "optim=sgdd"]
+
+
+def test_sweep_of_which_nothing_composes_is_a_mistake():
+    with pytest.raises(UserError, match="optim=sgdd"):
+        compose_cells(parse_arguments(["-m", "optim=sgdd,adamww"]))
+
+
+def test_digest_is_of_the_training_and_not_of_seeds_or_places():
+    line = ["-m", "norm=batch,group", "seed=0,4", "study=a,b"]
+    cells = compose_cells(parse_arguments(line))
+    digests = {(cell.choices["norm"], cell.digest) for cell in cells}
+    assert len(cells) == 8
+    assert len(digests) == 2
+    assert len({digest for _, digest in digests}) == 2

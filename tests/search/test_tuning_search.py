@@ -1,0 +1,180 @@
+"""What a search proposes: resumed it goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from pathlib import Path
+
+import optuna
+import pytest
+
+from normexp.config.arguments import parse_arguments
+from normexp.reporting.metric import describe_metric
+from normexp.search.objective import Objective
+from normexp.search.points import SearchPlan, plan_searches
+from normexp.search.search import Search, Trial
+from normexp.search.storage import open_storage
+
+ACCURACY = Objective(describe_metric("val/accuracy"))
+LR = "lr=tag(log,interval(1e-3,1))"
+SPACE = (LR, "optim.momentum=interval(0,0.99)")
+TRIALS = 12  # more than the sampler draws at random
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+@lru_cache
+def plan_of(*words: str) -> SearchPlan:
+    (plan,) = plan_searches(parse_arguments(list(words)))
+    return plan
+
+
+def search_of(storage: optuna.storages.BaseStorage, *words: str) -> Search:
+    return Search(plan_of(*words), "a name", ACCURACY, storage)
+
+
+def score(trial: Trial) -> float:
+    """An accuracy with its peak at lr = 0.1, momentum = 0.5."""
+    momentum = float(trial.point.get("optim.momentum", 0.5))
+    return 0.9 - (math.log10(float(trial.point["lr"])) + 1) ** 2 / 9 - (momentum - 0.5) ** 2
+
+
+def run(search: Search, most: int = 1000) -> None:
+    """Tells up to `most` trials."""
+    for _ in range(most):
+        proposed = search.propose()
+        if not proposed:
+            return
+        for trial in proposed:
+            search.tell(trial, score(trial), {}, pruned=False)
+
+
+def points(search: Search) -> list[dict[str, str]]:
+    return [trial.point for trial in search.ended()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[dict[str, str]]:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    search = search_of(optuna.storages.InMemoryStorage(), *SPACE, f"tune.trials={TRIALS}")
+    run(search)
+    return points(search)
+
+
+@pytest.mark.parametrize("told", [0, 3, 8])
+def test_search_killed_in_a_trial_goes_on_as_an_undisturbed_one(
+    tmp_path: Path, undisturbed: list[dict[str, str]], told: int
+):
+    assert resumed(None, tmp_path, told) == undisturbed
+
+
+@pytest.mark.slow
+def test_sqlite_resumes_as_a_journal_does(tmp_path: Path, undisturbed: list[dict[str, str]]):
+    assert resumed(f"sqlite:///{tmp_path}/trials.db", tmp_path, told=8) == undisturbed
+
+
+def resumed(setting: str | None, folder: Path, told: int) -> list[dict[str, str]]:
+    """The points of a search that ends in a trial after `told` others, and is opened again."""
+    words = (*SPACE, f"tune.trials={TRIALS}")
+    with open_storage(setting, folder) as storage:
+        search = search_of(storage, *words)
+        run(search, most=told)
+        (running,) = search.propose()  # and here it is killed
+    with open_storage(setting, folder) as storage:
+        search = search_of(storage, *words)
+        (first,) = search.propose()
+        assert (first.number, first.point) == (running.number, running.point)
+        run(search)
+        assert search.propose() == []
+        return points(search)
+
+
+def test_search_killed_within_a_proposal_goes_on_as_an_undisturbed_one(
+    undisturbed: list[dict[str, str]],
+):
+    storage = optuna.storages.InMemoryStorage()
+    words = (*SPACE, f"tune.trials={TRIALS}")
+    run(search_of(storage, *words), most=6)
+    storage.create_new_trial(storage.get_study_id_from_name("a name"))  # without any value
+    search = search_of(storage, *words)
+    run(search)
+    assert points(search) == undisturbed
+
+
+def test_larger_number_of_trials_adds_the_difference(undisturbed: list[dict[str, str]]):
+    storage = optuna.storages.InMemoryStorage()
+    for trials in (5, 5, TRIALS):
+        search = search_of(storage, *SPACE, f"tune.trials={trials}")
+        run(search)
+        assert points(search) == undisturbed[:trials]
+    assert len({tuple(point.items()) for point in undisturbed}) == TRIALS
+
+
+def test_sampler_learns_where_the_peak_is():
+    search = search_of(optuna.storages.InMemoryStorage(), *SPACE, "tune.trials=40")
+    run(search)
+    late = [score(trial) for trial in search.ended()[20:]]
+    by_chance = 0.9 - 1 / 9 - 0.25 / 3  # (log10(lr) + 1)^2 is 1 on average, momentum's 0.25 / 3
+    assert sum(late) / len(late) > by_chance + 0.08
+
+
+def test_every_point_of_few_choices_is_tried_once():
+    words = ("lr=choice(0.01,0.1,1.0)", "optim.momentum=choice(0.0,0.9)")
+    storage = optuna.storages.InMemoryStorage()
+    search = search_of(storage, *words)
+    first = search.propose()
+    assert [t.point for t in first] == list(search.plan.space.points())
+    for trial in first[:2]:
+        search.tell(trial, 0.5, {}, pruned=False)
+    again = search_of(storage, *words)
+    left = again.propose()
+    assert [t.number for t in left] == [t.number for t in first[2:]]
+    for trial in left:
+        again.tell(trial, 0.5, {}, pruned=False)
+    assert again.propose() == [] and len(again.ended()) == again.target == 6
+
+
+def test_failed_trial_is_tried_again_by_the_next_command_and_counts_once():
+    storage = optuna.storages.InMemoryStorage()
+    words = (LR, "tune.trials=3")
+    search = search_of(storage, *words)
+    (failed,) = search.propose()
+    search.tell(failed, None, {}, pruned=False)
+    run(search)
+    assert [t.state for t in search.ended()] == ["fail", "complete", "complete"]
+    again = search_of(storage, *words)
+    (retry,) = again.propose()
+    assert retry.point == failed.point
+    again.tell(retry, None, {}, pruned=False)  # still fails, and is left for the next command
+    assert again.propose() == []
+    run(search_of(storage, *words))
+    assert [t.state for t in again.ended()] == ["complete"] * 3
+
+
+def test_best_is_the_first_of_equals_and_never_the_worst_value():
+    search = search_of(optuna.storages.InMemoryStorage(), "lr=choice(0.1,0.2,0.3,0.4)")
+    trials = search.propose()
+    search.tell(trials[0], 0.0, {}, pruned=False)
+    assert search.best() is None
+    for trial, value in zip(trials[1:], (0.5, 0.7, 0.7), strict=True):
+        search.tell(trial, value, {}, pruned=False)
+    best = search.best()
+    assert best is not None and best.point == {"lr": "0.3"}
+
+
+def test_lower_loss_is_better_and_divergence_is_infinite(tmp_path: Path):
+    plan = plan_of("lr=choice(0.1,0.2,0.3)")
+    loss = Objective(describe_metric("val/loss"))
+    with open_storage(None, tmp_path) as storage:
+        search = Search(plan, "a name", loss, storage)
+        for trial, value in zip(search.propose(), (loss.worst, 0.4, 0.5), strict=True):
+            search.tell(trial, value, {}, pruned=False)
+    with open_storage(None, tmp_path) as storage:
+        search = Search(plan, "a name", loss, storage)
+        best = search.best()
+        assert best is not None and best.point == {"lr": "0.2"}
+        assert search.trials()[0].value == math.inf

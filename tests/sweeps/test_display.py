@@ -1,0 +1,96 @@
+"""What a sweep prints: a line per cell, a view of what is going on, the time left."""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from normexp.config.spec import Outcome
+from normexp.sweeps import display as module
+from normexp.sweeps.display import Display, spoken
+
+
+@dataclass
+class AtWork:
+    task: tuple[int, ...]
+    steps: tuple[int, int]
+    since: float
+    is_ready: bool = True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_line_counts_the_cells_and_says_why(capsys: pytest.CaptureFixture[str]):
+    with Display(["norm=a", "norm=b", "norm=c"]) as display:
+        display.ended("norm=a", Outcome("finished", "a", seconds=12.0))
+        display.ended("norm=b", Outcome("failed", "b", error="killed by signal 9"))
+    assert capsys.readouterr().err.splitlines() == [
+        "[1/3] finished norm=a in 12 s, 24 s left",
+        "[2/3] failed   norm=b: killed by signal 9, 12 s left",
+    ]
+
+
+def test_a_note_of_the_package_is_told_once(capsys: pytest.CaptureFixture[str]):
+    with Display(["norm=a", "norm=b"]):
+        for _ in range(2):
+            logging.getLogger("normexp.somewhere").info("drop_last leaves out %d", 14)
+    assert capsys.readouterr().err == "drop_last leaves out 14\n"
+
+
+def test_time_left_follows_the_steps_of_what_runs(clock: list[float]):
+    display = Display(["a", "b", "c", "d"], num_places=2)
+    assert display.time_left(3) == ""  # nothing was measured yet
+    display.seconds = [100.0]
+    clock[0] = 30.0
+    half, fresh = AtWork((1,), (50, 100), since=0.0), AtWork((2,), (0, 0), since=10.0)
+    # 30 s for the other half, 100 - 20 s for the fresh one, 100 s for the one that waits
+    assert display.time_left(1, [half, fresh]) == spoken((30 + 80 + 100) / 2)
+    fresh.is_ready = False
+    assert display.time_left(1, [half, fresh]) == ""
+    fresh.is_ready, display.is_stopping = True, True
+    assert display.time_left(1, [half, fresh]) == ""
+
+
+def test_time_left_does_not_count_failures():
+    display = Display(["a", "b", "c"])
+    display.ended("a", Outcome("failed", "a", seconds=0.1))
+    assert display.time_left(2) == ""
+
+
+def test_live_view_has_a_row_per_worker():
+    display = Display(["norm=a", "norm=b", "norm=c"], num_places=2)
+    file = io.StringIO()
+    display.console = Console(file=file, force_terminal=True, width=80)
+    with display:
+        display.ended("norm=a", Outcome("skipped", "a"))
+        display.update([AtWork((1, 2), (5, 40), 0.0), AtWork((2,), (0, 0), 0.0)], num_waiting=0)
+    shown = file.getvalue()
+    assert "1/3 cells, 1 skipped, 2 running" in shown
+    assert "norm=b and 1 more  step 5/40" in shown
+    assert "norm=c  starting" in shown
+
+
+def test_without_a_terminal_a_line_now_and_then(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+):
+    display = Display(["norm=a"])
+    for seconds in (1.0, 61.0, 70.0):
+        clock[0] = seconds
+        display.update([AtWork((0,), (5, 40), 0.0)], num_waiting=0)
+    assert capsys.readouterr().err == "0/1 cells, 1 running, 61 s elapsed: norm=a  step 5/40\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.44, "0.4 s"), (12.2, "12 s"), (170, "3 min"), (7500, "2 h 05 min")]
+)
+def test_durations_are_spoken(seconds: float, words: str):
+    assert spoken(seconds) == words

@@ -1,0 +1,155 @@
+"""Sweeps through Hydra's launchers: refusals, and what runs on one machine, a job killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from normexp.config.arguments import parse_arguments
+from normexp.errors import UserError
+from normexp.records.result import read_result
+from normexp.sweeps import launch as launching
+from normexp.sweeps.launch import ADDRESS, check_launcher
+from normexp.train import main
+
+QUICK = ["steps=8", "replicas=1"]
+
+
+def installed(module: str) -> bool:
+    return launching.is_installed(f"hydra_plugins.{module}")
+
+
+def test_launcher_of_a_line_is_its_last_one_that_is_not_basic():
+    assert parse_arguments(["-m", "hydra/launcher=ray"]).launcher == "ray"
+    assert parse_arguments(["hydra/launcher=ray", "hydra/launcher=basic"]).launcher is None
+    assert parse_arguments(["norm=batch"]).launcher is None
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("ray", "ray"), ("submitit_slurm", "slurm"), ("joblib", "joblib")]
+)
+def test_launcher_that_is_not_installed_names_its_extra(
+    name: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(launching, "is_installed", lambda _: False)
+    assert main(["-m", "norm=batch,group", f"hydra/launcher={name}"]) == 2
+    message = f"hydra/launcher={name} is not installed; pip install 'normexp[{extra}]'"
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_launcher_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]):
+    assert main(["-m", "norm=batch,group", "hydra/launcher=dask"]) == 2
+    assert "choices: basic, ray, ray_aws, submitit_local" in capsys.readouterr().err
+
+
+def test_ray_cluster_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launching, "is_installed", lambda _: True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"  # bound, and nobody listens
+        with pytest.raises(UserError, match=f"{ADDRESS}={address}: nothing answers there"):
+            check_launcher("ray", [f"{ADDRESS}={address}"])
+        monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
+        with pytest.raises(UserError, match="nothing answers there"):
+            check_launcher("ray", [])
+        probe.listen()
+        check_launcher("ray", [])
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    check_launcher("ray", [])
+
+
+def line(runs: Path, launcher: str, *words: str) -> list[str]:
+    sweep = ["-m", "norm=batch,group", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
+    return [sys.executable, "-m", "normexp.train", *sweep, *words]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900
+    )
+
+
+def results(runs: Path) -> dict[str, bytes]:
+    paths = runs.glob("default/*/seed-*/result.json")
+    return {str(path.relative_to(runs)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "module"),
+    [("submitit_local", "hydra_submitit_launcher"), ("joblib", "hydra_joblib_launcher")],
+)
+def test_sweep_through_a_launcher_leaves_the_usual_records(
+    launcher: str, module: str, tmp_path: Path
+):
+    if not installed(module):
+        pytest.skip(f"{module} is not installed")
+    first = run(line(tmp_path / "runs", launcher, *QUICK), tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "2 finished" in first.stdout
+    recorded = results(tmp_path / "runs")
+    assert len(recorded) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # Hydra left nothing beside
+    again = run(line(tmp_path / "runs", launcher, *QUICK), tmp_path)
+    assert again.returncode == 0
+    assert "2 skipped" in again.stdout
+    assert results(tmp_path / "runs") == recorded
+    refused = run(line(tmp_path / "runs", launcher, *QUICK, "micro_batch_size=5"), tmp_path)
+    assert refused.returncode == 1
+    assert "2 refused" in refused.stdout
+
+
+@pytest.fixture
+def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A Ray cluster of two nodes with one CPU each, on this machine."""
+    if not installed("hydra_ray_launcher"):
+        pytest.skip("hydra_ray_launcher is not installed")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
+
+    node = {"num_cpus": 1, "object_store_memory": 10**8}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    cluster.add_node(**node)
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Ray's own, at its import and its end
+def test_killed_ray_worker_fails_its_sweep_and_the_same_line_completes_it(
+    ray_address: str, tmp_path: Path
+):
+    ray = [f"{ADDRESS}={ray_address}", "+hydra.launcher.ray.remote.max_retries=0"]
+    words = line(tmp_path / "runs", "ray", *ray, "steps=1500", "replicas=1")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(words, cwd=tmp_path, env=env) as sweep:
+        while len(list(tmp_path.glob("runs/default/*/stacks/*/run.log"))) < 2:
+            assert sweep.poll() is None, "the sweep ended before a job could be killed"
+            time.sleep(0.1)
+        jobs = ray_jobs()
+        assert len(jobs) == 2  # one on each node
+        os.kill(jobs[0], signal.SIGKILL)
+        assert sweep.wait(300) == 1
+    assert len(results(tmp_path / "runs")) < 2
+    again = run(words, tmp_path)
+    assert again.returncode == 0, again.stderr
+    runs = [path.parent for path in tmp_path.glob("runs/default/*/seed-*/result.json")]
+    assert [read_result(path).status for path in runs] == ["finished", "finished"]
+
+
+def ray_jobs() -> list[int]:
+    """Processes that Ray has given a job of ours."""
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    lines = listed.stdout.splitlines()
+    return [int(text.split()[0]) for text in lines if "ray::_run_job" in text]

@@ -1,0 +1,231 @@
+"""What `normexp.status` says of a study, read from its files, without torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from normexp.config.help import conf_dir
+from normexp.records.files import StackLock
+from normexp.records.history import News, append_command, append_news
+from normexp.records.metrics import MetricsWriter
+from normexp.records.paths import LOCK_FILE, seed_dir, stack_dir
+from normexp.records.result import Result, write_result
+from normexp.status import main
+from normexp.sweeps.status import MAX_ATTEMPTS, read_status
+
+WORDS = ["normexp-train", "-m", "norm=batch,group,bad", "study=s"]
+
+
+def write(study: Path, cell: str, seed: int, status: str, attempts: int | None = None) -> None:
+    run_dir = seed_dir(study / cell, seed)
+    run_dir.mkdir(parents=True)
+    error = "RuntimeError: no more" if status == "failed" else None
+    step = 7 if status == "diverged" else None
+    result = Result(
+        cell, seed, status, {}, {}, {}, error=error, diverged_at_step=step, attempts=attempts
+    )
+    write_result(run_dir, result)
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """Three runs of `batch` have ended; `group` was interrupted; `layer` was never begun."""
+    study = tmp_path / "s"
+    study.mkdir()
+    titles = ["batch", "batch again", "group", "layer", "bad"]
+    append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2]) for title in titles])
+    known = {"batch": "b-1", "batch again": "b-1", "group": "g-1"}
+    for title, cell_id in known.items():
+        append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
+    append_news(study, [News("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")])
+    seeds = [0, 1, 2]
+    asked = {f"d-{title}": seeds for title in ("batch", "group", "bad")}
+    append_command(study, WORDS, {"norm": ["batch", "group"]}, "0" * 16, asked)
+    one = ["normexp-train", "norm=batch"]
+    append_command(study, [*one, "replicas=2"], {}, "0" * 16, {"d-batch": [0, 1]})
+    for seed, status in enumerate(["finished", "diverged", "failed"]):
+        write(study, "b-1", seed, status)
+    stack = stack_dir(study / "g-1", 0, 1)
+    stack.mkdir(parents=True)
+    (stack / "last.ckpt").touch()
+    return study
+
+
+def test_every_run_that_was_asked_for_has_a_state(study: Path):
+    status = read_status(study.parent, "s")
+    by_title = {cell.title: cell for cell in status.cells}
+    assert by_title.keys() == {"norm=batch", "norm=group", "norm=layer", "norm=bad"}
+    assert by_title["norm=batch"].runs == {"finished": 1, "diverged": 1, "failed": 1}
+    assert by_title["norm=batch"].notes == ["RuntimeError: no more"]
+    assert by_title["norm=group"].runs == {"interrupted": 2, "not started": 1}
+    assert by_title["norm=layer"].runs == {"not started": 3}
+    assert by_title["norm=bad"].refused == "refused: no such norm"
+    assert not by_title["norm=bad"].runs
+    assert not status.is_complete
+
+
+def test_cell_of_an_edited_source_keeps_its_title(study: Path):
+    append_news(study, [News("d-own", "norm=own", [0], cell_id="o-1")])
+    write(study, "o-1", 0, "finished")
+    append_news(study, [News("d-own", "norm=own", [0], cell_id="o-2")])
+    titles = {cell.title for cell in read_status(study.parent, "s").cells}
+    assert {"norm=own", "norm=own, before its source changed"} <= titles and "o-1" not in titles
+
+
+def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
+    run_dir = seed_dir(study / "g-1", 0)
+    run_dir.mkdir()
+    with MetricsWriter(run_dir / "metrics.csv") as writer:
+        writer.add(40, 1, 1280, {"train/loss": 0.5})
+    lock = StackLock(study / "g-1" / LOCK_FILE)
+    with lock:
+        (cell,) = [c for c in read_status(study.parent, "s").cells if c.title == "norm=group"]
+        assert cell.runs == {"running": 1, "interrupted": 1, "not started": 1}
+        assert cell.notes == [f"process {lock.holder()}, step 40 at its last checkpoint"]
+
+
+def test_result_that_cannot_be_read_is_a_state_and_no_end(study: Path):
+    (seed_dir(study / "b-1", 0) / "result.json").write_text('{"schema": 99}')
+    (cell,) = [c for c in read_status(study.parent, "s").cells if c.title == "norm=batch"]
+    assert cell.runs["unreadable"] == 1
+    assert "has schema 99" in cell.notes[0]
+
+
+def test_cell_that_no_index_knows_is_counted_as_well(study: Path):
+    write(study, "older", 0, "finished")
+    assert read_status(study.parent, "s").runs["finished"] == 2
+
+
+def test_entry_says_what_to_type_and_imports_neither_torch_nor_hydra(study: Path):
+    script = (
+        "import sys; from normexp.status import main; code = main(sys.argv[1:]); "
+        "sys.exit(99 if {'torch', 'hydra', 'numpy'} & set(sys.modules) else code)"
+    )
+    words = ["study=s", f"runs_dir={study.parent}"]
+    command = [sys.executable, "-c", script, *words]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "9 runs of 4 cells: 1 finished, 1 diverged, 1 failed, 2 interrupted, 4 not" in run.stdout
+    _, _, again = run.stdout.partition("to finish, type again:\n")
+    line = f"  python -m normexp.train -m norm=batch,group,bad study=s runs_dir={study.parent}"
+    assert again.split("\n") == [line, ""]
+
+
+def test_only_commands_that_lack_something_are_to_be_typed_again(study: Path):
+    def unfinished() -> list[list[str]]:
+        return [c["command"] for c in read_status(study.parent, "s").unfinished_commands()]
+
+    assert unfinished() == [WORDS]
+    append_command(study, ["normexp-train", "norm=batch"], {}, "0" * 16, {"d-batch": [2]})
+    append_command(study, ["normexp-train", "older"], {}, "0" * 16)  # its cells are not recorded
+    append_command(study, ["normexp-tune", "x"], {}, "0" * 16, {"d-batch": [0]})  # asks as it goes
+    assert [words[-1] for words in unfinished()] == ["study=s", "norm=batch", "older", "x"]
+
+
+def test_what_all_cells_share_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    study = tmp_path / "s"
+    study.mkdir()
+    titles = [f"norm=batch norm_batch_size={size} steps=5" for size in (2, 8)]
+    append_news(study, [News(title, title, [0]) for title in titles])
+    append_command(study, WORDS, {}, "0" * 16)
+    assert main(["study=s", f"runs_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "norm=batch norm_batch_size=8  1" in out
+    assert out.count("steps=5") == 1 and "all with steps=5" in out
+
+
+def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write(tmp_path / "s", "b-1", 0, "finished")
+    assert main(["study=s", f"runs_dir={tmp_path}"]) == 0
+    assert "complete; next:\n  python -m normexp.report study=s" in capsys.readouterr().out
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Path:
+    """A study of one cell, whose only run has failed three times."""
+    study = tmp_path / "s"
+    write(study, "b-1", 0, "failed", attempts=3)
+    append_news(study, [News("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
+    return study
+
+
+def told(study: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([f"study={study.name}", f"runs_dir={study.parent}"]) == 0
+    return capsys.readouterr().out
+
+
+def test_brackets_in_titles_and_errors_are_text(failing: Path, capsys):
+    result = seed_dir(failing / "b-1", 0) / "result.json"
+    result.write_text(result.read_text().replace("no more", "no more [/data/x]"))
+    out = told(failing, capsys)
+    assert "no more [/data/x]" in out and "evaluate_with=[running]" in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "next_line"),
+    [
+        (["norm=batch"], "tried as often as max_attempts allows; to try once more, type again:"),
+        (["norm=batch", "max_attempts=4"], "to finish, type again:"),
+        (["max_attempts=9", "retry_failed=false"], "to try once more, type again:"),
+    ],
+)
+def test_line_that_would_not_try_again_is_told_with_one_that_does(
+    failing: Path, capsys, typed: list[str], next_line: str
+):
+    append_command(failing, ["normexp-train", *typed], {}, "0" * 16, {"d": [0]})
+    *_, first, line, end = told(failing, capsys).split("\n")
+    assert next_line in first and end == ""
+    assert ("max_attempts=4" in line) and "retry_failed" not in line
+
+
+def test_attempts_that_are_allowed_are_those_of_the_config():
+    text = (conf_dir() / "config.yaml").read_text()
+    assert f"\nmax_attempts: {MAX_ATTEMPTS} " in text and "\nretry_failed: true " in text
+
+
+def test_cell_that_is_tried_again_is_running(failing: Path, capsys):
+    append_command(failing, ["normexp-train"], {}, "0" * 16, {"d": [0]})
+    with StackLock(failing / "b-1" / LOCK_FILE):
+        assert read_status(failing.parent, "s").runs == {"running": 1}
+        assert "being trained now; should that stop, type again:" in told(failing, capsys)
+
+
+def test_moved_study_is_told_where_it_lies_now(study: Path, capsys):
+    append_command(study, ["normexp-train", "x", "study=s", "runs_dir=/old"], {}, "0" * 16)
+    moved = study.rename(study.parent / "t-search")
+    append_command(moved, ["normexp-tune", "y", "study=s"], {}, "0" * 16)
+    _, _, again = told(moved, capsys).partition("to finish, type again:\n")
+    place = f"runs_dir={moved.parent}"
+    assert again.splitlines()[1:] == [
+        f"  python -m normexp.train x study=t-search {place}",
+        f"  python -m normexp.tune y study=t {place}",
+    ]
+
+
+def test_copied_result_and_folders_of_other_names_are_no_runs(study: Path):
+    shutil.copytree(study / "g-1" / "stacks" / "0-1", study / "g-1" / "stacks" / "0-1.bak")
+    shutil.copy(seed_dir(study / "b-1", 0) / "result.json", seed_dir(study / "b-1", 1))
+    by_title = {cell.title: cell for cell in read_status(study.parent, "s").cells}
+    assert by_title["norm=group"].runs == {"interrupted": 2, "not started": 1}
+    assert by_title["norm=batch"].runs == {"finished": 1, "unreadable": 1, "failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "study is missing"),
+        (["studdy=s"], "did you mean study=...?"),
+        (["study=nowhere"], "study=nowhere not found"),
+        (["s"], "not a value of status"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+):
+    assert main([*words, f"runs_dir={tmp_path}"]) == 2
+    assert message in capsys.readouterr().err

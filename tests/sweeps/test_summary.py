@@ -1,0 +1,148 @@
+"""What a command prints when it has ended: told apart, and readable at 80 columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normexp.config.spec import Composed, Outcome
+from normexp.records.result import Result
+from normexp.sweeps.summary import (
+    commands_to_look,
+    next_commands,
+    print_closing_table,
+    print_plan,
+)
+
+RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
+RECORD |= {"batch_size": 32, "micro_batch_size": None, "devices": 1}
+REFUSAL = "norm_batch_size=5 does not divide batch_size=32; try norm_batch_size=4"
+
+
+def run(seed: int, accuracy: float | None) -> Result:
+    known: dict[str, Any] = {} if accuracy is None else {"test/accuracy": accuracy}
+    status = "diverged" if accuracy is None else "finished"
+    step = 7 if accuracy is None else None
+    return Result("cell", seed, status, RECORD, known, {}, diverged_at_step=step)
+
+
+def outcome(cell_id: str, *accuracies: float | None, folder: Path | None = None) -> Outcome:
+    results = [run(seed, accuracy) for seed, accuracy in enumerate(accuracies)]
+    directory = (folder or Path("runs/try")) / cell_id
+    return Outcome("finished", "batch on digits", cell_id, directory, RECORD, results)
+
+
+def closing_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int | None = None
+) -> str:
+    if width is not None:
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "dumb")  # no colours
+    titles = [f"norm=batch lr={lr}" for lr in ("0.1", "1.0", "10.0")]
+    titles += ["norm=none norm_batch_size=2", "norm=none norm_batch_size=8", "norm_batch_size=5"]
+    outcomes = [outcome("a", 0.5, 0.7), outcome("b", 0.5, None), outcome("c", None, None)]
+    outcomes += [outcome("d", 0.5), outcome("d", 0.5), Outcome("refused", "", error=REFUSAL)]
+    print_closing_table([Composed(None, {}, title) for title in titles], outcomes)
+    return capsys.readouterr().out
+
+
+def test_cells_are_told_apart_by_what_was_swept_and_shared_ones_are_one_row(capsys, monkeypatch):
+    rows = closing_table(capsys, monkeypatch).splitlines()
+    assert rows[0].split() == ["status", "cell", "test/accuracy", "n", "where"]
+    cells = [row.split()[1:3] for row in rows[1:4]]
+    assert cells == [["norm=batch", "lr=0.1"], ["norm=batch", "lr=1.0"], ["norm=batch", "lr=10.0"]]
+    assert rows[4].split() == ["finished", "norm=none", "0.5000", "1", "d"]
+
+
+def test_divergence_is_told_with_its_steps(capsys, monkeypatch):
+    rows = closing_table(capsys, monkeypatch).splitlines()
+    assert "0.5000; 1 of 2 diverged, at step 7" in rows[2]
+    assert rows[3].split()[0] == "diverged" and "2 of 2 diverged, at step 7" in rows[3]
+
+
+def test_at_80_columns_no_line_is_wider_and_no_word_is_cut(capsys, monkeypatch):
+    out = closing_table(capsys, monkeypatch, width=80)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out and "where" not in out
+    for word in ["norm=batch", "lr=10.0", "(sd", "norm_batch_size=5", *REFUSAL.split()]:
+        assert word in out
+
+
+def test_commands_name_the_study_and_quote_folders():
+    one = outcome("a", 0.5, folder=Path("my runs/try"))
+    one.status = "failed"
+    log, status, report = commands_to_look([one])
+    assert log == "less 'my runs/try/a'/stacks/*/run.log"
+    assert status == "python -m normexp.status study=try runs_dir='my runs'"
+    assert report == "python -m normexp.report study=try runs_dir='my runs'"
+
+
+TRAIN = "python -m normexp.train -m"
+
+
+def test_next_commands_keep_what_was_typed_but_for_the_norm():
+    one = outcome("a", 0.5)
+    typed = ["-m", "--config-dir", "my conf", "norm=batch", "act=gelu", "steps=9", "study=try"]
+    kept = "--config-dir 'my conf' act=gelu steps=9 study=try"
+    norms, sizes, _ = next_commands(one, ["normexp-train", *typed])
+    assert norms == f"{TRAIN} norm=batch,layer,instance,group {kept}"
+    assert sizes == f"{TRAIN} norm=batch,group norm_batch_size=2,8,32 {kept}"
+
+
+def test_next_commands_leave_out_a_norm_whose_knobs_a_list_cannot_take():
+    one = outcome("a", 0.5)
+    one.record = RECORD | {"norm": "custom"}
+    norms, *_ = next_commands(one, ["normexp-train", "norm=custom", "norm._target_=a.B", "lr=1"])
+    assert norms == f"{TRAIN} norm=batch,layer,instance,group lr=1"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values"),
+    [
+        ({"batch_size": 30}, "2,6,30"),
+        ({"micro_batch_size": 8}, "2,4,8"),
+        ({"devices": 2}, "2,8,16"),
+        ({"batch_size": 7}, None),
+        ({"batch_size": 1}, None),
+    ],
+)
+def test_next_sizes_are_those_that_the_training_can_be_split_into(sizes, values):
+    one = outcome("a", 0.5)
+    one.record = RECORD | sizes
+    typed = ["normexp-train", "norm_batch_size=1", "epochs=1"]
+    told = [line for line in next_commands(one, typed) if "norm=batch,group norm_batch" in line]
+    line = f"{TRAIN} norm=batch,group norm_batch_size={values} epochs=1"
+    assert told == ([] if values is None else [line])
+
+
+def test_next_commands_of_a_language_model_name_norms_that_do_not_read_the_future():
+    one = outcome("a", 0.5)
+    one.results = [Result("a", 0, "finished", RECORD, {"test/bits_per_byte": 3.0}, {})]
+    norms, sizes, _ = next_commands(one, ["normexp-train"])
+    assert norms == f"{TRAIN} norm=batch,layer,causal_instance,causal_group"
+    assert sizes == f"{TRAIN} norm=batch,causal_group norm_batch_size=2,8,32"
+
+
+def test_brackets_in_titles_and_errors_are_text(capsys):
+    error = "ValueError: no such file [/data/x.bin]; [enforce fail at x]"
+    cells = [Composed(None, {}, "evaluate_with=[running]"), Composed(None, {}, "lr=1")]
+    print_closing_table(cells, [Outcome("failed", "", error=error), outcome("a", 0.5)])
+    out = capsys.readouterr().out
+    assert error in out and "evaluate_with=[running]" in out
+
+
+def test_plan_lists_a_cell_of_two_sizes_once_and_counts_in_english(tmp_path: Path, capsys):
+    planned = outcome("a", folder=tmp_path)
+    planned.status, planned.missing = "planned", [0]
+    planned.record = RECORD | {"num_steps": 9}
+    cells = [Composed(None, {}, f"norm=none norm_batch_size={size}") for size in (2, 8)]
+    print_plan(cells, [planned, planned])
+    assert capsys.readouterr().out.splitlines() == [
+        "norm=none: 1 run to do, 0 done, 9 steps each, unknown time",
+        "expected: 1 cell of unknown time",
+    ]
+    print_plan(cells[:1], [planned])
+    assert capsys.readouterr().out.startswith("batch on digits: 1 run to do")

@@ -1,0 +1,168 @@
+"""W&B sweeps: the shipped definition, and the one run of a command under an agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from normexp.config.arguments import parse_arguments
+from normexp.config.grid import compose_cells
+from normexp.config.spec import CellStatus, Composed, Outcome
+from normexp.errors import UserError
+from normexp.records.metrics import MetricsWriter
+from normexp.records.result import Result
+from normexp.sweeps.wandb import (
+    log_to_agent,
+    mean_metrics,
+    mean_rows,
+    refuse_many_cells,
+)
+from normexp.train import main
+
+SWEEP_FILE = Path(__file__).parents[2] / "scripts" / "wandb_sweep.yaml"
+
+
+def sweep() -> dict:
+    return yaml.safe_load(SWEEP_FILE.read_text())
+
+
+def test_definition_holds_to_the_schema_of_wandb():
+    """The schema is in W&B's package `sweeps`, not in `wandb`; it pins another NumPy than ours."""
+    found = find_spec("sweeps")
+    if found is None or found.origin is None:
+        pytest.skip("W&B's schema is in the package sweeps: pip install --no-deps sweeps")
+    import jsonschema
+
+    schema = json.loads((Path(found.origin).parent / "config" / "schema.json").read_text())
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    assert list(validator.iter_errors(sweep())) == []
+    assert list(validator.iter_errors(sweep() | {"method": "guess"})) != []
+
+
+@pytest.mark.slow  # imports wandb
+def test_command_that_an_agent_makes_of_it_composes():
+    """By W&B's own functions, for the first and the last value of every parameter."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    definition = sweep()
+    assert definition["metric"]["name"].startswith("val/")
+    for end in (0, -1):
+        values = {
+            key: spec["values"][end] if "values" in spec else spec.get("value", spec.get("max"))
+            for key, spec in definition["parameters"].items()
+        }
+        args = {"args": {key: {"value": value} for key, value in values.items()}}
+        words = create_sweep_command_args(args)["args_no_hyphens"]
+        command = create_sweep_command(definition["command"])
+        line = [w for part in command for w in (words if part == "${args_no_hyphens}" else [part])]
+        assert line[:4] == ["${env}", "${interpreter}", "-m", "normexp.train"]
+        (cell,) = compose_cells(parse_arguments(line[4:]))
+        assert cell.cfg is not None and "wandb" in cell.cfg.logger
+        assert {key: cell.cfg[key] for key in ("norm_batch_size", "lr", "replicas")} == {
+            key: values[key] for key in ("norm_batch_size", "lr", "replicas")
+        }
+
+
+def result(seed: int, status: str, **metrics: float) -> Result:
+    named = {name.replace("_", "/"): value for name, value in metrics.items()}
+    step = 2 if status == "diverged" else None
+    error = "no more" if status == "failed" else None
+    return Result("a cell", seed, status, {}, named, {}, diverged_at_step=step, error=error)  # type: ignore[arg-type]
+
+
+def test_final_means_are_over_seeds_and_a_diverged_seed_has_accuracy_0():
+    good = [result(0, "finished", val_accuracy=0.9, val_loss=0.2)]
+    good.append(result(1, "finished", val_accuracy=0.7, val_loss=0.4))
+    means = mean_metrics(good)
+    assert means["val/accuracy"] == pytest.approx(0.8) and means["val/loss"] == pytest.approx(0.3)
+    lost = mean_metrics([*good, result(2, "diverged", val_accuracy=0.1)])
+    assert lost["val/accuracy"] == pytest.approx(1.6 / 3)
+    assert "val/loss" not in lost and lost["diverged_seeds"] == 1
+
+
+def test_rows_are_means_by_step(tmp_path: Path):
+    for seed, loss in ((0, 1.0), (1, 3.0)):
+        (tmp_path / f"seed-{seed}").mkdir()
+        with MetricsWriter(tmp_path / f"seed-{seed}" / "metrics.csv") as writer:
+            writer.add(1, 0, 8, {"train/loss": loss, "val/loss": loss})
+            if seed == 0:
+                writer.add(2, 0, 16, {"train/loss": 5.0})
+    both = [result(0, "finished"), result(1, "finished")]
+    assert mean_rows(tmp_path, both) == [
+        (1, {"train/loss": 2.0, "val/loss": 2.0}),
+        (2, {"train/loss": 5.0}),
+    ]
+    lost = [result(0, "finished"), result(1, "diverged")]
+    assert mean_rows(tmp_path, lost)[0] == (1, {"train/loss": 2.0})
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: dict[str, float] = {}
+        self.exit_code: int | None = None
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        del step
+        self.logged |= row
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("skipped", 0), ("failed", 1)])
+def test_cell_with_a_failed_seed_has_no_mean_and_an_exit_code(
+    status: CellStatus, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = FakeRun()
+    fake = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    ended = "failed" if status == "failed" else "finished"
+    results = [result(0, "finished", val_accuracy=0.5), result(1, ended, val_accuracy=0.6)]
+    cell = Composed(OmegaConf.create({"logger": {"wandb": {"mode": "offline"}}}), {}, "a")
+    log_to_agent(cell, Outcome(status, "a", "a", tmp_path / "a", results=results))
+    assert run.exit_code == code
+    assert ("val/accuracy" in run.logged) == (code == 0)
+
+
+def test_sweep_of_cells_under_an_agent_is_refused(monkeypatch: pytest.MonkeyPatch):
+    cells = [Composed(None, {}, "a"), Composed(None, {}, "b")]
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    refuse_many_cells(cells)
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    refuse_many_cells(cells[:1])
+    with pytest.raises(UserError, match="trains one cell, not 2"):
+        refuse_many_cells(cells)
+
+
+@pytest.mark.slow
+def test_agents_run_has_the_mean_of_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ["norm=group", "steps=12", "log_every=5", "replicas=2", "logger=wandb"]
+    line = [*words, f"runs_dir={tmp_path}"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert main(line) == 0
+    assert len(list(tmp_path.glob("default/wandb/offline-run-*"))) == 2  # one per (cell, seed)
+    environment = {"WANDB_SWEEP_ID": "sweep1", "WANDB_RUN_ID": "run1"}
+    script = "import sys; from normexp.train import main; sys.exit(main(sys.argv[1:]))"
+
+    for _ in range(2):  # what is recorded already is logged all the same
+        subprocess.run(
+            [sys.executable, "-c", script, *line], env={**os.environ, **environment}, check=True
+        )
+    folder = next(iter(tmp_path.glob("default/wandb/offline-run-*-run1")))
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    records = [json.loads(row) for row in answer.stdout.splitlines() if row.startswith("{")]
+    last = [r["history"]["item"] for r in records if r["type"] == "history"][-1]
+    runs = [json.loads(path.read_text()) for path in tmp_path.glob("default/*/seed-*/result.json")]
+    expected = sum(run["metrics"]["val/accuracy"] for run in runs) / 2
+    assert last["val/accuracy"] == pytest.approx(expected)
+    assert last["seeds"] == 2
