@@ -1,4 +1,4 @@
-"""The direction of imports, read from the source, and what --help must not import."""
+"""The direction of imports, read from the source, and what `--help` must not import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "normexp"
-# design.md, section 5: a part may import only parts that stand before it.
+# A part imports only itself and the parts listed above it.
 ORDER = [
     "errors",
     "stats",
@@ -31,17 +31,17 @@ ORDER = [
     "search",
     "cli",
 ]
-ENTRIES = ["train", "tune", "evaluate", "check", "status", "report", "__init__"]
-KNOW_HYDRA = ["config", "build", "cells", "sweeps", "search", "cli", *ENTRIES]
+ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "__init__"}
+HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}
+# Slow to import or optional: imported inside the functions that use them.
 IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard", "optuna"}
-# `stats` takes arrays; `records` nothing at all.
-ALLOWED_OUTSIDE = {"records": set(), "stats": {"numpy", "scipy"}}
+TORCH = {"torch", "pytorch_lightning", "lightning_fabric", "torchvision"}
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def part_of(file: Path) -> str:
-    """The package or top-level module of normexp that a file belongs to."""
+    """The package or top-level module of normexp that holds a file."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -52,14 +52,13 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, "imports are absolute"
-            if node.module == "normexp":
-                yield from (f"normexp.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            yield node.module
+            if node.module.startswith("normexp"):  # the name may be a module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def imported_at_start(node: ast.AST) -> Iterator[str]:
-    """Those that run when the module is imported; not the ones for type checkers alone."""
+    """Modules imported when this one is; not those inside functions or for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield from imported(child)
@@ -69,56 +68,46 @@ def imported_at_start(node: ast.AST) -> Iterator[str]:
             yield from imported_at_start(child)
 
 
-def names_of(file: Path) -> set[str]:
-    return set(imported(ast.parse(file.read_text())))
+def roots(names: Iterator[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
 
 
-def name_of(file: Path) -> str:
-    """Dotted name of the module in a file."""
-    return ".".join(("normexp", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    )
+def test_a_part_imports_only_parts_listed_above_it():
+    for file, tree in TREES.items():
+        part = part_of(file)
+        allowed = ORDER if part in ENTRIES else ORDER[: ORDER.index(part) + 1]
+        parts = {name.split(".")[1] for name in imported(tree) if name.startswith("normexp.")}
+        assert parts & {*ORDER, *ENTRIES} <= set(allowed), file
 
 
-def by_path(file: Path) -> str:
-    return file.relative_to(PACKAGE).as_posix()
+def test_no_two_files_import_each_other_in_a_loop():
+    modules = {
+        ".".join(("normexp", *file.relative_to(PACKAGE).with_suffix("").parts)): tree
+        for file, tree in TREES.items()
+    }
+    graph = {name: set(imported(tree)) & modules.keys() - {name} for name, tree in modules.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the loop
 
 
-@pytest.mark.parametrize("file", FILES, ids=by_path)
-def test_imports_only_parts_that_stand_before(file: Path):
-    part = part_of(file)
-    allowed = ORDER if part in ENTRIES else ORDER[: ORDER.index(part) + 1]
-    parts = {name.split(".")[1] for name in names_of(file) if name.startswith("normexp.")}
-    assert parts <= set(allowed)
+def test_only_some_parts_know_hydra():
+    for file, tree in TREES.items():
+        if part_of(file) not in HYDRA_USERS:
+            assert not roots(imported(tree)) & {"hydra", "omegaconf"}, file
 
 
-@pytest.mark.parametrize("file", FILES, ids=by_path)
-def test_only_these_parts_know_hydra(file: Path):
-    if part_of(file) not in KNOW_HYDRA:
-        assert not {name.split(".")[0] for name in names_of(file)} & {"hydra", "omegaconf"}
+def test_stats_records_and_reporting_need_no_torch():
+    outside = {"stats": {"numpy", "scipy"}, "records": {"filelock"}}
+    for file, tree in TREES.items():
+        part, names = part_of(file), roots(imported(tree)) - {"normexp", *sys.stdlib_module_names}
+        if part in outside:
+            assert names <= outside[part], file
+        if part == "reporting":
+            assert not names & TORCH, file
 
 
-@pytest.mark.parametrize("file", FILES, ids=by_path)
-def test_records_stats_and_reporting_stay_light(file: Path):
-    outside = {name.split(".")[0] for name in names_of(file)} - {"normexp"}
-    outside -= set(sys.stdlib_module_names)
-    part = part_of(file)
-    if part in ALLOWED_OUTSIDE:
-        assert outside <= ALLOWED_OUTSIDE[part]
-    if part == "reporting":
-        assert not outside & {"torch", "pytorch_lightning", "torchvision"}
-
-
-def test_no_files_import_each_other_in_a_loop():
-    graph = {name_of(file): names_of(file) for file in FILES}
-    sorter = TopologicalSorter({name: used & graph.keys() - {name} for name, used in graph.items()})
-    sorter.prepare()  # raises CycleError with the loop
-
-
-@pytest.mark.parametrize("file", FILES, ids=by_path)
-def test_heavy_or_optional_packages_are_imported_where_used(file: Path):
-    at_start = {name.split(".")[0] for name in imported_at_start(ast.parse(file.read_text()))}
-    assert not at_start & IMPORTED_WHERE_USED
+def test_heavy_or_optional_packages_are_imported_where_they_are_used():
+    for file, tree in TREES.items():
+        assert not roots(imported_at_start(tree)) & IMPORTED_WHERE_USED, file
 
 
 @pytest.mark.parametrize(
