@@ -40,7 +40,7 @@ from normexp.config.place import place_among
 from normexp.config.rules import validate
 from normexp.config.spec import (
     CellStatus,
-    Composed,
+    CellSpec,
     Listener,
     Outcome,
     Start,
@@ -163,7 +163,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_cell(
-    composed: Composed, listener: Listener | None = None, stop: StopRequest | None = None
+    composed: CellSpec, listener: Listener | None = None, stop: StopRequest | None = None
 ) -> Outcome:
     """Trains the runs of a cell that are missing.
 
@@ -190,7 +190,7 @@ def run_cell(
     return outcome
 
 
-def _outcome_of(error: Exception, composed: Composed) -> Outcome:
+def _outcome_of(error: Exception, composed: CellSpec) -> Outcome:
     title = name_of(composed)
     full = full_disk(error, composed.study_dir)
     if full is not None:
@@ -353,7 +353,7 @@ class TaskEnd:
 
 
 def run_task(
-    task: Sequence[Composed],
+    task: Sequence[CellSpec],
     listener: Listener | None = None,
     stop: StopRequest | None = None,
 ) -> TaskEnd:
@@ -383,7 +383,7 @@ class _Rates:
     """Cells that differ in `lr` alone, on their way to `end`."""
 
     def __init__(
-        self, task: Sequence[Composed], listener: Listener, stop: StopRequest, end: TaskEnd
+        self, task: Sequence[CellSpec], listener: Listener, stop: StopRequest, end: TaskEnd
     ) -> None:
         self.task = task
         self.listener = listener

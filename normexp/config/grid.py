@@ -14,11 +14,11 @@ from normexp.config.arguments import Arguments, config_dir_words
 from normexp.config.compose import compose, compose_cell, parse_overrides
 from normexp.config.help import group_choices
 from normexp.config.rules import validate
-from normexp.config.spec import Composed
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 
 
-def compose_cells(arguments: Arguments) -> list[Composed]:
+def compose_cells(arguments: Arguments) -> list[CellSpec]:
     """Every cell that a command line asks for, with its config and its title.
 
     A single cell is validated here; in a sweep `validate` is the runner's. A combination of values
@@ -32,20 +32,20 @@ def compose_cells(arguments: Arguments) -> list[Composed]:
         return compose_sweep(lines, arguments.config_dirs)
     config, choices = compose_cell(lines[0], arguments.config_dirs)
     validate(config)
-    return [Composed(config, choices, title=" ".join(lines[0]), overrides=lines[0])]
+    return [CellSpec(config, choices, title=" ".join(lines[0]), overrides=lines[0])]
 
 
 def compose_sweep(
     lines: Sequence[Sequence[str]], config_dirs: Sequence[str] = ()
-) -> list[Composed]:
+) -> list[CellSpec]:
     """The cells of some lists of overrides. Raises the first UserError where none composes."""
     cells, errors = [], []
     for line, title in zip(lines, titles_of(lines), strict=True):
         try:
             config, choices = compose_cell(line, config_dirs)
-            cells.append(Composed(config, choices, title, overrides=line))
+            cells.append(CellSpec(config, choices, title, overrides=line))
         except UserError as error:
-            cells.append(Composed(None, {}, title, str(error), line))
+            cells.append(CellSpec(None, {}, title, str(error), line))
             errors.append(error)
     if len(errors) == len(cells):
         raise errors[0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from normexp.config.spec import Composed
+    from normexp.config.spec import CellSpec
 
 # Number and index of processes, as torchrun and as srun tell them. A batch script, too, is told of
 # its job's tasks; SLURM_STEP_ID says that srun has started them.
@@ -23,7 +23,7 @@ def place_among(num_processes: int) -> int | None:
     return None
 
 
-def place_of_command(cells: Sequence[Composed]) -> tuple[int, int] | None:
+def place_of_command(cells: Sequence[CellSpec]) -> tuple[int, int] | None:
     """Index of this process among those that were started to train these cells, and their number.
 
     None where it is alone.

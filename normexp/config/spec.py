@@ -19,7 +19,7 @@ CellStatus = Literal["finished", "skipped", "refused", "failed", "stopped", "bus
 
 
 @dataclass(frozen=True)
-class Composed:
+class CellSpec:
     """A cell as the command line asks for it.
 
     Attributes:
@@ -116,7 +116,7 @@ class Listener:
         """
 
 
-def name_of(composed: Composed) -> str:
+def name_of(composed: CellSpec) -> str:
     """Norm and data, as the closing table names a cell."""
     if composed.cfg is None:
         return composed.title

@@ -23,7 +23,7 @@ from normexp.config.compose import compose_cell
 from normexp.config.grid import expand_overrides, is_searched, with_params
 from normexp.config.place import place_among
 from normexp.config.rules import RULES, validate_keys
-from normexp.config.spec import Composed
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.identity import NOT_TRAINING
 from normexp.search.storage import storage_path
@@ -203,7 +203,7 @@ class SearchPlan:
     def overrides(self, point: Point) -> tuple[str, ...]:
         return (*self.fixed, *(f"{key}={text}" for key, text in point.items()))
 
-    def search_cell(self, point: Point, metric: str, thresholds: Mapping[int, float]) -> Composed:
+    def search_cell(self, point: Point, metric: str, thresholds: Mapping[int, float]) -> CellSpec:
         """The cell of a trial: seeds and study of the search, evaluated with what it needs.
 
         Args:
@@ -218,21 +218,21 @@ class SearchPlan:
             own["tune"] = {"metric": metric, "thresholds": dict(thresholds)}
         return self._compose(point, own)
 
-    def report_cell(self, point: Point) -> Composed:
+    def report_cell(self, point: Point) -> CellSpec:
         """The cell of fresh seeds at a point."""
         return self._compose(point, {})
 
-    def _compose(self, point: Point, own: Mapping[str, object]) -> Composed:
+    def _compose(self, point: Point, own: Mapping[str, object]) -> CellSpec:
         title = " ".join([*self.grid, *(f"{key}={text}" for key, text in point.items())])
         overrides = self.overrides(point)
         try:
             cfg, choices = compose_cell(overrides, self.config_dirs)
         except UserError as error:
-            return Composed(None, {}, title, str(error), overrides)
+            return CellSpec(None, {}, title, str(error), overrides)
         with open_dict(cfg):
             for key, value in own.items():
                 cfg[key] = value
-        return Composed(cfg, choices, title, overrides=overrides)
+        return CellSpec(cfg, choices, title, overrides=overrides)
 
     def command(self, point: Point) -> str:
         """The line that repeats the report's cell."""

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from normexp.cells.cell import Cell, keeping_data, prepare_cell
 from normexp.cells.notes import collected_notes
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.history import read_index
 from normexp.reporting.metric import choose_metric, describe_metric
@@ -234,7 +234,7 @@ def _search(searches: Sequence[Search], words: Sequence[str], session: Session) 
     return failed, False
 
 
-def _cell_of(search: Search, trial: Trial) -> Composed:
+def _cell_of(search: Search, trial: Trial) -> CellSpec:
     pruning = search.plan.base.tune.pruning and not search.is_whole
     thresholds = median_thresholds(search.trials()) if pruning else {}
     return search.plan.search_cell(trial.point, search.objective.name, thresholds)

@@ -20,7 +20,7 @@ from normexp.config.spec import Outcome
 from normexp.records.identity import NOT_TRAINING
 
 if TYPE_CHECKING:
-    from normexp.config.spec import Composed
+    from normexp.config.spec import CellSpec
 
 SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal: that something is going on
 COUNTED = ("finished", "skipped", "failed", "refused", "stopped", "planned")
@@ -167,7 +167,7 @@ def spoken(seconds: float) -> str:
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 
 
-def title_of(cell: Composed) -> str:
+def title_of(cell: CellSpec) -> str:
     """What a cell is: norm, sizes, and what else was typed of its training.
 
     `norm=batch batch_size=32 norm_batch_size=2 epochs=3`, whatever the other cells of its command

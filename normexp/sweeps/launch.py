@@ -24,7 +24,7 @@ from normexp.config.arguments import LAUNCHER, Arguments
 from normexp.config.compose import VERSION_BASE, quoted, register_custom
 from normexp.config.grid import compose_cells
 from normexp.config.help import GROUPS, conf_dir
-from normexp.config.spec import Composed, Outcome, name_of
+from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.sweeps.log import StudyLog
@@ -159,7 +159,7 @@ def job(cfg: DictConfig) -> str:
     choices = {group: str(chosen[group]) for group in GROUPS if chosen.get(group) is not None}
     cfg.study = str(cfg.study)  # study=2026 names a folder
     overrides = list(settings.overrides.task)
-    composed = Composed(cfg, choices, " ".join(overrides), overrides=overrides)
+    composed = CellSpec(cfg, choices, " ".join(overrides), overrides=overrides)
 
     from normexp.cells.run import run_cell
 
@@ -170,11 +170,11 @@ def job(cfg: DictConfig) -> str:
     return outcome.status
 
 
-def _outcome_file(folder: Path, cell: Composed) -> Path:
+def _outcome_file(folder: Path, cell: CellSpec) -> Path:
     return folder / f"{cell.digest}-{cell.seeds[0]}-{cell.seeds[-1]}.outcome"
 
 
-def _outcome_of(folder: Path, cell: Composed, error: str) -> Outcome:
+def _outcome_of(folder: Path, cell: CellSpec, error: str) -> Outcome:
     """What a job left; read once."""
     path = _outcome_file(folder, cell)
     if not path.is_file():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied
@@ -38,7 +38,7 @@ class StudyLog:
     """
 
     def __init__(
-        self, cells: Sequence[Composed], words: Sequence[str], *, writes: bool = True
+        self, cells: Sequence[CellSpec], words: Sequence[str], *, writes: bool = True
     ) -> None:
         self.writes = writes
         self.cells = cells
@@ -47,7 +47,7 @@ class StudyLog:
         self._checked: set[Path] = set()
         self._recorded: set[Path] = set()  # studies whose study.yaml has the command
 
-    def further(self, cells: Sequence[Composed]) -> StudyLog:
+    def further(self, cells: Sequence[CellSpec]) -> StudyLog:
         """This log, for the next cells of the same command."""
         self.cells = cells
         self._begun = set()
@@ -93,7 +93,7 @@ class StudyLog:
                 append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
                 self._recorded.add(study_dir)
 
-    def tell(self, cell: Composed, *, cell_id: str = "", error: str = "") -> None:
+    def tell(self, cell: CellSpec, *, cell_id: str = "", error: str = "") -> None:
         """What is known by now of a cell; only where its study is on disk and may be written."""
         study_dir = cell.study_dir or self._only_study()
         if self.writes and study_dir is not None and study_dir.is_dir():
@@ -115,7 +115,7 @@ class StudyLog:
         known = {cell.study_dir for cell in self.cells} - {None}
         return known.pop() if len(known) == 1 else None
 
-    def settle(self, cell: Composed, outcome: Outcome) -> None:
+    def settle(self, cell: CellSpec, outcome: Outcome) -> None:
         """What became of a cell: its id, or why it has none."""
         if outcome.cell_id and outcome.status != "planned":
             self.tell(cell, cell_id=outcome.cell_id)
@@ -128,11 +128,11 @@ def _is_another(cell_id: str, before: Asked) -> bool:
     return bool(cell_id and before.cell_id) and cell_id not in {before.cell_id, *before.earlier_ids}
 
 
-def _news_of(cell: Composed, cell_id: str = "", error: str = "") -> News:
+def _news_of(cell: CellSpec, cell_id: str = "", error: str = "") -> News:
     return News(cell.digest, title_of(cell), cell.seeds, cell_id, error)
 
 
-def grid_of(cells: Sequence[Composed]) -> dict[str, list[Any]]:
+def grid_of(cells: Sequence[CellSpec]) -> dict[str, list[Any]]:
     """The values that a command spans, of the keys that a study usually varies."""
     rows = [
         {**cell.choices, **{key: cell.cfg[key] for key in GRID_KEYS}}

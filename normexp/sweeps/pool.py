@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from typing import Any
 
-from normexp.config.spec import Composed, Start
+from normexp.config.spec import CellSpec, Start
 from normexp.sweeps.grouping import Task
 from normexp.sweeps.machine import Place
 from normexp.sweeps.messages import Stop
@@ -55,7 +55,7 @@ class Worker:
                 start_new_session=True,  # Ctrl-C is for the sweep's process, which asks to stop
             )
 
-    def give(self, task: Task, cells: Sequence[Composed]) -> None:
+    def give(self, task: Task, cells: Sequence[CellSpec]) -> None:
         self.task, self.start, self.steps = task, None, (0, 0)
         self.since = time.monotonic()
         self._send(tuple(cells))

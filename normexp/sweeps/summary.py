@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Result
 from normexp.sweeps.display import shared_words, spoken
@@ -106,7 +106,7 @@ def _runs_dir(study: Path) -> list[str]:
     return [] if str(study.parent) == "runs" else [f"runs_dir={quote(str(study.parent))}"]
 
 
-def print_closing_table(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> None:
+def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
     """One row per cell of a sweep; sizes that came to one cell share its row.
 
     The folder of each cell is left out on a terminal that is too narrow for it.
@@ -181,7 +181,7 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
     return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]
 
 
-def print_plan(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> None:
+def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
     """A dry run: what is recorded, what would be trained, and how long it would take."""
     timed: dict[Path, list[Result]] = {}
     total, num_unknown = 0.0, 0

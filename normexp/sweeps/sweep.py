@@ -12,7 +12,7 @@ from typing import Any
 from normexp.cells.recorded import full_disk, record_death
 from normexp.config.place import is_under_agent
 from normexp.config.rules import validate_keys
-from normexp.config.spec import Composed, Outcome, Start, name_of
+from normexp.config.spec import CellSpec, Outcome, Start, name_of
 from normexp.errors import UserError
 from normexp.sweeps.display import Display
 from normexp.sweeps.grouping import Task, group_cells
@@ -49,7 +49,7 @@ class Sweep:
 
     def __init__(
         self,
-        cells: Sequence[Composed],
+        cells: Sequence[CellSpec],
         places: Sequence[Place],
         log: StudyLog,
         display: Display,
@@ -161,7 +161,7 @@ class Sweep:
                 if spent:
                     self.pool.dismiss(worker, PATIENCE)
 
-    def _record_begin(self, cell: Composed, start: Start) -> None:
+    def _record_begin(self, cell: CellSpec, start: Start) -> None:
         assert cell.study_dir is not None
         self.log.begin(cell.study_dir)
         self.log.tell(cell, cell_id=start.cell_id)
@@ -236,7 +236,7 @@ class Session:
         self.idle: list[Worker] = []
         self._log: StudyLog | None = None
 
-    def log_of(self, cells: Sequence[Composed], words: Sequence[str], *, writes: bool) -> StudyLog:
+    def log_of(self, cells: Sequence[CellSpec], words: Sequence[str], *, writes: bool) -> StudyLog:
         """The log of the command, which goes on to `cells`."""
         if self._log is None:
             self._log = StudyLog(cells, words, writes=writes)
@@ -253,7 +253,7 @@ COMMAND_KEYS = ("study", "workers", "fail_fast", "retry_failed", "max_attempts",
 STOPPED = "stopped; the same line goes on from here"
 
 
-def run_cells(cells: Sequence[Composed], words: Sequence[str]) -> int:
+def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
     """Trains what is missing of each cell and prints what came out; returns the exit code.
 
     Raises:
@@ -288,7 +288,7 @@ def run_cells(cells: Sequence[Composed], words: Sequence[str]) -> int:
     return 1 if any(outcome.status in ("refused", "failed") for outcome in outcomes) else 0
 
 
-def is_interrupted(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> bool:
+def is_interrupted(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> bool:
     """Whether the user stopped a command before its end, and not a failure under `fail_fast`."""
     statuses = {outcome.status for outcome in outcomes}
     fails_fast = any(cell.cfg is not None and cell.cfg.fail_fast for cell in cells)
@@ -296,7 +296,7 @@ def is_interrupted(cells: Sequence[Composed], outcomes: Sequence[Outcome]) -> bo
 
 
 def train_cells(
-    cells: Sequence[Composed],
+    cells: Sequence[CellSpec],
     words: Sequence[str],
     *,
     workers: int | None = None,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from normexp.config.place import is_under_agent
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE, seed_dir
@@ -20,7 +20,7 @@ from normexp.reporting.metric import describe_metric
 from normexp.training.recorder import resolve_mode
 
 
-def refuse_many_cells(cells: Sequence[Composed]) -> None:
+def refuse_many_cells(cells: Sequence[CellSpec]) -> None:
     """An agent's run stands for one cell."""
     if is_under_agent() and len(cells) > 1:
         raise UserError(
@@ -29,7 +29,7 @@ def refuse_many_cells(cells: Sequence[Composed]) -> None:
         )
 
 
-def log_to_agent(cell: Composed, outcome: Outcome) -> None:
+def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
     """Writes the agent's run: curves of the seed mean, and the final means as its summary.
 
     A cell of which a run failed or is missing has neither: a mean over the others is another

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from normexp.config.spec import Composed, Listener, Outcome, Start, name_of
+from normexp.config.spec import CellSpec, Listener, Outcome, Start, name_of
 from normexp.sweeps.display import Display
 from normexp.sweeps.grouping import Task
 from normexp.sweeps.log import StudyLog
@@ -34,7 +34,7 @@ class Link(logging.Handler):
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self.connection = connection
-        self.tasks: queue.SimpleQueue[tuple[Composed, ...] | None] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[tuple[CellSpec, ...] | None] = queue.SimpleQueue()
         self.stop: StopRequest | None = None  # while a cell trains, and so can be stopped
         self.is_idle = False
 
@@ -87,7 +87,7 @@ def main() -> int:
     from normexp.cells.cell import keeping_data
     from normexp.cells.run import TaskEnd, run_task
 
-    def run(task: tuple[Composed, ...], listener: Listener, stop: StopRequest) -> Ended:
+    def run(task: tuple[CellSpec, ...], listener: Listener, stop: StopRequest) -> Ended:
         end: TaskEnd = run_task(task, listener, stop)
         errors = [each.error for each in end.outcomes if each and each.status == "failed"]
         return Ended(end.outcomes, _is_spent([*errors, end.error]))
@@ -109,7 +109,7 @@ def open_link(descriptor: int) -> Link:
     return link
 
 
-def serve(link: Link, run: Callable[[tuple[Composed, ...], Listener, StopRequest], Ended]) -> int:
+def serve(link: Link, run: Callable[[tuple[CellSpec, ...], Listener, StopRequest], Ended]) -> int:
     """Runs the tasks that come, until none comes any more or a stop is asked for."""
     link.send(Ready())
     while True:
@@ -146,7 +146,7 @@ TICK = 0.5  # seconds between two looks at the locks of others
 class Recording(Listener):
     """Writes the command to its study as a cell begins."""
 
-    def __init__(self, task: Sequence[Composed], log: StudyLog) -> None:
+    def __init__(self, task: Sequence[CellSpec], log: StudyLog) -> None:
         self.task = task
         self.log = log
 
@@ -158,7 +158,7 @@ class Recording(Listener):
 
 
 def run_in_turn(
-    cells: Sequence[Composed],
+    cells: Sequence[CellSpec],
     tasks: Sequence[Task],
     log: StudyLog,
     display: Display,
@@ -184,7 +184,7 @@ def run_in_turn(
 def _run(
     queue: Queue,
     outcomes: dict[int, Outcome],
-    cells: Sequence[Composed],
+    cells: Sequence[CellSpec],
     log: StudyLog,
     display: Display,
     *,

@@ -11,7 +11,7 @@ from normexp.cells import stack as assembly
 from normexp.cells.cell import prepare_cell
 from normexp.config.arguments import Arguments, parse_arguments
 from normexp.config.grid import compose_cells
-from normexp.config.spec import Composed
+from normexp.config.spec import CellSpec
 from normexp.records.files import StackLock, is_held
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE
@@ -32,7 +32,7 @@ def results_of(tmp_path: Path, study: str = "s") -> dict[tuple[float, int], Resu
     return {(result.config["lr"], result.seed): result for result in found}
 
 
-def composed(tmp_path: Path, *words: str) -> list[Composed]:
+def composed(tmp_path: Path, *words: str) -> list[CellSpec]:
     arguments = parse_arguments(["-m", *QUICK, *RATES, *words, f"runs_dir={tmp_path}", "study=s"])
     assert isinstance(arguments, Arguments)
     return compose_cells(arguments)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import pytest
 
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.records.history import News, append_news
 from normexp.records.result import Result, read_result
 from normexp.search import select as tuning
@@ -32,11 +32,11 @@ class Trainer:
 
     def __init__(self, accuracy: Callable[[float, int], float | None]) -> None:
         self.accuracy = accuracy
-        self.batches: list[list[Composed]] = []
+        self.batches: list[list[CellSpec]] = []
         self.stop_after: int | None = None
 
     def __call__(
-        self, cells: Sequence[Composed], words: Sequence[str], *, session: Session
+        self, cells: Sequence[CellSpec], words: Sequence[str], *, session: Session
     ) -> list[Outcome]:
         assert session is not None
         assert words[0] == "normexp-tune"
@@ -45,7 +45,7 @@ class Trainer:
             raise KeyboardInterrupt
         return [self.train(cell) for cell in cells]
 
-    def train(self, cell: Composed) -> Outcome:
+    def train(self, cell: CellSpec) -> Outcome:
         assert cell.cfg is not None
         results = [self.result(cell.cfg.lr, seed) for seed in cell.seeds]
         return Outcome("finished", cell.title, "a cell", Path("none"), results=results)
@@ -58,7 +58,7 @@ class Trainer:
         return Result("a cell", seed, "finished", {}, metrics, {})
 
     @property
-    def cells(self) -> list[Composed]:
+    def cells(self) -> list[CellSpec]:
         return [cell for batch in self.batches for cell in batch]
 
     def rates(self, study: str) -> list[float]:

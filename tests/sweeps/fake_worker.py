@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from normexp.config.spec import Composed, Listener, Outcome, Start
+from normexp.config.spec import CellSpec, Listener, Outcome, Start
 from normexp.records.files import StackLock
 from normexp.records.paths import LOCK_FILE, seed_dir
 from normexp.records.result import Result, write_result
@@ -17,7 +17,7 @@ from normexp.sweeps.worker import open_link, serve
 from normexp.training.stopping import StopRequest
 
 
-def run(composed: Composed, listener: Listener, stop: StopRequest) -> Outcome:
+def run(composed: CellSpec, listener: Listener, stop: StopRequest) -> Outcome:
     cfg = composed.cfg
     if cfg.act == "die before":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -51,7 +51,7 @@ def run(composed: Composed, listener: Listener, stop: StopRequest) -> Outcome:
         return Outcome("finished", composed.title, cell_id, directory, {"by": os.getpid()}, results)
 
 
-def run_task(task: tuple[Composed, ...], listener: Listener, stop: StopRequest) -> Ended:
+def run_task(task: tuple[CellSpec, ...], listener: Listener, stop: StopRequest) -> Ended:
     """Cells of a task of several are handed back, but for the first."""
     return Ended([run(task[0], listener, stop), *[None] * (len(task) - 1)], False)
 

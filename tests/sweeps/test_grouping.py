@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from normexp.config.spec import Composed
+from normexp.config.spec import CellSpec
 from normexp.sweeps.grouping import group_cells
 
 CONFIG = {
@@ -16,11 +16,11 @@ CONFIG = {
 }
 
 
-def cell(lr: float | None, norm: str = "batch", **own: Any) -> Composed:
+def cell(lr: float | None, norm: str = "batch", **own: Any) -> CellSpec:
     if lr is None:
-        return Composed(None, {}, "norm=bad", "no such norm")
+        return CellSpec(None, {}, "norm=bad", "no such norm")
     config = OmegaConf.create({**CONFIG, "lr": lr, **own})
-    return Composed(config, {"norm": norm}, f"lr={lr}")
+    return CellSpec(config, {"norm": norm}, f"lr={lr}")
 
 
 def test_cells_that_differ_in_lr_alone_are_one_task():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.files import StackLock
 from normexp.records.history import append_command, read_commands, read_index
@@ -173,7 +173,7 @@ STOPPED, FAILED = Outcome("stopped", "a"), Outcome("failed", "b", error="no more
 def run_to(monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome, fail_fast: bool = False) -> int:
     """A command whose cells come to these outcomes."""
     cfg = OmegaConf.create({"fail_fast": fail_fast, "dry_run": False})
-    cells = [Composed(cfg, {}, outcome.title) for outcome in outcomes]
+    cells = [CellSpec(cfg, {}, outcome.title) for outcome in outcomes]
     monkeypatch.setattr(runner, "train_cells", lambda *_: list(outcomes))
     return runner.run_cells(cells, ["normexp-train", "-m"])
 

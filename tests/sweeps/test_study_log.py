@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.sweeps import log as study_log
 from normexp.sweeps.log import GRID_KEYS, StudyLog
@@ -15,10 +15,10 @@ from normexp.sweeps.log import GRID_KEYS, StudyLog
 WORDS = ["normexp-train"]
 
 
-def cell_of(runs_dir: Path) -> Composed:
+def cell_of(runs_dir: Path) -> CellSpec:
     keys = dict.fromkeys(GRID_KEYS, 1)
     cfg = OmegaConf.create({**keys, "runs_dir": str(runs_dir), "study": "s"})
-    return Composed(cfg, {"norm": "batch"}, "norm=batch")
+    return CellSpec(cfg, {"norm": "batch"}, "norm=batch")
 
 
 @pytest.fixture

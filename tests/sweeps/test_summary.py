@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result
 from normexp.sweeps.summary import (
     commands_to_look,
@@ -45,7 +45,7 @@ def closing_table(
     titles += ["norm=none norm_batch_size=2", "norm=none norm_batch_size=8", "norm_batch_size=5"]
     outcomes = [outcome("a", 0.5, 0.7), outcome("b", 0.5, None), outcome("c", None, None)]
     outcomes += [outcome("d", 0.5), outcome("d", 0.5), Outcome("refused", "", error=REFUSAL)]
-    print_closing_table([Composed(None, {}, title) for title in titles], outcomes)
+    print_closing_table([CellSpec(None, {}, title) for title in titles], outcomes)
     return capsys.readouterr().out
 
 
@@ -128,7 +128,7 @@ def test_next_commands_of_a_language_model_name_norms_that_do_not_read_the_futur
 
 def test_brackets_in_titles_and_errors_are_text(capsys):
     error = "ValueError: no such file [/data/x.bin]; [enforce fail at x]"
-    cells = [Composed(None, {}, "evaluate_with=[running]"), Composed(None, {}, "lr=1")]
+    cells = [CellSpec(None, {}, "evaluate_with=[running]"), CellSpec(None, {}, "lr=1")]
     print_closing_table(cells, [Outcome("failed", "", error=error), outcome("a", 0.5)])
     out = capsys.readouterr().out
     assert error in out and "evaluate_with=[running]" in out
@@ -138,7 +138,7 @@ def test_plan_lists_a_cell_of_two_sizes_once_and_counts_in_english(tmp_path: Pat
     planned = outcome("a", folder=tmp_path)
     planned.status, planned.missing = "planned", [0]
     planned.record = RECORD | {"num_steps": 9}
-    cells = [Composed(None, {}, f"norm=none norm_batch_size={size}") for size in (2, 8)]
+    cells = [CellSpec(None, {}, f"norm=none norm_batch_size={size}") for size in (2, 8)]
     print_plan(cells, [planned, planned])
     assert capsys.readouterr().out.splitlines() == [
         "norm=none: 1 run to do, 0 done, 9 steps each, unknown time",

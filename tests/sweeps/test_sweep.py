@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from normexp.config.spec import Composed, Outcome
+from normexp.config.spec import CellSpec, Outcome
 from normexp.records.files import StackLock, is_held
 from normexp.records.history import read_commands, read_index
 from normexp.records.paths import LOCK_FILE
@@ -33,15 +33,15 @@ class FakeSweep(Sweep):
     new_worker = FakeWorker
 
 
-def composed(root: Path, name: str, act: str = "finish", steps: int = 1) -> Composed:
+def composed(root: Path, name: str, act: str = "finish", steps: int = 1) -> CellSpec:
     sizes = {"batch_size": 2, "micro_batch_size": None, "norm_batch_size": None, "lr": 0.1}
     own = {"name": name, "act": act, "steps": steps, "seed": 0, "replicas": 2}
     place = {"runs_dir": str(root), "study": "s"}
     choices = {"norm": name, "data": "none"}
-    return Composed(OmegaConf.create({**sizes, **own, **place}), choices, f"norm={name}")
+    return CellSpec(OmegaConf.create({**sizes, **own, **place}), choices, f"norm={name}")
 
 
-def sweep_of(cells: list[Composed], num_workers: int = 2, fail_fast: bool = False) -> FakeSweep:
+def sweep_of(cells: list[CellSpec], num_workers: int = 2, fail_fast: bool = False) -> FakeSweep:
     log = StudyLog(cells, ["normexp-train", "-m"])
     display = Display([cell.title for cell in cells], num_workers)
     return FakeSweep(cells, [Place(1)] * num_workers, log, display, fail_fast=fail_fast)
@@ -83,7 +83,7 @@ def test_death_before_training_is_a_row_too_and_status_can_tell(tmp_path: Path):
 
 
 def test_cell_that_does_not_compose_is_refused_without_a_worker(tmp_path: Path):
-    bad = Composed(None, {}, "norm=bad", "norm=bad: no such norm")
+    bad = CellSpec(None, {}, "norm=bad", "norm=bad: no such norm")
     outcomes = sweep_of([bad, composed(tmp_path, "a")]).run()
     assert statuses(outcomes) == ["refused", "finished"]
     assert outcomes[0].error == "norm=bad: no such norm"

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from normexp.config.arguments import parse_arguments
 from normexp.config.grid import compose_cells
-from normexp.config.spec import CellStatus, Composed, Outcome
+from normexp.config.spec import CellStatus, CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
@@ -127,14 +127,14 @@ def test_cell_with_a_failed_seed_has_no_mean_and_an_exit_code(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     ended = "failed" if status == "failed" else "finished"
     results = [result(0, "finished", val_accuracy=0.5), result(1, ended, val_accuracy=0.6)]
-    cell = Composed(OmegaConf.create({"logger": {"wandb": {"mode": "offline"}}}), {}, "a")
+    cell = CellSpec(OmegaConf.create({"logger": {"wandb": {"mode": "offline"}}}), {}, "a")
     log_to_agent(cell, Outcome(status, "a", "a", tmp_path / "a", results=results))
     assert run.exit_code == code
     assert ("val/accuracy" in run.logged) == (code == 0)
 
 
 def test_sweep_of_cells_under_an_agent_is_refused(monkeypatch: pytest.MonkeyPatch):
-    cells = [Composed(None, {}, "a"), Composed(None, {}, "b")]
+    cells = [CellSpec(None, {}, "a"), CellSpec(None, {}, "b")]
     monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
     refuse_many_cells(cells)
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")

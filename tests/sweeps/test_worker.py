@@ -5,13 +5,13 @@ from __future__ import annotations
 from multiprocessing import Pipe
 from pathlib import Path
 
-from normexp.config.spec import Composed, Listener, Start
+from normexp.config.spec import CellSpec, Listener, Start
 from normexp.sweeps.messages import Begins, Ended, Ready, Stop
 from normexp.sweeps.worker import STOPPED, Link, Telling, serve
 from normexp.training.stopping import StopRequest
 
 START = Start("cell", Path("cell"), {}, [0], 10)
-TASK = (Composed(None, {}, "cell"),)
+TASK = (CellSpec(None, {}, "cell"),)
 
 
 def test_stop_that_comes_as_a_task_is_taken_stops_its_training():
@@ -21,7 +21,7 @@ def test_stop_that_comes_as_a_task_is_taken_stops_its_training():
     ours.send(Stop())
     link.listen()
 
-    def run(task: tuple[Composed, ...], listener: Listener, stop: StopRequest) -> Ended:
+    def run(task: tuple[CellSpec, ...], listener: Listener, stop: StopRequest) -> Ended:
         assert task == TASK and isinstance(listener, Telling)
         assert not stop.requested
         listener.begins(START)
