@@ -41,7 +41,8 @@ def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
     """
     import pandas as pd
 
-    from normexp.records.result import find_study, read_runs
+    from normexp.records.paths import find_study
+    from normexp.records.result import read_runs
 
     rows, problems = read_runs(find_study(Path(runs_dir), name))
     for problem in problems:

@@ -25,9 +25,9 @@ def _evaluate(words: list[str]) -> int:
     run, options = parse_evaluate_options(words)  # refused before torch is imported
 
     from normexp.cells.evaluate import evaluate_run
-    from normexp.cells.notes import notes_to_stderr
+    from normexp.cells.logs import messages_to_stderr
 
-    with notes_to_stderr():
+    with messages_to_stderr():
         evaluate_run(Path(run), options)
     return 0
 

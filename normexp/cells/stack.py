@@ -25,12 +25,18 @@ from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import InTurn, Replicas, Stacked, stacks, suitable_threads
 from normexp.build import build_optimizer, synchronized
 from normexp.cells.cell import Cell
-from normexp.cells.notes import logging_to
+from normexp.cells.logs import messages_to_file
 from normexp.config.place import is_under_agent
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
-from normexp.records.committed import commit_results, publish_results
+from normexp.records.committed import (
+    commit_results,
+    interrupted_stacks,
+    publish_results,
+    shared_dir,
+    write_members,
+)
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, write_config, write_evaluation
 from normexp.records.metrics import MetricsWriter
@@ -44,7 +50,7 @@ from normexp.records.paths import (
     seed_dir,
     stack_dir,
 )
-from normexp.records.result import Result, interrupted_stacks, shared_dir, write_members
+from normexp.records.result import Result
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.to_wandb import WandbTarget
 from normexp.training.compilation import set_matmul_precision
@@ -466,7 +472,7 @@ def train_together(
         remove_superseded(cell.directory, seeds, stack.directory)
     stop = stop or StopRequest()
     log, size = stack.directory / LOG_FILE, stack.cell.elements_per_forward
-    with logging_to(log), suitable_threads(size):
+    with messages_to_file(log), suitable_threads(size):
         for note in notes:
             logger.info(note)
         with stop.listening():  # also while results are written, which a stop must not cost

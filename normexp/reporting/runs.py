@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from normexp.errors import UserError
-from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study
-from normexp.records.result import Result, find_study, read_json, read_run
+from normexp.records.files import read_json
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, find_study
+from normexp.records.result import Result, read_run
 
 
 @dataclass(frozen=True)

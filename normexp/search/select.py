@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.cells.cell import Cell, keeping_data, prepare_cell
-from normexp.cells.notes import collected_notes
+from normexp.cells.logs import collected_messages
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
-from normexp.records.history import read_index
+from normexp.records.history import read_history
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.numbers import format_interval
 from normexp.search.objective import choose_objective
@@ -162,7 +162,9 @@ def tune(plans: Sequence[SearchPlan], words: Sequence[str]) -> int:
         if is_interrupted(cells, outcomes):
             raise KeyboardInterrupt(STOPPED)
     reported = {s.name: outcome for (s, _), outcome in zip(found, outcomes, strict=True)}
-    others = set(read_index(Path(base.runs_dir) / base.study)) - {cell.digest for cell in cells}
+    others = set(read_history(Path(base.runs_dir) / base.study).cells) - {
+        cell.digest for cell in cells
+    }
     rows = [
         Row(search, search.best(), reported.get(search.name), _reported_before(search, others))
         for search in searches
@@ -202,7 +204,7 @@ def _prepare_one(plan: SearchPlan) -> Cell:
         try:
             if composed.cfg is None:
                 raise UserError(composed.error)
-            with collected_notes():
+            with collected_messages():
                 return prepare_cell(composed.cfg, composed.choices)
         except UserError as error:
             refusal = refusal or error

@@ -10,7 +10,7 @@ import pytest
 from normexp.cells.recorded import record_death, record_failure, recorded_runs, stacks_of
 from normexp.config.spec import Start
 from normexp.errors import UserError
-from normexp.records.files import StackLock
+from normexp.records.files import FileLock
 from normexp.records.paths import LOCK_FILE, seed_dir, stack_dir
 from normexp.records.result import Result, read_result, write_result
 
@@ -70,7 +70,7 @@ def test_death_is_recorded_for_unended_runs_alone(cell: Path):
 
 
 def test_death_is_not_recorded_where_somebody_else_trains_by_now(cell: Path):
-    with StackLock(cell / LOCK_FILE) as held:
+    with FileLock(cell / LOCK_FILE) as held:
         assert held
         assert record_death(start(cell, [0]), [0], "killed") == []
     assert not seed_dir(cell, 0).exists()

@@ -12,7 +12,7 @@ from normexp.cells.cell import prepare_cell
 from normexp.config.arguments import Arguments, parse_arguments
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
-from normexp.records.files import StackLock, is_held
+from normexp.records.files import FileLock, is_held
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import Result, read_result
@@ -106,7 +106,7 @@ def test_task_of_which_somebody_trains_a_cell_is_busy_and_holds_nothing(tmp_path
     cells = composed(tmp_path)
     first, second = (prepare_cell(each.cfg, each.choices).directory for each in cells if each.cfg)
     second.mkdir(parents=True)
-    lock = StackLock(second / LOCK_FILE)
+    lock = FileLock(second / LOCK_FILE)
     assert lock.acquire()
     end = run_task.run_task(cells)
     assert [outcome and outcome.status for outcome in end.outcomes] == [None, "busy"]

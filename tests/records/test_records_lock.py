@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.files import StackLock, is_held
+from normexp.records.files import FileLock, is_held
 
 HOLD = """
 import sys
 from pathlib import Path
-from normexp.records.files import StackLock
-print(StackLock(Path(sys.argv[1])).acquire(), flush=True)
+from normexp.records.files import FileLock
+print(FileLock(Path(sys.argv[1])).acquire(), flush=True)
 sys.stdin.read()
 """
 
@@ -44,7 +44,7 @@ def test_second_process_cannot_take_it_until_the_holder_is_killed(path: Path):
     holder = start_holder(path)
     try:
         assert answer(holder) == "True"
-        lock = StackLock(path)
+        lock = FileLock(path)
         assert lock.acquire() is False
         assert lock.holder() == holder.pid
     finally:
@@ -56,7 +56,7 @@ def test_second_process_cannot_take_it_until_the_holder_is_killed(path: Path):
 
 
 def test_other_process_is_refused_while_held_and_taken_after_release(path: Path):
-    with StackLock(path) as held:
+    with FileLock(path) as held:
         assert held
         refused = start_holder(path)
         try:
@@ -71,14 +71,14 @@ def test_other_process_is_refused_while_held_and_taken_after_release(path: Path)
 
 
 def test_two_locks_in_one_process_exclude_each_other(path: Path):
-    with StackLock(path) as first, StackLock(path) as second:
+    with FileLock(path) as first, FileLock(path) as second:
         assert (first, second) == (True, False)
-    with StackLock(path) as again:
+    with FileLock(path) as again:
         assert again
 
 
 def test_release_leaves_nothing_and_may_be_repeated(path: Path):
-    lock = StackLock(path)
+    lock = FileLock(path)
     assert lock.acquire()
     lock.release()
     lock.release()
@@ -88,14 +88,14 @@ def test_release_leaves_nothing_and_may_be_repeated(path: Path):
 
 def test_lock_on_a_removed_file_does_not_pass_for_one_on_its_successor(path: Path):
     """The stack directory goes when its runs have ended, with the lock in it."""
-    old = StackLock(path)
+    old = FileLock(path)
     assert old.acquire()
     path.unlink()
-    with StackLock(path) as new:
+    with FileLock(path) as new:
         assert new
         old.release()
         assert path.exists()
-        assert not StackLock(path).acquire()
+        assert not FileLock(path).acquire()
 
 
 def test_lock_whose_file_vanishes_between_open_and_flock_is_taken_anew(path: Path, monkeypatch):
@@ -110,7 +110,7 @@ def test_lock_whose_file_vanishes_between_open_and_flock_is_taken_anew(path: Pat
         return descriptor
 
     monkeypatch.setattr(os, "open", open_and_lose)
-    lock = StackLock(path)
+    lock = FileLock(path)
     assert lock.acquire()
     assert len(calls) == 2
     assert path.read_text() == str(os.getpid())
@@ -120,7 +120,7 @@ def test_lock_whose_file_vanishes_between_open_and_flock_is_taken_anew(path: Pat
 def test_question_whether_it_is_held_creates_and_takes_nothing(path: Path):
     assert not is_held(path)
     assert not path.exists()
-    lock = StackLock(path)
+    lock = FileLock(path)
     with lock as held:
         assert held
         assert is_held(path)
@@ -135,6 +135,6 @@ def test_lock_file_that_may_not_be_opened_is_named(path: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", denied)
-    for ask in (lambda: is_held(path), StackLock(path).acquire):
+    for ask in (lambda: is_held(path), FileLock(path).acquire):
         with pytest.raises(UserError, match=f"{path}: Permission denied; it is the lock"):
             ask()

@@ -82,7 +82,7 @@ def test_a_study_that_has_only_begun_is_refused_with_the_count(tmp_path: Path):
 
 def test_an_empty_study_is_refused(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "study.yaml").write_text("---\n")
+    (tmp_path / "empty" / "study.jsonl").write_text("")
     with pytest.raises(UserError, match="study=empty is empty"):
         load_runs(tmp_path, "empty")
 

@@ -18,7 +18,7 @@ from typing import Literal
 import pytest
 
 from normexp.config.spec import CellSpec, Outcome
-from normexp.records.history import News, append_news
+from normexp.records.history import CellEntry, append_cells
 from normexp.records.result import Result, read_result
 from normexp.search import select as tuning
 from normexp.sweeps.sweep import Session
@@ -208,7 +208,7 @@ def test_fresh_seeds_of_an_earlier_best_are_told_apart(
     (first,) = trainer.rates("s")
     cell = trainer.cells[-1]
     (tmp_path / "s").mkdir()
-    append_news(tmp_path / "s", [News(cell.digest, cell.title, cell.seeds, "a cell")])
+    append_cells(tmp_path / "s", [CellEntry(cell.digest, cell.title, cell.seeds, "a cell")])
     assert "also has" not in capsys.readouterr().out
     assert tune(tmp_path, LR, "tune.trials=3") == 0
     out = capsys.readouterr().out

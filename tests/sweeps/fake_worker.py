@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from normexp.config.spec import CellSpec, Listener, Outcome, Start
-from normexp.records.files import StackLock
+from normexp.records.files import FileLock
 from normexp.records.paths import LOCK_FILE, seed_dir
 from normexp.records.result import Result, write_result
 from normexp.sweeps.messages import Ended
@@ -28,7 +28,7 @@ def run(composed: CellSpec, listener: Listener, stop: StopRequest) -> Outcome:
     if (seed_dir(directory, 0) / "result.json").is_file() and cfg.act == "finish":
         return Outcome("skipped", composed.title, cell_id, directory, {"by": os.getpid()})
     directory.mkdir(parents=True, exist_ok=True)
-    lock = StackLock(directory / LOCK_FILE)
+    lock = FileLock(directory / LOCK_FILE)
     with lock as held:
         if not held:
             return Outcome("busy", composed.title, cell_id, directory, holder=lock.holder())

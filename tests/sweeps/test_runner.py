@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
-from normexp.records.files import StackLock
+from normexp.records.files import FileLock
 from normexp.records.history import append_command, read_commands, read_index
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import read_result
@@ -118,7 +118,7 @@ def test_cell_that_another_process_trains_is_waited_for(
     assert train(tmp_path, "norm=none") == 0
     (cell,) = [path for path in (tmp_path / "runs" / "default").iterdir() if path.is_dir()]
     shutil.rmtree(cell / "seed-1")
-    lock = StackLock(cell / LOCK_FILE)
+    lock = FileLock(cell / LOCK_FILE)
     assert lock.acquire()
     capsys.readouterr()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from normexp.config.help import conf_dir
-from normexp.records.files import StackLock
-from normexp.records.history import News, append_command, append_news
+from normexp.records.files import FileLock
+from normexp.records.history import CellEntry, append_command, append_cells
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOCK_FILE, seed_dir, stack_dir
 from normexp.records.result import Result, write_result
@@ -38,11 +38,11 @@ def study(tmp_path: Path) -> Path:
     study = tmp_path / "s"
     study.mkdir()
     titles = ["batch", "batch again", "group", "layer", "bad"]
-    append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2]) for title in titles])
+    append_cells(study, [CellEntry(f"d-{title}", f"norm={title}", [0, 1, 2]) for title in titles])
     known = {"batch": "b-1", "batch again": "b-1", "group": "g-1"}
     for title, cell_id in known.items():
-        append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
-    append_news(study, [News("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")])
+        append_cells(study, [CellEntry(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
+    append_cells(study, [CellEntry("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")])
     seeds = [0, 1, 2]
     asked = {f"d-{title}": seeds for title in ("batch", "group", "bad")}
     append_command(study, WORDS, {"norm": ["batch", "group"]}, "0" * 16, asked)
@@ -70,9 +70,9 @@ def test_every_run_that_was_asked_for_has_a_state(study: Path):
 
 
 def test_cell_of_an_edited_source_keeps_its_title(study: Path):
-    append_news(study, [News("d-own", "norm=own", [0], cell_id="o-1")])
+    append_cells(study, [CellEntry("d-own", "norm=own", [0], cell_id="o-1")])
     write(study, "o-1", 0, "finished")
-    append_news(study, [News("d-own", "norm=own", [0], cell_id="o-2")])
+    append_cells(study, [CellEntry("d-own", "norm=own", [0], cell_id="o-2")])
     titles = {cell.title for cell in read_status(study.parent, "s").cells}
     assert {"norm=own", "norm=own, before its source changed"} <= titles and "o-1" not in titles
 
@@ -82,7 +82,7 @@ def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
     run_dir.mkdir()
     with MetricsWriter(run_dir / "metrics.csv") as writer:
         writer.add(40, 1, 1280, {"train/loss": 0.5})
-    lock = StackLock(study / "g-1" / LOCK_FILE)
+    lock = FileLock(study / "g-1" / LOCK_FILE)
     with lock:
         (cell,) = [c for c in read_status(study.parent, "s").cells if c.title == "norm=group"]
         assert cell.runs == {"running": 1, "interrupted": 1, "not started": 1}
@@ -131,7 +131,7 @@ def test_what_all_cells_share_is_told_once(tmp_path: Path, capsys: pytest.Captur
     study = tmp_path / "s"
     study.mkdir()
     titles = [f"norm=batch norm_batch_size={size} steps=5" for size in (2, 8)]
-    append_news(study, [News(title, title, [0]) for title in titles])
+    append_cells(study, [CellEntry(title, title, [0]) for title in titles])
     append_command(study, WORDS, {}, "0" * 16)
     assert main(["study=s", f"runs_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
@@ -150,7 +150,7 @@ def failing(tmp_path: Path) -> Path:
     """A study of one cell, whose only run has failed three times."""
     study = tmp_path / "s"
     write(study, "b-1", 0, "failed", attempts=3)
-    append_news(study, [News("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
+    append_cells(study, [CellEntry("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
     return study
 
 
@@ -190,7 +190,7 @@ def test_attempts_that_are_allowed_are_those_of_the_config():
 
 def test_cell_that_is_tried_again_is_running(failing: Path, capsys):
     append_command(failing, ["normexp-train"], {}, "0" * 16, {"d": [0]})
-    with StackLock(failing / "b-1" / LOCK_FILE):
+    with FileLock(failing / "b-1" / LOCK_FILE):
         assert read_status(failing.parent, "s").runs == {"running": 1}
         assert "being trained now; should that stop, type again:" in told(failing, capsys)
 

@@ -26,7 +26,7 @@ def denied(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(study_log, "append_news", refuse)
+    monkeypatch.setattr(study_log, "append_cells", refuse)
 
 
 @pytest.mark.usefixtures("denied")
@@ -48,7 +48,7 @@ def test_full_disk_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     (tmp_path / "s").mkdir()
-    monkeypatch.setattr(study_log, "append_news", full)
+    monkeypatch.setattr(study_log, "append_cells", full)
     cell = cell_of(tmp_path)
     with pytest.raises(OSError, match="No space"):
         StudyLog([cell], WORDS).tell(cell, error="refused")

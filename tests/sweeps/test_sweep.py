@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from normexp.config.spec import CellSpec, Outcome
-from normexp.records.files import StackLock, is_held
+from normexp.records.files import FileLock, is_held
 from normexp.records.history import read_commands, read_index
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import read_result
@@ -103,7 +103,7 @@ def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
 def test_busy_cell_waits_behind_the_others_and_is_then_skipped(tmp_path: Path):
     held_dir = tmp_path / "s" / "cell-a"
     held_dir.mkdir(parents=True)
-    lock = StackLock(held_dir / LOCK_FILE)
+    lock = FileLock(held_dir / LOCK_FILE)
     assert lock.acquire()
     ended: list[str] = []
 
