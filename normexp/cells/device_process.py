@@ -38,8 +38,7 @@ def _train(order: Order, told: TextIO) -> int:
 
     from normexp.cells.cell import prepare_cell
     from normexp.cells.notes import notes_to_stderr
-    from normexp.cells.run import follow_stack
-    from normexp.cells.stack import train_stack
+    from normexp.cells.stack import follow_stack, train_stack
     from normexp.training.stopping import Interrupted, StopRequest
 
     def on_steps(step: int, num_steps: int) -> None:

@@ -6,14 +6,14 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
 
 from omegaconf import OmegaConf
 
-from normexp.batching.replicas import suitable_threads
+from normexp.cells.assembly import fitting_replicas, will_stack
 from normexp.cells.cell import GROUPS, Cell, plain, prepare_cell
 from normexp.cells.device_processes import Order, run_processes
 from normexp.cells.notes import collected_notes
@@ -25,16 +25,7 @@ from normexp.cells.recorded import (
     recorded_runs,
     stacks_of,
 )
-from normexp.cells.stack import (
-    Stack,
-    build_callbacks,
-    build_task,
-    fitting_replicas,
-    resumed_replicas,
-    train_stack,
-    train_together,
-    will_stack,
-)
+from normexp.cells.stack import Stack, follow_stack, train_stack, train_together
 from normexp.config.options import DEFAULTS
 from normexp.config.place import place_among
 from normexp.config.rules import validate
@@ -62,10 +53,6 @@ from normexp.records.paths import (
     stack_dir,
 )
 from normexp.records.result import Result, interrupted_stacks, read_result
-from normexp.training.evaluation import StatisticsEvaluation
-from normexp.training.fit import fit
-from normexp.training.pruning import Pruned
-from normexp.training.recorder import Recorder
 from normexp.training.stopping import Interrupted, StopRequest
 
 OnSteps = Callable[[int, int], None]
@@ -110,28 +97,6 @@ def train_on_devices(
         run_processes(order, cell.num_devices, stop, on_steps)
     paths = [seed_dir(cell.directory, seed) / RESULT_FILE for seed in seeds]
     return [read_result(path) for path in paths if path.is_file()]
-
-
-def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
-    """What every process but the first does of `train_stack`: the same, and writes nothing."""
-    checkpoint = _checkpoint(cell, seeds)
-    with suitable_threads(cell.elements_per_forward):
-        replicas = resumed_replicas(cell, seeds, checkpoint)
-        task = build_task(cell, seeds, replicas, Recorder([[] for _ in seeds]))
-        with suppress(Pruned):  # in all processes at once; the first one tells
-            fit(
-                task,
-                checkpoint=checkpoint,
-                epochs=cell.plan.epochs,
-                val_every_epochs=cell.cfg.val_every_epochs,
-                trainer_options=plain(cell.cfg.trainer),
-                loggers=[],
-                callbacks=[
-                    *build_callbacks(cell, on_steps=lambda *_: None),
-                    StatisticsEvaluation(cell.evaluation),
-                ],
-                stop=stop,
-            )
 
 
 def follow(peers: Peers) -> int:
