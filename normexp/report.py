@@ -59,7 +59,7 @@ def _log(report: Report, options: Options) -> None:
 
         print(log_to_tensorboard(report))
     if "wandb" in options.log:
-        from normexp.cells.stack import find_wandb_target
+        from normexp.cells.trackers import find_wandb_target
         from normexp.reporting.to_wandb import log_to_wandb
 
         print(log_to_wandb(report, find_wandb_target([cell.directory for cell in report.cells])))

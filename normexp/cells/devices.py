@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
-from normexp.batching.replicas import suitable_threads
-from normexp.cells.cell import GROUPS, Cell, plain, prepare_cell
+from normexp.cells.assembly import OnSteps, fitting_replicas
+from normexp.cells.cell import GROUPS, plain, prepare_cell
 from normexp.cells.device_processes import Order, run_processes
 from normexp.cells.peers import Peers, meet
-from normexp.cells.stack import (
-    Stack,
-    build_callbacks,
-    build_task,
-    fitting_replicas,
-    resumed_replicas,
-    train_together,
-)
+from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
 from normexp.errors import INTERRUPTED
-from normexp.training.evaluation import StatisticsEvaluation
-from normexp.training.fit import fit
-from normexp.training.pruning import Pruned
-from normexp.training.recorder import Recorder
 from normexp.training.stopping import Interrupted, StopRequest
 
 
@@ -32,7 +20,7 @@ def train_on_devices(
     stack: Stack,
     notes: Sequence[str] = (),
     stop: StopRequest | None = None,
-    on_steps: Callable[[int, int], None] | None = None,
+    on_steps: OnSteps | None = None,
 ) -> None:
     """Trains a stack as `train_together` does, with a process for each device of its cell.
 
@@ -66,28 +54,6 @@ def train_on_devices(
     stop = stop or StopRequest()
     with stop.listening():
         run_processes(order, cell.num_devices, stop, on_steps)
-
-
-def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
-    """Trains a stack in every process but the first, in step with it, and writes nothing."""
-    stack = Stack([(cell, seeds)])
-    with suitable_threads(cell.elements_per_forward):
-        replicas = resumed_replicas(cell, seeds, stack.checkpoint)
-        task = build_task(cell, seeds, replicas, Recorder([[] for _ in seeds]))
-        with suppress(Pruned):  # raised in all processes at once; the first one reports it
-            fit(
-                task,
-                checkpoint=stack.checkpoint,
-                epochs=cell.plan.epochs,
-                val_every_epochs=cell.cfg.val_every_epochs,
-                trainer_options=plain(cell.cfg.trainer),
-                loggers=[],
-                callbacks=[
-                    *build_callbacks(cell, on_steps=lambda *_: None),
-                    StatisticsEvaluation(cell.evaluation),
-                ],
-                stop=stop,
-            )
 
 
 def follow(peers: Peers) -> int:

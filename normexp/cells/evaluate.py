@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import GROUPS, Cell, plain, prepare_cell
 from normexp.cells.load import find_cell, load_config, load_weights
 from normexp.cells.plan import place_on_one_device
-from normexp.cells.stack import arrange_replicas, build_task
 from normexp.config.options import DEFAULTS
 from normexp.errors import UserError
 from normexp.records.files import read_json, refusing_denied, write_evaluation
@@ -30,7 +30,8 @@ from normexp.records.paths import (
     seed_dir,
 )
 from normexp.records.result import Result, read_run
-from normexp.training.evaluation import EvaluationPlan, StatisticsEvaluation, evaluate
+from normexp.training.evaluation import EvaluationPlan
+from normexp.training.fit import evaluate
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -114,11 +115,11 @@ def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
     networks = [cell.build(seed) for seed in seeds]
     for seed, network in zip(seeds, networks, strict=True):
         load_weights(network, seed_dir(cell_dir, seed), precision=precision)
-    replicas = arrange_replicas(cell, seeds, networks)
-    task = build_task(cell, seeds, replicas, Recorder([]))
-    evaluation = StatisticsEvaluation(cell.evaluation)
-    evaluate(task, evaluation, accelerator=cell.cfg.trainer.accelerator, precision=precision)
-    return {seed: evaluation.content(task, index) for index, seed in enumerate(seeds)}
+    replicas = arrange_replicas(cell, networks)
+    module = build_module(cell, seeds, replicas, Recorder([]))
+    evaluate(module, accelerator=cell.cfg.trainer.accelerator, precision=precision)
+    content = module.evaluator.content
+    return {seed: content(module.metrics, index) for index, seed in enumerate(seeds)}
 
 
 def print_evaluations(cell: Cell, contents: Contents) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from normexp.cells.assembly import OnSteps, will_stack
 from normexp.cells.attempts import (
     CellRecords,
     full_disk,
@@ -23,7 +24,7 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
 from normexp.cells.logs import collected_messages
-from normexp.cells.stack import Stack, will_stack
+from normexp.cells.stack import Stack
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
 from normexp.errors import UserError
@@ -35,7 +36,6 @@ from normexp.training.stopping import Interrupted, StopRequest
 logger = logging.getLogger(__name__)
 
 OnBegin = Callable[[int, Outcome], None]
-OnSteps = Callable[[int, int], None]
 
 
 def run_task(

@@ -18,7 +18,7 @@ from normexp.records.paths import STUDY_FILE
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandEntry:
     """One command that was run for a study.
 
     Attributes:
@@ -81,7 +81,7 @@ class CellHistory:
 class History:
     """The content of study.jsonl: commands, oldest first, and cells by digest."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[CommandEntry] = field(default_factory=list)
     cells: dict[str, CellHistory] = field(default_factory=dict)
 
     def add(self, entry: CellEntry) -> None:
@@ -109,7 +109,7 @@ def read_history(study_dir: Path) -> History:
                 f"{path} line {number} is not as normexp writes it; correct the line, or move the "
                 "file away (results do not depend on it)"
             ) from error
-        if isinstance(entry, Command):
+        if isinstance(entry, CommandEntry):
             history.commands.append(entry)
         else:
             history.add(entry)
@@ -123,7 +123,7 @@ def append_command(
     code_version: str,
     cells: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Appends a command, with the present time; see `Command` for the arguments.
+    """Appends a command, with the present time; see `CommandEntry` for the arguments.
 
     Raises:
         ValueError: a value of the grid is not finite.
@@ -131,7 +131,7 @@ def append_command(
         OSError: the file could not be written, and is unchanged.
     """
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    line = _line(Command(time, list(command), grid, code_version, cells or {}))
+    line = _line(CommandEntry(time, list(command), grid, code_version, cells or {}))
     with open_append(study_dir / STUDY_FILE) as descriptor:
         append_lines(descriptor, [line])
 
@@ -152,14 +152,14 @@ def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
         append_lines(descriptor, lines)
 
 
-def _line(entry: Command | CellEntry) -> str:
+def _line(entry: CommandEntry | CellEntry) -> str:
     return json.dumps(asdict(entry), allow_nan=False)
 
 
-def _parse(line: str) -> Command | CellEntry:
+def _parse(line: str) -> CommandEntry | CellEntry:
     """Raises TypeError or ValueError for a line that `_line` did not write."""
     content = json.loads(line)
-    kind = Command if isinstance(content, dict) and "command" in content else CellEntry
+    kind = CommandEntry if isinstance(content, dict) and "command" in content else CellEntry
     entry = kind(**content)
     if any(not isinstance(getattr(entry, part.name), _TYPES[part.name]) for part in fields(entry)):
         raise TypeError

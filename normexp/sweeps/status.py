@@ -17,7 +17,7 @@ from rich.text import Text
 from normexp.errors import UserError
 from normexp.records.committed import interrupted_stacks
 from normexp.records.files import FileLock, is_held
-from normexp.records.history import CellHistory, Command, History, read_history
+from normexp.records.history import CellHistory, CommandEntry, History, read_history
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import (
     LOCK_FILE,
@@ -77,7 +77,7 @@ class StudyStatus:
 
     root: Path
     cells: list[CellState]
-    commands: list[Command]
+    commands: list[CommandEntry]
 
     @property
     def runs(self) -> Counter[str]:
@@ -89,7 +89,7 @@ class StudyStatus:
         """True if every run that can be trained has ended well."""
         return all(state in ENDED for state in self.runs)
 
-    def unfinished_commands(self, *, with_spent: bool) -> list[Command]:
+    def unfinished_commands(self, *, with_spent: bool) -> list[CommandEntry]:
         """The commands that asked for a run that has not ended well.
 
         Args:
@@ -105,12 +105,12 @@ class StudyStatus:
         return found
 
 
-def _is_search(command: Command) -> bool:
+def _is_search(command: CommandEntry) -> bool:
     """A search asks for more cells while it runs than its command lists."""
     return command.command[:1] == ["normexp-tune"]
 
 
-def max_attempts_of(command: Command) -> int:
+def max_attempts_of(command: CommandEntry) -> int:
     """How often a command tries a run that fails: as typed, otherwise the default."""
     typed = dict(word.split("=", 1) for word in command.command if "=" in word)
     if typed.get("retry_failed", "true").lower() == "false":
@@ -250,7 +250,7 @@ def _as_typed(command: Sequence[str]) -> str:
     return " ".join([ENTRIES.get(command[0], command[0]), shlex.join(command[1:])])
 
 
-def _again(root: Path, command: Command, *, max_attempts: int | None) -> str:
+def _again(root: Path, command: CommandEntry, *, max_attempts: int | None) -> str:
     """A recorded command, for where the study is now: it may have been moved or renamed.
 
     Args:

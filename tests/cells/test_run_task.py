@@ -1,4 +1,4 @@
-"""Tasks of one cell and of several rates: trained as if alone, skipped, busy, failed, cleaned up."""
+"""Tasks of one cell and of several rates: trained as if alone, skipped, busy, failed, tidied."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from normexp.cells import assembly
 from normexp.cells import run as run_module
-from normexp.cells import stack as stack_module
 from normexp.cells.cell import prepare_cell
 from normexp.cells.run import run_task
 from normexp.config.arguments import Arguments, parse_arguments
@@ -102,7 +102,7 @@ def test_refused_cells_are_told_as_if_alone(tmp_path: Path, capsys: pytest.Captu
 def test_cells_train_one_after_another_where_stacking_does_not_pay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stack_module, "stacks", lambda *_: False)
+    monkeypatch.setattr(assembly, "stacks", lambda *_: False)
     assert train(tmp_path, *RATES) == 0
     assert {run.timing["stack_size"] for run in results_of(tmp_path).values()} == {2}
     assert not (tmp_path / "s" / "stacks").exists()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from synthetic_study import write_study
 
-from normexp.cells.stack import find_wandb_target
+from normexp.cells.trackers import find_wandb_target
 from normexp.report import main
 from normexp.reporting.to_tensorboard import size_of_png
 from normexp.reporting.to_wandb import WandbTarget
