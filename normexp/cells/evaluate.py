@@ -58,7 +58,7 @@ def evaluate_run(cell_dir: Path, asked: DictConfig) -> None:
     cell = prepare_cell(cfg, choices)
     if cell.id != results[0].cell_id:
         raise UserError(
-            f"{cell_dir}: its norm, model or data has changed since the training, and the same "
+            f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
             f"config now means {cell.id}; train that cell"
         )
     contents = _evaluate(cell, cell_dir, [result.seed for result in results])

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from normexp.config.arguments import parse_arguments
 from normexp.config.grid import compose_cells
-from normexp.config.spec import CellStatus, CellSpec, Outcome
+from normexp.config.spec import CellSpec, CellStatus, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
