@@ -139,7 +139,7 @@ def test_sweep_of_cells_under_an_agent_is_refused(monkeypatch: pytest.MonkeyPatc
     refuse_many_cells(cells)
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
     refuse_many_cells(cells[:1])
-    with pytest.raises(UserError, match="trains one cell, not 2"):
+    with pytest.raises(UserError, match="one cell, not 2"):
         refuse_many_cells(cells)
 
 
