@@ -151,12 +151,6 @@ def children_of(pid: int) -> list[int]:
 
 SHARED_GRID = ["norm=batch,group,layer", "norm_batch_size=4,32", "epochs=3"]
 SHARED_GRID += ["replicas=2", "log_every=5"]
-    "norm=batch,group,layer",
-    "norm_batch_size=4,32",
-    "epochs=3",
-    "replicas=2",
-    "log_every=5",
-]
 
 
 def command(tmp_path: Path, study: str, workers: int) -> list[str]:
