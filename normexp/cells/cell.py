@@ -148,7 +148,7 @@ def keeping_data() -> Iterator[None]:
 
 
 def load_data(cfg: DictConfig) -> Data:
-    """Returns the data set of a config, see `build_data`. Its tensors are read-only by convention."""
+    """Returns the data set of a config, see `build_data`. Do not write to its tensors."""
     if _kept is None:
         return build_data(cfg)
     name = json.dumps(OmegaConf.to_container(cfg.data, resolve=True), sort_keys=True, default=str)

@@ -71,8 +71,8 @@ class StudyLog:
             before = commands[-1].code_version if commands else None
             if before not in (None, code_version()):
                 logger.info(
-                    "study=%s was trained by other code (%s, now %s); what it has is kept, "
-                    "what is missing is trained by the code of now",
+                    "study=%s was trained with other code (%s, now %s): its results are kept, and "
+                    "missing runs are trained with the present code",
                     *(study_dir.name, before[:7], code_version()[:7]),
                 )
 
@@ -106,8 +106,8 @@ class StudyLog:
                 before = read_history(study_dir).cells.get(cell.digest)
                 if before is not None and _is_another(cell_id, before):
                     logger.info(
-                        "%s: the source of its norm, model or data has changed, so it is another "
-                        "cell than before, %s; earlier results stay",
+                        "%s: the source of its norm, model or data has changed, so it is a new "
+                        "cell, %s; earlier results are kept",
                         *(cell.title, cell_id),
                     )
                 append_cells(study_dir, [_entry_of(cell, cell_id, error)])

@@ -245,15 +245,15 @@ class Session:
 
 
 COMMAND_KEYS = ("study", "workers", "fail_fast", "retry_failed", "max_attempts", "dry_run")
-STOPPED = "stopped; the same line goes on from here"
+STOPPED = "stopped; the same command continues"
 
 
 def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
-    """Trains what is missing of each cell and prints what came out; returns the exit code.
+    """Trains the missing runs of each cell and prints the outcomes; returns the exit code.
 
     Raises:
-        UserError: all cells are refused for one reason; else that is a row of the closing table.
-        KeyboardInterrupt: the user stopped it; the same line goes on.
+        UserError: all cells are refused for the same reason; otherwise a refusal is a row.
+        KeyboardInterrupt: the user stopped the command; the same command continues.
     """
     refuse_many_cells(cells)
     try:
@@ -284,7 +284,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
 
 
 def is_interrupted(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> bool:
-    """Whether the user stopped a command before its end, and not a failure under `fail_fast`."""
+    """True if the user stopped a command, not a failure under `fail_fast`."""
     statuses = {outcome.status for outcome in outcomes}
     fails_fast = any(cell.cfg is not None and cell.cfg.fail_fast for cell in cells)
     return "stopped" in statuses and not (fails_fast and "failed" in statuses)
@@ -297,7 +297,7 @@ def train_cells(
     workers: int | None = None,
     session: Session | None = None,
 ) -> list[Outcome]:
-    """Trains what is missing of each cell; outcomes in the order of the cells. For Python callers.
+    """Trains the missing runs of each cell; returns the outcomes in the order of the cells.
 
     Args:
         words: the command, as study.jsonl records it.

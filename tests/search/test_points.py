@@ -153,8 +153,8 @@ def test_comma_list_is_a_grid_and_no_dimension():
         ("lr=tag(log,interval(0,1))", "above 0"),
         ("lr=tag(square,interval(0.1,1))", "square"),
         ("lr=tag(log,range(1,9))", "interval"),
-        ("lr=choice(0.1)", "1 value"),
-        ("lr=range(3,3)", "0 value"),
+        ("lr=choice(0.1)", "1 values"),
+        ("lr=range(3,3)", "0 values"),
     ],
 )
 def test_space_without_values_is_refused(text: str, part: str):
