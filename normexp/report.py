@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normexp.cli import run_entry
-from normexp.reporting.options import HELP, Options, parse_options
+from normexp.cli import read_options, run_entry
 
 if TYPE_CHECKING:
     from normexp.reporting.report import Report
@@ -17,64 +16,54 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 written, 2 the user's mistake, 130 interrupted before it was written."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    return run_entry(lambda: _report(words))
+    return run_entry("report", argv, _report)
 
 
 def _report(words: list[str]) -> int:
-    if {"--help", "-h"} & set(words):
-        print(HELP)
-        return 0
-    options = parse_options(words)
-    if "tensorboard" in options.log:
-        from normexp.reporting.to_tensorboard import require_tensorboard
+    options = read_options("report", words)
+    runs_dir, studies = Path(options["runs_dir"]), options["study"]
 
-        require_tensorboard()
+    from normexp.reporting.report import build_report, describe_counts
     from normexp.reporting.terminal import print_report
+    from normexp.reporting.write import write_report
 
-    report = _write(options)
+    def write() -> Report:
+        metric, tolerance = options["metric"], options["tolerance"]
+        report = build_report(runs_dir, studies, metric=metric, tolerance=tolerance)
+        write_report(report)
+        return report
+
+    report = write()
     print_report(report)
     print(f"\nreport: {report.directory / 'index.html'}")
-    _log(report, options)
-    if options.serve:
-        _serve(report, options)
+    if options["log"]:
+        _log_to_wandb(report)
+    if options["watch"]:
+        folders = [runs_dir / name for name in studies]
+        _watch(folders, lambda: print(f"{time.strftime('%T')} {describe_counts(write())}"))
     return 0
 
 
-def _write(options: Options) -> Report:
-    from normexp.reporting.report import build_report
-    from normexp.reporting.write import write_report
+def _log_to_wandb(report: Report) -> None:
+    """Logs a report to the W&B project of its runs; a watched one only at the start."""
+    from normexp.cells.stack import find_wandb_target
+    from normexp.reporting.to_wandb import log_to_wandb
 
-    report = build_report(
-        options.runs_dir, options.studies, metric=options.metric, tolerance=options.tolerance
-    )
-    write_report(report)
-    return report
+    print(log_to_wandb(report, find_wandb_target([cell.directory for cell in report.cells])))
 
 
-def _log(report: Report, options: Options) -> None:
-    """To the trackers that were asked for; a report that is served is logged once, at its start."""
-    if "tensorboard" in options.log:
-        from normexp.reporting.to_tensorboard import log_to_tensorboard
+def _watch(folders: Sequence[Path], write: Callable[[], None]) -> None:
+    """Writes the report again whenever a result changes, until Ctrl-C."""
+    from normexp.reporting.serve import LOOK_EVERY, stamp_of
 
-        print(log_to_tensorboard(report))
-    if "wandb" in options.log:
-        from normexp.cells.stack import find_wandb_target
-        from normexp.reporting.to_wandb import log_to_wandb
-
-        print(log_to_wandb(report, find_wandb_target([cell.directory for cell in report.cells])))
-
-
-def _serve(report: Report, options: Options) -> None:
-    from normexp.reporting.report import describe_counts
-    from normexp.reporting.serve import serve_report
-
-    def rebuild() -> None:
-        print(f"{time.strftime('%H:%M:%S')} {describe_counts(_write(options))}", flush=True)
-
-    studies = [options.runs_dir / name for name in options.studies]
+    before = stamp_of(folders)
     try:
-        serve_report(report.directory, studies, rebuild, stop=threading.Event())
+        while True:
+            time.sleep(LOOK_EVERY)
+            now = stamp_of(folders)
+            if now != before:
+                before = now
+                write()
     except KeyboardInterrupt:
         print()
 

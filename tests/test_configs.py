@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.config.compose import compose_config
 from normexp.config.grid import list_cells
 from normexp.config.help import GROUPS, conf_dir, group_choices
@@ -24,14 +24,14 @@ FILES = sorted(conf_dir().rglob("*.yaml"))
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_choice_composes_and_validates(choice: str):
-    cells = list_cells(parse_arguments([choice]))
+    cells = list_cells(parse_command([choice]))
     for cell in [*cells[::9], cells[-1]]:  # each takes a tenth of a second
         validate(compose_config(cell))
 
 
 @pytest.mark.parametrize("choice", SEARCHES)
 def test_search_composes_and_validates(choice: str):
-    for plan in plan_searches(parse_arguments([choice])):
+    for plan in plan_searches(parse_command([choice])):
         validate(plan.base)
 
 

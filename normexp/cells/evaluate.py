@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.cells.cell import GROUPS, Cell, prepare_cell
+from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.load import find_cell, load_config, load_weights
+from normexp.cells.naming import GROUPS
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.stack import arrange_replicas, build_task
 from normexp.errors import UserError
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 Contents = dict[int, dict[str, Any]]  # evaluation.json by seed
 
 
-def evaluate_run(cell_dir: Path, asked: DictConfig) -> None:
+def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     """Evaluates every finished run of a cell as `asked`, adds to its evaluation.json, and shows it.
 
     Args:

@@ -14,8 +14,10 @@ from shlex import join
 from omegaconf import OmegaConf
 
 from normexp.batching.replicas import suitable_threads
-from normexp.cells.cell import GROUPS, Cell, plain, prepare_cell
+from normexp.build import plain
+from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.device_processes import Order, run_processes
+from normexp.cells.naming import GROUPS
 from normexp.cells.notes import collected_notes
 from normexp.cells.peers import Peers, meet
 from normexp.cells.recorded import (
@@ -35,12 +37,11 @@ from normexp.cells.stack import (
     train_together,
     will_stack,
 )
-from normexp.config.options import DEFAULTS
 from normexp.config.place import place_among
-from normexp.config.rules import validate
+from normexp.config.rules import OPTIONS, validate
 from normexp.config.spec import (
-    CellStatus,
     CellSpec,
+    CellStatus,
     Listener,
     Outcome,
     Start,
@@ -330,7 +331,7 @@ def _tell_of_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     asked = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
     for key in ("precise_samples", "evaluate_batch_sizes"):
         value = plain(cell.cfg)[key]
-        if value != DEFAULTS[key]:
+        if value != OPTIONS["evaluate"][key].default:
             asked.append(f"{key}={value}".replace(" ", ""))
     logger.info(
         "recorded without other statistics; they can be added: python -m normexp.evaluate %s",

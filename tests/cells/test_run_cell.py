@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.config.options import parse_evaluate_options
+from normexp.cli import read_options
 from normexp.records.committed import commit_results
 from normexp.records.paths import CHECKPOINT_FILE, ENDED_FILE, LOG_FILE
 from normexp.records.result import read_result, shared_dir
@@ -46,10 +46,10 @@ def test_command_that_adds_an_evaluation_holds_what_was_asked_for(
     cell = train(folder)
     train(folder, "evaluate_with=[running,precise]", "precise_samples=64")
     _, _, line = capsys.readouterr().err.partition("python -m normexp.evaluate ")
-    run, options = parse_evaluate_options(shlex.split(line.splitlines()[0]))
-    assert Path(run) == cell
-    assert options.evaluate_with == ["running", "precise"]
-    assert options.precise_samples == 64
+    options = read_options("evaluate", shlex.split(line.splitlines()[0]))
+    assert Path(options["run"]) == cell
+    assert options["evaluate_with"] == ["running", "precise"]
+    assert options["precise_samples"] == 64
 
 
 def test_evaluation_without_weights_is_not_offered(

@@ -9,9 +9,9 @@ import pytest
 from normexp.cells import run as run_task
 from normexp.cells import stack as assembly
 from normexp.cells.cell import prepare_cell
-from normexp.config.arguments import Arguments, parse_arguments
+from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
-from normexp.config.spec import CellSpec
+from normexp.config.spec import CellSpec, Command
 from normexp.records.files import StackLock, is_held
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE
@@ -33,8 +33,8 @@ def results_of(tmp_path: Path, study: str = "s") -> dict[tuple[float, int], Resu
 
 
 def composed(tmp_path: Path, *words: str) -> list[CellSpec]:
-    arguments = parse_arguments(["-m", *QUICK, *RATES, *words, f"runs_dir={tmp_path}", "study=s"])
-    assert isinstance(arguments, Arguments)
+    arguments = parse_command(["-m", *QUICK, *RATES, *words, f"runs_dir={tmp_path}", "study=s"])
+    assert isinstance(arguments, Command)
     return compose_cells(arguments)
 
 

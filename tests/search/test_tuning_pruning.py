@@ -9,7 +9,7 @@ import optuna
 import pytest
 
 from normexp.cells.run import run_cell
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.reporting.metric import describe_metric
 from normexp.search.objective import Objective
 from normexp.search.points import plan_searches
@@ -60,7 +60,7 @@ def test_few_trials_and_the_last_epoch_end_nothing():
 @pytest.mark.parametrize("devices", [[], ["trainer=ddp", "trainer.accelerator=cpu"]])
 def test_ended_trial_has_its_epochs_and_no_result(devices: list[str], tmp_path: Path):
     words = ["lr=choice(0.001,0.1)", "epochs=3", "tune.seeds=2", f"runs_dir={tmp_path}"]
-    (plan,) = plan_searches(parse_arguments([*words, *devices]))
+    (plan,) = plan_searches(parse_command([*words, *devices]))
     thresholds = {0: 0.0, 1: 0.7}  # lr = 0.001 is below 0.5 then, lr = 0.1 above 0.8
     outcomes = [
         run_cell(plan.search_cell({"lr": lr}, "val/accuracy", thresholds))

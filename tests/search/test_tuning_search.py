@@ -9,7 +9,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.reporting.metric import describe_metric
 from normexp.search.objective import Objective
 from normexp.search.points import SearchPlan, plan_searches
@@ -29,7 +29,7 @@ def quiet():
 
 @lru_cache
 def plan_of(*words: str) -> SearchPlan:
-    (plan,) = plan_searches(parse_arguments(list(words)))
+    (plan,) = plan_searches(parse_command(list(words)))
     return plan
 
 

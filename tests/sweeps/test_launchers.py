@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.sweeps import launch as launching
@@ -28,9 +28,9 @@ def installed(module: str) -> bool:
 
 
 def test_launcher_of_a_line_is_its_last_one_that_is_not_basic():
-    assert parse_arguments(["-m", "hydra/launcher=ray"]).launcher == "ray"
-    assert parse_arguments(["hydra/launcher=ray", "hydra/launcher=basic"]).launcher is None
-    assert parse_arguments(["norm=batch"]).launcher is None
+    assert parse_command(["-m", "hydra/launcher=ray"]).launcher == "ray"
+    assert parse_command(["hydra/launcher=ray", "hydra/launcher=basic"]).launcher is None
+    assert parse_command(["norm=batch"]).launcher is None
 
 
 @pytest.mark.parametrize(
