@@ -23,7 +23,7 @@ def _train(words: list[str]) -> int:
 
         return launch(command, line)
     from normexp.config.grid import compose_cells
-    from normexp.config.place import place_of_command
+    from normexp.config.spec import place_of_command
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     if place_of_command(cells) is not None:  # one of the processes of srun or torchrun

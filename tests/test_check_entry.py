@@ -168,7 +168,6 @@ def test_target_that_makes_no_norm_is_exit_code_2(
         (["format=csv"], "format=csv: must be one of table, json, markdown"),
         (["norm.view=sequence"], "a card shows the norm (N, C, *)"),
         (["norm.half_life=100"], "set norm.momentum"),
-        (["ddp=true", CONTRACT], "drop part=contract"),
         (["norm=group", "norm.nun_groups=3"], "did you mean norm.num_groups?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

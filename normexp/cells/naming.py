@@ -43,7 +43,7 @@ def identity_of(
     Args:
         slots: the slots that the model uses and that differ from their defaults, resolved.
     """
-    identity = _defining(plain(cfg))
+    identity = defining(plain(cfg))
     for part in _parts_with_target(identity):
         digest = _source_digest_of(part["_target_"])
         if digest is not None:
@@ -69,13 +69,13 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
         identity: of `identity_of`.
         choices: the name chosen in each config group.
     """
-    defaults = _defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
+    defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     rest = {key: value for key, value in identity.items() if key not in GROUPS}
     content = differences(defaults | rest, defaults)
     if version := VERSIONS.get("config"):
         content["version"] = version
     for group in GROUPS:
-        content[group] = _content_of(group, choices[group], identity[group])
+        content[group] = content_of(group, choices[group], identity[group])
     return cell_id(content, _slug(identity, choices))
 
 
@@ -100,7 +100,7 @@ def record_of(
     }
 
 
-def _defining(config: Mapping[str, Any]) -> dict[str, Any]:
+def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without the keys that define no training, and those in `TURNED`."""
 
     def counts(key: str) -> bool:
@@ -115,13 +115,13 @@ def _defining(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:
+def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:
     """What is hashed of a group: a shipped choice by name, and the user's own in full."""
     defaults = shipped_defaults(group, choice)
     if defaults is None:
         target = values["_target_"]
         return values | {"_target_": shipped_targets(group).get(target, target)}
-    content = {"choice": choice, **differences(values, _defining({group: defaults})[group])}
+    content = {"choice": choice, **differences(values, defining({group: defaults})[group])}
     if version := VERSIONS.get(f"{group}/{choice}"):
         content["version"] = version
     return content

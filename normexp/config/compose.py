@@ -265,7 +265,7 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
         group, _, name = file.rpartition("/")
         return UserError(f"{group}={name}: no such config")
     choices = group_choices(group, config_dirs)
-    hint = suggest(name, choices, cutoff=0.5)
+    hint = suggest(name, choices, most=3, cutoff=0.5)
     listed = f"choices: {', '.join(choices) or 'none'}"
     if len(choices) > FEW:
         listed = f"normexp.train --help lists all {len(choices)}"

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from normexp.config.spec import CellSpec
 
 # Variables of torchrun and of srun: number of processes, index of this one, and one that only a
 # started process has. (SLURM sets the first two in a batch script as well.)
@@ -20,18 +15,6 @@ def place_among(num_processes: int) -> int | None:
         is_started = os.environ.get(size) == str(num_processes) and proof in os.environ
         if num_processes > 1 and is_started and index in os.environ:
             return int(os.environ[index])
-    return None
-
-
-def place_of_command(cells: Sequence[CellSpec]) -> tuple[int, int] | None:
-    """Index of this process and number of processes started for these cells; None if alone."""
-    for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
-        devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
-        if not (isinstance(devices, int) and isinstance(num_nodes, int)):
-            continue  # refused when the cell is validated
-        index = place_among(devices * num_nodes)
-        if index is not None:
-            return index, devices * num_nodes
     return None
 
 

@@ -331,9 +331,11 @@ _KINDS: dict[type, str] = {
 }
 
 
-def suggest(word: str, known: Iterable[str], *, cutoff: float = 0.6, prefix: str = "") -> str:
+def suggest(
+    word: str, known: Iterable[str], *, prefix: str = "", most: int = 1, cutoff: float = 0.6
+) -> str:
     """`did you mean a or b?` with the known words nearest to `word`; empty if none is near."""
-    near = [prefix + name for name in get_close_matches(word, list(known), n=3, cutoff=cutoff)]
+    near = [prefix + name for name in get_close_matches(word, list(known), most, cutoff)]
     return f"did you mean {either(near)}?" if near else ""
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from normexp.config.place import place_among
 from normexp.config.rules import in_identity
 from normexp.records.result import Result
 
@@ -161,6 +162,18 @@ class Listener:
         Args:
             position: of the cell among those that one worker was given together.
         """
+
+
+def place_of_command(cells: Sequence[CellSpec]) -> tuple[int, int] | None:
+    """Index of this process and number of processes started for these cells; None if alone."""
+    for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
+        devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
+        if not (isinstance(devices, int) and isinstance(num_nodes, int)):
+            continue  # refused when the cell is validated
+        index = place_among(devices * num_nodes)
+        if index is not None:
+            return index, devices * num_nodes
+    return None
 
 
 def name_of(composed: CellSpec) -> str:

@@ -93,12 +93,18 @@ def is_installed(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Dicts with string keys, lists, and whole floats as ints: one value has one JSON text."""
+    """Dicts with string keys, lists, and numbers of 15 digits: one value has one JSON text.
+
+    The sixteenth digit of a derived number, such as a momentum, may differ between machines.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float):
+        value = float(f"{value:.15g}")
+        return int(value) if value.is_integer() else value
+    return value
 
 
 def _safe(name: str) -> str:
