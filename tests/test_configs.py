@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,11 @@ def test_search_composes_and_validates(choice: str):
 def test_file_belongs_to_a_group_and_begins_with_a_comment(file: Path):
     parts = file.relative_to(conf_dir()).parts
     assert parts == ("config.yaml",) or parts[0] in GROUPS
-    assert file.read_text().startswith("#")
+    text = file.read_text()
+    assert text.startswith("#")
+    if parts[0] == "norm":  # --help shows the first line and the family
+        header = [line for line in text.splitlines() if line.startswith("#")]
+        assert re.match(r"# [^:(]+( \(arXiv:.+?\))?: .+", header[0])
 
 
 @pytest.mark.parametrize("group", ["norm", "model", "data"])

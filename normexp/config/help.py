@@ -222,4 +222,4 @@ def _row(head: str, text: str, *, shorten: bool = False) -> str:
     if shorten:
         text = textwrap.shorten(text, WIDTH - 30, placeholder=" ...")
     head = f"  {head:<28}" if len(head) < 28 else f"  {head}  "
-    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * 30)
+    return textwrap.fill(text or "-", WIDTH, initial_indent=head, subsequent_indent=" " * 30)
