@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,9 @@ def test_file_belongs_to_a_group_and_begins_with_a_comment(file: Path):
     text = file.read_text()
     assert text.startswith("#")
     if parts[0] == "norm":  # --help shows the first line and the family
-        header = [line for line in text.splitlines() if line.startswith("#")]
+        header = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
         assert re.match(r"# [^:(]+( \(arXiv:.+?\))?: .+", header[0])
+        assert re.match(r"# family: \w+$", header[-1])
 
 
 @pytest.mark.parametrize("group", ["norm", "model", "data"])

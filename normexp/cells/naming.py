@@ -71,7 +71,7 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
     """
     defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     rest = {key: value for key, value in identity.items() if key not in GROUPS}
-    content = differences(defaults | rest, defaults)
+    content = differences(defaults | rest, defaults)  # lr, by default a reference, is always there
     if version := VERSIONS.get("config"):
         content["version"] = version
     for group in GROUPS:

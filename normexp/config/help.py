@@ -184,7 +184,7 @@ def _norms(config_dirs: Sequence[str]) -> str:
     lines = ["Norms (norm=NAME) by family:"]
     for family in sorted(families, key=lambda name: (name == "other", name)):
         lines.append(f"  {family}")
-        lines += [_row(f"  {name}", phrase, shorten=True) for name, phrase in families[family]]
+        lines += [f"    {name:<22}{_shorten(phrase)}" for name, phrase in families[family]]
     for folder, count in folders.items():
         lines.append(f"  {folder}/NAME: {count} more, each explained in conf/norm/{folder}/")
     return "\n".join(lines) + "\n"
@@ -217,9 +217,11 @@ def _table(title: str, rows: Iterator[tuple[str, str]] | Sequence[tuple[str, str
     return "\n".join([title, *(_row(setting, meaning) for setting, meaning in rows)]) + "\n"
 
 
-def _row(head: str, text: str, *, shorten: bool = False) -> str:
-    """A key or a name, and beside it what it means; on one line where `shorten` is set."""
-    if shorten:
-        text = textwrap.shorten(text, WIDTH - 30, placeholder=" ...")
+def _row(head: str, text: str) -> str:
+    """A key, and beside it its meaning."""
     head = f"  {head:<28}" if len(head) < 28 else f"  {head}  "
-    return textwrap.fill(text or "-", WIDTH, initial_indent=head, subsequent_indent=" " * 30)
+    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * 30)
+
+
+def _shorten(phrase: str) -> str:
+    return textwrap.shorten(phrase, WIDTH - 26, placeholder=" ...")

@@ -98,6 +98,12 @@ def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
             assert naming.content_of(group, choice, values) == {"choice": choice}
 
 
+def test_a_shipped_class_stands_by_its_choice_in_a_yaml_of_the_users():
+    own = {"_target_": "normexp.norms.group.GroupNorm", "num_groups": 4}
+    content = naming.content_of("norm", "mine", own)
+    assert content == {"_target_": "norm/group", "num_groups": 4}
+
+
 def test_a_removed_knob_is_another_training():
     assert id_of_words("~optim.nesterov") != id_of_words()
 
