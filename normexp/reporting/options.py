@@ -10,8 +10,8 @@ from pathlib import Path
 
 from normexp.errors import UserError
 
-KEYS = ("study", "runs_dir", "metric", "tolerance", "serve", "log")
-TRACKERS = ("wandb", "tensorboard")
+KEYS = ("study", "runs_dir", "metric", "tolerance", "watch", "log")
+TRACKERS = ("wandb",)
 HELP = """\
 normexp.report turns a study into tables, figures, a page and a verdict.
 
@@ -24,9 +24,10 @@ Values (key=value) and their defaults:
   metric=test/accuracy    main metric; by default test accuracy, bits per byte or loss
   tolerance=1             differences within it are called a tie, in the metric's unit (points,
                           nats, bits per byte); by default 1 point, 0.05 nats, 0.02 bits
-  serve=false             true serves the page on 127.0.0.1 and follows the study until Ctrl-C
-  log=wandb               also logs figures, main table and verdict: wandb, tensorboard, or
-                          [wandb,tensorboard]; W&B takes the project of the study's own runs
+  watch=false             true writes the report again when results appear, until Ctrl-C; the page
+                          reloads itself
+  log=wandb               also logs figures, main table and verdict to W&B, to the project of the
+                          study's own runs
 """
 
 
@@ -38,7 +39,7 @@ class Options:
     runs_dir: Path
     metric: str | None
     tolerance: float | None
-    serve: bool
+    watch: bool
     log: list[str]
 
 
@@ -57,7 +58,7 @@ def parse_options(words: Sequence[str]) -> Options:
         runs_dir=Path(given.get("runs_dir", "runs")),
         metric=given.get("metric") or None,
         tolerance=_tolerance(given.get("tolerance")),
-        serve=_switch(given.get("serve", "false")),
+        watch=_switch(given.get("watch", "false")),
         log=_trackers(given.get("log", "")),
     )
 
@@ -100,7 +101,7 @@ def _tolerance(text: str | None) -> float | None:
 
 def _switch(text: str) -> bool:
     if text.lower() not in ("true", "false"):
-        raise UserError(f"serve={text} is neither true nor false")
+        raise UserError(f"watch={text} is neither true nor false")
     return text.lower() == "true"
 
 
