@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 import pandas as pd
@@ -48,8 +50,12 @@ class Table:
 
     def to_csv(self) -> str:
         """Numbers with every digit; a leading apostrophe keeps spreadsheets from running text."""
-        plain = self.frame[[*self.columns, *self.numbers]].map(_without_formula)
-        return plain.to_csv(index=False, lineterminator="\n")
+        columns, text = [*self.columns, *self.numbers], StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        for row in plain_rows(self.frame, columns):
+            writer.writerow([_without_formula(value) for value in row.values()])
+        return text.getvalue()
 
     def to_markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns)]
