@@ -81,16 +81,15 @@ def load(run_dir: str | Path) -> nn.Module:
 def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
     """A row for every ended run of a study: cell_id, seed, status, config, metrics, timing.
 
-    A value that a run lacks is NaN in its row. Runs that cannot be read are logged as warnings.
+    Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`). A value that a run lacks
+    is NaN or None in its row. Runs that cannot be read, or have not ended, are logged as warnings.
 
     Raises:
-        normexp.errors.UserError: no such study; names the nearest.
+        normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
-    import pandas as pd
+    from normexp.reporting.frame import read_studies
 
-    from normexp.records.result import find_study, read_runs
-
-    rows, problems = read_runs(find_study(Path(runs_dir), name))
-    for problem in problems:
+    records = read_studies(Path(runs_dir), [name])
+    for problem in [*records.problems, *records.waiting]:
         logging.getLogger(__name__).warning(problem)
-    return pd.DataFrame(rows)
+    return records.runs.infer_objects()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger
 from torch import nn
-from yaml import YAMLError
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import InTurn, Replicas, Stacked, stacks, suitable_threads
@@ -36,7 +34,6 @@ from normexp.records.files import open_atomic, write_config, write_evaluation
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import (
     CHECKPOINT_FILE,
-    CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,
     WEIGHTS_FILE,
@@ -46,7 +43,6 @@ from normexp.records.paths import (
 )
 from normexp.records.result import Result, interrupted_stacks, shared_dir, write_members
 from normexp.reporting.metric import describe_metric
-from normexp.reporting.to_wandb import WandbTarget
 from normexp.training.compilation import set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
 from normexp.training.evaluation import StatisticsEvaluation
@@ -536,23 +532,3 @@ def remove_superseded(cell_dir: Path, seeds: list[int], own: Path) -> None:
         if directory != own:
             logger.info("%s is superseded by the stack %s", directory, own.name)
             (directory / CHECKPOINT_FILE).unlink(missing_ok=True)
-
-
-DEFAULT = WandbTarget(project="normexp", entity=None)  # as conf/logger/wandb.yaml
-
-
-def find_wandb_target(cell_dirs: Iterable[Path]) -> WandbTarget:
-    """Project and entity of the first cell that was trained with logger=wandb, else the default.
-
-    A config.yaml that cannot be read is passed over: it is not what the report stands on.
-    """
-    for cell_dir in cell_dirs:
-        try:
-            config = OmegaConf.load(cell_dir / CONFIG_FILE)
-            project = OmegaConf.select(config, "logger.wandb.project")
-            entity = OmegaConf.select(config, "logger.wandb.entity")
-        except (OSError, YAMLError, OmegaConfBaseException):
-            continue
-        if project is not None:
-            return WandbTarget(str(project), None if entity is None else str(entity))
-    return DEFAULT

@@ -1,30 +1,28 @@
-"""A written report in Weights & Biases: one run of the study, beside its runs of cells."""
+"""A written report in Weights & Biases: one run in the project of the study's own runs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import yaml
+
 from normexp.errors import UserError
+from normexp.records.paths import CONFIG_FILE
 from normexp.reporting.report import Report
-from normexp.reporting.table import Table, show
+from normexp.reporting.tables import Table
+
+DEFAULT_PROJECT = "normexp"  # as in conf/logger/wandb.yaml
 
 
-@dataclass(frozen=True)
-class WandbTarget:
-    """Where a study's own runs went: the project, and a team or user, or the login's own."""
-
-    project: str
-    entity: str | None
-
-
-def log_to_wandb(report: Report, target: WandbTarget) -> str:
+def log_to_wandb(report: Report) -> str:
     """Logs figures, main table and verdict of a written report; returns where they are, in words.
 
-    The run has the job type `report` and the study as its group. Each call is a run of its own,
-    online where a login is there, unless WANDB_MODE says otherwise.
+    The run has the job type `report` and the study as its group. Each call is a new run, online if
+    logged in, unless WANDB_MODE says otherwise.
 
     Raises:
         UserError: W&B refuses, as without a network; the report itself stands.
@@ -33,11 +31,12 @@ def log_to_wandb(report: Report, target: WandbTarget) -> str:
 
     from normexp.training.recorder import resolve_mode
 
+    project, entity = find_project(Path(cell) for cell in report.cells["cell"])
     mode = resolve_mode(os.environ.get("WANDB_MODE", "auto"))
     try:
         run = wandb.init(
-            project=target.project,
-            entity=target.entity,
+            project=project,
+            entity=entity,
             mode=mode,  # type: ignore[arg-type]
             dir=report.directory.parent,
             name=f"{report.title}/report",
@@ -54,6 +53,21 @@ def log_to_wandb(report: Report, target: WandbTarget) -> str:
     if mode == "offline":
         return f"W&B was offline; send the report later: wandb sync {Path(run.dir).parent}"
     return f"W&B: {run.url or mode}"
+
+
+def find_project(cell_dirs: Iterable[Path]) -> tuple[str, str | None]:
+    """Project and entity of the first cell trained with logger=wandb, else the default project.
+
+    A config.yaml that cannot be read is passed over, because the report does not need it.
+    """
+    for cell_dir in cell_dirs:
+        try:
+            config = yaml.safe_load((cell_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+            chosen = config["logger"]["wandb"]
+            return chosen["project"], chosen.get("entity")
+        except (OSError, yaml.YAMLError, KeyError, TypeError):
+            continue
+    return DEFAULT_PROJECT, None
 
 
 def _content(report: Report) -> dict[str, Any]:
@@ -75,17 +89,18 @@ def _content(report: Report) -> dict[str, Any]:
 
 
 def _verdict(report: Report) -> Table:
+    columns = ["setting", "kind", "text"]
     rows = [
-        {"setting": verdict.heading, "kind": one.kind, "text": one.text}
-        for verdict in report.verdicts
-        for one in [*verdict.losses, *verdict.comparisons]
+        (section.answer.heading, one.kind, one.text)
+        for section in report.sections
+        for one in section.answer.sentences
     ]
-    return Table("verdict", "Verdict", ["setting", "kind", "text"], rows)
+    return Table("verdict", "Verdict", columns, pd.DataFrame(rows, columns=columns))
 
 
 def _wandb_table(table: Table) -> Any:
     """All as text: W&B wants one type per column, and a norm batch size may be `any`."""
     import wandb
 
-    rows: list[Any] = [[show(row.get(column)) for column in table.columns] for row in table.rows]
-    return wandb.Table(columns=list(table.columns), data=rows)
+    rows: list[Any] = table.texts()
+    return wandb.Table(columns=table.columns, data=rows)
