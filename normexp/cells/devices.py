@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
+from normexp.build import plain
 from normexp.cells.assembly import OnSteps, fitting_replicas
-from normexp.cells.cell import GROUPS, plain, prepare_cell
+from normexp.cells.cell import prepare_cell
 from normexp.cells.device_processes import Order, run_processes
+from normexp.cells.naming import GROUPS
 from normexp.cells.peers import Peers, meet
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from normexp.build import plain
 from normexp.cells.assembly import arrange_replicas, build_module
-from normexp.cells.cell import GROUPS, Cell, plain, prepare_cell
+from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.load import find_cell, load_config, load_weights
+from normexp.cells.naming import GROUPS
 from normexp.cells.plan import place_on_one_device
-from normexp.config.options import DEFAULTS
+from normexp.config.rules import OPTIONS
 from normexp.errors import UserError
 from normexp.records.files import read_json, refusing_denied, write_evaluation
 from normexp.records.paths import (
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
 
 
-def evaluate_run(cell_dir: Path, asked: DictConfig) -> None:
+def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     """Evaluates every finished run of a cell, adds to its evaluation.json, and prints a table.
 
     Args:
@@ -102,7 +104,7 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
     for key in ("precise_samples", "evaluate_batch_sizes"):
         value = plain(cell.cfg)[key]
-        if value != DEFAULTS[key]:
+        if value != OPTIONS["evaluate"][key].default:
             words.append(f"{key}={value}".replace(" ", ""))
     logger.info(
         "recorded without these statistics; to add them: python -m normexp.evaluate %s",

@@ -13,8 +13,9 @@ import torch
 from omegaconf import OmegaConf
 
 from normexp.batching.replicas import suitable_threads
+from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
-from normexp.cells.cell import Cell, plain
+from normexp.cells.cell import Cell
 from normexp.cells.logs import messages_to_file
 from normexp.cells.trackers import open_loggers, wandb_runs
 from normexp.records.committed import (

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from normexp.errors import UserError
 from normexp.records.files import read_json, write_json
-from normexp.records.paths import RESULT_FILE, Study, seed_of
+from normexp.records.paths import RESULT_FILE, seed_of
 
 SCHEMA = 1
 Status = Literal["finished", "diverged", "failed"]
@@ -130,37 +130,3 @@ def read_run(run_dir: Path) -> Result:
             "moved or copied? Move it away, and the same command trains the run again"
         )
     return result
-
-
-def read_runs(study_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns a flat row for each ended run, and a line for each run without a readable result.
-
-    A row has cell_id, seed and status; the config, nested keys joined by dots (`norm.num_groups`);
-    the metrics by name; the other fields of `Result`. What a run lacks is absent from its row.
-    """
-    rows, problems = [], []
-    for run_dir in Study(study_dir).list_runs():
-        try:
-            rows.append(_flatten_result(read_run(run_dir)))
-        except UserError as error:
-            problems.append(str(error))
-    return rows, problems
-
-
-def _flatten_result(result: Result) -> dict[str, Any]:
-    """One row of a table. A field of `Result` wins over a config key of the same name."""
-    content = result.to_dict()
-    del content["schema"]
-    config, metrics = content.pop("config"), content.pop("metrics")
-    first = {key: content.pop(key) for key in ("cell_id", "seed", "status")}
-    return first | _flatten(config) | first | metrics | _flatten(content)
-
-
-def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

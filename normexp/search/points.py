@@ -18,14 +18,12 @@ from hydra.core.override_parser.types import (
 )
 from omegaconf import DictConfig, open_dict
 
-from normexp.config.arguments import Arguments, config_dir_words
 from normexp.config.compose import compose_cell
 from normexp.config.grid import expand_overrides, is_searched, with_params
 from normexp.config.place import place_among
-from normexp.config.rules import RULES, validate_keys
-from normexp.config.spec import CellSpec
+from normexp.config.rules import KEYS, in_identity, validate_keys
+from normexp.config.spec import CellSpec, Command, config_dir_words
 from normexp.errors import UserError
-from normexp.records.identity import NOT_TRAINING
 from normexp.search.storage import storage_path
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
@@ -242,7 +240,7 @@ class SearchPlan:
         )
 
 
-def plan_searches(arguments: Arguments) -> list[SearchPlan]:
+def plan_searches(command: Command) -> list[SearchPlan]:
     """Returns the searches of a command, one for each point of its grid. Writes nothing.
 
     Raises:
@@ -250,7 +248,7 @@ def plan_searches(arguments: Arguments) -> list[SearchPlan]:
     """
     if find_spec("optuna") is None:
         raise UserError("normexp.tune needs the package optuna; pip install 'normexp[tune]'")
-    overrides = with_params(arguments.overrides, arguments.config_dirs)
+    overrides = with_params(command.overrides, command.config_dirs)
     searched = [override for override in overrides if is_searched(override)]
     if not searched:
         raise UserError(
@@ -262,8 +260,8 @@ def plan_searches(arguments: Arguments) -> list[SearchPlan]:
     space = read_space(searched)
     rest = [override for override in overrides if not is_searched(override)]
     plans = [
-        _plan(cell, rest, space, arguments.config_dirs)
-        for cell in expand_overrides(rest, arguments.config_dirs)
+        _plan(cell, rest, space, command.config_dirs)
+        for cell in expand_overrides(rest, command.config_dirs)
     ]
     _check_probes(plans[0])
     return plans
@@ -284,21 +282,21 @@ def _check_probes(plan: SearchPlan) -> None:
     """Composes each end and each choice once, to find a typo before the first training."""
     for point in plan.space.probes():
         config, _ = compose_cell(plan.overrides(point), plan.config_dirs)
-        validate_keys(config, [key for key in plan.space.keys if key in RULES])
+        validate_keys(config, [key for key in plan.space.keys if key in KEYS])
 
 
 def _refuse_bookkeeping(override: Override) -> None:
     """Raises UserError for several values of a key that does not define the training."""
-    head = override.key_or_group.partition(".")[0]
-    if override.is_sweep_override() and head in NOT_TRAINING and head != "experiment":
+    key = override.key_or_group
+    if override.is_sweep_override() and not in_identity(key) and key != "experiment":
         raise UserError(
-            f"{override.input_line}: a search varies what is trained; name one {head} value"
+            f"{override.input_line}: a search varies what is trained; name one value of {key}"
         )
 
 
 def check_settings(config: DictConfig) -> None:
     """Raises UserError for `tune` keys that contradict each other or the report's seeds."""
-    validate_keys(config, [key for key in RULES if key.startswith("tune.")])
+    validate_keys(config, [key for key in KEYS if key.startswith("tune.")])
     validate_keys(config, ["seed", "replicas", "study", "runs_dir"])
     storage_path(config.tune.storage, Path(config.runs_dir))
     validate_keys(config, ["trainer.devices", "trainer.num_nodes"])

@@ -20,8 +20,7 @@ from normexp.cells.logs import collected_messages
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.history import read_history
-from normexp.reporting.metric import choose_metric, describe_metric
-from normexp.reporting.numbers import format_interval
+from normexp.reporting.metric import choose_metric, describe_metric, format_interval
 from normexp.search.objective import choose_objective
 from normexp.search.points import SearchPlan
 from normexp.search.pruning import median_thresholds, read_by_epoch

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.cells.logs import OnceFilter, messages_to
+from normexp.config.rules import in_identity
 from normexp.config.spec import Outcome
-from normexp.records.identity import NOT_TRAINING
 
 if TYPE_CHECKING:
     from normexp.config.spec import CellSpec
@@ -182,9 +182,8 @@ def _key_of(text: str) -> str:
 
 def _is_apart(text: str) -> bool:
     """True if an override says where, when or how a cell is trained, but not what."""
-    key = _key_of(text)
-    head = re.split(r"[./@]", key)[0]
-    return head in NOT_TRAINING or (head == "trainer" and key != "trainer.precision")
+    key = re.split(r"[/@]", _key_of(text))[0]
+    return key == "trainer" or not in_identity(key)
 
 
 def shared_words(titles: Sequence[str]) -> str:

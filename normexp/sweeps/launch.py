@@ -20,11 +20,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from normexp.cells.logs import messages_to_stderr
-from normexp.config.arguments import LAUNCHER, Arguments
 from normexp.config.compose import VERSION_BASE, quoted, register_custom
 from normexp.config.grid import compose_cells
 from normexp.config.help import GROUPS, conf_dir
-from normexp.config.spec import CellSpec, Outcome, name_of
+from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.sweeps.log import StudyLog
@@ -80,7 +79,7 @@ def _check_address(overrides: Sequence[str]) -> None:
         ) from None
 
 
-def launch(arguments: Arguments, words: Sequence[str]) -> int:
+def launch(command: Command, words: Sequence[str]) -> int:
     """Trains every cell in a job, waits for all, prints the closing table; returns the exit code.
 
     A job that dies leaves no outcome. Its cell is a failed row, and the same command tries again.
@@ -88,11 +87,11 @@ def launch(arguments: Arguments, words: Sequence[str]) -> int:
     Raises:
         UserError: no such launcher or cluster, or a cell that does not compose.
     """
-    assert arguments.launcher is not None
-    check_launcher(arguments.launcher, arguments.overrides)
-    cells = compose_cells(arguments)
-    if len(cells) == 1 and not arguments.multirun:
-        raise UserError(f"{LAUNCHER}{arguments.launcher} runs sweeps; add -m")
+    assert command.launcher is not None
+    check_launcher(command.launcher, command.overrides)
+    cells = compose_cells(command)
+    if len(cells) == 1 and not command.multirun:
+        raise UserError(f"{LAUNCHER}{command.launcher} runs sweeps; add -m")
     for cell in cells:
         if cell.cfg is None:  # Hydra would refuse the whole sweep
             raise UserError(f"{cell.error} (in the cell {cell.title})")
@@ -108,7 +107,7 @@ def launch(arguments: Arguments, words: Sequence[str]) -> int:
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
     for cell in cells:
         _outcome_file(folder, cell).unlink(missing_ok=True)
-    error = _run_hydra(arguments, folder)
+    error = _run_hydra(command, folder)
     outcomes = [_outcome_of(folder, cell, error) for cell in cells]
     for cell, outcome in zip(cells, outcomes, strict=True):
         log.settle(cell, outcome)
@@ -116,12 +115,12 @@ def launch(arguments: Arguments, words: Sequence[str]) -> int:
     return 0 if all(outcome.status in ("finished", "skipped") for outcome in outcomes) else 1
 
 
-def _run_hydra(arguments: Arguments, folder: Path) -> str:
+def _run_hydra(command: Command, folder: Path) -> str:
     """Runs Hydra's multirun; returns the error of the launcher in one line, empty without one."""
-    overrides = [*arguments.overrides, f"hydra.sweep.dir={quoted(str(folder))}"]
-    if arguments.launcher == "ray":  # the plugin sets a value that a running cluster refuses
+    overrides = [*command.overrides, f"hydra.sweep.dir={quoted(str(folder))}"]
+    if command.launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
-    folders = [quoted(f"file://{Path(each).resolve()}") for each in arguments.config_dirs]
+    folders = [quoted(f"file://{Path(each).resolve()}") for each in command.config_dirs]
     search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
     register_custom()
     try:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from normexp.cells.devices import follow
 from normexp.cells.peers import meet
-from normexp.config.place import place_of_command
-from normexp.config.spec import CellSpec
+from normexp.config.spec import CellSpec, place_of_command
 from normexp.sweeps.sweep import run_cells
 
 

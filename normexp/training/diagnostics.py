@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, Loss, model_arguments
-from normexp.norms.site import Site, named_sites, widen
+from normexp.norms.moments import widen
+from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 from normexp.norms.state import State, read_state
-from normexp.norms.views import as_maps, input_and_mask
 from normexp.training.module import TrainingModule
 from normexp.training.statistics import gather
 

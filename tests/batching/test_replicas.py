@@ -12,7 +12,7 @@ from normexp.batching.replicas import (
     stacks,
     suitable_threads,
 )
-from normexp.norms.factory import ResidualScale
+from normexp.norms.parts import ResidualScale
 
 
 def networks(count: int = 3) -> list[nn.Module]:

@@ -14,9 +14,9 @@ from normexp.build import check_trainer
 from normexp.cells.device_processes import Order, ProcessFailed, run_processes
 from normexp.cells.plan import check_norm_batch_size, place_on_one_device, plan_training, sizes_of
 from normexp.config.compose import compose_config
-from normexp.config.place import environment_of, place_among, place_of_command
+from normexp.config.place import environment_of, place_among
 from normexp.config.rules import validate
-from normexp.config.spec import CellSpec
+from normexp.config.spec import CellSpec, place_of_command
 from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.train import main

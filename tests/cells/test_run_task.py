@@ -11,10 +11,9 @@ from normexp.cells import assembly
 from normexp.cells import run as run_module
 from normexp.cells.cell import prepare_cell
 from normexp.cells.run import run_task
-from normexp.config.arguments import Arguments, parse_arguments
+from normexp.cli import parse_command, read_options
 from normexp.config.grid import compose_cells
-from normexp.config.options import parse_evaluate_options
-from normexp.config.spec import CellSpec
+from normexp.config.spec import CellSpec, Command
 from normexp.records.committed import commit_results, shared_dir
 from normexp.records.files import FileLock, is_held
 from normexp.records.metrics import read_metrics
@@ -37,8 +36,8 @@ def results_of(tmp_path: Path, study: str = "s") -> dict[tuple[float, int], Resu
 
 
 def specs_of(tmp_path: Path, *words: str) -> list[CellSpec]:
-    arguments = parse_arguments(["-m", *QUICK, *RATES, *words, f"runs_dir={tmp_path}", "study=s"])
-    assert isinstance(arguments, Arguments)
+    arguments = parse_command(["-m", *QUICK, *RATES, *words, f"runs_dir={tmp_path}", "study=s"])
+    assert isinstance(arguments, Command)
     return compose_cells(arguments)
 
 
@@ -160,10 +159,10 @@ def test_recorded_cell_names_the_command_that_adds_an_evaluation(
     cell = train_one(folder)
     train_one(folder, "evaluate_with=[running,precise]", "precise_samples=64")
     _, _, line = capsys.readouterr().err.partition("python -m normexp.evaluate ")
-    run, options = parse_evaluate_options(shlex.split(line.splitlines()[0]))
-    assert Path(run) == cell
-    assert options.evaluate_with == ["running", "precise"]
-    assert options.precise_samples == 64
+    options = read_options("evaluate", shlex.split(line.splitlines()[0]))
+    assert Path(options["run"]) == cell
+    assert options["evaluate_with"] == ["running", "precise"]
+    assert options["precise_samples"] == 64
     (cell / "seed-0/weights.pt").unlink()
     train_one(folder, "evaluate_with=[running,precise]")
     told = capsys.readouterr().err

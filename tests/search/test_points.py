@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.config.compose import parse_overrides
 from normexp.config.grid import is_searched, list_cells
-from normexp.config.help import help_text_tuning_help as help_text
+from normexp.config.help import help_text
 from normexp.config.place import environment_of
 from normexp.errors import UserError
 from normexp.search import points as points_module
@@ -21,7 +21,7 @@ LR = "lr=tag(log,interval(1e-3,1))"
 
 
 def plans_of(*words: str) -> list[SearchPlan]:
-    return plan_searches(parse_arguments(list(words)))
+    return plan_searches(parse_command(list(words)))
 
 
 def test_grid_is_one_search_for_each_of_its_points():
@@ -58,8 +58,8 @@ def test_recipe_searches_a_rate_for_each_norm_and_size():
 
 def test_training_of_a_recipe_to_be_searched_names_the_command():
     with pytest.raises(UserError, match="normexp.tune experiment=tuned_sensitivity"):
-        list_cells(parse_arguments(["experiment=tuned_sensitivity"]))
-    cells = list_cells(parse_arguments(["experiment=tuned_sensitivity", "lr=0.1"]))
+        list_cells(parse_command(["experiment=tuned_sensitivity"]))
+    cells = list_cells(parse_command(["experiment=tuned_sensitivity", "lr=0.1"]))
     assert len(cells) == 16  # nothing is left to search
 
 
@@ -97,7 +97,7 @@ def test_missing_optuna_names_the_extra(monkeypatch: pytest.MonkeyPatch):
 
 def test_help_lists_every_key_of_the_search():
     (plan,) = plans_of(LR)
-    text = help_text()
+    text = help_text("tune")
     assert all(f"tune.{key}=" in text for key in plan.base.tune)
     assert max(map(len, text.splitlines())) <= 100
 

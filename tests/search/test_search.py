@@ -11,7 +11,7 @@ import optuna
 import pytest
 
 from normexp.cells.run import run_task
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.errors import UserError
 from normexp.reporting.metric import describe_metric
 from normexp.search.objective import Objective
@@ -33,7 +33,7 @@ def quiet():
 
 @lru_cache
 def plan_of(*words: str) -> SearchPlan:
-    (plan,) = plan_searches(parse_arguments(list(words)))
+    (plan,) = plan_searches(parse_command(list(words)))
     return plan
 
 
@@ -214,7 +214,7 @@ def test_few_trials_and_the_last_epoch_end_nothing():
 @pytest.mark.parametrize("devices", [[], ["trainer=ddp", "trainer.accelerator=cpu"]])
 def test_ended_trial_has_its_epochs_and_no_result(devices: list[str], tmp_path: Path):
     words = ["lr=choice(0.001,0.1)", "epochs=3", "tune.seeds=2", f"runs_dir={tmp_path}"]
-    (plan,) = plan_searches(parse_arguments([*words, *devices]))
+    (plan,) = plan_searches(parse_command([*words, *devices]))
     thresholds = {0: 0.0, 1: 0.7}  # lr = 0.001 is below 0.5 then, lr = 0.1 above 0.8
     specs = [plan.search_cell({"lr": lr}, "val/accuracy", thresholds) for lr in ("0.001", "0.1")]
     outcomes = [outcome for spec in specs for outcome in run_task([spec])]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import Outcome
 from normexp.sweeps import display as module
@@ -117,13 +117,13 @@ def test_durations_are_spoken(seconds: float, words: str):
     ],
 )
 def test_title_is_the_norm_the_sizes_and_what_was_typed_of_the_training(typed: str, title: str):
-    (cell,) = compose_cells(parse_arguments(typed.split()))
+    (cell,) = compose_cells(parse_command(typed.split()))
     assert title_of(cell) == title
 
 
 def test_cell_of_a_sweep_is_called_as_if_it_were_alone():
     line = "-m norm=batch,nothing epochs=3 study=s"
-    cells = compose_cells(parse_arguments(line.split()))
+    cells = compose_cells(parse_command(line.split()))
     assert [title_of(cell) for cell in cells] == [
         "norm=batch batch_size=32 epochs=3",
         "norm=nothing epochs=3",

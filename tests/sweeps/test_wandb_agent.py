@@ -14,7 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec, CellStatus, Outcome
 from normexp.errors import UserError
@@ -65,7 +65,7 @@ def test_command_that_an_agent_makes_of_it_composes():
         command = create_sweep_command(definition["command"])
         line = [w for part in command for w in (words if part == "${args_no_hyphens}" else [part])]
         assert line[:4] == ["${env}", "${interpreter}", "-m", "normexp.train"]
-        (cell,) = compose_cells(parse_arguments(line[4:]))
+        (cell,) = compose_cells(parse_command(line[4:]))
         assert cell.cfg is not None and "wandb" in cell.cfg.logger
         assert {key: cell.cfg[key] for key in ("norm_batch_size", "lr", "replicas")} == {
             key: values[key] for key in ("norm_batch_size", "lr", "replicas")

@@ -27,7 +27,7 @@ from training_cases import (
 
 from normexp.batching.sizes import Sizes
 from normexp.norms.group import GroupNorm
-from normexp.norms.sync import SyncBatchNorm
+from normexp.norms.sharing import SyncBatchNorm
 from normexp.training.fit import fit
 from normexp.training.module import TrainingTask
 
