@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from normexp.training.module import ChunkLoader, IndexBlocks
+from normexp.training.chunks import ChunkLoader
 
 
 def steps_of(loader: ChunkLoader) -> list[int]:
@@ -34,9 +34,3 @@ def test_slow_steps_are_taken_one_by_one():
         time.sleep(0.02 * (chunk.stop - chunk.start))
         sizes.append(chunk.stop - chunk.start)
     assert sizes == [1, 1, 1, 1]
-
-
-def test_blocks_cover_a_split_once():
-    blocks = IndexBlocks(10, 4)
-    assert [(b.start, b.stop) for b in blocks] == [(0, 4), (4, 8), (8, 10)]
-    assert len(blocks) == 3
