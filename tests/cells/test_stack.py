@@ -86,6 +86,36 @@ def test_checkpoints_of_other_stacks_with_one_of_the_seeds_go(tmp_path: Path):
     assert left == ["0-1", "2-5", "6-7"]
 
 
+NOISY = """import torch
+
+class Noisy(torch.nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, 0.2, self.training)
+"""
+
+
+def test_modules_that_draw_for_themselves_draw_by_seed_and_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "noisy_norm_of_a_test.py").write_text(NOISY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["norm=custom", "norm._target_=noisy_norm_of_a_test.Noisy", "steps=3", "log_every=1"]
+    try:
+        assert main([*words, "replicas=2", f"runs_dir={tmp_path / 'pair'}"]) == 0
+        torch.manual_seed(7)  # must not matter
+        assert main([*words, "seed=1", "replicas=1", f"runs_dir={tmp_path / 'alone'}"]) == 0
+    finally:
+        sys.modules.pop("noisy_norm_of_a_test", None)
+    pair, alone = (
+        torch.load(next(tmp_path.glob(f"{name}/default/*/seed-1/weights.pt")), weights_only=True)
+        for name in ("pair", "alone")
+    )
+    assert all(torch.equal(value, alone[name]) for name, value in pair.items())
+
+
 def test_run_that_its_last_update_broke_is_diverged(tmp_path: Path):
     words = ["norm=none", "lr=1e30", "optim.warmup=0", "steps=1", "replicas=1"]
     assert main([*words, f"runs_dir={tmp_path}"]) == 0
