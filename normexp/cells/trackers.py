@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.loggers import Logger
-from yaml import YAMLError
 
 from normexp.cells.cell import Cell
 from normexp.config.place import is_under_agent
 from normexp.errors import UserError
-from normexp.records.paths import CONFIG_FILE, seed_dir
-from normexp.reporting.to_wandb import WandbTarget
+from normexp.records.paths import seed_dir
 from normexp.training.recorder import WandbRun
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_TARGET = WandbTarget(project="normexp", entity=None)  # as in conf/logger/wandb.yaml
 
 
 @contextmanager
@@ -75,20 +68,3 @@ def open_loggers(cell: Cell, seeds: list[int]) -> list[Logger]:
         )
     version = f"{seeds[0]}-{seeds[-1]}"
     return [TensorBoardLogger(cell.directory, name="tensorboard", version=version)]
-
-
-def find_wandb_target(cell_dirs: Iterable[Path]) -> WandbTarget:
-    """Returns project and entity of the first cell that was trained with logger=wandb.
-
-    The default if there is none. A config.yaml that cannot be read is skipped.
-    """
-    for cell_dir in cell_dirs:
-        try:
-            config = OmegaConf.load(cell_dir / CONFIG_FILE)
-            project = OmegaConf.select(config, "logger.wandb.project")
-            entity = OmegaConf.select(config, "logger.wandb.entity")
-        except (OSError, YAMLError, OmegaConfBaseException):
-            continue
-        if project is not None:
-            return WandbTarget(str(project), None if entity is None else str(entity))
-    return DEFAULT_TARGET

@@ -23,6 +23,13 @@ from normexp.records.files import open_atomic
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
+# Parts of the Trainer that are not used: checkpoints, progress and results are our own.
+BARE: dict[str, Any] = {
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
 
 def fit(
     module: TrainingModule,
@@ -79,14 +86,6 @@ def evaluate(module: TrainingModule, *, accelerator: str, precision: str) -> Non
         trainer = pl.Trainer(devices=1, logger=False, **BARE, **options)
         trainer.validate(module, verbose=False)
         trainer.test(module, verbose=False)
-
-
-# Parts of the Trainer that are not used: checkpoints, progress and results are our own.
-BARE: dict[str, Any] = {
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -55,7 +55,8 @@ class TrainingModule(pl.LightningModule):
     """Trains and evaluates S replicas on one data set.
 
     Attributes:
-        batches: the data of each optimizer step; `data` is the data set itself.
+        batches: the data of each optimizer step.
+        evaluator: computes the metrics of a split.
         losses: the position in training, and the losses since the last row.
         metrics: the latest metrics by name, a value per replica.
         validated_at: the step of the last validation.
