@@ -70,11 +70,10 @@ def run_task(
 def _run(
     specs: Sequence[CellSpec], on_begin: OnBegin, on_steps: OnSteps | None, stop: StopRequest
 ) -> list[Outcome]:
-    cells = []
-    for position, spec in enumerate(specs):
-        cells.append(_prepare(position, spec))
-        if len(specs) > 1 and not will_stack(cells[0].cell, sum(len(s.seeds) for s in specs)):
-            return [Outcome("alone", name_of(spec)) for spec in specs]
+    first = _prepare(0, specs[0])
+    if len(specs) > 1 and not will_stack(first.cell, sum(len(spec.seeds) for spec in specs)):
+        return [Outcome("alone", name_of(spec)) for spec in specs]
+    cells = [first, *(_prepare(position, spec) for position, spec in enumerate(specs[1:], start=1))]
     if cells[0].cell.cfg.dry_run:
         return [each.outcome("planned") for each in cells]
     open_cells = _open_cells(cells)
