@@ -11,7 +11,7 @@ import pytest
 from normexp.errors import UserError
 from normexp.records.files import write_config
 from normexp.records.paths import Study, find_study, seed_dir, seed_of, stack_dir
-from normexp.records.result import Result, read_result, read_run, read_runs, write_result
+from normexp.records.result import Result, read_result, read_run, write_result
 
 FAILED: dict[str, Any] = {"status": "failed", "error": "x", "metrics": {}, "timing": {}}
 
@@ -118,39 +118,11 @@ def add_run(study: Path, cell: str, seed: int, **changes: Any) -> Path:
     return directory
 
 
-def test_rows_are_flat_and_lack_what_the_run_lacks(tmp_path: Path):
-    config = {"norm": {"name": "group", "sizes": [1, 2]}, "logger": {}, "seed": 0}
-    add_run(tmp_path, "cell-a", 2, config=config, num_parameters=None)
-    rows, problems = read_runs(tmp_path)
-    assert problems == []
-    assert rows == [
-        {
-            "cell_id": "cell-a",
-            "seed": 2,  # of the run, not the first seed of its command
-            "status": "finished",
-            **{"norm.name": "group", "norm.sizes": [1, 2], "logger": {}},
-            **make_result().metrics,
-            **{"environment.python": "3.11", "timing.train_seconds": 1.5, "timing.stack_size": 4},
-        }
-    ]
-
-
-def test_every_run_is_a_row_or_a_problem(tmp_path: Path):
-    add_run(tmp_path, "cell-a", 10)
-    add_run(tmp_path, "cell-a", 9, **FAILED)
-    (add_run(tmp_path, "cell-b", 1) / "result.json").unlink()
-    (add_run(tmp_path, "cell-b", 2) / "result.json").write_text('{"schema": 1, "cell_')
-    moved = add_run(tmp_path, "cell-b", 3).rename(tmp_path / "cell-b" / "seed-4")
-    (tmp_path / "report" / "figures").mkdir(parents=True)
-    rows, problems = read_runs(tmp_path)
-    assert [(row["cell_id"], row["seed"], row["status"]) for row in rows] == [
-        ("cell-a", 9, "failed"),
-        ("cell-a", 10, "finished"),
-    ]
-    for problem, seed in zip(problems, (1, 2, 4), strict=True):
-        assert f"seed-{seed}" in problem
+def test_result_of_another_directory_is_refused(tmp_path: Path):
+    run_dir = add_run(tmp_path, "cell-b", 3)
+    assert read_run(run_dir).seed == 3
     with pytest.raises(UserError, match="cell-b, seed 3"):
-        read_run(moved)
+        read_run(run_dir.rename(tmp_path / "cell-b" / "seed-4"))
 
 
 def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):

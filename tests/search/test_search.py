@@ -92,18 +92,6 @@ def resumed(setting: str | None, folder: Path, told: int) -> list[dict[str, str]
         return points(search)
 
 
-def test_search_killed_within_a_proposal_goes_on_as_an_undisturbed_one(
-    undisturbed: list[dict[str, str]],
-):
-    storage = optuna.storages.InMemoryStorage()
-    words = (*SPACE, f"tune.trials={TRIALS}")
-    run(search_of(storage, *words), most=6)
-    storage.create_new_trial(storage.get_study_id_from_name("a name"))  # without any value
-    search = search_of(storage, *words)
-    run(search)
-    assert points(search) == undisturbed
-
-
 def test_larger_number_of_trials_adds_the_difference(undisturbed: list[dict[str, str]]):
     storage = optuna.storages.InMemoryStorage()
     for trials in (5, 5, TRIALS):

@@ -10,7 +10,6 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.spec import CellSpec
-from normexp.errors import UserError
 from normexp.sweeps import machine
 from normexp.sweeps.grouping import group_cells
 from normexp.sweeps.machine import Place, places_for, usable_cores, visible_gpus
@@ -48,11 +47,6 @@ def test_gpus_take_turns_and_a_cpu_training_gets_none(monkeypatch: pytest.Monkey
 def test_no_worker_where_asked_and_where_a_cell_takes_the_whole_machine():
     assert places_for([cfg(0)], 9) == []
     assert places_for([cfg(), cfg(devices=2)], 9) == []
-
-
-def test_one_number_of_workers_for_a_sweep():
-    with pytest.raises(UserError, match="workers=1,2"):
-        places_for([cfg(1), cfg(2)], 9)
 
 
 def test_threads_that_the_user_set_are_not_raised():

@@ -125,13 +125,6 @@ def test_busy_cell_waits_behind_the_others_and_is_then_skipped(tmp_path: Path):
     assert statuses(outcomes) == ["finished", "finished"]
 
 
-@pytest.mark.slow
-def test_sizes_that_come_to_one_cell_are_trained_once(tmp_path: Path):
-    cells = [spec(tmp_path, "a", steps=20) for _ in range(3)]
-    outcomes = sweep_of(cells, num_workers=3).run()
-    assert sorted(statuses(outcomes)) == ["finished", "skipped", "skipped"]
-
-
 def test_interrupt_stops_each_worker_and_leaves_no_process(tmp_path: Path):
     cells = [spec(tmp_path, name, steps=1000) for name in "abc"]
     sweep = sweep_of(cells)
