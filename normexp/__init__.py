@@ -1,12 +1,13 @@
 """Which normalization layer, and how much does it depend on the batch size?
 
-From Python: `load` gives a trained network, `load_study` a table of runs. Neither imports torch
-before it is called.
+From Python: `run` trains, `load` gives a trained network, `load_study` a table of runs. None of
+them imports torch before it is called.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +15,63 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
 
-__all__ = ["load", "load_study"]
+    from normexp.records.result import Result
+
+__all__ = ["load", "load_study", "run"]
+
+
+def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
+    """Trains what the words of a `python -m normexp.train` command ask for, unless recorded.
+
+    Returns one result per cell and seed, in the order of the cells; failed and diverged runs are
+    results as well:
+
+        results = normexp.run(["norm=group", "lr=0.3", "study=mine"])
+        scores = [result.metrics["val/accuracy"] for result in results]
+        normexp.run(["-m", "norm=batch,group", "norm_batch_size=2,32"], workers=2)
+
+    Args:
+        overrides: as on the command line; -m, --config-dir and experiments are understood.
+        workers: processes that train the cells of a sweep; 0: this process trains them in turn.
+            More need a script with `if __name__ == "__main__":`, as multiprocessing does.
+
+    Raises:
+        normexp.errors.UserError: a mistake. In a sweep the other cells are trained first.
+        KeyboardInterrupt: after Ctrl-C; the same call resumes.
+    """
+    from normexp.cli import parse_command
+    from normexp.config.grid import compose_cells
+    from normexp.errors import UserError
+
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r}: must be a list of words, as in ['norm=group']")
+    command = parse_command(overrides)
+    if command.asks_hydra or command.launcher is not None:
+        raise UserError(f"overrides={overrides}: --cfg, --info and launchers work in a shell alone")
+    cells = compose_cells(command)
+
+    from normexp.sweeps.sweep import train_cells
+
+    outcomes = train_cells(cells, ["normexp.run", *overrides], workers=workers)
+    statuses = {outcome.status for outcome in outcomes}
+    if "stopped" in statuses and "failed" not in statuses:
+        raise KeyboardInterrupt("stopped; the same call resumes")
+    refused = [outcome.error for outcome in outcomes if outcome.status == "refused"]
+    if refused:
+        raise UserError(refused[0])
+    found = {(result.cell_id, result.seed): result for end in outcomes for result in end.results}
+    return list(found.values())
 
 
 def load(run_dir: str | Path) -> nn.Module:
     """The trained network of a run directory `runs/<study>/<cell_id>/seed-<k>`.
 
-    A plain module in evaluation mode on the CPU. It takes what its data set's `model_inputs`
+    A plain module in evaluation mode on the CPU. Its input is what the data set's `model_inputs`
     returns: images (N, C, H, W) as float32, normalised, or tokens (N, T).
 
     Raises:
-        normexp.errors.UserError: no such run, several seeds, no weights, or ones that do not fit.
+        normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
+            fit.
     """
     from normexp.cells.load import load_run
 
@@ -34,16 +81,15 @@ def load(run_dir: str | Path) -> nn.Module:
 def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
     """A row for every ended run of a study: cell_id, seed, status, config, metrics, timing.
 
-    What a run lacks is missing (NaN) in its row. Runs that cannot be read are logged as warnings.
+    Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`). A value that a run lacks
+    is NaN or None in its row. Runs that cannot be read, or have not ended, are logged as warnings.
 
     Raises:
-        normexp.errors.UserError: no such study; names the nearest.
+        normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
-    import pandas as pd
+    from normexp.reporting.frame import read_studies
 
-    from normexp.records.result import find_study, read_runs
-
-    rows, problems = read_runs(find_study(Path(runs_dir), name))
-    for problem in problems:
+    records = read_studies(Path(runs_dir), [name])
+    for problem in [*records.problems, *records.waiting]:
         logging.getLogger(__name__).warning(problem)
-    return pd.DataFrame(rows)
+    return records.runs.infer_objects()

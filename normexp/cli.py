@@ -1,27 +1,39 @@
-"""What every entry does with an error: exit codes and the one line on stderr."""
+"""What all entries share: key=value words, --help, exit codes, and one line for a mistake."""
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from normexp.config.arguments import parse_arguments
-from normexp.config.help import conf_dir
+from normexp.config.help import conf_dir, help_text
+from normexp.config.rules import OPTIONS, REQUIRED, Rule, suggest
+from normexp.config.spec import Command
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def run_entry(entry: Callable[[], int]) -> int:
-    """Exit code of `entry()`: its own, 2 after a user's mistake, 130 after Ctrl-C.
+def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]], int]) -> int:
+    """Runs `act` on the words of a command line; returns the exit code.
 
-    A mistake and a stop are one line on stderr. Any other exception passes through: Python prints
-    the traceback and exits with 1.
+    0 after --help; 2 after a user's mistake and 130 after Ctrl-C, with one line on stderr; else the
+    code that `act` returns. Other exceptions pass through: a traceback, and exit code 1.
+
+    Args:
+        entry: its name, as in `python -m normexp.<entry>`.
+        argv: the words; None: those of this process.
     """
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return entry()
+        if {"--help", "-h"} & set(words):
+            config_dirs = parse_command(words).config_dirs if entry in TAKES_OVERRIDES else ()
+            print(help_text(entry, config_dirs))
+            return 0
+        return act(words)
     except UserError as error:
         print(f"normexp: {error}", file=sys.stderr)
         return USER_MISTAKE
@@ -30,8 +42,42 @@ def run_entry(entry: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
-def hydra_app(argv: Sequence[str]) -> int:
-    """Lets Hydra answer `argv`; no training is started and nothing is written.
+# --- train, tune, check: Hydra's overrides ------------------------------------------------------
+
+TAKES_OVERRIDES = ("train", "tune", "check")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def parse_command(words: Sequence[str]) -> Command:
+    """Takes overrides and options apart, in any order. Raises UserError for an unknown option."""
+    parser = _Parser(prog="normexp", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    options = parser.parse_intermixed_args(list(words))
+    shows = options.cfg is not None or options.info is not None
+    if shows and options.multirun:
+        raise UserError("--cfg and --info show one cell: drop -m and name one value per key")
+    return Command(
+        overrides=options.overrides,
+        multirun=options.multirun,
+        config_dirs=options.config_dir,
+        asks_hydra=shows or options.shell_completion,
+    )
+
+
+def ask_hydra(words: Sequence[str]) -> int:
+    """Lets Hydra answer --cfg, --info or --shell-completion; trains and writes nothing.
 
     Raises:
         UserError: the config to show does not compose.
@@ -40,12 +86,12 @@ def hydra_app(argv: Sequence[str]) -> int:
 
     from normexp.config.compose import VERSION_BASE, compose_config, register_custom
 
-    if not {"-sc", "--shell-completion"} & set(argv):
-        arguments = parse_arguments(argv)
-        compose_config(arguments.overrides, arguments.config_dirs)
+    if not {"-sc", "--shell-completion"} & set(words):
+        command = parse_command(words)
+        compose_config(command.overrides, command.config_dirs)
     register_custom()
     before = sys.argv
-    sys.argv = [before[0], *argv]
+    sys.argv = [before[0], *words]
     try:
         hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(_show)()
     finally:
@@ -55,3 +101,64 @@ def hydra_app(argv: Sequence[str]) -> int:
 
 def _show(config: DictConfig) -> None:
     raise AssertionError(f"Hydra answers by itself and runs no job ({list(config)})")
+
+
+# --- evaluate, report, status, and check's own keys: plain key=value ----------------------------
+
+
+def split_options(entry: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that give an option of `entry` its value, and all others."""
+    own = [word for word in words if word.partition("=")[0] in OPTIONS[entry]]
+    return own, [word for word in words if word not in own]
+
+
+def read_options(entry: str, words: Sequence[str]) -> dict[str, Any]:
+    """A value for every key in `OPTIONS[entry]`: given, or its default.
+
+    Lists are `[a,b]`, or one value alone; quotes keep commas and brackets in a text.
+
+    Raises:
+        UserError: an unknown, doubled or missing key, or a value that its rule refuses.
+    """
+    options = OPTIONS[entry]
+    given: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UserError(f"{word!r} is not key=value, as in {next(iter(options))}=...")
+        if key not in options:
+            hint = suggest(key, options) or f"{entry} takes {', '.join(options)}"
+            raise UserError(f"{key}: unknown key; {hint}")
+        if key in given:
+            raise UserError(f"{key} is given twice; name it once")
+        given[key] = _read(key, text, options[key].rule)
+    for key, option in options.items():
+        if key not in given and option.default is REQUIRED:
+            raise UserError(f"{key} is missing: {key}=... is {option.rule.wanted}")
+    return {key: option.default for key, option in options.items()} | given
+
+
+def _read(key: str, text: str, rule: Rule) -> Any:
+    """The first reading of a text that the rule accepts: as typed, as a list, or as a text."""
+    is_list = text.startswith("[") and text.endswith("]")
+    inner = text[1:-1] if is_list else text
+    items = [part.strip() for part in re.findall(r"'[^']*'|\"[^\"]*\"|[^,]+", inner)]
+    value = [_scalar(item) for item in items] if is_list else _scalar(text)
+    names = [item.strip("'\"") for item in items]
+    for reading in (value, [_scalar(item) for item in items], names, text.strip("'\"")):
+        if rule.holds(reading):
+            return reading
+    raise UserError(f"{key}={text}: must be {rule.wanted}")
+
+
+def _scalar(text: str) -> Any:
+    """null, true, false or a number; another text without its quotes."""
+    words = {"null": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip("'\"")

@@ -1,4 +1,4 @@
-"""`python -m normexp.evaluate run=runs/<study>/<cell_id>`: a finished cell, evaluated again."""
+"""`python -m normexp.evaluate run=runs/<study>/<cell_id>`: evaluates a finished cell again."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.cli import run_entry
+from normexp.cli import read_options, run_entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 evaluated, 2 the user's mistake, 130 interrupted."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    return run_entry(lambda: _evaluate(words))
+    return run_entry("evaluate", argv, _evaluate)
 
 
 def _evaluate(words: list[str]) -> int:
-    from normexp.config.options import HELP_EVALUATE_OPTIONS as HELP
-    from normexp.config.options import parse_evaluate_options
-
-    if {"--help", "-h"} & set(words):
-        print(HELP)
-        return 0
-    run, options = parse_evaluate_options(words)  # refused before torch is imported
+    options = read_options("evaluate", words)  # mistakes are refused before torch is imported
+    cell_dir = Path(options.pop("run"))
+    if options["evaluate_with"] is None:
+        batch = ["batch"] if options["evaluate_batch_sizes"] else []
+        options["evaluate_with"] = ["running", "precise", *batch]
 
     from normexp.cells.evaluate import evaluate_run
-    from normexp.cells.notes import notes_to_stderr
+    from normexp.cells.logs import messages_to_stderr
 
-    with notes_to_stderr():
-        evaluate_run(Path(run), options)
+    with messages_to_stderr():
+        evaluate_run(cell_dir, options | {"evaluate_every_epoch": False})
     return 0
 
 

@@ -5,44 +5,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from normexp.cli import run_entry
-from normexp.config.arguments import parse_arguments
+from normexp.cli import ask_hydra, parse_command, run_entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 finished or diverged, 1 failed, 2 the user's mistake, 130 interrupted."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    return run_entry(lambda: _train(words))
+    return run_entry("train", argv, _train)
 
 
 def _train(words: list[str]) -> int:
-    arguments = parse_arguments(words)
-    if arguments.help:
-        from normexp.config.help import help_text
-
-        print(help_text(arguments.config_dirs))
-        return 0
-    if arguments.delegate:
-        from normexp.cli import hydra_app
-
-        return hydra_app(words)
-    from normexp.config.grid import compose_cells
-
-    if arguments.launcher is not None:
+    command = parse_command(words)
+    if command.asks_hydra:
+        return ask_hydra(words)
+    line = ["normexp-train", *words]
+    if command.launcher is not None:
         from normexp.sweeps.launch import launch
 
-        return launch(arguments, ["normexp-train", *words])
-    cells = compose_cells(arguments)  # refused before torch is imported
+        return launch(command, line)
+    from normexp.config.grid import compose_cells
+    from normexp.config.spec import place_of_command
 
-    from normexp.config.place import place_of_command
-
-    if place_of_command(cells) is not None:  # one of those that srun or torchrun has started
+    cells = compose_cells(command)  # mistakes are refused before torch is imported
+    if place_of_command(cells) is not None:  # one of the processes of srun or torchrun
         from normexp.sweeps.together import run_together
 
-        return run_together(cells, ["normexp-train", *words])
+        return run_together(cells, line)
     from normexp.sweeps.sweep import run_cells
 
-    return run_cells(cells, ["normexp-train", *words])
+    return run_cells(cells, line)
 
 
 if __name__ == "__main__":

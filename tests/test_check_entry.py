@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from normexp.cells.cards import compose_norms
 from normexp.check import main
 from normexp.checks.card import Card, Line
 from normexp.checks.card_formats import as_markdown
 from normexp.checks.card_table import print_card, print_comparison
-from normexp.config.arguments import parse_arguments
-from normexp.config.options import parse_card_options
+from normexp.cli import parse_command
+from normexp.config.grid import compose_norms
 
 CONTRACT = "part=contract"
 MODULE = """
@@ -85,12 +84,11 @@ def test_one_card_as_json(capsys: pytest.CaptureFixture[str]):
     "words", [["norm=none,dyt"], ["norm=[none, dyt]"], ["-m", "norm=none,dyt"]]
 )
 def test_several_norms_are_named_in_three_ways(words: list[str]):
-    _, overrides = parse_card_options(words)
-    assert [one.name for one in compose_norms(parse_arguments(overrides))] == ["none", "dyt"]
+    assert [norm.name for norm in compose_norms(parse_command(words))] == ["none", "dyt"]
 
 
 def test_values_of_a_knob_are_cards_of_their_own():
-    asked = compose_norms(parse_arguments(["norm=group", "norm.num_groups=4,8", "eps=1e-3"]))
+    asked = compose_norms(parse_command(["norm=group", "norm.num_groups=4,8", "eps=1e-3"]))
     names = ["group num_groups=4 eps=0.001", "group num_groups=8 eps=0.001"]
     assert [one.name for one in asked] == names
 
@@ -170,7 +168,6 @@ def test_target_that_makes_no_norm_is_exit_code_2(
         (["format=csv"], "format=csv: must be one of table, json, markdown"),
         (["norm.view=sequence"], "a card shows the norm (N, C, *)"),
         (["norm.half_life=100"], "set norm.momentum"),
-        (["ddp=true", CONTRACT], "drop part=contract"),
         (["norm=group", "norm.nun_groups=3"], "did you mean norm.num_groups?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.config.compose import compose_config
 from normexp.config.grid import list_cells
 from normexp.config.help import GROUPS, conf_dir, group_choices
@@ -24,14 +26,14 @@ FILES = sorted(conf_dir().rglob("*.yaml"))
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_choice_composes_and_validates(choice: str):
-    cells = list_cells(parse_arguments([choice]))
+    cells = list_cells(parse_command([choice]))
     for cell in [*cells[::9], cells[-1]]:  # each takes a tenth of a second
         validate(compose_config(cell))
 
 
 @pytest.mark.parametrize("choice", SEARCHES)
 def test_search_composes_and_validates(choice: str):
-    for plan in plan_searches(parse_arguments([choice])):
+    for plan in plan_searches(parse_command([choice])):
         validate(plan.base)
 
 
@@ -39,7 +41,12 @@ def test_search_composes_and_validates(choice: str):
 def test_file_belongs_to_a_group_and_begins_with_a_comment(file: Path):
     parts = file.relative_to(conf_dir()).parts
     assert parts == ("config.yaml",) or parts[0] in GROUPS
-    assert file.read_text().startswith("#")
+    text = file.read_text()
+    assert text.startswith("#")
+    if parts[0] == "norm":  # --help shows the first line and the family
+        header = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
+        assert re.match(r"# [^:(]+( \(arXiv:.+?\))?: .+", header[0])
+        assert re.match(r"# family: \w+$", header[-1])
 
 
 @pytest.mark.parametrize("group", ["norm", "model", "data"])

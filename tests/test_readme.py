@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ def test_it_opens_with_the_two_commands():
 
 @pytest.mark.parametrize("command", commands("python -m normexp.train"))
 def test_training_commands_compose(command: str):
-    arguments = parse_arguments(shlex.split(command)[3:])
+    arguments = parse_command(shlex.split(command)[3:])
     if not arguments.help:
         assert compose_cells(arguments)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -25,6 +23,7 @@ from normexp.build import (
     build_optimizer,
     check_trainer,
 )
+from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import Plan, check_norm_batch_size, num_devices_of, plan_training
 from normexp.checks.causality import refusal_of
 from normexp.checks.coverage import check_coverage
@@ -38,107 +37,18 @@ from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
-from normexp.norms.slots import PLACES, SLOTS, changed, without_place
-from normexp.records.identity import canonical, cell_id, source_digest
+from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.optim import parameter_groups
 
-GROUPS = ("norm", "model", "data", "optim")
-# Ways of saying what `Plan` has worked out; the identity holds what came out of them.
-SPOKEN = ("epochs", "steps", "samples", "lr_rule", "base_batch_size")
+MAX_KEPT = 2  # data sets that the cells of a sweep use in turn
 
-
-def identity_of(
-    cfg: DictConfig, data: Data, plan: Plan, slots: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Everything that defines a training, for `records.canonical`: derived values, not spellings.
-
-    Holds a digest of the data and of a custom module's source, so an edited one is a new cell.
-
-    Args:
-        slots: the slots that the model uses and that are not as they are unset, resolved.
-    """
-    config = plain(cfg)
-    for part in _parts_with_target(config):
-        digest = _source_digest_of(part["_target_"])
-        if digest is not None:
-            part["source_digest"] = digest
-    config["data"]["digest"] = data.digest
-    config = {key: value for key, value in config.items() if key not in (*SPOKEN, *SLOTS)}
-    for key in SLOTS:
-        config["norm"].pop(key, None)
-    config |= slots
-    config |= {"num_steps": plan.num_steps, "lr": plan.lr}
-    # How many groups devices split statistics into: a share of a forward is a ghost sub-batch.
-    config["norm_batch_size"] = plan.sizes.norm_batch_size
-    if config.get("matmul_precision") == "high":  # as it was before there was a choice
-        config.pop("matmul_precision")
-    config["optim"].pop("default_lr")
-    if plan.optimizer_momentum is not None:
-        config["optim"]["momentum"] = plan.optimizer_momentum
-    config["norm"].pop("half_life", None)
-    if plan.norm_momentum is not None:
-        config["norm"]["momentum"] = plan.norm_momentum
-    return config
-
-
-def record_of(
-    cfg: DictConfig, choices: Mapping[str, str], plan: Plan, identity: dict[str, Any]
-) -> dict[str, Any]:
-    """Plain values for result.json: names as typed, sizes as trained, the whole identity below."""
-    spoken = ("batch_size", "micro_batch_size", "lr_rule", "eps", "drop_last")
-    return {
-        **{group: choices[group] for group in GROUPS},
-        **{key: cfg[key] for key in spoken},
-        "norm_batch_size": plan.sizes.norm_batch_size,
-        "devices": num_devices_of(cfg),
-        "split": plan.sizes.label,
-        "epochs": plan.num_steps / plan.steps_per_epoch,
-        "num_steps": plan.num_steps,
-        "lr": plan.lr,
-        "max_grad_norm": cfg.max_grad_norm,
-        "precision": cfg.trainer.precision,
-        "matmul_precision": cfg.get("matmul_precision", "high"),
-        "identity": identity,
-    }
-
-
-def _parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping of a config, at any depth, that names something to build."""
-    if isinstance(tree, dict):
-        if isinstance(tree.get("_target_"), str):
-            yield tree
-        for value in tree.values():
-            yield from _parts_with_target(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _parts_with_target(value)
-
-
-def _source_digest_of(target: str) -> str | None:
-    """Digest of the user's own file that a target comes from; None for installed packages."""
-    try:
-        file = inspect.getsourcefile(get_object(target))
-    except TypeError:  # built in
-        return None
-    return None if file is None else source_digest(Path(file))
-
-
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The config as builtin values, resolved."""
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
-MOST = 2  # data sets: the cells of a grid use them in turn
-
-_kept: dict[str, Data] | None = None  # by config, the latest last; None outside of `keeping_data`
+_kept: dict[str, Data] | None = None  # by config, the latest last; None outside `keeping_data`
 
 
 @contextmanager
 def keeping_data() -> Iterator[None]:
-    """`load_data` loads each data set once while inside. Files that change meanwhile go unseen."""
+    """Lets `load_data` load each data set once inside the block, even if its files change."""
     global _kept
     before, _kept = _kept, {} if _kept is None else _kept
     try:
@@ -148,13 +58,13 @@ def keeping_data() -> Iterator[None]:
 
 
 def load_data(cfg: DictConfig) -> Data:
-    """The data set that `data` names, see `build_data`; nobody writes to its tensors."""
+    """Returns the data set of a config, see `build_data`. Do not write to its tensors."""
     if _kept is None:
         return build_data(cfg)
     name = json.dumps(OmegaConf.to_container(cfg.data, resolve=True), sort_keys=True, default=str)
     data = _kept.pop(name, None) or build_data(cfg)
     _kept[name] = data
-    while len(_kept) > MOST:
+    while len(_kept) > MAX_KEPT:
         del _kept[next(iter(_kept))]
     return data
 
@@ -192,7 +102,7 @@ def plan_evaluation(
 
 
 def _check_batch_sizes(batch_sizes: tuple[int, ...], data: Data) -> None:
-    """Every split must fill at least one batch."""
+    """Raises UserError unless every split fills at least one batch."""
     for split in ("val", "test"):
         num_samples = len(getattr(data, split))
         if max(batch_sizes) > num_samples:
@@ -227,7 +137,7 @@ class Cell:
 
     cfg: DictConfig
     id: str
-    identity: dict[str, Any]  # canonical config, the content of the id's hash
+    identity: dict[str, Any]  # everything that defines the training, see `identity_of`
     record: dict[str, Any]  # plain values that go into result.json
     plan: Plan
     data: Data
@@ -246,7 +156,7 @@ class Cell:
 
     @property
     def num_devices(self) -> int:
-        """Devices that train this cell together, on all nodes."""
+        """The number of devices that train this cell together, over all nodes."""
         return num_devices_of(self.cfg)
 
     @property
@@ -255,22 +165,25 @@ class Cell:
 
     @property
     def elements_per_forward(self) -> int:
-        """Values that reach all sites of one replica in one forward pass."""
+        """The number of values that reach all sites of one replica in one forward pass."""
         return self.plan.sizes.micro * self.traits.elements_per_sample
 
     @property
     def invalid(self) -> str | None:
-        """Why no number of this cell may be compared; None where all may."""
+        """Why the numbers of this cell must not be compared; None if they may."""
         leak = self.traits.leak
         return None if leak is None else f"leaks the future at {leak.where}"
 
 
-@suitable_threads(0)  # probes are small: two threads wait for each other longer than they save
+@suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
-    """Builds and probes what `cfg` asks for; a user's mistake is raised here, before any work.
+    """Builds, probes and names a cell. Every mistake of the user's is raised here, before any work.
 
     Args:
-        choices: the name chosen in each config group, for the record.
+        choices: the name chosen in each config group.
+
+    Raises:
+        UserError: a value that cannot be trained, with the key and the remedy.
     """
     check_trainer(cfg)
     data = load_data(cfg)
@@ -291,10 +204,10 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         norm.norm_batch_size = None
         logger.info("the norm mixes no samples: every norm_batch_size is this one cell")
     slots = changed(norm.slots, norm.used)
-    identity = canonical(identity_of(cfg, data, plan, slots), mixes_samples=traits.mixes_samples)
+    identity = identity_of(cfg, data, plan, slots, mixes_samples=traits.mixes_samples)
     return Cell(
         cfg=cfg,
-        id=cell_id(identity),
+        id=id_of(identity, choices),
         identity=identity,
         record=record_of(cfg, choices, plan, identity) | slots | _record_of_traits(traits),
         plan=plan,

@@ -11,7 +11,7 @@ from torch import Tensor
 from normexp.checks.card import Checks, Finding, measured, skipped
 from normexp.checks.sites import moved_places
 from normexp.checks.subject import Shape, Subject, show, values
-from normexp.norms.convolutions import CONVOLUTIONS
+from normexp.norms.parts import CONVOLUTIONS
 
 FACTOR = 4.0  # of a scale that should not count
 SMALL_STD = 1e-3  # its variance, 1e-6, lies below the usual eps

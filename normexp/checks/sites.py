@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.checks.probing import first_line, scratch
 from normexp.errors import UserError
-from normexp.norms.site import Site, named_sites
+from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 from normexp.norms.state import State, read_state
-from normexp.norms.views import as_maps, input_and_mask
 
 SHOWN_NAMES = 3  # sites that a message spells out
 

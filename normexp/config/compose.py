@@ -1,65 +1,89 @@
-"""The one place that talks to Hydra's compose API, so that its errors surface in one place."""
+"""From overrides to a config. The one place that composes with Hydra and explains its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
 
-from normexp.config.help import CUSTOM_GROUPS, GROUPS, check_config_dirs, conf_dir
-from normexp.config.rules import (
-    explain_composition,
-    explain_syntax,
-    refuse_known_addition,
-    refuse_lone_sweep,
-    refuse_no_choice,
-    refuse_other_target,
-    refuse_type_change,
-)
+from normexp.config.help import CUSTOM_GROUPS, GROUPS, check_config_dirs, conf_dir, group_choices
+from normexp.config.rules import KEYS, check_value, either, refuse_type_change, suggest
 from normexp.errors import UserError
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+FEW = 12  # choices that a message has room for
+
+
+def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
+    """The config of one cell, without Hydra's own part; see `compose_cell`."""
+    return compose_cell(overrides, config_dirs)[0]
+
+
+def compose_cell(
+    overrides: Sequence[str], config_dirs: Sequence[str] = ()
+) -> tuple[DictConfig, dict[str, str]]:
+    """The config of one cell, and the name chosen in each group: {"norm": "batch", ...}.
+
+    Args:
+        overrides: `key=value` words of a command line, one value per key.
+        config_dirs: folders with the user's own YAMLs, besides the shipped ones.
+
+    Raises:
+        UserError: an unknown choice or key, a word that cannot be read, a value of another type.
+    """
+    parsed = parse_overrides(overrides)
+    for override in parsed:
+        _refuse_lone_sweep(override)
+    config = compose(overrides, config_dirs)
+    names = config.hydra.runtime.choices
+    choices = {group: str(names[group]) for group in GROUPS if names.get(group) is not None}
+    values = _plain(without_hydra(config))
+    defaults = _plain(_compose_choices(_choice_words(overrides), tuple(config_dirs)))
+    for override in parsed:
+        if not _is_choice(override) and not override.is_delete():
+            key = override.key_or_group
+            refuse_type_change(key, _select(defaults, key), _select(values, key))
+            _refuse_other_target(key, _select(defaults, key), choices)
+    if isinstance(config.get("study"), int | float):  # study=2026 names a folder
+        config.study = str(config.study)
+    return config, choices
+
+
+def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
+    """The config of `overrides`, with Hydra's own part under `hydra`. Raises UserError."""
+    parsed = parse_overrides(overrides)
+    for override in parsed:
+        _refuse_bad_choice(override, config_dirs)
+    known = _compose_choices(_choice_words(overrides), tuple(config_dirs))
+    for override in parsed:
+        if override.is_add() and override.key_or_group in _walk(known):
+            raise UserError(f"{override.input_line}: the key exists, write it without the +")
+    return _compose(overrides, config_dirs, known)
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Hydra's reading of each text. Raises UserError for one that cannot be read."""
+    """Each word as Hydra reads it. Raises UserError for one that cannot be read."""
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
         try:
             parsed += parser.parse_overrides([text])
         except HydraException:
-            raise explain_syntax(text) from None
+            raise _explain_syntax(text) from None
         if not parsed[-1].key_or_group:
-            raise explain_syntax(text)
+            raise _explain_syntax(text)
     return parsed
-
-
-def is_choice(override: Override) -> bool:
-    """Whether an override picks a file of a group instead of a value."""
-    return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra/")
-
-
-def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """The config of `overrides` with Hydra's own part under `hydra`. Raises UserError."""
-    parsed = parse_overrides(overrides)
-    for override in parsed:
-        refuse_no_choice(override, config_dirs)
-    known = compose_choices(choice_texts(overrides), tuple(config_dirs))
-    for override in parsed:
-        refuse_known_addition(override, known)
-    return _compose(overrides, config_dirs, known)
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -68,15 +92,71 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return config
 
 
-def choice_texts(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Those of `overrides` that pick a file of a group."""
+def quoted(text: str) -> str:
+    """A text in quotes, as Hydra's grammar reads it whatever its characters."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+@lru_cache(maxsize=1)
+def register_custom() -> None:
+    """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
+
+    A YAML file could not do this, since Hydra closes what it reads from files to unknown keys. The
+    target is called with its knobs by name, and further with:
+    - norm: its number of features and eps, both found by name; a probe finds its layout. The key
+      norm.view=sequence is not for the norm: it shows (B, T, C) as (B, C, T), not token by token.
+    - model: `norm`, a NormFactory, and those of input_shape, num_outputs, vocab_size and
+      block_size that its signature names.
+    - data: nothing; it returns a `normexp.data.Data`.
+    """
+    store = ConfigStore.instance()
+    for group in CUSTOM_GROUPS:
+        node = {"_target_": "???"} if group == "data" else {"_target_": "???", "_partial_": True}
+        store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")
+
+
+@lru_cache(maxsize=256)
+def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
+    """The values in conf/<group>/<choice>.yaml; None for a choice that normexp does not ship."""
+    path = conf_dir() / group / f"{choice}.yaml"
+    if not path.is_file():
+        return None
+    tree: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return tree["data"] if group == "data" else tree  # beside it, data files set other keys
+
+
+@lru_cache(maxsize=8)
+def shipped_targets(group: str) -> dict[str, str]:
+    """The choice that stands for each class that the shipped YAMLs of a group name."""
+    found: dict[str, str] = {}
+    for choice in group_choices(group):
+        values = shipped_defaults(group, choice)
+        if values is not None:  # the first of several choices of one class
+            found.setdefault(values["_target_"], f"{group}/{choice}")
+    return found
+
+
+@lru_cache(maxsize=1)
+def shipped_config() -> dict[str, Any]:
+    """The values in conf/config.yaml."""
+    tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
+    return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
+
+
+def _is_choice(override: Override) -> bool:
+    """True if an override picks a file of a group rather than a value."""
+    return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra/")
+
+
+def _choice_words(overrides: Sequence[str]) -> tuple[str, ...]:
     pairs = zip(overrides, parse_overrides(overrides), strict=True)
-    return tuple(text for text, parsed in pairs if is_choice(parsed))
+    return tuple(text for text, parsed in pairs if _is_choice(parsed))
 
 
 @lru_cache(maxsize=64)
-def compose_choices(choices: tuple[str, ...], config_dirs: tuple[str, ...]) -> DictConfig:
-    """The config before any single value is overridden; cached, as cells of a sweep share it."""
+def _compose_choices(choices: tuple[str, ...], config_dirs: tuple[str, ...]) -> DictConfig:
+    """The config before values are overridden; cached, since the cells of a sweep share it."""
     check_config_dirs(config_dirs)
     return without_hydra(_compose(choices, config_dirs, known=None))
 
@@ -91,66 +171,7 @@ def _compose(
         with hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             return hydra.compose("config", [*search, *overrides], return_hydra_config=True)
     except (HydraException, YAMLError, ValueError) as error:
-        raise explain_composition(error, known, config_dirs) from error
-
-
-def quoted(text: str) -> str:
-    """A text as Hydra's grammar takes it whatever is in it."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-@lru_cache(maxsize=1)
-def register_custom() -> None:
-    """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
-
-    A file could not do this, as Hydra closes what it reads from files to unknown keys. What is
-    called, with the knobs by name:
-    - norm: with its number of features and eps, found by name, its layout by a probe; the key
-      norm.view=sequence is not the norm's: it shows (B, T, C) as (B, C, T) instead of by token.
-    - model: with `norm`, a NormFactory, and those of input_shape, num_outputs, vocab_size and
-      block_size that its signature names.
-    - data: returns a `normexp.data.Data`.
-    """
-    store = ConfigStore.instance()
-    for group in CUSTOM_GROUPS:
-        node = {"_target_": "???"} if group == "data" else {"_target_": "???", "_partial_": True}
-        store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")
-
-
-def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """The config of one cell, without Hydra's own part.
-
-    Args:
-        overrides: `key=value` texts as on the command line, one value per key.
-        config_dirs: folders of the user's own YAMLs, beside the shipped ones.
-
-    Raises:
-        UserError: unknown choice or key, a text that cannot be read, a value of another type.
-    """
-    return compose_cell(overrides, config_dirs)[0]
-
-
-def compose_cell(
-    overrides: Sequence[str], config_dirs: Sequence[str] = ()
-) -> tuple[DictConfig, dict[str, str]]:
-    """As `compose_config`, with the name chosen in each config group: {"norm": "batch", ...}."""
-    parsed = parse_overrides(overrides)
-    for override in parsed:
-        refuse_lone_sweep(override)
-    config = compose(overrides, config_dirs)
-    names = config.hydra.runtime.choices
-    choices = {group: str(names[group]) for group in GROUPS if names.get(group) is not None}
-    values = _plain(without_hydra(config))
-    defaults = _plain(compose_choices(choice_texts(overrides), tuple(config_dirs)))
-    for override in parsed:
-        if not is_choice(override) and not override.is_delete():
-            key = override.key_or_group
-            refuse_type_change(key, _select(defaults, key), _select(values, key))
-            refuse_other_target(key, _select(defaults, key), choices)
-    if isinstance(config.get("study"), int | float):  # study=2026 names a folder
-        config.study = str(config.study)
-    return config, choices
+        raise _explain(error, known, config_dirs) from error
 
 
 def _plain(config: DictConfig) -> Any:
@@ -162,7 +183,131 @@ def _plain(config: DictConfig) -> Any:
 
 
 def _select(tree: Any, key: str) -> Any:
-    """The value at a dotted key of a tree of dicts; None where there is none."""
+    """The value at a dotted key of nested dicts; None if there is none."""
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
+
+
+# --- mistakes ---------------------------------------------------------------------------------
+
+
+def _explain_syntax(text: str) -> UserError:
+    """For a word that Hydra's grammar cannot read."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        return UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
+    if key == "study":  # quoted it would be refused as well
+        check_value(key, value, KEYS["study"].rule)
+    return UserError(f"{text}: the value cannot be read; quote it, as in '{key}=\"{value}\"'")
+
+
+def _refuse_lone_sweep(override: Override) -> None:
+    """Refuses several values without -m."""
+    if not override.is_sweep_override():
+        return
+    remedy = "add -m to run each"
+    key, _, value = str(override.input_line).partition("=")
+    if "," in value and "(" not in value and (key not in GROUPS or key == "logger"):
+        remedy += f", or write {key}=[{value}] for one list"
+    raise UserError(f"{override.input_line} names several values: {remedy}")
+
+
+def _refuse_bad_choice(override: Override, config_dirs: Sequence[str]) -> None:
+    """Refuses a group without a name, a deleted group, and an added one, which is always there."""
+    key, text = override.key_or_group, override.input_line
+    if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
+        raise UserError(f"{text}: name each folder with --config-dir")
+    if key not in GROUPS or override.is_sweep_override():
+        return
+    if override.is_add() or override.is_force_add():
+        raise UserError(f"{text}: {key} is always there, write it without the +")
+    if override.is_delete():
+        if key == "experiment":
+            return
+        raise UserError(f"{text}: every training has a {key}; name another with {key}=...")
+    value = override.value()
+    names = value if key == "logger" and isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        choices = ", ".join(group_choices(key, config_dirs))
+        raise UserError(f"{text}: {key} takes one name (choices: {choices})")
+
+
+def _refuse_other_target(key: str, default: Any, choices: Mapping[str, str]) -> None:
+    """Refuses `norm=batch norm._target_=...`: records would call another norm batch."""
+    group, _, leaf = key.partition(".")
+    if leaf != "_target_" or group not in CUSTOM_GROUPS or choices.get(group) == "custom":
+        return
+    if default not in (None, "???"):
+        raise UserError(
+            f"{key} is set, but {group}={choices.get(group)} has a target of its own; "
+            f"try {group}=custom {key}=..."
+        )
+
+
+def _explain(error: Exception, known: DictConfig | None, config_dirs: Sequence[str]) -> UserError:
+    """For an error of Hydra's; `known` is the config before values are overridden."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error.missing_cfg_file, config_dirs)
+    cause = error.__cause__
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
+        return _unknown_key(cause.full_key, known)
+    if isinstance(error, MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
+    lines = [*str(error).splitlines(), *str(cause or "").splitlines()]
+    return UserError(next((line.strip() for line in lines if line.strip()), repr(error)))
+
+
+def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
+    group, _, name = PurePosixPath(file).as_posix().partition("/")
+    if group not in GROUPS:
+        group, _, name = file.rpartition("/")
+        return UserError(f"{group}={name}: no such config")
+    choices = group_choices(group, config_dirs)
+    hint = suggest(name, choices, most=3, cutoff=0.5)
+    listed = f"choices: {', '.join(choices) or 'none'}"
+    if len(choices) > FEW:
+        listed = f"normexp.train --help lists all {len(choices)}"
+    own = f"; your own: {group}=custom {group}._target_=..." if group in CUSTOM_GROUPS else ""
+    return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({listed}{own})")
+
+
+def _unknown_key(key: str, known: DictConfig | None) -> UserError:
+    """Names the nearest keys on the same level, else keys of nearly the same name elsewhere."""
+    if known is None or key.startswith("hydra."):
+        return UserError(f"{key}: unknown key")
+    parent, _, leaf = key.rpartition(".")
+    names = list(_walk(known))
+    siblings = [name for name in names if name.rpartition(".")[0] == parent]
+    if parent and not siblings:
+        return UserError(f"{key}: unknown key; {parent} has no keys below it")
+    elsewhere = [name for name in names if _leaf(name) == leaf]
+    alike = [name for name in names if suggest(leaf, [_leaf(name)], cutoff=0.8)]
+    prefix = f"{parent}." if parent else ""
+    hint = suggest(leaf, map(_leaf, siblings), prefix=prefix)
+    if not hint and (elsewhere or alike):
+        hint = f"did you mean {either(elsewhere or alike)}?"
+    if hint:
+        return UserError(f"{key}: unknown key; {hint}")
+    if not parent:
+        return UserError(f"{key}: unknown key; --help lists the keys of a training")
+    listed = ", ".join(_leaf(name) for name in siblings if not _leaf(name).startswith("_"))
+    more = f"; +{key}=... adds one" if parent in CUSTOM_GROUPS else ""
+    return UserError(f"{key}: unknown key ({parent} has {listed or 'none'}{more})")
+
+
+def _walk(config: DictConfig) -> Iterator[str]:
+    """Every dotted key of a config."""
+
+    def below(tree: Any, prefix: str) -> Iterator[str]:
+        if isinstance(tree, dict):
+            for name, value in tree.items():
+                yield f"{prefix}{name}"
+                yield from below(value, f"{prefix}{name}.")
+
+    return below(OmegaConf.to_container(config), "")
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

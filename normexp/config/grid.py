@@ -1,4 +1,4 @@
-"""A sweep's cells, as Hydra's basic sweeper counts them, without its launcher and directories."""
+"""The cells of a sweep, in the order of Hydra's basic sweeper."""
 
 from __future__ import annotations
 
@@ -10,59 +10,56 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from normexp.config.arguments import Arguments, config_dir_words
-from normexp.config.compose import compose, compose_cell, parse_overrides
+from normexp.config.compose import compose, compose_cell, compose_config, parse_overrides
 from normexp.config.help import group_choices
-from normexp.config.rules import validate
-from normexp.config.spec import Composed
+from normexp.config.rules import OPTIONS, suggest, validate
+from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words
 from normexp.errors import UserError
 
 
-def compose_cells(arguments: Arguments) -> list[Composed]:
-    """Every cell that a command line asks for, with its config and its title.
+def compose_cells(command: Command) -> list[CellSpec]:
+    """Every cell of a command, with its config and its title.
 
-    A single cell is validated here; in a sweep `validate` is the runner's. A combination of values
-    that does not compose, or cannot be trained, is a row of the sweep, and the other cells go on.
+    A single cell is validated here, the cells of a sweep when they run. A combination of values
+    that does not compose or cannot be trained is a row of the sweep, and the other cells go on.
 
     Raises:
-        UserError: a single cell, or no cell of a sweep, composes.
+        UserError: the single cell, or every cell of a sweep, is refused.
     """
-    lines = list_cells(arguments)
+    lines = list_cells(command)
     if len(lines) > 1:
-        return compose_sweep(lines, arguments.config_dirs)
-    config, choices = compose_cell(lines[0], arguments.config_dirs)
+        return _compose_sweep(lines, command.config_dirs)
+    config, choices = compose_cell(lines[0], command.config_dirs)
     validate(config)
-    return [Composed(config, choices, title=" ".join(lines[0]), overrides=lines[0])]
+    return [CellSpec(config, choices, title=" ".join(lines[0]), overrides=lines[0])]
 
 
-def compose_sweep(
-    lines: Sequence[Sequence[str]], config_dirs: Sequence[str] = ()
-) -> list[Composed]:
-    """The cells of some lists of overrides. Raises the first UserError where none composes."""
+def _compose_sweep(lines: Sequence[Sequence[str]], config_dirs: Sequence[str]) -> list[CellSpec]:
+    """The cells of some lists of overrides. Raises the first UserError if none composes."""
     cells, errors = [], []
-    for line, title in zip(lines, titles_of(lines), strict=True):
+    for line, title in zip(lines, _titles_of(lines), strict=True):
         try:
             config, choices = compose_cell(line, config_dirs)
-            cells.append(Composed(config, choices, title, overrides=line))
+            cells.append(CellSpec(config, choices, title, overrides=line))
         except UserError as error:
-            cells.append(Composed(None, {}, title, str(error), line))
+            cells.append(CellSpec(None, {}, title, str(error), line))
             errors.append(error)
     if len(errors) == len(cells):
         raise errors[0]
     return cells
 
 
-def titles_of(lines: Sequence[Sequence[str]]) -> list[str]:
-    """The overrides that set each line apart from the others; all of them where none does."""
+def _titles_of(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The overrides of each line that not all lines have; all of them if they share everything."""
     shared = set(lines[0]).intersection(*map(set, lines))
     own = [[text for text in line if text not in shared] for line in lines]
     return [" ".join(texts or line) for texts, line in zip(own, lines, strict=True)]
 
 
-def list_cells(arguments: Arguments) -> list[list[str]]:
-    """Overrides of each cell: one without -m, unless an experiment sets hydra.mode=MULTIRUN."""
-    overrides, config_dirs = arguments.overrides, arguments.config_dirs
-    if arguments.multirun:
+def list_cells(command: Command) -> list[list[str]]:
+    """The overrides of each cell: one without -m, unless an experiment sets hydra.mode=MULTIRUN."""
+    overrides, config_dirs = command.overrides, command.config_dirs
+    if command.multirun:
         return expand_grid(overrides, config_dirs)
     parsed = parse_overrides(overrides)
     if any(override.key_or_group in ("experiment", "hydra.mode") for override in parsed):
@@ -75,11 +72,11 @@ def list_cells(arguments: Arguments) -> list[list[str]]:
 def expand_grid(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[list[str]]:
     """The product of all sweeps in `overrides` and in `hydra.sweeper.params`; first key slowest.
 
-    A sweep is `a,b`, `choice(...)`, `range(...)` or `glob(...)`. A key of the command line replaces
-    the same key of the params. Cells are not composed: one may be refused while others go on.
+    A sweep is `a,b`, `choice(...)`, `range(...)` or `glob(...)`. A key on the command line replaces
+    the same key of the params. Cells are not composed here.
 
     Raises:
-        UserError: a sweep that cannot be listed, or lists nothing; a param that is to be searched.
+        UserError: a sweep without a list of values, or a param that normexp.tune must search.
     """
     merged = with_params(overrides, config_dirs)
     for override in merged:
@@ -92,7 +89,7 @@ def expand_grid(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> li
 
 
 def with_params(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[Override]:
-    """The overrides of a line and of its experiment's `hydra.sweeper.params`, one for each key."""
+    """The overrides of a line and of its experiment's `hydra.sweeper.params`, one per key."""
     fixed = _compose_fixed(overrides, parse_overrides(overrides), config_dirs)
     params = fixed.hydra.sweeper.get("params") or {}
     texts = [*(f"{key}={value}" for key, value in params.items()), *overrides]
@@ -103,7 +100,7 @@ def with_params(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> li
 def expand_overrides(
     overrides: Sequence[Override], config_dirs: Sequence[str] = ()
 ) -> list[list[str]]:
-    """The product of the values of each override; the first slowest. Raises as `expand_grid`."""
+    """The product of the values of each override, the first slowest; see `expand_grid`."""
     values = [list(_value_texts(override, config_dirs)) for override in overrides]
     return [list(cell) for cell in itertools.product(*values)]
 
@@ -111,7 +108,7 @@ def expand_overrides(
 def _compose_fixed(
     overrides: Sequence[str], parsed: Sequence[Override], config_dirs: Sequence[str]
 ) -> DictConfig:
-    """The config of what every cell shares."""
+    """The config that all cells share: without the sweeps."""
     pairs = zip(overrides, parsed, strict=True)
     fixed = [text for text, override in pairs if not override.is_sweep_override()]
     return compose(fixed, config_dirs)
@@ -127,8 +124,7 @@ def _value_texts(override: Override, config_dirs: Sequence[str]) -> Iterator[str
         raise UserError(f"{override.input_line}: not a list of values; use range(...) or a,b")
     value = override.value()
     if isinstance(value, Glob):
-        choices = group_choices(override.key_or_group, config_dirs)
-        names = value.filter([name for name in choices if name != "custom"])  # needs a target
+        names = _matches(value, group_choices(override.key_or_group, config_dirs))
     else:
         names = list(override.sweep_string_iterator())
     if not names:
@@ -136,10 +132,66 @@ def _value_texts(override: Override, config_dirs: Sequence[str]) -> Iterator[str
     yield from (f"{key}={name}" for name in names)
 
 
+def _matches(glob: Glob, choices: Sequence[str]) -> list[str]:
+    """The choices that a glob names: those in a subfolder only by a pattern with that folder."""
+    deep = Glob([p for p in glob.include if "/" in p], glob.exclude)
+    flat = [name for name in choices if "/" not in name and name != "custom"]  # needs a target
+    return glob.filter(flat) + deep.filter([name for name in choices if "/" in name])
+
+
 def is_searched(override: Override) -> bool:
-    """Whether an override is a dimension: choice, range or interval; `a,b` is a grid instead."""
+    """True for a dimension of a search: choice, range or interval. `a,b` is a grid instead."""
     if not override.is_sweep_override():
         return False
     value = override.value()
     simple = isinstance(value, ChoiceSweep) and value.simple_form
     return isinstance(value, ChoiceSweep | RangeSweep | IntervalSweep) and not simple
+
+
+# Keys of a norm's YAML that a card has no use for.
+NOT_OF_A_CARD = {
+    "norm.view": "a card shows the norm (N, C, *), whatever view its models use",
+    "norm.half_life": "a card knows no batch size; set norm.momentum",
+}
+
+
+def compose_norms(command: Command) -> list[NormSpec]:
+    """The norms of a command of normexp.check, one for each combination of its values.
+
+    Raises:
+        UserError: a key that has no effect on a card, or a norm that does not compose.
+    """
+    overrides = [_as_sweep(text) for text in command.overrides]
+    for override in parse_overrides(overrides):
+        key, text = override.key_or_group, override.input_line
+        if key in NOT_OF_A_CARD:
+            raise UserError(f"{text}: {NOT_OF_A_CARD[key]}")
+        if key not in ("norm", "eps") and not key.startswith("norm."):
+            known = ["norm", "eps", *OPTIONS["check"]]
+            hint = suggest(key, known) or f"a card takes {', '.join(known)}"
+            raise UserError(f"{text}: no key of a card; {hint}")
+    norms = []
+    for line in expand_grid(overrides, command.config_dirs):
+        config = compose_config(line, command.config_dirs)
+        validate(config)
+        norms.append(NormSpec(_name_of_norm(line, config), config))
+    return norms
+
+
+def _as_sweep(text: str) -> str:
+    """`norm=[a,b]` as `norm=a,b`."""
+    is_list = text.startswith("norm=[") and text.endswith("]")
+    return text.replace("[", "").replace("]", "").replace(" ", "") if is_list else text
+
+
+def _name_of_norm(line: Sequence[str], config: DictConfig) -> str:
+    """`batch`, `group num_groups=4`, or the class of a custom norm with its knobs."""
+    chosen, knobs = "batch", []
+    for text, override in zip(line, parse_overrides(line), strict=True):
+        if override.key_or_group == "norm":
+            chosen = str(override.value())
+        elif override.key_or_group != "norm._target_":
+            knobs.append(text.lstrip("+").removeprefix("norm."))
+    if chosen == "custom":
+        chosen = str(config.norm["_target_"]).rpartition(".")[2]
+    return " ".join([chosen, *knobs])

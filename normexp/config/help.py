@@ -1,16 +1,23 @@
-"""The text of --help, read from the YAMLs; imports neither torch nor Hydra."""
+"""The texts of --help, read from the YAMLs and the table of keys. Imports neither torch nor Hydra.
+
+A norm's YAML begins with comments: the first line is its name and a phrase, the last one its
+family, as `# family: batch`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from normexp.config.rules import OPTIONS, REQUIRED, as_typed
 from normexp.errors import UserError
 
 GROUPS = ("norm", "model", "data", "optim", "trainer", "logger", "experiment")
 CUSTOM_GROUPS = ("norm", "model", "data")  # take `<group>=custom <group>._target_=...`
+WIDTH = 100
 
 
 def conf_dir() -> Path:
@@ -23,15 +30,13 @@ def conf_dir() -> Path:
 
 
 def group_choices(group: str, config_dirs: Sequence[str] = ()) -> list[str]:
-    """What `group=` takes, sorted: shipped files, those of `config_dirs`, and `custom`."""
+    """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`."""
     names = {"custom"} if group in CUSTOM_GROUPS else set()
-    for folder in (conf_dir(), *map(Path, config_dirs)):
-        names.update(_names_in(folder / group))
-    return sorted(names)
+    return sorted(names | _files(group, config_dirs).keys())
 
 
 def check_config_dirs(config_dirs: Sequence[str]) -> None:
-    """Refuses a folder that is not there, and a file that a shipped one would silently hide."""
+    """Refuses a missing folder, and a file with the name of a shipped choice or of `custom`."""
     for config_dir in config_dirs:
         if not Path(config_dir).is_dir():
             raise UserError(f"--config-dir {config_dir}: no such folder")
@@ -39,8 +44,14 @@ def check_config_dirs(config_dirs: Sequence[str]) -> None:
             folder = Path(config_dir, group)
             for name in sorted(_names_in(folder) & set(group_choices(group))):
                 raise UserError(
-                    f"{folder / name}.yaml: normexp has a {group}={name} of its own; rename yours"
+                    f"{folder / name}.yaml: normexp has {group}={name} itself; rename yours"
                 )
+
+
+def _files(group: str, config_dirs: Sequence[str]) -> dict[str, Path]:
+    """The YAML file of each choice of a group."""
+    folders = [folder / group for folder in (conf_dir(), *map(Path, config_dirs))]
+    return {name: folder / f"{name}.yaml" for folder in folders for name in _names_in(folder)}
 
 
 def _names_in(folder: Path) -> set[str]:
@@ -48,48 +59,153 @@ def _names_in(folder: Path) -> set[str]:
     return {file.relative_to(folder).with_suffix("").as_posix() for file in files}
 
 
-USAGE = """\
+USAGE = {
+    "train": """\
 normexp trains one model with any norm and says how the result depends on the batch size.
 
   python -m normexp.train norm=group             one cell: a norm, a model, data, sizes; 4 seeds
   python -m normexp.train -m norm=batch,group    a sweep over values; the same line again resumes it
   python -m normexp.train -m experiment=NAME     a recipe of conf/experiment
-"""
+""",
+    "tune": """\
+normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
 
-EXAMPLES = """\
+  python -m normexp.tune 'lr=tag(log,interval(1e-3,1))' norm=batch,group
+  python -m normexp.tune experiment=tuned_sensitivity
+
+The same line again resumes the search, and adds nothing to a search that is done; a larger
+tune.trials adds the difference. What is searched, and what is not:
+  lr=tag(log,interval(1e-3,1))     searched, evenly in log(lr); interval(a,b) evenly in the value
+  norm.num_groups=choice(2,4,8)    searched; choices alone, if few enough, are all tried
+  batch_size=range(8,65,8)         searched, as a choice
+  norm=batch,group                 a grid: one search for each
+All other keys are those of normexp.train. The runs of the search go to the study <study>-search,
+the fresh seeds to <study>; normexp.report reads both.
+""",
+    "check": """\
+normexp.check measures a norm from outside, trusting no declaration: its card.
+
+  python -m normexp.check norm=NAME            one card: contract, traits, compatibility, cost
+  python -m normexp.check norm=batch,group     a table of several; norm=glob(*) for all shipped
+  python -m normexp.check norm=custom norm._target_=my_package.MyNorm norm.my_knob=2
+""",
+    "evaluate": """\
+normexp.evaluate evaluates the finished runs of a cell again, from the weights they kept.
+
+  python -m normexp.evaluate run=runs/<study>/<cell_id>
+
+Results go to evaluation.json beside each run's result.json, and to a table.
+""",
+    "report": """\
+normexp.report turns a study into tables, figures, a page and a verdict.
+
+  python -m normexp.report study=NAME          writes runs/NAME/report/, also while it is running
+  python -m normexp.report study=[a,b]         two studies of one grid: differences, paired by seed
+""",
+    "status": """\
+normexp.status says which runs of a study have ended, which are missing, and why some failed.
+
+  python -m normexp.status study=NAME          also while it is running, from another terminal
+""",
+}
+ENDINGS = {
+    "train": """\
+Options:
+  -m, --multirun        several values per key (a,b or range(1,4)), every combination
+  --config-dir FOLDER   your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
+  --cfg job             show the config instead of training; --info shows where it comes from
+
 Examples:
   python -m normexp.train norm=batch norm_batch_size=2
   python -m normexp.train -m norm=batch,layer,group batch_size=4,32 replicas=8 study=sizes
   python -m normexp.train data=manual norm=rms epochs=1
   python -m normexp.train norm=custom norm._target_=my_package.MyNorm norm.my_knob=2
-"""
-
-OPTIONS = """\
+""",
+    "check": """\
 Options:
-  -m, --multirun        several values per key (a,b or range(1,4)), every combination
   --config-dir FOLDER   your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
-  --cfg job             show the config instead of training; --info shows where it comes from
-"""
-# A line of config.yaml that help shows: a top-level key, its default, and a comment.
-LINE = re.compile(r"^(?P<key>\w+): (?P<default>.+?)  # (?P<comment>.+)$")
+
+Exit code: 0, 1 if a line of the contract fails, 2 for a mistake in the command.
+In a test of your own: from normexp.checks import assert_contract; assert_contract(MyNorm)
+""",
+}
+CHECK_KEYS = (
+    ("norm=batch", "a norm, or several as a,b; its knobs as norm.num_groups=4"),
+    ("eps=1e-5", "passed to a norm that has such an argument"),
+)
+VALUES = "Values (key=value) and their defaults"
 
 
-def help_text(config_dirs: Sequence[str] = ()) -> str:
-    """Usage, the groups with their choices, the values with defaults and units, examples.
+def help_text(entry: str, config_dirs: Sequence[str] = ()) -> str:
+    """The help of `train`, `tune`, `check`, `evaluate`, `report` or `status`.
 
     Raises:
-        UserError: a folder of `config_dirs` that is not there.
+        UserError: a missing folder among `config_dirs`.
     """
     check_config_dirs(config_dirs)
-    return "\n".join([USAGE, _groups(config_dirs), _values(), OPTIONS, EXAMPLES])
+    if entry == "train":
+        title = f"{VALUES}; data and experiment files may set their own:"
+        parts = [_norms(config_dirs), _groups(config_dirs), _table(title, config_lines())]
+    elif entry == "tune":
+        parts = [_table(f"{VALUES}:", ((f"tune.{s}", text) for s, text in config_lines("tune")))]
+    else:
+        known = CHECK_KEYS if entry == "check" else ()
+        options = OPTIONS[entry].items()
+        own = [(_setting(key, option.default), option.meaning) for key, option in options]
+        parts = [_table(f"{VALUES}:", [*known, *own])]
+    return "\n".join([USAGE[entry], *parts, *filter(None, [ENDINGS.get(entry)])]).rstrip("\n")
+
+
+def config_lines(section: str = "") -> Iterator[tuple[str, str]]:
+    """`key=default` and comment of each value in config.yaml, at the top or under one key."""
+    text = (conf_dir() / "config.yaml").read_text(encoding="utf-8")
+    indent = ""
+    if section:
+        text, indent = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0], "  "
+    for found in re.finditer(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE):
+        yield f"{found[1]}={found[2]}", found[3]
+
+
+def _setting(key: str, default: object) -> str:
+    return f"{key}=" if default is REQUIRED else f"{key}={as_typed(default)}"
+
+
+def _norms(config_dirs: Sequence[str]) -> str:
+    """The norms by family, with a phrase each; those in subfolders are counted, not listed."""
+    families: dict[str, list[tuple[str, str]]] = {}
+    folders: dict[str, int] = {}
+    for name, path in sorted(_files("norm", config_dirs).items()):
+        if "/" in name:
+            folder = name.partition("/")[0]
+            folders[folder] = folders.get(folder, 0) + 1
+        else:
+            family, phrase = _read_header(path)
+            families.setdefault(family, []).append((name, phrase))
+    lines = ["Norms (norm=NAME) by family:"]
+    for family in sorted(families, key=lambda name: (name == "other", name)):
+        lines.append(f"  {family}")
+        lines += [f"    {name:<22}{_shorten(phrase)}" for name, phrase in families[family]]
+    for folder, count in folders.items():
+        lines.append(f"  {folder}/NAME: {count} more, each explained in conf/norm/{folder}/")
+    return "\n".join(lines) + "\n"
+
+
+def _read_header(path: Path) -> tuple[str, str]:
+    """Family and phrase of a norm, from the comments at the top of its YAML."""
+    header = itertools.takewhile(
+        lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines()
+    )
+    lines = [line.lstrip("# ") for line in header] or [""]
+    family = lines[-1].removeprefix("family: ") if "family: " in lines[-1] else "other"
+    return family, re.sub(r" \(arXiv:[^)]*\)", "", lines[0]).rstrip(".")
 
 
 def _groups(config_dirs: Sequence[str]) -> str:
     lines = ["Groups (group=choice):"]
-    for group in GROUPS:
-        choices = ", ".join(group_choices(group, config_dirs)) or "none yet"
+    for group in GROUPS[1:]:
+        choices = ", ".join(group_choices(group, config_dirs))
         head = f"  {group:<12}"
-        lines.append(textwrap.fill(choices, 100, initial_indent=head, subsequent_indent=" " * 14))
+        lines.append(textwrap.fill(choices, WIDTH, initial_indent=head, subsequent_indent=" " * 14))
     lines += [
         "  A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.",
         "  norm=custom, model=custom and data=custom take norm._target_=... and any knob.",
@@ -97,40 +213,15 @@ def _groups(config_dirs: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _values() -> str:
-    lines = ["Values (key=value) and their defaults; data and experiment files may set their own:"]
-    for line in (conf_dir() / "config.yaml").read_text().splitlines():
-        if found := LINE.match(line):
-            setting = f"{found['key']}={found['default']}"
-            lines.append(f"  {setting:<28}{found['comment']}")
-    return "\n".join(lines) + "\n"
+def _table(title: str, rows: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> str:
+    return "\n".join([title, *(_row(setting, meaning) for setting, meaning in rows)]) + "\n"
 
 
-USAGE_TUNING_HELP = """\
-normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
-
-  python -m normexp.tune 'lr=tag(log,interval(1e-3,1))' norm=batch,group
-  python -m normexp.tune experiment=tuned_sensitivity
-
-The same line again goes on where it was left, and adds nothing to a search that is done; a larger
-tune.trials adds the difference. What is searched, and what is not:
-  lr=tag(log,interval(1e-3,1))     searched, evenly in log(lr); interval(a,b) evenly in the value
-  norm.num_groups=choice(2,4,8)    searched; choices alone, few enough, are tried whole
-  batch_size=range(8,65,8)         searched, as a choice
-  norm=batch,group                 a grid: one search for each
-All other keys are those of normexp.train. The search's runs go to the study <study>-search, the
-fresh seeds to <study>; normexp.report reads both.
-"""
-LINE_TUNING_HELP = re.compile(
-    r"^  (?P<key>\w+): (?P<default>.+?)  # (?P<comment>.+)$", re.MULTILINE
-)
+def _row(head: str, text: str) -> str:
+    """A key, and beside it its meaning."""
+    head = f"  {head:<28}" if len(head) < 28 else f"  {head}  "
+    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * 30)
 
 
-def help_text_tuning_help() -> str:
-    """Usage, and the keys under `tune` with defaults and meaning."""
-    _, _, section = (conf_dir() / "config.yaml").read_text().partition("\ntune:\n")
-    lines = ["Values (key=value) and their defaults:"]
-    for line in LINE_TUNING_HELP.finditer(section.partition("\n\n")[0]):
-        setting = f"tune.{line['key']}={line['default']}"
-        lines.append(f"  {setting:<28}{line['comment']}")
-    return "\n".join([USAGE_TUNING_HELP, *lines])
+def _shorten(phrase: str) -> str:
+    return textwrap.shorten(phrase, WIDTH - 26, placeholder=" ...")

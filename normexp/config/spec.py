@@ -1,32 +1,69 @@
-"""A cell on its way through a command: as it was composed, and what became of it. No torch."""
+"""What a command asks for, and what became of each of its cells. No torch, no Hydra."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
-
-from normexp.records.identity import NOT_TRAINING
+from normexp.config.place import place_among
+from normexp.config.rules import in_identity
 from normexp.records.result import Result
 
-CellStatus = Literal["finished", "skipped", "refused", "failed", "stopped", "busy", "planned"]
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+CellStatus = Literal[
+    "running", "finished", "skipped", "refused", "failed", "stopped", "busy", "alone", "planned"
+]
+
+
+LAUNCHER = "hydra/launcher="
 
 
 @dataclass(frozen=True)
-class Composed:
-    """A cell as the command line asks for it.
+class Command:
+    """A command line of train, tune or check, taken apart; see `cli.parse_command`.
 
     Attributes:
-        cfg: None where it does not compose; `error` says why.
+        overrides: its `key=value` words, in order.
+        multirun: -m was given: train every combination of the values.
+        config_dirs: folders with the user's own YAMLs.
+        asks_hydra: --cfg, --info or --shell-completion: Hydra answers and nothing is trained.
+    """
+
+    overrides: list[str]
+    multirun: bool = False
+    config_dirs: list[str] = field(default_factory=list)
+    asks_hydra: bool = False
+
+    @property
+    def launcher(self) -> str | None:
+        """Hydra's launcher that is to run the cells; None for workers of our own."""
+        names = [
+            text.removeprefix(LAUNCHER) for text in self.overrides if text.startswith(LAUNCHER)
+        ]
+        return names[-1] if names and names[-1] != "basic" else None
+
+
+def config_dir_words(config_dirs: Sequence[str]) -> list[str]:
+    """The folders as words of a command line."""
+    return [word for folder in config_dirs for word in ("--config-dir", folder)]
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """One cell as a command line specifies it.
+
+    Attributes:
+        cfg: the composed config; None if it does not compose, and `error` says why.
         choices: the name chosen in each config group.
-        title: what sets it apart in its sweep: `norm=batch norm_batch_size=2`.
-        overrides: all that was typed of it, one value for each key.
+        title: the overrides that set it apart in its sweep: `norm=batch norm_batch_size=2`.
+        overrides: everything that was typed for it, one value per key.
     """
 
     cfg: DictConfig | None
@@ -37,18 +74,23 @@ class Composed:
 
     @cached_property
     def digest(self) -> str:
-        """Names what is asked for, without seeds and paths; equal cells may differ in it."""
-        asked: Any = self.title
+        """A digest of the composed training, without seeds and paths, known before it is built.
+
+        Two digests may stand for one cell: `batch_size=32` and `batch_size=32 micro_batch_size=32`.
+        """
+        content: Any = self.title
         if self.cfg is not None:
+            from omegaconf import OmegaConf
+
             plain = OmegaConf.to_container(self.cfg, resolve=True)
             assert isinstance(plain, dict)
-            asked = {key: value for key, value in plain.items() if key not in NOT_TRAINING}
-        text = json.dumps(asked, sort_keys=True, default=str)
+            content = {key: value for key, value in plain.items() if in_identity(str(key))}
+        text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds that are asked for; none where that is not known."""
+        """The seeds to train; none if the config does not compose."""
         if self.cfg is None:
             return []
         return list(range(self.cfg.seed, self.cfg.seed + self.cfg.replicas))
@@ -59,29 +101,27 @@ class Composed:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What is known of a cell as it begins to train: enough to record its failure from outside."""
+class NormSpec:
+    """A norm to measure: its name with the knobs that the command line sets, and its config."""
 
-    cell_id: str
-    directory: Path
-    record: dict[str, Any]
-    seeds: list[int]  # that are to be trained
-    num_steps: int
+    name: str
+    config: DictConfig
 
 
 @dataclass
 class Outcome:
-    """What became of one cell of a command; plain values that travel between processes.
+    """The outcome of one cell of a command; plain values that travel between processes.
 
     Attributes:
         status: `finished` has trained something, `skipped` nothing; `busy`: another process trains
-            it; `stopped` before its end; `planned` in a dry run.
-        title: norm and data, as the closing table names it.
-        results: of its runs that have ended, by seed.
-        missing: seeds that are still to train.
-        seconds: from its begin to its end, as a clock on the wall shows.
-        holder: the process that trains it, where busy.
-        halts: nothing else can be trained either: the disk is full.
+            it; `stopped` before its end; `alone`: to be trained as a task of its own; `planned` in
+            a dry run; `running` as its training begins.
+        title: norm and data, as the closing table names the cell.
+        results: of its recorded runs, by seed.
+        missing: the seeds that are still to train.
+        seconds: wall-clock time of its training.
+        holder: the process that trains it, if busy.
+        halts: nothing else can be trained either, because the disk is full.
     """
 
     status: CellStatus
@@ -98,25 +138,19 @@ class Outcome:
     halts: bool = False
 
 
-class Listener:
-    """What a cell tells while it is on its way; this one keeps it to itself.
-
-    Attributes:
-        on_steps: called with (step, num_steps) of a stack now and then; None: the training shows
-            its progress itself.
-    """
-
-    on_steps: Callable[[int, int], None] | None = None
-
-    def begins(self, start: Start, position: int = 0) -> None:
-        """Before anything is trained, and after everything was checked.
-
-        Args:
-            position: of the cell among those that one worker was given together.
-        """
+def place_of_command(cells: Sequence[CellSpec]) -> tuple[int, int] | None:
+    """Index of this process and number of processes started for these cells; None if alone."""
+    for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
+        devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
+        if not (isinstance(devices, int) and isinstance(num_nodes, int)):
+            continue  # refused when the cell is validated
+        index = place_among(devices * num_nodes)
+        if index is not None:
+            return index, devices * num_nodes
+    return None
 
 
-def name_of(composed: Composed) -> str:
+def name_of(composed: CellSpec) -> str:
     """Norm and data, as the closing table names a cell."""
     if composed.cfg is None:
         return composed.title

@@ -33,7 +33,10 @@ class Layout:
 
     def __str__(self) -> str:
         where = "last" if self.channels_last else "first"
-        return f"channels {where}, {' '.join(f'{n}-D' for n in self.num_dims)} inputs"
+        text = f"channels {where}, {' '.join(f'{n}-D' for n in self.num_dims)} inputs"
+        if 2 in self.num_dims:
+            return text
+        return f"{text}; a text model shows it one token at a time unless norm.view=sequence"
 
     def present(self, norm: nn.Module) -> nn.Module:
         """`norm` as (N, C, *) -> (N, C, *), wrapped only where it needs that."""
@@ -74,16 +77,6 @@ class Presented(nn.Module):
             surplus = x.ndim - accepted[-1]
             shown = x.flatten(first_position, first_position + surplus)
         return self.norm(shown).reshape(x.shape)
-
-
-def note_lone_tokens(norm: nn.Module) -> None:
-    """Logs where a norm that takes positions is shown one at a time, which may be another norm."""
-    if isinstance(norm, Presented) and 2 not in norm.layout.num_dims:
-        logger.info(
-            "%s takes no (N, C), so each token is shown to it as a sequence of one; "
-            "norm.view=sequence shows it whole sequences",
-            type(norm.norm).__name__,
-        )
 
 
 def first_line(error: Exception) -> str:

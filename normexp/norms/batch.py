@@ -1,45 +1,55 @@
-"""Batch normalization, with ghost groups in one call and a running state that can be merged."""
+"""Batch normalization, and the frame for every norm that pools samples and keeps averages of them.
+
+    RunningNorm          abstract: running averages, counters, groups of samples, merging of parts
+    RunningMomentsNorm   abstract: the averages are mean and variance; evaluates as batch norm
+    BatchNorm            final
+
+Values come in groups, x (G, N, C, *): the samples of a group share statistics, and all groups of
+one forward move the running averages together, once. A plain forward is one group; a site that
+splits its batch into ghost sub-batches hands over several. `real` is the mask as (G, N, 1, *).
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from normexp.errors import UserError
+from normexp.norms.affine import Affine, AffineNorm
 from normexp.norms.moments import (
     Moments,
-    normalize_batch,
-    normalize_groups,
+    centre,
+    measure,
     pool,
     unbiased,
-    zero_masked_groups,
+    widen,
+    zero_padding,
 )
-from normexp.norms.none import in_dtype_of
-from normexp.norms.site import widen
 from normexp.norms.state import State
 
+# Above this number of elements, groups run one after another: a loop saves the two copies that
+# folding them takes, which on a CPU is worth more than the calls it adds from about here on.
+LOOP_FROM_ELEMENTS = 2**16
 
-class BatchNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * weight + bias, moments over all samples and positions.
 
-    Shape (N, C, *) in and out, statistics in float32 or wider; torch.nn's BatchNorm. Training uses
-    the biased variance of the batch and moves the running averages, with the unbiased one;
-    evaluation uses the running averages. arXiv:1502.03167.
+class RunningNorm(AffineNorm):
+    """Abstract: a norm that pools samples in training and uses running averages in evaluation.
+
+    A subclass defines `normalize_by_batch`, which also moves its averages by one step, and
+    `normalize_by_running`. Every floating-point buffer is an average.
 
     Args:
-        momentum: weight of the new value in the running averages; None averages all steps equally.
-        track_running_stats: false keeps no running averages and evaluates with batch statistics.
+        momentum: weight of the new value in the running averages, as in torch; None gives all
+            steps equal weight.
 
     Raises:
-        UserError: momentum outside (0, 1]; or, in forward, one value per channel to pool.
+        UserError: momentum outside (0, 1]; in forward, one value per channel in training.
     """
 
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-    num_values: Tensor | None  # per statistic in the last training forward; merging weighs by it
-    unbiased_running_var = True  # running_var averages n / (n - 1) times the biased variance
+    averages: dict[str, float] = {}  # buffers (C,) to register, and their initial values
+    num_batches_tracked: Tensor
+    num_values: Tensor  # behind each statistic of the last training forward; parts weigh by it
 
     def __init__(
         self,
@@ -48,159 +58,157 @@ class BatchNorm(nn.Module):
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
-        track_running_stats: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(num_features, eps=eps, affine=affine)
         if momentum is not None and not 0 < momentum <= 1:
             raise UserError(
                 f"momentum={momentum} is not in (0, 1]; try norm.momentum=0.1, or null to average "
                 "all steps equally"
             )
-        self.num_features = num_features
-        self.eps = eps
         self.momentum = momentum
-        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
-        tracks = track_running_stats
-        self.register_buffer("running_mean", torch.zeros(num_features) if tracks else None)
-        self.register_buffer("running_var", torch.ones(num_features) if tracks else None)
-        counter = torch.tensor(0) if tracks else None
-        self.register_buffer("num_batches_tracked", counter)
-        # An integer: casting the module to a half precision must not round it.
-        counter = torch.tensor(0) if tracks else None
-        self.register_buffer("num_values", counter, persistent=False)
-
-    def extra_repr(self) -> str:
-        affine, tracks = self.weight is not None, self.running_mean is not None
-        return (
-            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={affine}, "
-            f"track_running_stats={tracks}"
-        )
+        for name, start in self.averages.items():
+            self.register_buffer(name, torch.full((num_features,), start))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+        # An integer, so that casting the module to half precision does not round it.
+        self.register_buffer("num_values", torch.tensor(0), persistent=False)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        own = type(self).normalize_by_batch is not BatchNorm.normalize_by_batch
-        if self.training and mask is None and x.numel() > 0 and not own:
-            wide = widen(x)
-            if self._kernel_advances(wide):  # without an axis of groups: small inputs feel it
-                self.refuse(x.shape)
-                weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
-                averages = (self.running_mean, self.running_var)
-                return self._fused(wide, weight, bias, *averages).to(x.dtype)
         out = self.forward_groups(x[None], None if mask is None else mask[None])
         return out.squeeze(0)  # out[0] would cost a tensor of zeros and a copy in the backward
 
     def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Training with statistics per group, x (G, N, C, *) and mask (G, N, *).
+        """Returns the output for x (G, N, C, *) and mask (G, N, *), each group by its statistics.
 
-        The running averages move once, by the moments of all values of all groups together.
+        In training the running averages move once, by the values of all groups together.
         """
         if x.numel() == 0:
             return x  # no sample, no moments
-        wide = zero_masked_groups(widen(x), mask)
-        weight, bias = in_dtype_of(wide, self.weight), in_dtype_of(wide, self.bias)
+        real = None if mask is None else mask.unsqueeze(2)
+        wide = zero_padding(widen(x), real)
+        affine = self.affine_like(wide)
         if self.training:
             self.refuse(x.shape[1:])
-            out = self.normalize_by_batch(wide, mask, weight, bias)
+            out = self.normalize_by_batch(wide, real, affine)
         else:
-            out = self.normalize_by_running(wide, mask, weight, bias)
-        return zero_masked_groups(out, mask).to(x.dtype)
+            out = self.normalize_by_running(wide, real, affine)
+        return zero_padding(out, real).to(x.dtype)
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        """Returns the output in training and moves the state by one step."""
+        raise NotImplementedError
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        """Returns the output in evaluation."""
+        raise NotImplementedError
 
     def refuse(self, shape: torch.Size) -> None:
-        """Raises UserError for an input of this shape (N, C, *) that has too few values."""
+        """Raises UserError if a training input of this shape (N, C, *) has too few values."""
         refuse_one_value(shape)
 
-    def normalize_by_batch(
-        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        """The output in training for x (G, N, C, *), zero where masked; moves the state one step.
-
-        In one kernel, running averages included, where that computes the same.
-        """
-        if mask is None and len(x) == 1 and self._kernel_advances(x):
-            averages = (self.running_mean, self.running_var)
-            return self._fused(x.squeeze(0), weight, bias, *averages)[None]
-        real = None if mask is None else mask.unsqueeze(2)
-        out, moments = normalize_groups(x, real, weight, bias, self.eps)
-        self._advance(pool(moments))
-        return out
-
-    def normalize_by_running(
-        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        """The output in evaluation for x (G, N, C, *), zero where masked."""
-        flat = x.flatten(0, 1)
-        if self.running_mean is None:
-            refuse_one_value(flat.shape)
-            real = None if mask is None else mask.flatten(0, 1).unsqueeze(1)
-            out, _ = normalize_batch(flat, real, weight, bias, self.eps)
-        else:
-            mean, var = in_dtype_of(x, self.running_mean), in_dtype_of(x, self.running_var)
-            out = F.batch_norm(flat, mean, var, weight, bias, False, 0.0, self.eps)
-        return out.unflatten(0, x.shape[:2])
-
-    def _kernel_advances(self, x: Tensor) -> bool:
-        """Whether the kernel can move the running averages itself: it knows a fixed momentum."""
-        if self.momentum is None or not self.unbiased_running_var:
-            return False
-        average = self.running_mean
-        return average is not None and average.dtype == x.dtype
-
-    def _fused(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        var: Tensor | None,
-    ) -> Tensor:
-        """Training on x (N, C, *) in one kernel, which moves running mean and var in place."""
-        steps, values = self.num_batches_tracked, self.num_values
-        assert steps is not None and values is not None and self.momentum is not None
-        steps.add_(1)
-        values.fill_(x.numel() // x.shape[1])
-        return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
-
-    @torch.no_grad()
-    def _advance(self, moments: Moments) -> None:
-        """Moves the running averages by one step; in place and by ops that vmap has rules for."""
-        if not self.training or self.running_mean is None:
-            return
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None and self.num_values is not None
-        mean, var, count = moments
+    def count_step(self, count: int | Tensor, dtype: torch.dtype) -> float | Tensor:
+        """Counts a step over `count` values; returns the weight of the new value in an average."""
         self.num_batches_tracked.add_(1)
-        factor = self._factor(self.num_batches_tracked, mean.dtype)
-        if isinstance(count, Tensor):
-            self.num_values.copy_(count[0])
-            factor = factor * (count > 0).to(mean.dtype)  # all padding: nothing to move by
-        else:
+        weight = self.new_weight(self.num_batches_tracked, dtype)
+        if not isinstance(count, Tensor):
             self.num_values.fill_(count)
-        self.running_mean.mul_(1 - factor).add_(factor * mean)
-        var = unbiased(var, count) if self.unbiased_running_var else var
-        self.running_var.mul_(1 - factor).add_(factor * var)
+            return weight
+        values = count.flatten()[0]
+        self.num_values.copy_(values)
+        return weight * (values > 0).to(dtype)  # padding alone moves nothing
 
-    def _factor(self, step: Tensor, dtype: torch.dtype) -> float | Tensor:
-        """Weight of the new value at the `step`-th update, counted from 1."""
+    def new_weight(self, step: Tensor, dtype: torch.dtype) -> float | Tensor:
+        """Returns the weight of the new value at the `step`-th update, counted from 1."""
         return self.momentum if self.momentum is not None else 1 / step.to(dtype)
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """State after one training forward on all values, from `parts` that each saw some of them.
+        """Returns each floating-point buffer averaged over the parts of a step; see `norms.state`.
+
+        The weights are the parts' own `num_values`, which count real positions, and not `shares`.
+        Where no part has a real value, the start stays.
+        """
+        del shares
+        values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
+        merged = {"num_values": values.sum(dim=0)}
+        for name in [name for name, value in start.items() if value.is_floating_point()]:
+            ends = torch.stack([part[name] for part in parts])  # (parts, ..., C)
+            counts = values.view(*values.shape, *[1] * (ends.ndim - values.ndim)).to(ends.dtype)
+            total = counts.sum(dim=0)
+            mean = (counts / total.clamp(min=1) * ends).sum(dim=0)
+            merged[name] = torch.where(total > 0, mean, start[name])
+        return merged
+
+
+class RunningMomentsNorm(RunningNorm):
+    """Abstract: a `RunningNorm` that averages mean and variance, and evaluates as batch norm does.
+
+    Parts of a step merge exactly: into the moments of all their values.
+    """
+
+    averages = {"running_mean": 0.0, "running_var": 1.0}
+    running_mean: Tensor
+    running_var: Tensor
+    unbiased_running_var = True  # the running variance averages n / (n - 1) times the biased one
+
+    def normalize_as_batch_norm(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        """Returns batch norm's output in training and moves the state by one step.
+
+        One kernel does both where it computes the same.
+        """
+        if real is None and len(x) == 1 and self.kernel_moves_averages(x):
+            return self.normalize_in_kernel(x.squeeze(0), affine)[None]
+        out, moments = normalize_groups(x, real, affine, self.eps)
+        self.advance(moments)
+        return out
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        out = F.batch_norm(x.flatten(0, 1), mean, var, *affine, False, 0.0, self.eps)
+        return out.unflatten(0, x.shape[:2])
+
+    def kernel_moves_averages(self, x: Tensor) -> bool:
+        """True if torch's kernel can move the averages: it knows a fixed momentum and one dtype."""
+        if self.momentum is None or not self.unbiased_running_var:
+            return False
+        return self.running_mean.dtype == x.dtype
+
+    def normalize_in_kernel(self, x: Tensor, affine: Affine) -> Tensor:
+        """Returns batch norm of x (N, C, *); the kernel moves the averages in place."""
+        assert self.momentum is not None
+        self.num_batches_tracked.add_(1)
+        self.num_values.fill_(x.numel() // x.shape[1])
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(x, mean, var, *affine, True, self.momentum, self.eps)
+
+    @torch.no_grad()
+    def advance(self, groups: Moments) -> None:
+        """Moves the state by one step, by the moments (G, 1, C, 1, ...) of all groups.
+
+        In place, and by operations that vmap has rules for.
+        """
+        mean, var, count = pool(groups, dim=0)
+        weight = self.count_step(count, mean.dtype)
+        if self.unbiased_running_var:
+            var = unbiased(var, count)
+        self.running_mean.mul_(1 - weight).add_(weight * mean.flatten())
+        self.running_var.mul_(1 - weight).add_(weight * var.flatten())
+
+    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
+        """Returns the state after one training forward on the values of all parts.
 
         Each part was reached from `start` by one training forward. Its moments m_i, v_i follow from
         running_i = (1 - f) * start + f * moment_i, f the momentum, and are pooled over n_i values:
         m = sum w_i m_i, v = sum w_i (v_i + (m_i - m)^2), w_i = n_i / sum n_i. The weights are the
-        parts' own `num_values`, which know how many were real, and not `shares`. All values may
-        lead with replica axes.
+        parts' own `num_values`, which count real positions, and not `shares`. All values may lead
+        with replica axes.
         """
-        assert len(shares) == len(parts)
-        if self.running_mean is None:
-            return {}
+        del shares
         means, ends = (
             torch.stack([part[name] for part in parts]) for name in ("running_mean", "running_var")
         )  # (parts, ..., C)
         values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
         step = start["num_batches_tracked"] + 1
-        factor = self._factor(step[..., None], means.dtype)
+        factor = self.new_weight(step[..., None], means.dtype)
         counts = values[..., None].to(means.dtype)
         total = counts.sum(dim=0)
         weights = counts / total.clamp(min=1)
@@ -220,8 +228,107 @@ class BatchNorm(nn.Module):
         }
 
 
+class BatchNorm(RunningMomentsNorm):
+    """(x - mean) / sqrt(var + eps) * weight + bias, moments over all samples and positions.
+
+    torch.nn's BatchNorm. Training uses the biased variance of the batch and moves the running
+    averages, the variance by the unbiased one; evaluation uses the averages. arXiv:1502.03167.
+
+    Args:
+        track_running_stats: false keeps no running averages and evaluates with batch statistics.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        self.track_running_stats = track_running_stats
+        if not track_running_stats:
+            for name, _ in list(self.named_buffers()):
+                setattr(self, name, None)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not (self.training and mask is None and self.track_running_stats and x.numel() > 0):
+            return super().forward(x, mask)
+        wide = widen(x)
+        if not self.kernel_moves_averages(wide):
+            return super().forward(x, mask)
+        self.refuse(x.shape)  # without an axis of groups, which small inputs would feel
+        return self.normalize_in_kernel(wide, self.affine_like(wide)).to(x.dtype)
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        if not self.track_running_stats:
+            return normalize_groups(x, real, affine, self.eps)[0]
+        return self.normalize_as_batch_norm(x, real, affine)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        if self.track_running_stats:
+            return super().normalize_by_running(x, real, affine)
+        whole = x.flatten(0, 1)[None]
+        self.refuse(whole.shape[1:])
+        real = None if real is None else real.flatten(0, 1)[None]
+        out, _ = normalize_groups(whole, real, affine, self.eps)
+        return out.squeeze(0).unflatten(0, x.shape[:2])
+
+    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
+        return super().merge_state(start, parts, shares) if self.track_running_stats else {}
+
+
+def group_dims(x: Tensor) -> tuple[int, ...]:
+    """Returns the axes of x (G, N, C, *) that batch statistics pool: samples and positions."""
+    return (1, *range(3, x.ndim))
+
+
+def normalize_groups(
+    x: Tensor, real: Tensor | None, affine: Affine, eps: float
+) -> tuple[Tensor, Moments]:
+    """Returns batch norm of each group of x (G, N, C, *), and the moments (G, 1, C, 1, ...)."""
+    if real is not None:
+        moments = measure(x, real, group_dims(x))
+        centred = centre(x, moments.mean, real)
+        return affine.apply(centred, torch.rsqrt(moments.var + eps), axis=2), moments
+    num_groups, num_samples, num_channels = x.shape[:3]
+    if num_groups == 1:
+        out, mean, scale = _batch_norm_kernel(x.squeeze(0), affine, eps)
+        out = out[None]
+    elif x.shape[1:].numel() > LOOP_FROM_ELEMENTS:
+        parts = [_batch_norm_kernel(part, affine, eps) for part in x]
+        out, mean, scale = (torch.stack(values) for values in zip(*parts, strict=True))
+    else:
+        folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels become channels of their own
+        repeated = Affine(*(None if v is None else v.repeat(num_groups) for v in affine))
+        out, mean, scale = _batch_norm_kernel(folded, repeated, eps)
+        out = out.unflatten(1, (num_groups, num_channels)).movedim(1, 0)
+    shape = (num_groups, 1, num_channels, *[1] * (x.ndim - 3))
+    var = (scale.detach().pow(-2) - eps).clamp(min=0)  # the kernel's scale is 1 / sqrt(var + eps)
+    count = num_samples * x.shape[3:].numel()
+    return out, Moments(mean.detach().view(shape), var.view(shape), count)
+
+
+def _batch_norm_kernel(x: Tensor, affine: Affine, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns batch norm of x (N, C, *), the means (C,) and 1 / sqrt(var + eps)."""
+    weight, bias = affine
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+
+
+def before_step(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `state` as it is before this step writes it, even in the backward of compiled code.
+
+    torch's partitioner takes a buffer that the forward writes for an unchanged input, and
+    recomputes what the backward needs, and a few cheap operations on it, from the new value. A
+    cumulative sum over an axis of size one changes nothing and is not recomputed.
+    """
+    return state.to(dtype)[None].cumsum(dim=0)[0]
+
+
 def refuse_one_value(shape: torch.Size) -> None:
-    """Raises where x (N, C, *) has one value per channel: its variance is zero, its output bias."""
+    """Raises UserError if x (N, C, *) has one value per channel, whose variance would be zero."""
     if shape.numel() == shape[1]:
         raise UserError(
             f"batch norm got one value per channel, an input of shape {tuple(shape)}; it needs "

@@ -5,34 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normexp.norms.batch import BatchNorm
-from normexp.norms.variant import measure_samples, over_groups, scale_and_shift
+from normexp.norms.affine import Affine, over_channels
+from normexp.norms.batch import RunningMomentsNorm
+from normexp.norms.moments import measure
 
 
-class EvalNorm(BatchNorm):
-    """Batch norm in training; in evaluation each sample's own moments take part as they did there.
+class EvalNorm(RunningMomentsNorm):
+    """Batch norm in training; in evaluation each sample's own moments count as they did there.
 
-    Shape (N, C, *) in and out, statistics in float32 or wider. With m_i, v_i the moments of sample
-    i over its positions, m, v the running averages and a = 1/B, evaluation normalizes by
+    With m_i, v_i the moments of sample i over its positions, m, v the running averages and
+    a = 1/B, evaluation normalizes by
 
         mean_i = a m_i + (1 - a) m,    var_i = a v_i + (1 - a) v + a (1 - a) (m_i - m)^2,
 
-    the moments of a batch of B samples of which i is one and the others are as all are: those under
-    which training saw it. For large B it is batch norm. B is not set but measured: a is the running
-    average of 1 over the samples that shared statistics in training, 1/2 before any.
+    the moments of a batch of sample i and B - 1 average others, which is how training saw sample i.
+    For large B it is batch norm. B is not set but measured: a is the running average of 1 over the
+    number of samples that shared statistics in training, and 1/2 before any.
 
-    EvalNorm, arXiv:1904.06031, learns its weights per layer with a loss of its own, to give what
-    training gave; a = 1/B is where such a fit would be for samples without noise.
-    epfml/ghost-noise takes 1/B^2, and the biased variance, in its running averages too.
-
-    Raises:
-        UserError: as `BatchNorm`.
+    EvalNorm, arXiv:1904.06031, learns its weights per layer with a loss of its own, so as to give
+    what training gave; a = 1/B is where such a fit would end for samples without noise.
+    epfml/ghost-noise takes 1/B^2, and puts the biased variance in its running averages too.
     """
 
-    running_mean: Tensor
-    running_var: Tensor
     running_share: Tensor
-    num_batches_tracked: Tensor
 
     def __init__(
         self,
@@ -45,31 +40,26 @@ class EvalNorm(BatchNorm):
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
         self.register_buffer("running_share", torch.tensor(0.5))
 
-    def normalize_by_batch(
-        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         with torch.no_grad():
-            step = self.num_batches_tracked + 1
-            factor = self._factor(step, self.running_share.dtype)
-            self.running_share.mul_(1 - factor).add_(factor * _share(x, mask))
-        return super().normalize_by_batch(x, mask, weight, bias)
+            weight = self.new_weight(self.num_batches_tracked + 1, self.running_share.dtype)
+            self.running_share.mul_(1 - weight).add_(weight * _share(x, real))
+        return self.normalize_as_batch_norm(x, real, affine)
 
-    def normalize_by_running(
-        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        means, variances, _ = measure_samples(x, mask)  # (G, N, C, 1, ...)
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        means, variances, _ = measure(x, real, tuple(range(3, x.ndim)))  # (G, N, C, 1, ...)
         averages = (self.running_mean, self.running_var)
-        mean, var = (over_groups(average.to(x.dtype), x) for average in averages)
+        mean, var = (over_channels(average.to(x.dtype), x, axis=2) for average in averages)
         share = self.running_share.to(x.dtype).clamp(max=1)
         between = share * (1 - share) * (means - mean).square()
         var = share * variances + (1 - share) * var + between
         centred = x - (share * means + (1 - share) * mean)
-        return scale_and_shift(centred, torch.rsqrt(var + self.eps), weight, bias)
+        return affine.apply(centred, torch.rsqrt(var + self.eps), axis=2)
 
 
-def _share(x: Tensor, mask: Tensor | None) -> float | Tensor:
-    """1 over the samples per group of x (G, N, C, *) that have a real position."""
-    if mask is None:
+def _share(x: Tensor, real: Tensor | None) -> float | Tensor:
+    """Returns 1 over the number of samples per group of x (G, N, C, *) with a real position."""
+    if real is None:
         return 1 / x.shape[1]
-    samples = mask.unsqueeze(-1).flatten(2).any(dim=2).sum(dim=1)  # (G,)
+    samples = real.flatten(2).any(dim=2).sum(dim=1)  # (G,)
     return (1 / samples.clamp(min=1).to(x.dtype)).mean()

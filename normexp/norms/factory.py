@@ -1,47 +1,63 @@
-"""What a model receives: builds the norm of each site and what its slots put around it."""
+"""The one argument about norms that a model takes: a factory that builds each norm and its parts.
+
+    self.norm1 = norm(width)                 a site for maps (N, C, *)
+    self.norm2 = norm.tokens(width)          a site for tokens (B, T, C)
+    self.act = norm.act(width)               the rest are slots; see norms/slots.py
+    self.conv = norm.conv(3, width, kernel_size=3)
+
+A model never asks which norm it got.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from normexp.norms.activations import ACTIVATIONS
-from normexp.norms.adapt import note_lone_tokens
-from normexp.norms.convolutions import CONVOLUTIONS
+from normexp.norms.parts import ACTIVATIONS, CONVOLUTIONS, ResidualScale
 from normexp.norms.site import Site
 from normexp.norms.slots import Placement, Slots
 
 
-class ResidualScale(nn.Module):
-    """y = scale * x with one learned number, at the end of a residual branch.
+class NormFactory:
+    """Builds the norm of each site, and what the slots put around it.
 
-    Started at zero, the network begins as its skip connections: SkipInit (De and Smith 2020,
-    arXiv:2002.10444) and, for the same reason, a zero-initialised last weight of each branch's norm
-    (Goyal et al. 2017, arXiv:1706.02677). It counts as a norm's parameter for weight decay.
+    Args:
+        make: builds the bare norm for a number of features.
+        view: how a token site shows (B, T, C) to the norm: `token` as (B*T, C), each position a
+            sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
+        norm_batch_size: samples that share batch statistics in training; None for all of a forward.
+        slots: what surrounds a norm.
+
+    Attributes:
+        used: the slots that models have asked for.
     """
 
-    norm_parameters = ("scale",)
-
-    def __init__(self, start: float) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(float(start)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale.to(x.dtype)
-
-
-class PartFactory:
-    """What `slots` put around a norm; `used` holds the slots that models have asked for."""
-
-    def __init__(self, slots: Slots) -> None:
-        self.slots = slots
+    def __init__(
+        self,
+        make: Callable[[int], nn.Module],
+        *,
+        view: Literal["token", "sequence"] = "token",
+        norm_batch_size: int | None = None,
+        slots: Slots | None = None,
+    ) -> None:
+        self.make = make
+        self.view: Literal["token", "sequence"] = view
+        self.norm_batch_size = norm_batch_size
+        self.slots = slots or Slots()
         self.used: set[str] = set()
 
+    def __call__(self, num_features: int) -> Site:
+        """Returns a site for maps (N, C, *)."""
+        return Site(self.make(num_features), "map", self.norm_batch_size)
+
+    def tokens(self, num_features: int) -> Site:
+        """Returns a site for tokens (B, T, C)."""
+        return Site(self.make(num_features), self.view, self.norm_batch_size)
+
     def act(self, num_features: int) -> nn.Module:
-        """The activation behind a norm of `num_features`, on maps (N, C, *)."""
+        """Returns the activation behind a norm of `num_features`, on maps (N, C, *)."""
         self.used.add("act")
         return ACTIVATIONS[self.slots.act](num_features)
 
@@ -55,7 +71,7 @@ class PartFactory:
         padding: int = 0,
         bias: bool = True,
     ) -> nn.Conv2d:
-        """A convolution over (N, C, H, W), with the arguments and the defaults of nn.Conv2d."""
+        """Returns a convolution over (N, C, H, W); arguments and defaults as nn.Conv2d."""
         self.used.add("conv")
         build = CONVOLUTIONS[self.slots.conv]
         return build(
@@ -63,7 +79,7 @@ class PartFactory:
         )
 
     def residual(self) -> nn.Module:
-        """What a residual branch ends with; any shape in and out."""
+        """Returns the last module of a residual branch; any shape in and out."""
         self.used.add("residual_scale")
         start = self.slots.residual_scale
         return nn.Identity() if start is None else ResidualScale(start)
@@ -76,45 +92,6 @@ class PartFactory:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether attention has norms on its queries and keys."""
+        """Whether attention normalizes its queries and keys."""
         self.used.add("qk_norm")
         return self.slots.qk_norm
-
-
-class NormFactory(PartFactory):
-    """Builds the norm of each site: `norm(C)` for maps (N, C, *), `norm.tokens(C)` for (B, T, C).
-
-    What goes with a norm, its slots, comes from here too: `norm.act(C)`, `norm.conv(...)`,
-    `norm.residual()`, `norm.placement` and `norm.qk_norm`, as `PartFactory` has them.
-
-    Args:
-        make: builds the bare norm for a number of features.
-        view: how a token site shows (B, T, C) to the norm: `token` as (B*T, C), each position a
-            sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
-        norm_batch_size: samples that share batch statistics in training; None for all of a forward.
-        slots: what surrounds a norm.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], nn.Module],
-        *,
-        view: Literal["token", "sequence"] = "token",
-        norm_batch_size: int | None = None,
-        slots: Slots | None = None,
-    ) -> None:
-        super().__init__(slots or Slots())
-        self.make = make
-        self.view: Literal["token", "sequence"] = view
-        self.norm_batch_size = norm_batch_size
-        self._is_noted = False
-
-    def __call__(self, num_features: int) -> Site:
-        return Site(self.make(num_features), "map", self.norm_batch_size)
-
-    def tokens(self, num_features: int) -> Site:
-        norm = self.make(num_features)
-        if self.view == "token" and not self._is_noted:
-            note_lone_tokens(norm)
-            self._is_noted = True
-        return Site(norm, self.view, self.norm_batch_size)

@@ -7,76 +7,49 @@ import math
 import torch
 from torch import Tensor
 
-from normexp.norms.moments import Moments
-from normexp.norms.state import State
-from normexp.norms.variant import (
-    BatchVariant,
-    Factors,
-    at_least_one,
-    average_parts,
-    centred,
-    measure_means,
-    over_groups,
-    pool_means,
-    sum_groups,
-)
+from normexp.norms.affine import Affine, over_channels
+from normexp.norms.batch import RunningNorm, group_dims
+from normexp.norms.moments import centre, measure_mean, pool_mean
 
-# Of a normal distribution, the standard deviation by the mean absolute deviation.
+# For a normal distribution, the standard deviation over the mean absolute deviation.
 GAUSSIAN = math.sqrt(math.pi / 2)
 
 
-class L1BatchNorm(BatchVariant):
+class L1BatchNorm(RunningNorm):
     """(x - mean) / (s + eps) * weight + bias, s = sqrt(pi / 2) * mean(|x - mean|), as batch norm.
 
-    Shape (N, C, *) in and out, statistics in float32 or wider, over all samples and positions; no
-    square and no root. Evaluation by the running averages of mean and s, both as they are: there is
-    no correction for the number of values. L1BN of arXiv:1802.09769; with the factor, by which s is
-    the standard deviation of a normal distribution, arXiv:1803.01814 (where eps is not mentioned).
-    The former has the factor in its analysis alone, and leaves it to `weight`.
+    Pools all samples and positions, without a square or a root. Evaluation uses the running
+    averages of mean and s, without a correction for the number of values. L1BN of arXiv:1802.09769;
+    arXiv:1803.01814 has the factor, with which s is the standard deviation of a normal distribution
+    (and does not mention eps); the former has it in its analysis alone, and leaves it to `weight`.
 
-    A step in parts, or in ghost groups, averages s of the parts, each about its own mean.
-
-    Raises:
-        UserError: as `BatchNorm`.
+    For a step in parts or in ghost groups, s is averaged over the parts, each about its own mean.
     """
 
+    averages = {"running_mean": 0.0, "running_deviation": 1.0}
     running_mean: Tensor
     running_deviation: Tensor
-    num_batches_tracked: Tensor
-    num_values: Tensor
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        self.running_var = None
-        self.register_buffer("running_deviation", torch.ones(num_features))
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        dims = group_dims(x)
+        mean, count = measure_mean(x, real, dims)
+        centred = centre(x, mean, real)
+        absolute, _ = measure_mean(centred.abs(), real, dims)
+        deviation = GAUSSIAN * absolute
+        self.advance(mean, deviation, count)
+        return affine.apply(centred, 1 / (deviation + self.eps), axis=2)
 
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
-        mean, count = measure_means(x, mask)
-        out = centred(x, mean, mask)
-        deviation = GAUSSIAN * sum_groups(out.abs()) / at_least_one(count)
-        scale = over_groups(1 / (deviation + self.eps), x)
-        return Factors(out, scale), Moments(mean, deviation, count)
-
-    def standardize_by_running(self, x: Tensor, mask: Tensor | None) -> Factors:
-        del mask
-        mean, deviation = self.running_mean.to(x.dtype), self.running_deviation.to(x.dtype)
-        return Factors(x - over_groups(mean, x), over_groups(1 / (deviation + self.eps), x))
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        averages = (self.running_mean, self.running_deviation)
+        mean, deviation = (over_channels(one.to(x.dtype), x, axis=2) for one in averages)
+        return affine.apply(x - mean, 1 / (deviation + self.eps), axis=2)
 
     @torch.no_grad()
-    def advance(self, moments: Moments) -> None:
-        mean, deviation, count = pool_means(moments)
-        factor = self.advance_counters(count, mean.dtype)
-        self.running_mean.mul_(1 - factor).add_(factor * mean)
-        self.running_deviation.mul_(1 - factor).add_(factor * deviation)
-
-    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """Means over the parts, weighted by their numbers of values."""
-        del shares
-        return average_parts(("running_mean", "running_deviation"), start, parts)
+    def advance(self, means: Tensor, deviations: Tensor, counts: int | Tensor) -> None:
+        """Moves the state by one step, by the statistics (G, 1, C, 1, ...) of all groups."""
+        mean, count = pool_mean(means, counts, dim=0)
+        deviation, _ = pool_mean(deviations, counts, dim=0)
+        weight = self.count_step(count, mean.dtype)
+        self.running_mean.mul_(1 - weight).add_(weight * mean.flatten())
+        self.running_deviation.mul_(1 - weight).add_(weight * deviation.flatten())

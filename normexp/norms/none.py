@@ -1,44 +1,52 @@
-"""No norm, the baseline of every comparison, and the small steps that all norms share."""
+"""Norms that pool nothing: none at all, and batch norm with fixed statistics."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.norms.site import over_channels
+from normexp.norms.affine import Affine, AffineNorm
+from normexp.norms.moments import zero_padding
 
 
 class NoNorm(nn.Module):
-    """y = x, without parameters. Shape (N, C, *) in and out; masked positions come back as zero."""
+    """y = x, without parameters. Shape (N, C, *) in and out; masked positions become zero."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
         self.num_features = num_features
 
-    def extra_repr(self) -> str:
-        return f"{self.num_features}"
-
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return zero_masked(x, mask)
+        return zero_padding(x, None if mask is None else mask.unsqueeze(1))
 
 
-def zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x` (N, C, *) with zeros where `mask` (N, *) is false, whatever was there, NaN included.
+class FrozenBatchNorm(AffineNorm):
+    """(x - running_mean) / sqrt(running_var + eps) * weight + bias, with fixed statistics.
 
-    Norms do this before any arithmetic: 0 * NaN would reach a gradient.
+    The same in training and evaluation. The statistics are 0 and 1 unless loaded from a batch norm,
+    whose state_dict fits. Weight and bias are trained; torchvision's FrozenBatchNorm2d fixes them
+    too. Used to fine-tune detectors at 1 or 2 images (torchvision, Detectron).
     """
-    return x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int, *, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__(num_features, eps=eps, affine=affine)
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+        self.register_load_state_dict_pre_hook(_drop_counter)
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        return F.batch_norm(x, mean, var, *affine, False, 0.0, self.eps)
 
 
-def in_dtype_of(x: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """`parameter` in the dtype of `x`: the kernels want one dtype for both."""
-    if parameter is None or parameter.dtype == x.dtype:
-        return parameter
-    return parameter.to(x.dtype)
-
-
-def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x (N, C, *) times weight (C,) plus bias (C,), in the dtype of `x`; without them `x`."""
-    if weight is None or bias is None:
-        return x
-    return x * over_channels(weight.to(x.dtype), x) + over_channels(bias.to(x.dtype), x)
+def _drop_counter(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+    """Ignores a batch norm's step counter, which has no use here."""
+    del module, rest
+    state.pop(f"{prefix}num_batches_tracked", None)

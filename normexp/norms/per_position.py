@@ -7,22 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.batch import BatchNorm
-from normexp.norms.moments import Moments, normalize_groups, pool, unbiased
+from normexp.norms.affine import Affine
+from normexp.norms.batch import RunningMomentsNorm, normalize_groups
+from normexp.norms.moments import pool, unbiased
 from normexp.norms.state import State
 
 
-class BatchNormPerPosition(BatchNorm):
-    """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments over the samples at position t.
+class PositionwiseNorm(RunningMomentsNorm):
+    """Abstract: (x_t - mean_t) / sqrt(var_t + eps), moments over the samples at position t.
 
-    Shape (N, C, T) in and out, statistics in float32 or wider. No position looks at another, in
-    training as in evaluation. Batch norm of C * T features (arXiv:1502.03167), but with a weight
-    and a bias per channel as every norm here has them: else it would learn T times as much as the
-    norms that it is compared with. Running averages are (T, C), a row per position; a shorter input
-    moves the first rows, and a mask (N, T) leaves out what is padding.
+    Shape (N, C, T) in and out. No position looks at another, in training or in evaluation. Running
+    averages are (T, C), a row per position; a shorter input moves the first rows, and a mask (N, T)
+    leaves out padding. A subclass says which weight and bias each position gets.
 
-    Where one sample alone is real at a position its variance is zero: training outputs the bias
-    there, and the running variance stays as it was.
+    If only one sample is real at a position, its variance is zero: training outputs the bias there,
+    and the running variance stays as it was.
 
     Args:
         num_positions: T, the longest sequence; only padding may lie beyond.
@@ -33,10 +32,7 @@ class BatchNormPerPosition(BatchNorm):
             (N, C, T), or real positions beyond `num_positions`.
     """
 
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
-    num_values: Tensor
+    momentum: float
 
     def __init__(
         self,
@@ -47,23 +43,20 @@ class BatchNormPerPosition(BatchNorm):
         momentum: float = 0.1,
         affine: bool = True,
     ) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
         if momentum is None:
             raise UserError(
                 "momentum=null does not fit batch norm per position, whose positions are not real "
                 "equally often; try norm.momentum=0.1"
             )
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
         self.num_positions = num_positions
         self.running_mean = torch.zeros(num_positions, num_features)
         self.running_var = torch.ones(num_positions, num_features)
         self.num_values = torch.zeros(num_positions, dtype=torch.int64)
 
-    def extra_repr(self) -> str:
-        affine = self.weight is not None
-        return (
-            f"{self.num_features}, positions={self.num_positions}, eps={self.eps}, "
-            f"momentum={self.momentum}, affine={affine}"
-        )
+    def affine_per_position(self, x: Tensor, affine: Affine) -> tuple[Tensor | None, Tensor | None]:
+        """Returns weight and bias, each (C, T) or None, for x (..., C, T)."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.ndim != 3:
@@ -74,10 +67,6 @@ class BatchNormPerPosition(BatchNorm):
         return super().forward(x, mask)
 
     def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Training with statistics per group, x (G, N, C, T) and mask (G, N, T).
-
-        The running averages move once, by the moments of all values of all groups together.
-        """
         surplus = x.shape[-1] - self.num_positions
         if surplus <= 0:
             return super().forward_groups(x, mask)
@@ -93,51 +82,47 @@ class BatchNormPerPosition(BatchNorm):
                 "more: try a larger batch_size or norm_batch_size"
             )
 
-    def normalize_by_batch(
-        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        """As batch norm of features without positions."""
-        weight, bias = self.affine_by_feature(weight, bias, x)
-        whole = mask is None and len(x) == 1 and x.shape[-1] == self.num_positions
-        if whole and self._kernel_advances(x):
-            # Clones: the kernel keeps them for its backward, where they must not have moved again.
-            mean, var = (join(rows.T, x).clone() for rows in (self.running_mean, self.running_var))
-            out = self._fused(join(x, x).squeeze(0), weight, bias, mean, var)[None]
-            self.running_mean.copy_(split(mean, x).T)
-            self.running_var.copy_(split(var, x).T)
-            return split(out, x)
-        real = None if mask is None else join(mask.unsqueeze(2).expand(x.shape), x)
-        out, moments = normalize_groups(join(x, x), real, weight, bias, self.eps)
-        mean, var, count = pool(moments)
-        count = split(count, x).T if isinstance(count, Tensor) else count
-        self._advance(Moments(split(mean, x).T, split(var, x).T, count))
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        vectors = self._affine_of_features(x, affine)
+        whole = real is None and len(x) == 1 and x.shape[-1] == self.num_positions
+        if whole and self.kernel_moves_averages(x):
+            return split(self._normalize_in_kernel(x, vectors), x)
+        real = None if real is None else join(real.expand(x.shape), x)
+        out, moments = normalize_groups(join(x, x), real, vectors, self.eps)
+        mean, var, count = pool(moments, dim=0)  # (1, 1, C * T)
+        count = split(count.flatten(), x).T if isinstance(count, Tensor) else count
+        self._advance_rows(split(mean.flatten(), x).T, split(var.flatten(), x).T, count)
         return split(out, x)
 
-    def normalize_by_running(
-        self, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        del mask
+    def _normalize_in_kernel(self, x: Tensor, affine: Affine) -> Tensor:
+        """Returns batch norm of the C * T features of x (1, N, C, T), and moves the averages."""
+        self.num_batches_tracked.add_(1)
+        self.num_values.fill_(x.shape[1])
+        # Clones: the kernel keeps them for its backward, where they must not have moved again.
+        mean, var = (join(rows.T, x).clone() for rows in (self.running_mean, self.running_var))
+        features = join(x, x).squeeze(0)
+        out = F.batch_norm(features, mean, var, *affine, True, self.momentum, self.eps)
+        self.running_mean.copy_(split(mean, x).T)
+        self.running_var.copy_(split(var, x).T)
+        return out[None]
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
         averages = (self.running_mean, self.running_var)
         mean, var = (join(rows[: x.shape[-1]].T, x).to(x.dtype) for rows in averages)
-        weight, bias = self.affine_by_feature(weight, bias, x)
+        vectors = self._affine_of_features(x, affine)
         features = join(x, x).flatten(0, 1)  # (G * N, C * T)
-        out = F.batch_norm(features, mean, var, weight, bias, False, 0.0, self.eps)
+        out = F.batch_norm(features, mean, var, *vectors, False, 0.0, self.eps)
         return split(out.unflatten(0, x.shape[:2]), x)
 
-    def affine_by_feature(
-        self, weight: Tensor | None, bias: Tensor | None, x: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias (C * T,) of the features of x (G, N, C, T), from those of channels."""
-        if weight is None or bias is None:
-            return None, None
-        weight, bias = (join(one[:, None].expand(x.shape[2:]), x) for one in (weight, bias))
-        return weight, bias
+    def _affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
+        """Returns the weight and bias (C * T,) of the features that `join` makes of x."""
+        rows = self.affine_per_position(x, affine)
+        return Affine(*(None if row is None else join(row, x).to(x.dtype) for row in rows))
 
     @torch.no_grad()
-    def _advance(self, moments: Moments) -> None:
-        """Moves the running averages by one step, each row by what it has: a variance needs two."""
-        assert self.momentum is not None
-        mean, var, count = moments  # (T, C), T of the input
+    def _advance_rows(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
+        """Moves the averages one step by moments (T, C), each row by its values: var needs two."""
         count = count[:, 0] if isinstance(count, Tensor) else mean.new_full((len(mean),), count)
         beyond = self.num_positions - len(mean)
         mean, var = F.pad(mean, (0, 0, 0, beyond)), F.pad(var, (0, 0, 0, beyond))
@@ -145,29 +130,42 @@ class BatchNormPerPosition(BatchNorm):
         self.num_batches_tracked.add_(1)
         self.num_values.copy_(count)
         count = count[:, None]
-        factor = self.momentum * (count > 0).to(mean.dtype)
-        self.running_mean.mul_(1 - factor).add_(factor * mean)
-        factor = self.momentum * (count > 1).to(mean.dtype)
-        self.running_var.mul_(1 - factor).add_(factor * unbiased(var, count))
+        weight = self.momentum * (count > 0).to(mean.dtype)
+        self.running_mean.mul_(1 - weight).add_(weight * mean)
+        weight = self.momentum * (count > 1).to(mean.dtype)
+        self.running_var.mul_(1 - weight).add_(weight * unbiased(var, count))
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """As `BatchNorm.merge_state`, position by position with the numbers of values there."""
+        """As `RunningMomentsNorm.merge_state`, position by position by the values there."""
         merged = super().merge_state(start, parts, shares)
         known = merged["num_values"][..., None] > 1
         merged["running_var"] = torch.where(known, merged["running_var"], start["running_var"])
         return merged
 
 
-def join(values: Tensor, x: Tensor) -> Tensor:
-    """values (..., C, T) as features (..., C * T), in the order in which `x` (..., C, T) lies.
+class BatchNormPerPosition(PositionwiseNorm):
+    """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments over the samples at position t.
 
-    A site shows (B, T, C) transposed: in the order of memory the largest tensors are not copied.
+    Batch norm of C * T features (arXiv:1502.03167), but with a weight and a bias per channel like
+    every norm here: otherwise it would learn T times as much as the norms it is compared with.
+    """
+
+    def affine_per_position(self, x: Tensor, affine: Affine) -> tuple[Tensor | None, Tensor | None]:
+        shape = x.shape[-2:]
+        weight, bias = (None if v is None else v[:, None].expand(shape) for v in affine)
+        return weight, bias
+
+
+def join(values: Tensor, x: Tensor) -> Tensor:
+    """Returns values (..., C, T) as features (..., C * T), in the memory order of `x`.
+
+    A site shows (B, T, C) transposed, and in that order the largest tensors are not copied.
     """
     return (values.mT if _lies_by_position(x) else values).flatten(-2)
 
 
 def split(features: Tensor, x: Tensor) -> Tensor:
-    """What `join` made of values (..., C, T)."""
+    """Returns the values (..., C, T) that `join` made into features."""
     num_channels, length = x.shape[-2:]
     if _lies_by_position(x):
         return features.unflatten(-1, (length, num_channels)).mT
@@ -179,10 +177,10 @@ def _lies_by_position(x: Tensor) -> bool:
 
 
 def refuse_real_positions(padding: Tensor | None, length: int, num_positions: int) -> None:
-    """Raises unless the mask says that all of the positions beyond `num_positions` are padding."""
+    """Raises UserError unless the mask marks all positions beyond `num_positions` as padding."""
     if padding is None or bool(padding.any()):
         raise UserError(
             f"a sequence of {length} positions is longer than num_positions={num_positions} of "
-            f"batch norm per position; set +norm.num_positions={length}, or qk_norm=false where it "
-            "is true: each head of a token is a position there"
+            f"batch norm per position; set +norm.num_positions={length}, or qk_norm=false if it is "
+            "true: there each head of a token is a position"
         )

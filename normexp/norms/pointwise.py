@@ -1,51 +1,50 @@
-"""In place of a norm: a bounded function of each value, without statistics."""
+"""Substitutes for a norm: a bounded function of each value, without statistics."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.none import scale_and_shift, zero_masked
-from normexp.norms.site import widen
+from normexp.norms.affine import Affine, AffineNorm
 
 
-class DyT(nn.Module):
-    """tanh(alpha * x) * weight + bias, with one learned alpha: dynamic tanh. arXiv:2503.10622.
-
-    Shape (N, C, *) in and out, computed in float32 or wider. Nothing is pooled: an output depends
-    on one input value. The authors' code agrees; its channels are first or last by an argument.
-    The paper makes it for transformers in place of layer norm, and reports a loss of accuracy in
-    place of batch norm; language models there begin with a larger alpha in attention.
+class DynamicSquashing(AffineNorm):
+    """Abstract: squash(x) * weight + bias, with one learned `alpha` () inside the function.
 
     Args:
-        alpha_init: where alpha begins, in 1 / units of x; 0.5 in the paper.
+        alpha_init: initial alpha, in 1 / units of x.
     """
 
     def __init__(self, num_features: int, *, alpha_init: float = 0.5, affine: bool = True) -> None:
-        super().__init__()
-        self.num_features = num_features
+        super().__init__(num_features, eps=0.0, affine=affine)
         self.alpha = nn.Parameter(torch.tensor(float(alpha_init)))
-        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
 
-    def extra_repr(self) -> str:
-        return f"{self.num_features}, affine={self.weight is not None}"
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        wide = zero_masked(widen(x), mask)
-        out = scale_and_shift(self.squash(wide), self.weight, self.bias)
-        return zero_masked(out, mask).to(x.dtype)
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        return affine.apply(self.squash(x))
 
     def squash(self, x: Tensor) -> Tensor:
-        """The bounded function, in the dtype of `x`."""
+        """Returns the bounded function of `x`, in its dtype."""
+        raise NotImplementedError
+
+
+class DyT(DynamicSquashing):
+    """tanh(alpha * x) * weight + bias: dynamic tanh. arXiv:2503.10622.
+
+    The authors' code agrees; its channels are first or last by an argument. The paper replaces the
+    layer norms of transformers, and reports a loss of accuracy where it replaces batch norm; its
+    language models start attention with a larger alpha.
+    """
+
+    def squash(self, x: Tensor) -> Tensor:
         return torch.tanh(self.alpha.to(x.dtype) * x)
 
 
-class Derf(DyT):
+class Derf(DynamicSquashing):
     """erf(alpha * x + shift) * weight + bias, with one learned alpha and shift. arXiv:2512.10938.
 
-    Shape (N, C, *) in and out, computed in float32 or wider. Nothing is pooled. The shift begins at
-    0, so that at first DyT and Derf differ in the function alone; alpha begins at 0.5, as there.
+    The shift starts at 0 and alpha at 0.5, so that initially DyT and Derf differ in the function
+    alone.
     """
 
     def __init__(self, num_features: int, *, alpha_init: float = 0.5, affine: bool = True) -> None:

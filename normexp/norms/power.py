@@ -1,20 +1,103 @@
-"""Power normalization: batch norm's scale alone, by running averages, forward and backward."""
+"""Batch norms by the mean square, whose backward pass averages over steps as their forward does.
+
+Neither centres. Both scale by statistics of earlier steps, and replace the batch's own term in the
+gradient by an average that the backward pass moves: each forward must be followed by its backward.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from normexp.norms.moments import Moments
-from normexp.norms.squares import ScaleByPast, SquareNorm
-from normexp.norms.variant import Factors, as_before, measure_means, pool_means
+from normexp.errors import UserError
+from normexp.norms.affine import Affine, over_channels
+from normexp.norms.batch import RunningNorm, before_step, group_dims
+from normexp.norms.moments import at_least_one, measure_mean, pool_mean
+
+
+class SquareNorm(RunningNorm):
+    """Abstract: x * scale * weight + bias; evaluation scales by 1 / sqrt(running_square + eps).
+
+    Raises:
+        UserError: as `RunningNorm`; no momentum, which these averages cannot do without.
+    """
+
+    running_square: Tensor
+    momentum: float
+
+    def __init__(
+        self, num_features: int, *, eps: float, momentum: float | None, affine: bool
+    ) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        if momentum is None:
+            raise UserError(
+                f"momentum=null does not fit {type(self).__name__}; try norm.momentum=0.1"
+            )
+        self.register_buffer("running_square", torch.ones(num_features))
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        scale = torch.rsqrt(self.running_square.to(x.dtype) + self.eps)
+        return affine.apply(x, over_channels(scale, x, axis=2), axis=2)
+
+    @torch.no_grad()
+    def advance(self, squares: Tensor, counts: int | Tensor) -> None:
+        """Moves the running average one step, by the mean squares (G, 1, C, 1, ...) of groups."""
+        square, count = pool_mean(squares, counts, dim=0)
+        weight = self.count_step(count, square.dtype)
+        self.running_square.mul_(1 - weight).add_(weight * square.flatten())
+
+
+class ScaleByPast(torch.autograd.Function):
+    """z = x * scale; its backward pass has a memory of its own.
+
+    With g the gradient of z (G, N, C, *) and P (G, 1, C, 1, ...) the group's mean of g z,
+
+        gradient of x = (g - (kept + share * P) z) * scale,   past <- decay * past + step * P,
+
+    P in the latter over all groups. `counts` is the number of values behind P, shaped (G, 1, ...);
+    `kept` is (C, 1, ...), and `decay` and `step` broadcast to `past`, whose last axis is C. No
+    gradient flows through any of them.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        scale: Tensor,
+        counts: Tensor,
+        kept: Tensor,
+        share: Tensor,
+        past: Tensor,
+        decay: Tensor,
+        step: Tensor,
+    ) -> Tensor:
+        del counts, kept, share, past, decay, step
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output, *inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        z, scale, counts, kept, share, past, decay, step = ctx.saved_tensors
+        (g,) = grads
+        products = (g * z).sum(dim=group_dims(z), keepdim=True) / at_least_one(counts)
+        grad = (g - (kept + share * products) * z) * scale
+        pooled = (counts * products).sum(dim=0) / at_least_one(counts.sum(dim=0))
+        past.copy_(decay * past.to(z.dtype) + step * pooled.flatten())
+        return grad, *[None] * 7
 
 
 class PowerNorm(SquareNorm):
-    """x / sqrt(q + eps) * weight + bias, q the running mean of x^2 before the step; not centred.
+    """x / sqrt(q + eps) * weight + bias, q the running mean of x^2 before the step.
 
-    Shape (N, C, *) in and out, statistics in float32 or wider, over all samples and positions. With
-    z = x / sqrt(q + eps) and g the gradient of z, and a the momentum, after each step
+    Pools all samples and positions. With z = x / sqrt(q + eps) and g the gradient of z, and a the
+    momentum, after each step
 
         q  += a * (mean(x^2) - q),    nu += a * (mean(g z) - nu * mean(z^2)),
 
@@ -26,18 +109,13 @@ class PowerNorm(SquareNorm):
     square in groups of channels, divides the gradient by the deviation of the batch, counts with nu
     while it warms up, and warms up for 10000 steps. None of that is here.
 
-    Where a site splits a batch into groups of which the last is short, nu stays as it was in that
-    step. A backward pass moves it, so that each forward has to be followed by its own.
+    Where a site splits a batch into groups and the last is short, nu stays as it was in that step.
 
     Args:
         warmup: steps with the statistics of the batch.
-
-    Raises:
-        UserError: as `BatchNorm`.
     """
 
     running_product: Tensor
-    averages = ("running_square", "running_product")
 
     def __init__(
         self,
@@ -48,26 +126,118 @@ class PowerNorm(SquareNorm):
         momentum: float = 0.1,
         affine: bool = True,
     ) -> None:
-        super().__init__(num_features, name="power norm", eps=eps, momentum=momentum, affine=affine)
+        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
         self.warmup = warmup
         self.register_buffer("running_product", torch.zeros(num_features))
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, warmup={self.warmup}"
-
-    def standardize(self, x: Tensor, mask: Tensor | None) -> tuple[Factors, Moments]:
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         with torch.no_grad():
-            square, count = measure_means(x.square(), mask)
-            warm = as_before(self.num_batches_tracked, torch.int64) < self.warmup
-            old = as_before(self.running_square, x.dtype)
-            scale = torch.rsqrt(torch.where(warm, square, old) + self.eps)  # (G, C)
-            counts = x.new_zeros(len(x), 1) + count
+            square, count = measure_mean(x.square(), real, group_dims(x))
+            warm = before_step(self.num_batches_tracked, torch.int64) < self.warmup
+            old = over_channels(before_step(self.running_square, x.dtype), x, axis=2)
+            scale = torch.rsqrt(torch.where(warm, square, old) + self.eps)  # (G, 1, C, 1, ...)
+            counts = torch.zeros_like(square[:, :, :1]) + count
             kept = torch.where(warm, 0, self.running_product.to(x.dtype))
-            share = warm.to(x.dtype)
-            squares = pool_means(Moments(square, scale.square() * square, counts)).var
-            step = self.momentum * (counts.sum(dim=0) > 0).to(x.dtype)
-            decay = 1 - step * squares  # squares (C,): the mean of z^2
-        past = self.running_product
-        z = ScaleByPast.apply(x, scale, counts, kept, share, past, decay, step)
+            z_square, _ = pool_mean(scale.square() * square, counts, dim=0)
+            step = self.momentum * (counts.sum(dim=0).flatten() > 0).to(x.dtype)
+            decay = 1 - step * z_square.flatten()
+        z = ScaleByPast.apply(
+            *(x, scale, counts, over_channels(kept, x, axis=2), warm.to(x.dtype)),
+            *(self.running_product, decay, step),
+        )
         assert isinstance(z, Tensor)
-        return Factors(z, None), Moments(square, square, count)
+        self.advance(square, count)
+        return affine.apply(z, axis=2)
+
+
+class MovingAverageBatchNorm(SquareNorm):
+    """x / sqrt(q + eps) * r * weight + bias, q the mean of x^2 over the last `memory` steps.
+
+    Pools all samples and positions. The newest of the q is the batch's own, and where a site splits
+    the batch, each group's own. With Q the running average of the batches' mean of x^2, which
+    evaluation uses,
+
+        r = clip(sqrt(q + eps) / sqrt(Q + eps), 1 / r_max, r_max), without a gradient,
+
+    and with g the gradient of z = x / sqrt(q + eps), that of x is (g - p z) / sqrt(q + eps), p the
+    mean of (mean of g z) over the last `memory` steps. Until both `warmup` and `memory` steps
+    have passed, q and p are those of the batch and r is 1. MABN, arXiv:2001.06838.
+
+    The paper centres the weights of the convolution before, which is not part of this. The authors'
+    code (megvii-model/MABN) moves Q by q and not by the batch's own; it has r = 1 for 1000 steps in
+    one place and 100 in another.
+
+    Where the last group of a split is short, the averages of the backward pass keep their value of
+    `memory` steps ago.
+
+    Args:
+        memory: steps in the moving average; samples in it over samples that share a statistic.
+        momentum: weight of the new value in Q.
+        warmup: steps with the statistics of the batch.
+
+    Raises:
+        UserError: as `SquareNorm`; a memory below one, an r_max below one.
+    """
+
+    past_squares: Tensor
+    past_products: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        memory: int,
+        r_max: float,
+        warmup: int,
+        eps: float = 1e-5,
+        momentum: float = 0.02,
+        affine: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        if memory < 1 or r_max < 1:
+            raise UserError(
+                f"memory={memory}, r_max={r_max}: both must be 1 or more; "
+                "try norm.memory=16 norm.r_max=5"
+            )
+        self.memory, self.r_max, self.warmup = memory, r_max, warmup
+        self.register_buffer("past_squares", torch.zeros(memory, num_features))
+        self.register_buffer("past_products", torch.zeros(memory, num_features))
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        with torch.no_grad():
+            square, count = measure_mean(x.square(), real, group_dims(x))
+            counts = torch.zeros_like(square[:, :, :1]) + count
+            steps = before_step(self.num_batches_tracked, torch.int64)
+            warm = steps < max(self.memory, self.warmup)
+            newest = self._is_newest(steps)
+            share = 1 / torch.where(warm, 1, self.memory).to(x.dtype)  # of the batch's own mean
+            squares = self._keep(before_step(self.past_squares, x.dtype), newest, warm)
+            products = self._keep(self.past_products.to(x.dtype), newest, warm)
+            running = over_channels(before_step(self.running_square, x.dtype), x, axis=2)
+            scale = torch.rsqrt(over_channels(squares, x, axis=2) + share * square + self.eps)
+            r = torch.rsqrt(running + self.eps) / scale  # (G, 1, C, 1, ...)
+            r = torch.where(warm, 1, r.clamp(1 / self.r_max, self.r_max))
+            step = newest.to(x.dtype)
+        z = ScaleByPast.apply(
+            *(x, scale, counts, over_channels(products, x, axis=2), share),
+            *(self.past_products, 1 - step, step),
+        )
+        assert isinstance(z, Tensor)
+        self.advance(square, count)
+        return affine.apply(z, r, axis=2)
+
+    def _keep(self, past: Tensor, newest: Tensor, warm: Tensor) -> Tensor:
+        """Returns what rows of past (memory, C) but the newest add to their mean (C,), or 0."""
+        return torch.where(warm, 0, torch.where(newest, 0, past).sum(dim=0) / self.memory)
+
+    def _is_newest(self, step: Tensor) -> Tensor:
+        """Returns (memory, 1), true in the row that step `step`, counted from 0, replaces."""
+        rows = torch.arange(self.memory, device=step.device)
+        return (rows == step % self.memory)[:, None]
+
+    @torch.no_grad()
+    def advance(self, squares: Tensor, counts: int | Tensor) -> None:
+        square, _ = pool_mean(squares, counts, dim=0)
+        newest = self._is_newest(self.num_batches_tracked)
+        self.past_squares.copy_(torch.where(newest, square.flatten(), self.past_squares))
+        super().advance(squares, counts)

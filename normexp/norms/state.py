@@ -1,4 +1,4 @@
-"""The state of a norm, its buffers by name: read, written, swapped, and merged from parts."""
+"""The state of a norm: its buffers by name, read, written, swapped, and merged from parts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ State = dict[str, Tensor]
 
 
 def merge_state(module: nn.Module, start: State, parts: list[State], shares: list[float]) -> State:
-    """State (buffers by name) of `module` after a step run in parts that all began at `start`.
+    """Returns the buffers of `module` after a step run in parts that all began at `start`.
 
-    The share-weighted mean of the parts; integers (counters) as the first part leaves them, so that
-    a counter rises by one a step. A module's own `merge_state` takes precedence for its buffers.
-    Leading replica axes pass through.
+    Floating-point buffers are the share-weighted mean of the parts; integers (counters) are as the
+    first part left them, so that a counter rises by one per step. A submodule's own `merge_state`
+    takes precedence for the buffers that it returns. Leading replica axes pass through.
     """
     merged: State = {}
     for path, child in module.named_modules():
@@ -39,19 +39,19 @@ def _below(prefix: str, state: State) -> State:
 
 
 def read_state(module: nn.Module) -> State:
-    """A copy of the module's buffers."""
+    """Returns a copy of the module's buffers."""
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
 def write_state(module: nn.Module, state: State) -> None:
-    """Writes values into the module's buffers in place, as stacked replicas need it."""
+    """Copies values into the module's buffers in place, which stacked replicas need."""
     buffers = dict(module.named_buffers())
     for name, value in state.items():
         buffers[name].copy_(value)
 
 
 def install_state(module: nn.Module, state: State) -> None:
-    """Makes the tensors of `state` the module's buffers, where `write_state` copies into them."""
+    """Makes the tensors of `state` themselves the module's buffers."""
     for name, value in state.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, value)

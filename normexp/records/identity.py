@@ -1,7 +1,8 @@
-"""Which trainings are the same: the id of a cell, and digests of a user's own source.
+"""The id of a cell, and digests of a user's own source.
 
-A cell's config is a plain nested dict of everything that defines its training. `canonical` leaves
-out what does not, so that two ways of saying one training give one id; `cell_id` names the rest.
+An id is a readable slug and a hash of the training's canonical config. It outlives the code: a
+shipped key at its default is absent from what is hashed, and a shipped class stands by the name of
+its choice, so that a new key or a moved class orphans no run.
 """
 
 from __future__ import annotations
@@ -9,69 +10,61 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-# Top-level keys that do not change what is trained: who runs it, where, how it is watched.
-NOT_TRAINING = (
-    *("seed", "replicas", "study", "experiment", "dry_run", "hydra", "allow_leak"),
-    *("workers", "fail_fast", "retry_failed", "max_attempts", "tune"),
-    *("data_dir", "runs_dir", "save_weights", "chunk", "stack", "compile", "log_every"),
-    *("logger", "diagnostics", "val_every_epochs"),
-    *("evaluate_with", "evaluate_batch_sizes", "evaluate_every_epoch", "precise_samples"),
-)
-# The same inside `trainer`; its precision stays. Devices count in `norm_batch_size`: statistics of
-# a device's share are those of a ghost sub-batch, so the two are one training.
-PLACEMENT = ("accelerator", "devices", "num_nodes", "strategy")
-# Inside `data`: caches never count, and where a file lies does not where a digest of it is known.
-CACHES = ("data_dir", "cache_dir")
-PATHS = ("path", "root")
 
 MAX_LENGTH = 80  # characters of a cell id: readable in a listing, short enough for any file system
 HASH_DIGITS = 10
 NAME_LENGTH = 16
 
 
-def canonical(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, Any]:
-    """The part of `config` that defines the training, in one spelling.
+def canonical_sizes(
+    batch: int, micro: int | None, norm: int | None, *, mixes_samples: bool
+) -> dict[str, int | None]:
+    """The three sizes in one spelling: None if equal to the next larger one, so nothing is split.
 
-    A size becomes None where it reaches the next larger one, since nothing is split then; so does
-    `norm_batch_size` for a norm that does not mix samples, measured by the caller.
+    `norm_batch_size` is None as well for a norm that does not mix samples, measured by the caller.
     """
-    kept = {key: value for key, value in config.items() if key not in NOT_TRAINING}
-    kept["trainer"] = _without(kept.get("trainer") or {}, PLACEMENT) or None
-    data = kept.get("data")
-    if isinstance(data, Mapping):
-        kept["data"] = _without(data, CACHES + (PATHS if data.get("digest") else ()))
-
-    batch, micro = config["batch_size"], config.get("micro_batch_size")
-    if micro is not None and micro >= batch:
-        micro = None
-    norm = config.get("norm_batch_size")
-    if norm is not None and norm >= (micro or batch):
-        norm = None
-    kept["micro_batch_size"] = micro
-    kept["norm_batch_size"] = norm if mixes_samples else None
-    return kept
+    micro = None if micro is None or micro >= batch else micro
+    norm = None if norm is None or norm >= (micro or batch) else norm
+    return {
+        "batch_size": batch,
+        "micro_batch_size": micro,
+        "norm_batch_size": norm if mixes_samples else None,
+    }
 
 
-def cell_id(config: Mapping[str, Any]) -> str:
-    """A readable slug and a hash: `group-convnet-digits-b32-m8-n4-lr0.1-0123456789`.
+def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `values` is not as in `defaults`, in nested dicts; `~key: None` for one taken away.
 
-    The hash is of canonical JSON: sorted keys, numbers by value (0.10 is 0.1, 1.0 is 1); a
-    top-level None is the same as an absent key. Lower case, safe as a file name, at most 80
-    characters. `config` is what `canonical` returns.
+    Numbers are compared by value (1 is 1.0), and a list as a whole.
     """
-    plain = {key: value for key, value in _plain(config).items() if value is not None}
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    found: dict[str, Any] = {f"~{key}": None for key in defaults if key not in values}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            if inner := differences(value, default):
+                found[key] = inner
+        elif key not in defaults or _plain(value) != _plain(default):
+            found[key] = value
+    return found
+
+
+def cell_id(content: Mapping[str, Any], slug: Sequence[str]) -> str:
+    """`group-convnet-digits-b32-m8-n4-lr0.1-0123456789`: a slug and a hash of `content`.
+
+    The hash is of JSON with sorted keys and numbers by value (0.10 is 0.1, 1.0 is 1). Lower case,
+    safe as a file name, at most 80 characters.
+    """
+    text = json.dumps(_plain(content), sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
-    slug = "-".join(_slug_parts(plain))[: MAX_LENGTH - HASH_DIGITS - 1].rstrip("-._")
-    return f"{slug}-{digest}" if slug else digest
+    name = "-".join(map(_safe, slug))[: MAX_LENGTH - HASH_DIGITS - 1].rstrip("-._")
+    return f"{name}-{digest}" if name else digest
 
 
 def source_digest(module_file: Path) -> str | None:
-    """A digest of a user's own module; None where it is part of normexp or of site-packages.
+    """A digest of a user's own module; None for a file of normexp or in site-packages.
 
     A module inside a package stands for the whole package, helpers included.
     """
@@ -95,48 +88,23 @@ def digest_of_source(path: Path) -> str:
 
 
 def is_installed(path: Path) -> bool:
-    """Whether a source lies in site-packages, so that a version number stands for it."""
+    """True for a file in site-packages, where a version number stands for the source."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
-def _without(mapping: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    return {key: value for key, value in mapping.items() if key not in keys}
-
-
 def _plain(value: Any) -> Any:
-    """Dicts with string keys, lists, and whole floats as ints: one value has one JSON text."""
+    """Dicts with string keys, lists, and numbers of 15 digits: one value has one JSON text.
+
+    The sixteenth digit of a derived number, such as a momentum, may differ between machines.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _slug_parts(config: Mapping[str, Any]) -> list[str]:
-    parts = [_label(config[key]) for key in ("norm", "model", "data") if key in config]
-    sizes = {"b": "batch_size", "m": "micro_batch_size", "n": "norm_batch_size", "lr": "lr"}
-    for prefix, key in sizes.items():
-        value = config.get(key)
-        if isinstance(value, int | float):
-            parts.append(_safe(f"{prefix}{value:.6g}" if key == "lr" else f"{prefix}{value}"))
-    return parts
-
-
-def _label(part: Any) -> str:
-    """A short name: a string itself, a mapping's `name`, or else the last part of its target.
-
-    `normexp.norms.group.GroupNorm` is `group`, `normexp.data.digits.load` is `digits`.
-    """
-    if not isinstance(part, Mapping):
-        return _safe(str(part))
-    target = str(part.get("_target_", ""))
-    module, _, last = target.rpartition(".")
-    last = re.sub(r"^(load|build)_", "", last)
-    if last in ("load", "build"):
-        last = module.rpartition(".")[2]
-    if target.startswith("normexp.norms."):
-        last = "none" if last == "NoNorm" else last.replace("Norm", "") or last
-    return _safe(str(part.get("name") or last))
+    if isinstance(value, float):
+        value = float(f"{value:.15g}")
+        return int(value) if value.is_integer() else value
+    return value
 
 
 def _safe(name: str) -> str:

@@ -1,187 +1,172 @@
-"""Two studies of one grid, before and after: differences per cell, and what else changed."""
+"""Several studies of one grid: differences per cell, paired by seed, and what else changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from normexp.reporting.cells import Cell, varying_keys
-from normexp.reporting.comparisons import ALPHA, oriented, paired_values
-from normexp.reporting.metric import choose_metric, describe_metric
-from normexp.reporting.numbers import format_interval, p_value_of
-from normexp.reporting.rows import Row
-from normexp.reporting.runs import StudyRuns
-from normexp.reporting.table import Table, show
-from normexp.stats import judge_family, paired_difference
+import pandas as pd
+
+from normexp.reporting.frame import config_columns, metric_names, values_of, varying_columns
+from normexp.reporting.metric import choose_metric, describe_metric, format_interval
+from normexp.reporting.tables import Table, show
+from normexp.reporting.verdict import ALPHA, oriented, paired_values
+from normexp.stats import Interval, holm, p_value, paired_difference
+
+COLUMNS = [
+    "before",
+    "after",
+    "norm",
+    "setting",
+    "metric",
+    "before: mean",
+    "after: mean",
+    "after - before [95 % interval]",
+    "n pairs",
+    "p after Holm",
+    "verdict",
+]
+PLACE = ["base", "model", "data", "batch_size", "micro_batch_size"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A later study against the first one.
+    """A later study against the first.
 
-    rows: one per cell that both have, with the difference paired by seed
+    rows: one per cell that both have, with COLUMNS
     alone: cells that only one of them has, in words
-    config, environment: what differs, in words
+    config, environment: what differs, `key: before -> after`
     """
 
     before: str
     after: str
-    rows: list[Row]
+    rows: list[dict[str, Any]]
     alone: list[str]
     config: list[str]
     environment: list[str]
 
 
 def compare_studies(
-    cells: Sequence[Cell],
-    studies: Sequence[StudyRuns],
-    metric: str | None,
-    tolerance: float | None,
+    cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None, tolerance: float | None
 ) -> list[Change]:
-    """Each later study against the first; cells match by norm, model, data, sizes and rate."""
-    by_study = {study.name: [c for c in cells if c.study == study.name] for study in studies}
-    searched = len({cell.lr for cell in by_study[studies[0].name]}) > 1
-    first = _by_place(by_study[studies[0].name], searched=searched)
+    """Each later study against the first; cells match by norm, model, data and sizes.
+
+    They match by learning rate too if the first study has several.
+    """
+    names = list(runs["study"].unique())
+    key = cells[PLACE].map(repr).agg(" ".join, axis=1)
+    key += cells["norm_batch_size"].where(cells["mixes_samples"], 0).map(" {}".format)
+    if cells["lr"][cells["study"] == names[0]].map(repr).nunique() > 1:
+        key += cells["lr"].map(" {}".format)
+    placed = cells.assign(place=key).drop_duplicates(["study", "place"], keep="last")
+    by_study = {name: own.set_index("place") for name, own in placed.groupby("study")}
     return [
-        _change(
-            studies[0],
-            later,
-            first,
-            _by_place(by_study[later.name], searched=searched),
-            metric,
-            tolerance,
-        )
-        for later in studies[1:]
+        _change(by_study[names[0]], by_study[name], names[0], name, runs, metric, tolerance)
+        for name in names[1:]
     ]
 
 
 def difference_table(changes: Sequence[Change]) -> Table:
-    """The differences of all pairs of studies as one table."""
-    columns = [
-        "before",
-        "after",
-        "norm",
-        "setting",
-        "metric",
-        "before: mean",
-        "after: mean",
-        "after - before [95 % interval]",
-        "n pairs",
-        "p after Holm",
-        "verdict",
-    ]
-    return Table(
-        "differences",
-        "Differences between the studies",
-        columns,
-        [row for change in changes for row in change.rows],
-    )
+    rows = [row for change in changes for row in change.rows]
+    frame = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
+    return Table("differences", "Differences between the studies", COLUMNS, frame)
 
 
 def _change(
-    before: StudyRuns,
-    after: StudyRuns,
-    first: Mapping[Any, Cell],
-    second: Mapping[Any, Cell],
+    first: pd.DataFrame,
+    second: pd.DataFrame,
+    before: str,
+    after: str,
+    runs: pd.DataFrame,
     metric: str | None,
     tolerance: float | None,
 ) -> Change:
-    rows = [
-        row
-        for place, cell in first.items()
-        if place in second and (row := _row(cell, second[place], metric, tolerance)) is not None
-    ]
-    p_values = {str(i): row["p"] for i, row in enumerate(rows) if row["p"] is not None}
-    judged = judge_family(p_values, alpha=ALPHA) if p_values else {}
-    for i, row in enumerate(rows):
-        judgement = judged.get(str(i))
-        row["p after Holm"] = judgement and judgement.adjusted_p_value
-        row["verdict"] = _verdict(row, rejected=judgement is not None and judgement.rejected)
+    shared = [place for place in first.index if place in second.index]
+    rows, differences = [], []
+    for place in shared:
+        compared = _compare(first.loc[place], second.loc[place], runs, metric, tolerance)
+        if compared is not None:
+            rows.append(compared[0])
+            differences.append(compared[1:])
+    p_values = {
+        str(i): p_value(gain) for i, (gain, _) in enumerate(differences) if gain.low is not None
+    }
+    adjusted = holm(p_values)
+    for i, (row, (gain, limit)) in enumerate(zip(rows, differences, strict=True)):
+        row["p after Holm"] = adjusted.get(str(i))
+        row["verdict"] = _verdict(gain, adjusted.get(str(i)), limit)
     alone = [
-        f"only in {before.name}: {_words(cell)}" for p, cell in first.items() if p not in second
+        f"only in {name}: {_words(cell)}"
+        for name, own, other in ((before, first, second), (after, second, first))
+        for _, cell in own[~own.index.isin(other.index)].iterrows()
     ]
-    alone += [
-        f"only in {after.name}: {_words(cell)}" for p, cell in second.items() if p not in first
-    ]
-    shared = [(cell, second[place]) for place, cell in first.items() if place in second]
-    config = sorted({line for a, b in shared for line in _differences(a.config, b.config)})
-    environment = _differences(_environment(before), _environment(after))
-    return Change(before.name, after.name, rows, alone, config, environment)
+    config = runs.drop_duplicates("cell").set_index("cell")[config_columns(runs)]
+    changed = {
+        line
+        for place in shared
+        for line in _differences(config.loc[[first.loc[place, "cell"], second.loc[place, "cell"]]])
+    }
+    environment = pd.DataFrame(
+        [_environment(runs[runs["study"] == name]) for name in (before, after)]
+    )
+    return Change(before, after, rows, alone, sorted(changed), _differences(environment))
 
 
-def _row(a: Cell, b: Cell, asked: str | None, tolerance: float | None) -> Row | None:
-    available = [{m for run in cell.runs for m in run.result.metrics} for cell in (a, b)]
-    name = choose_metric(available[0] & available[1], asked)
+def _compare(
+    a: pd.Series, b: pd.Series, runs: pd.DataFrame, wanted: str | None, tolerance: float | None
+) -> tuple[dict[str, Any], Interval, float] | None:
+    """Row, gain (positive: better) and tolerance; None if the cells share no metric."""
+    own = [runs[runs["cell"] == cell["cell"]] for cell in (a, b)]
+    name = choose_metric(set(metric_names(own[0])) & set(metric_names(own[1])), wanted)
     if name is None:
         return None
     metric = describe_metric(name, tolerance)
-    old, new = paired_values(a, b, metric)
-    difference = oriented(paired_difference(new, old), metric)
+    old, new = paired_values(a["cell"], b["cell"], values_of(pd.concat(own), metric))
     raw = paired_difference(new, old)
-    return {
-        "before": a.study,
-        "after": b.study,
-        "norm": _base(a),
+    row = {
+        "before": a["study"],
+        "after": b["study"],
+        "norm": a["base"],
         "setting": _words(a),
         "metric": metric.label,
         "before: mean": f"{old.mean():.{metric.digits}f}" if len(old) else None,
         "after: mean": f"{new.mean():.{metric.digits}f}" if len(new) else None,
         "after - before [95 % interval]": format_interval(raw, metric.digits),
         "n pairs": raw.n,
-        "p": None if raw.low is None else p_value_of(raw),
-        "gain": difference,
-        "tolerance": metric.tolerance,
     }
+    return row, oriented(raw, metric), metric.tolerance
 
 
-def _verdict(row: Row, *, rejected: bool) -> str:
-    gain = row["gain"]
+def _verdict(gain: Interval, adjusted_p: float | None, tolerance: float) -> str:
     if gain.estimate is None:
         return "no seed in common"
-    if gain.low is None:
+    if gain.low is None or gain.high is None or adjusted_p is None:
         return "too few pairs: no verdict"
-    if rejected:
+    if adjusted_p <= ALPHA:
         return "better" if gain.estimate > 0 else "worse"
-    return "tie" if max(-gain.low, gain.high) <= row["tolerance"] else "unclear"
+    return "tie" if max(-gain.low, gain.high) <= tolerance else "unclear"
 
 
-def _by_place(cells: Sequence[Cell], *, searched: bool) -> dict[Any, Cell]:
-    return {
-        (
-            _base(cell),
-            cell.model,
-            cell.data,
-            cell.batch_size,
-            cell.micro_batch_size,
-            cell.norm_batch_size if cell.mixes_samples else None,
-            cell.lr if searched else None,
-        ): cell
-        for cell in cells
-    }
+def _words(cell: pd.Series) -> str:
+    size = f", norm batch size {cell['norm_batch_size']}" if cell["mixes_samples"] else ""
+    return (
+        f"{cell['base']}, {cell['model']} on {cell['data']}, batch size {cell['batch_size']}{size}"
+    )
 
 
-def _base(cell: Cell) -> str:
-    """The label without its study."""
-    return cell.norm.replace(f" · {cell.study}", "")
-
-
-def _words(cell: Cell) -> str:
-    size = f", norm batch size {cell.norm_batch_size}" if cell.mixes_samples else ""
-    return f"{_base(cell)}, {cell.model} on {cell.data}, batch size {cell.batch_size}{size}"
-
-
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """`key: before -> after` for every key that differs; an absent value is a dash."""
+def _differences(two_rows: pd.DataFrame) -> list[str]:
+    """`key: before -> after` for every column in which the rows differ."""
     return [
-        f"{key}: {show(a.get(key))} -> {show(b.get(key))}" for key in sorted(varying_keys([a, b]))
+        f"{key}: {show(two_rows[key].iloc[0])} -> {show(two_rows[key].iloc[1])}"
+        for key in sorted(varying_columns(two_rows))
     ]
 
 
-def _environment(study: StudyRuns) -> dict[str, str]:
+def _environment(runs: pd.DataFrame) -> dict[str, str]:
     """Each key with all the values that the runs of a study have."""
-    keys = {key for run in study.runs for key in run.result.environment}
+    found = runs.filter(regex=r"^environment\.")
     return {
-        key: ", ".join(sorted({show(run.result.environment.get(key)) for run in study.runs}))
-        for key in keys
+        key.removeprefix("environment."): ", ".join(sorted({show(value) for value in found[key]}))
+        for key in found
     }

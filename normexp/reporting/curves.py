@@ -1,130 +1,133 @@
-"""Training curves: the metrics.csv of all seeds of a cell as one curve with a band."""
+"""Figures of what happened during training, read from each run's metrics.csv."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import altair as alt
+import pandas as pd
 
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE
-from normexp.reporting.cells import Cell
 from normexp.reporting.figures import (
     HEIGHT,
     ROWS,
-    VISIBLE,
     WIDTH,
     Figure,
+    Row,
+    Styles,
     encode_norm,
-    finish,
+    make_figure,
     metric_axis,
+    tooltip,
+    visible,
 )
+from normexp.reporting.frame import interval_row
 from normexp.reporting.metric import Metric, describe_metric
-from normexp.reporting.numbers import format_interval
-from normexp.reporting.rows import Row, interval_columns
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.reporting.style import DIVERGED, Style
+from normexp.reporting.style import DIVERGED
 from normexp.stats import mean
 
 MOST_POINTS = 60  # of one curve; more cannot be told apart at the width of a figure
-History = dict[str, dict[int, list[float]]]  # metric -> samples seen -> one value per seed
+History = dict[str, dict[str, pd.DataFrame]]  # by cell and metric
+CROSS = "M-1,-1L1,1M1,-1L-1,1"
+DIAGNOSTICS = {
+    "output_rms": "rms of the output",
+    "input_std": "sd of the input",
+    "dead": "share of channels that are dead behind a ReLU",
+    "running_gap": "|batch mean - running mean| / running sd",
+    "saturated": "share of values where the norm is flat",
+    "grad_norm": "gradient norm of the norm's parameters",
+}
 
 
-def read_history(cell: Cell) -> History:
-    """Finite values of all ended seeds by metric and samples seen; no curve where a file is torn.
+def draw_history(part: Slice, styles: Styles) -> list[Figure]:
+    """Training loss and validation metric over samples; then diagnostics at the end of training.
 
-    A seed that diverged ends where its values do; nothing goes on in its place.
+    Curves are of the smallest and the largest size, diagnostics of the smallest.
     """
-    history: History = defaultdict(lambda: defaultdict(list))
-    for run in cell.runs:
-        path = run.directory / METRICS_FILE
-        if run.result.status == "failed" or not path.exists():
-            continue
-        try:
-            rows = read_metrics(path)
-        except UserError:  # the result stands; a curve is not worth failing for
-            continue
-        for row in rows:
-            if math.isfinite(row.value):
-                history[row.name][row.samples_seen].append(row.value)
-    return history
+    history = _read_history(part)
+    metrics = dict.fromkeys(["train/loss", part.metric.selection_name])
+    curves = [_draw_curve(part, styles, history, describe_metric(name)) for name in metrics]
+    return [*filter(None, curves), *_draw_sites(part, styles, history)]
 
 
-def draw_curves(
-    part: Slice, styles: dict[str, Style], histories: dict[str, History]
-) -> list[Figure]:
-    """Training loss and the validation metric over samples, at the smallest and largest size."""
-    names = ("train/loss", part.metric.selection_name)
-    return [
-        figure
-        for name in dict.fromkeys(names)
-        if (figure := _draw(part, styles, histories, describe_metric(name))) is not None
-    ]
+def _read_history(part: Slice) -> History:
+    """Finite values of all seeds, by cell and metric: columns `samples` and `value`.
+
+    A diverged seed ends where its values do, and nothing stands in for it. A run whose file is torn
+    has no curve; its result is not worth failing for that.
+    """
+    ends = part.points["cell"][part.points["size"].isin([part.sizes[0], part.sizes[-1]])]
+    runs = part.runs[part.runs["cell"].isin(ends) & (part.runs["status"] != "failed")]
+    rows = []
+    for cell, directory in zip(runs["cell"], runs["directory"], strict=True):
+        with suppress(UserError):
+            for row in read_metrics(Path(directory) / METRICS_FILE):
+                if math.isfinite(row.value):
+                    rows.append((cell, row.name, row.samples_seen, row.value))
+    table = pd.DataFrame(rows, columns=["cell", "name", "samples", "value"])
+    return {
+        str(cell): {str(name): own for name, own in of_cell.groupby("name", sort=False)}
+        for cell, of_cell in table.groupby("cell", sort=False)
+    }
 
 
-def _draw(
-    part: Slice, styles: dict[str, Style], histories: dict[str, History], metric: Metric
-) -> Figure | None:
-    sizes = sorted({part.sizes[0], part.sizes[-1]})
+def _draw_curve(part: Slice, styles: Styles, history: History, metric: Metric) -> Figure | None:
     rows = [
         row
-        for line in part.lines.values()
-        for size in sizes
-        if (cell := line.at(size)) is not None
-        for row in _curve(cell, histories.get(cell.id, {}), metric, size)
+        for point in part.points.to_dict("records")
+        if point["size"] in (part.sizes[0], part.sizes[-1])
+        for row in _curve(point, history.get(point["cell"], {}).get(metric.name), metric)
     ]
     counts = Counter((row["norm"], row["size"]) for row in rows)
-    if max(counts.values(), default=0) < 2:  # one validation is a point, and no curve
+    if max(counts.values(), default=0) < 2:  # a single validation is a point, not a curve
         return None
-    norms, axis = list(part.lines), AXIS_WORDS[part.axis]
     panels = [
-        _panel(norms, styles, metric_axis(metric, own), size, axis)
-        for size in sizes
+        _panel(part, styles, metric_axis(metric, own), size)
+        for size in sorted({part.sizes[0], part.sizes[-1]})
         if (own := [row for row in rows if row["size"] == size])
     ]
     chart = alt.vconcat(*panels, data=ROWS) if len(panels) > 1 else panels[0].properties(data=ROWS)
     caption = (
         f"{metric.label} over training samples: mean over seeds with its 95 % t interval as band. "
-        "A cross marks the last value of a norm of which seeds diverged; the mean then goes on "
-        "over the seeds that are left."
+        "A cross marks the last value of a norm with diverged seeds; the mean then continues "
+        "over the remaining seeds."
     )
-    leaking = [norm for norm, line in part.lines.items() if _leaks_in_training(line.all_cells)]
-    if metric.name == "train/loss" and leaking:
+    leaking = part.points["norm"][part.points["leaks_in_training"]].unique()
+    if metric.name == "train/loss" and len(leaking):
         caption += (
-            f" Not comparable: {', '.join(leaking)}. In training a later position moves an "
-            "earlier output there, so that this loss is no likelihood."
+            f" Not comparable: {', '.join(leaking)}. While training, these let later positions "
+            "influence earlier outputs, so this loss is not a likelihood."
         )
     name = "curves_" + metric.name.replace("/", "_")
-    return finish(name, f"{metric.label} during training", caption, chart, rows, part)
+    return make_figure(name, f"{metric.label} during training", caption, chart, rows, part)
 
 
-def _leaks_in_training(cells: Sequence[Cell]) -> bool:
-    return any(cell.config.get("leaks_future_in_training") for cell in cells)
-
-
-def _curve(cell: Cell, history: History, metric: Metric, size: int) -> list[Row]:
-    points = sorted(history.get(metric.name, {}).items())
+def _curve(point: Mapping[str, Any], values: pd.DataFrame | None, metric: Metric) -> list[Row]:
+    """At most MOST_POINTS rows of one norm at one size, the last point always among them."""
+    if values is None:
+        return []
+    points = list(values.groupby("samples")["value"])
     every = math.ceil(len(points) / MOST_POINTS)
-    kept = [point for i, point in enumerate(points) if (len(points) - 1 - i) % max(every, 1) == 0]
-    rows = []
-    for samples, values in kept:
-        interval = mean([metric.scale * value for value in values])
-        rows.append(
-            {"norm": cell.norm, "size": size, "samples": samples, "lost": False}
-            | interval_columns(interval)
-            | {"text": format_interval(interval, metric.digits), "directory": str(cell.directory)}
-        )
-    if rows and cell.seeds("diverged"):
-        rows[-1]["lost"] = True
+    rows = [
+        {"norm": point["norm"], "size": point["size"], "samples": samples, "lost": False}
+        | interval_row(mean(metric.scale * own), metric.digits)
+        | {"directory": point["cell"]}
+        for samples, own in points[(len(points) - 1) % every :: every]
+    ]
+    rows[-1]["lost"] = point["diverged"] > 0
     return rows
 
 
-def _panel(norms: Sequence[str], styles: dict[str, Style], y: alt.Y, size: int, axis: str) -> Any:
-    colour, _, dash = encode_norm(list(norms), styles)
+def _panel(part: Slice, styles: Styles, y: alt.Y, size: int) -> Any:
+    colour, _, dash = encode_norm(part.norms, styles)
     colour = colour.legend(
         symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1, symbolSize=300
     )
@@ -133,26 +136,67 @@ def _panel(norms: Sequence[str], styles: dict[str, Style], y: alt.Y, size: int, 
         .axis(format="~s", tickCount=6, labelExpr="datum.value ? datum.label : '0'")
         .scale(zero=True, nice=False)
     )
-    # The loss of a seed about to diverge is a number of many digits.
+    # The loss of a seed about to diverge has many digits.
     y = y.axis(labelExpr="abs(datum.value) < 1e6 ? datum.label : format(datum.value, '.2~e')")
-    base = alt.Chart().transform_filter(VISIBLE).transform_filter(f"datum.size == {size}")
-    tip = [
-        alt.Tooltip(f"{field}:N", title=title)
-        for field, title in {
-            "norm": "norm",
-            "samples": "samples seen",
-            "text": "mean [95 % interval]",
-            "n": "seeds",
-            "directory": "directory",
-        }.items()
-    ]
+    base = visible().transform_filter(f"datum.size == {size}")
+    cross = base.mark_point(shape=CROSS, size=50, stroke=DIVERGED, strokeWidth=2)
+    tip = tooltip("norm", "samples", "text", "n", "directory")
     return alt.layer(
         base.mark_area(opacity=1, fillOpacity=0.15).encode(
             x, alt.Y("low:Q"), alt.Y2("high:Q"), colour
         ),
         base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
         base.mark_point(filled=True, fillOpacity=0, size=60).encode(x, y, tooltip=tip),
-        base.mark_point(shape="M-1,-1L1,1M1,-1L-1,1", size=50, stroke=DIVERGED, strokeWidth=2)
-        .transform_filter("datum.lost")
-        .encode(x, y),
-    ).properties(width=WIDTH, height=HEIGHT * 0.65, title=f"{axis} {size}")
+        cross.transform_filter("datum.lost").encode(x, y),
+    ).properties(width=WIDTH, height=HEIGHT * 0.65, title=f"{AXIS_WORDS[part.axis]} {size}")
+
+
+def _draw_sites(part: Slice, styles: Styles, history: History) -> list[Figure]:
+    """One figure per diagnostic: norm sites in order of depth, a line per norm."""
+    rows = _site_rows(part, history)
+    where = f"{AXIS_WORDS[part.axis]} {part.sizes[0]}"
+    figures = []
+    for name, title in DIAGNOSTICS.items():
+        own = [row for row in rows if row["diagnostic"] == name]
+        if own:
+            chart = _site_chart(part, styles, title, list(dict.fromkeys(r["site"] for r in own)))
+            caption = f"{title} at each norm site after training, {where}; mean over seeds."
+            heading = f"{title}, {where}"
+            figures.append(make_figure(f"sites_{name}", heading, caption, chart, own, part))
+    return figures
+
+
+def _site_chart(part: Slice, styles: Styles, title: str, sites: list[str]) -> Any:
+    colour, shape, dash = encode_norm(part.norms, styles)
+    x = alt.X("site:N", title="norm site, by depth", sort=sites).axis(
+        labelAngle=-45, labelLimit=130, labelOverlap="greedy"
+    )
+    y = alt.Y("value:Q", title=title).scale(zero=False)
+    tip = tooltip("norm", "site", "value:Q", "n:Q", "directory")
+    dots = visible().mark_point(filled=True, opacity=1, size=44)
+    return alt.layer(
+        visible().mark_line(strokeWidth=1.4).encode(x, y, colour, dash),
+        dots.encode(x, y, colour, shape, tooltip=tip),
+        data=ROWS,
+    ).properties(width=560, height=220)
+
+
+def _site_rows(part: Slice, history: History) -> list[Row]:
+    rows = []
+    for point in part.smallest.to_dict("records"):
+        for name, values in history.get(point["cell"], {}).items():
+            if name.startswith("diagnostics/"):
+                site, _, diagnostic = name.removeprefix("diagnostics/").rpartition("/")
+                last = values["value"][values["samples"] == values["samples"].max()]
+                rows.append(
+                    {
+                        "norm": point["norm"],
+                        "size": point["size"],
+                        "site": site,
+                        "diagnostic": diagnostic,
+                        "value": float(last.mean()),
+                        "n": len(last),
+                        "directory": point["cell"],
+                    }
+                )
+    return rows

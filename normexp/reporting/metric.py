@@ -1,14 +1,22 @@
-"""What a metric is called on an axis, which way is better, and which difference is small."""
+"""How a metric and its numbers are written: names, units, direction, tolerance and digits.
+
+Imported while training, so this file imports neither pandas, scipy nor altair.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from normexp.errors import UserError
 
-# The first of these that a setting has is its main metric.
+if TYPE_CHECKING:
+    from normexp.stats import Interval
+
+# The main metric is the first of these that was recorded.
 PREFERRED = (
     "test/accuracy",
     "test/bits_per_byte",
@@ -18,16 +26,18 @@ PREFERRED = (
     "val/loss",
 )
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
+MOST_DIGITS = 4
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric as reports show it: values are multiplied by `scale`.
+    """A metric as reports show it.
 
-    label: axis title with its unit
-    unit: the word behind a difference
-    tolerance: a difference within it, in `unit`, is called a tie
-    digits: decimals at least
+    label: axis title, with the unit
+    unit: unit of a difference
+    scale: factor from recorded to shown values
+    tolerance: differences within it, in `unit`, are called ties
+    digits: minimum number of decimals
     """
 
     name: str
@@ -46,13 +56,17 @@ class Metric:
 
     @property
     def selection_name(self) -> str:
-        """The metric on which a learning rate may be chosen: never one on test."""
+        """The metric that a learning rate may be chosen by: never one on test data."""
         split, _, rest = self.name.partition("/")
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
 
+    def format(self, interval: Interval) -> str:
+        """`1.2 [0.6, 1.9] points`."""
+        return f"{format_interval(interval, self.digits)} {self.unit}".strip()
+
 
 def describe_metric(name: str, tolerance: float | None = None) -> Metric:
-    """Label, unit and direction of a metric by its name; `tolerance` overrides the default."""
+    """The metric of that name; `tolerance` overrides its default."""
     path, _, statistics = name.partition("@")
     split, _, kind = path.rpartition("/")
     words = f"{split} {kind.replace('_', ' ')}".strip()
@@ -68,17 +82,59 @@ def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     return Metric(name, label + suffix, unit, scale, higher, limit, digits)
 
 
-def choose_metric(available: Collection[str], asked: str | None) -> str | None:
-    """The metric of a setting: the one asked for, else the first preferred one it has."""
-    if asked is not None:
-        return asked if asked in available else None
-    return next((name for name in PREFERRED if name in available), None)
+def choose_metric(available: Collection[str], wanted: str | None) -> str | None:
+    """`wanted`, or the first preferred metric if None; None if it is not available."""
+    names = PREFERRED if wanted is None else (wanted,)
+    return next((name for name in names if name in available), None)
 
 
-def require_metric(asked: str | None, available: Collection[str]) -> None:
-    """UserError with the nearest names where no run at all has the metric asked for."""
-    if asked is None or asked in available:
+def require_metric(wanted: str | None, available: Collection[str]) -> None:
+    """Raises UserError with the nearest names if no run has the metric."""
+    if wanted is None or wanted in available:
         return
-    nearest = difflib.get_close_matches(asked, available, n=3, cutoff=0.4) or sorted(available)[:6]
-    names = ", ".join(nearest) or "none at all"
-    raise UserError(f"metric={asked}: no run has it; these are there: {names}")
+    nearest = difflib.get_close_matches(wanted, available, n=3, cutoff=0.4)
+    names = ", ".join(nearest or sorted(available)[:6]) or "no metric at all"
+    raise UserError(f"metric={wanted}: no run has it; the runs have {names}")
+
+
+def format_interval(interval: Interval, digits: int) -> str:
+    """`1.2 [0.6, 1.9]` with at least `digits` decimals; `1.2` without bounds, `-` without a value.
+
+    The number of decimals follows the width of the interval, and a bound that excludes 0 is not
+    shown as 0.
+    """
+    if interval.estimate is None:
+        return "-"
+    if interval.low is None or interval.high is None:
+        return f"{interval.estimate:.{digits}f}"
+    shown = _digits_of(interval.low, interval.high, digits)
+    estimate, low, high = (
+        f"{round(x, shown) + 0.0:.{shown}f}"  # + 0.0 turns -0.0 into 0.0
+        for x in (interval.estimate, interval.low, interval.high)
+    )
+    return f"{estimate} [{low}, {high}]"
+
+
+def format_signed(value: float, digits: int) -> str:
+    """`+1.2`; `+0.0` also for a negative value that rounds to 0."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
+def negated(interval: Interval) -> Interval:
+    """The interval of the opposite sign."""
+    if interval.estimate is None:
+        return interval
+    low = None if interval.high is None else -interval.high
+    high = None if interval.low is None else -interval.low
+    return replace(interval, estimate=-interval.estimate, low=low, high=high)
+
+
+def _digits_of(low: float, high: float, digits: int) -> int:
+    half_width = (high - low) / 2
+    has_width = half_width > 1e-9 * max(abs(low), abs(high))  # else only floating-point noise
+    wanted = max(digits, math.ceil(-math.log10(half_width))) if has_width else digits
+    excludes_zero = low > 0 or high < 0
+    nearest = min(abs(low), abs(high))
+    while excludes_zero and wanted < MOST_DIGITS and round(nearest, wanted) == 0:
+        wanted += 1
+    return min(wanted, MOST_DIGITS)

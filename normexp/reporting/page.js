@@ -21,7 +21,7 @@ function merged(base, extra) {
   return result;
 }
 
-// The specification at the width that is there; `shrink` is what the last try was too wide.
+// The specification for the available width; `shrink`: pixels by which the last try was too wide.
 function fitted(spec, room, shrink) {
   const copy = structuredClone(spec);
   const fit = copy.usermeta.fit;
@@ -149,16 +149,3 @@ addEventListener("resize", () => {
   clearTimeout(waiting);
   waiting = setTimeout(() => redraw((c) => figures.get(c).width !== c.clientWidth), 200);
 });
-
-// Served on localhost, the page follows its study; opened from disk, it asks nobody for anything.
-if (location.protocol === "http:") {
-  let version;
-  setInterval(async () => {
-    try {
-      const answer = await fetch(location.href, { method: "HEAD", cache: "no-store" });
-      const now = answer.headers.get("ETag");
-      if (version && now !== version) location.reload();
-      version = now;
-    } catch { /* the server was stopped; the page stays as it is */ }
-  }, 2000);
-}

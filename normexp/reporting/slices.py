@@ -1,16 +1,23 @@
-"""A study cut into slices: norms against the one size that varies, everything else alike."""
+"""Labelled cells, cut into slices: norms against the one size that varies, all else alike."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from normexp.reporting.cells import Cell, Settings, describe_settings
+from normexp.reporting.frame import (
+    SIZES,
+    StudyRecords,
+    config_columns,
+    metric_names,
+    values_of,
+    varying_columns,
+)
 from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
 from normexp.reporting.style import order_norms
 
@@ -19,164 +26,332 @@ AXIS_TITLES = {
     "batch_size": "batch size (samples per optimizer step)",
 }
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
-
-
-@dataclass(frozen=True)
-class Line:
-    """One norm along the sizes of a slice.
-
-    cells: by size; a size that was not run is absent
-    independent: the one cell of a norm that was measured not to mix samples, where the norm batch
-        size varies; it stands for every size and `cells` is empty then
-    """
-
-    norm: str
-    cells: dict[int, Cell]
-    independent: Cell | None = None
-
-    def at(self, size: int) -> Cell | None:
-        return self.independent or self.cells.get(size)
-
-    @property
-    def all_cells(self) -> list[Cell]:
-        return [self.independent] if self.independent else list(self.cells.values())
+# Config keys that belong to the norm, so they may differ between norms that are compared.
+NORM_KEYS = ("norm", "act", "conv", "residual_scale", "placement", "qk_norm")
+# Measured, derived from the sizes, or without effect on a result.
+IGNORED = ("mixes_samples", "leaks_future", "stacked", "log_every", "split")
+# May follow from the batch size (a budget in samples, a half-life): they separate cells only if
+# they differ between cells of one size.
+DERIVED = ("epochs", "num_steps", "optim.momentum")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Norms along one size. `fixed` says in words at which other size."""
+    """Norms along one size, the axis.
+
+    title: model, data and what else tells the slice from others; `fixed`: the other size, in words
+    slug: suffix of file names
+    points: a row per norm and size that was run, by norm and size: the columns of `build_cells`,
+        `size`, `recorded` (seeds with a value) and `independent`. Along norm_batch_size, a norm
+        that does not mix samples is independent: its one cell stands at every size.
+    values: the metric as (seeds, cells), see `values_of`
+    searched: cells that differ in learning rate alone, a row each: `size`, and `chosen` for the one
+        among `points`
+    runs: the runs of all these cells
+    """
 
     title: str
     fixed: str
     slug: str
     axis: str
     sizes: list[int]
-    lines: dict[str, Line]
     metric: Metric
-    searched: dict[str, list[Cell]]
+    points: pd.DataFrame
+    values: pd.DataFrame
+    searched: pd.DataFrame
+    runs: pd.DataFrame
 
     @property
-    def cells(self) -> list[Cell]:
-        return [cell for line in self.lines.values() for cell in line.all_cells]
+    def heading(self) -> str:
+        return f"{self.title}, {self.fixed}"
+
+    @property
+    def norms(self) -> list[str]:
+        return list(self.points["norm"].unique())
+
+    @property
+    def data(self) -> str:
+        return self.points["data"].iloc[0]
+
+    @property
+    def model(self) -> str:
+        return self.points["model"].iloc[0]
+
+    @property
+    def smallest(self) -> pd.DataFrame:
+        """The points at the smallest size."""
+        return self.points[self.points["size"] == self.sizes[0]]
+
+    def lines(self) -> Iterator[tuple[str, pd.DataFrame]]:
+        """Each norm with its points."""
+        for norm in self.norms:
+            yield norm, self.points[self.points["norm"] == norm]
+
+
+def build_cells(records: StudyRecords) -> pd.DataFrame:
+    """A row per cell, ordered by norm and sizes.
+
+    study, cell (its folder), model, data, lr, invalid, error: as recorded
+    norm: the label of its line: the norm with the knobs in which it differs from others of its
+        name, and the study if there are several; `base`: the label without the study
+    batch_size, micro_batch_size, norm_batch_size: effective, never None; protocol: `full`,
+        `accumulated` or `ghost`
+    mixes_samples: False if the norm was measured not to look across samples
+    settings: what must be equal for cells to be compared; `title`: how it differs from others
+    expected, diverged, failed, missing: numbers of seeds
+    """
+    runs = records.runs
+    first = runs.drop_duplicates("cell").set_index("cell", drop=False)
+    config = first[config_columns(runs)].rename_axis(None)
+    cells = _measured_columns(first.rename_axis(None), runs, config, records.num_seeds)
+    is_several = len(records.num_seeds) > 1
+    names = cells["name"] + (" · " + cells["study"] if is_several else "")
+    keys = _setting_keys(cells.assign(norm=names), config, is_several=is_several)
+    cells["settings"] = _as_keys(config[keys])
+    suffix = _knob_words(cells.assign(norm=names), config)
+    suffix += pd.Series(np.where(cells["invalid"].notna(), " INVALID", ""), cells.index)
+    suffix += _protocol_words(cells.assign(norm=names + suffix))
+    cells["norm"], cells["base"] = names + suffix, cells["name"] + suffix
+    cells["title"] = _titles(cells["settings"], config[keys])
+    rank = {norm: place for place, norm in enumerate(order_norms(cells["norm"]))}
+    order = cells.assign(rank=cells["norm"].map(rank), lr=cells["lr"].fillna(0).astype(float))
+    order = order.sort_values(["rank", "batch_size", "norm_batch_size", "lr"], kind="stable")
+    return cells.loc[order.index].reset_index(drop=True)
 
 
 def build_slices(
-    cells: Sequence[Cell], *, metric: str | None, tolerance: float | None
+    cells: pd.DataFrame, runs: pd.DataFrame, *, metric: str | None, tolerance: float | None
 ) -> list[Slice]:
-    """Every slice of the cells; settings without the metric that was asked for have none."""
-    panels: dict[Settings, list[Cell]] = defaultdict(list)
-    for cell in cells:
-        panels[cell.settings].append(cell)
+    """Every slice of the cells; settings without the metric asked for have none."""
     slices = []
-    for settings, members in panels.items():
-        available = {name for cell in members for run in cell.runs for name in run.result.metrics}
+    for _, panel in cells.groupby("settings", sort=False):
+        own = runs[runs["cell"].isin(panel["cell"])]
+        available = metric_names(own)
         name = choose_metric(available, metric)
-        if not available:  # all diverged or failed, which is worth saying too
+        if not available:  # all diverged or failed, which is worth reporting too
             name = metric or PREFERRED[0]
         if name is not None:
-            title = describe_settings(settings, panels)
-            slices += _slices_of(members, title, describe_metric(name, tolerance))
+            slices += _slices_of(panel, own, describe_metric(name, tolerance))
     return _with_slugs(slices)
 
 
-def align(line: Line, sizes: Sequence[int], metric: Metric) -> tuple[np.ndarray, list[int]]:
-    """Values (num_seeds, num_sizes) of a line and its seeds; NaN where there is no finished run."""
-    columns = [cell.values(metric) if (cell := line.at(size)) else {} for size in sizes]
-    seeds = sorted({run.result.seed for cell in line.all_cells for run in cell.runs})
-    table = [[column.get(seed, np.nan) for column in columns] for seed in seeds]
-    return np.array(table, dtype=np.float64).reshape(len(seeds), len(sizes)), seeds
+def _measured_columns(
+    first: pd.DataFrame, runs: pd.DataFrame, config: pd.DataFrame, num_seeds: dict[str, int]
+) -> pd.DataFrame:
+    """The columns of a cell that need no other cell."""
+    absent = pd.Series(None, first.index, dtype=object)
+
+    def recorded(key: str) -> pd.Series:
+        return config.get(key, absent)
+
+    batch_size = recorded("batch_size").astype(int)
+    micro = recorded("micro_batch_size").fillna(batch_size).astype(int)
+    norm_size = recorded("norm_batch_size").fillna(micro).astype(int)
+    by_cell = runs.groupby("cell", sort=False)
+    counts = pd.crosstab(runs["cell"], runs["status"]).reindex(first.index)
+    counts = counts.reindex(columns=["finished", "diverged", "failed"], fill_value=0)
+    expected = first["study"].map(num_seeds)
+    name = recorded("norm").fillna("-").astype(str)
+    target = recorded("norm._target_").fillna(name).astype(str).str.rpartition(".")[2]
+    table = first[["study", "cell"]].assign(
+        name=name.where(name != "custom", target),
+        model=recorded("model").fillna("-").astype(str),
+        data=recorded("data").fillna("-").astype(str),
+        lr=recorded("lr"),
+        batch_size=batch_size,
+        micro_batch_size=micro,
+        norm_batch_size=norm_size,
+        mixes_samples=recorded("mixes_samples").map(lambda x: x is not False).astype(bool),
+        protocol=np.select(
+            [norm_size < micro, micro < batch_size], ["ghost", "accumulated"], "full"
+        ),
+        num_groups=recorded("norm.num_groups"),
+        leaks_in_training=recorded("leaks_future_in_training").map(bool).astype(bool),
+        invalid=by_cell["invalid"].first(),
+        error=by_cell["error"].first(),
+        expected=expected,
+        missing=expected - by_cell.size(),
+    )
+    return table.join(counts)
 
 
-def choose_lr(cells: Sequence[Cell], metric: Metric) -> Cell:
-    """The cell whose learning rate is best on the validation metric; on test nothing is chosen.
-
-    Cells with fewer runs that diverged or failed go first, then the mean over seeds decides.
-    """
-    sign = 1.0 if metric.higher_is_better else -1.0
-    selection = describe_metric(metric.selection_name)
-
-    def rank(cell: Cell) -> tuple[int, float]:
-        values = cell.values(selection)
-        mean = sign * fmean(values.values()) if values else -np.inf
-        return -len(cell.seeds("diverged")) - len(cell.seeds("failed")), mean
-
-    return max(cells, key=rank)
-
-
-def _slices_of(cells: list[Cell], title: str, metric: Metric) -> list[Slice]:
-    mixing = [cell for cell in cells if cell.mixes_samples] or cells
-    batch_sizes = sorted({cell.batch_size for cell in cells})
-    slices = []
-    for batch_size in batch_sizes:
-        sizes = {cell.norm_batch_size for cell in mixing if cell.batch_size == batch_size}
-        if len(sizes) > 1:
-            slices.append(_norm_axis(cells, batch_size, sizes, title, metric))
-    follows = [c for c in cells if not c.mixes_samples or c.norm_batch_size == c.batch_size]
-    ways = {"norm batch size = batch size": follows}
-    if not slices:
-        ways |= {
-            f"norm batch size {size}": [
-                c for c in cells if not c.mixes_samples or c.norm_batch_size == size
-            ]
-            for size in sorted({c.norm_batch_size for c in mixing})
+def _setting_keys(cells: pd.DataFrame, config: pd.DataFrame, *, is_several: bool) -> list[str]:
+    """The config keys that separate cells into comparable ones."""
+    keys = [
+        key
+        for key in sorted(config)
+        if key not in (*SIZES, "lr") and not _is_norm_key(key) and not key.startswith(IGNORED)
+    ]
+    if is_several:  # drop what only tells the studies apart; the comparison of studies lists it
+        within = {
+            key for _, own in config[keys].groupby(cells["study"]) for key in varying_columns(own)
         }
+        between = set(varying_columns(config[keys])) - within
+        keys = [key for key in keys if key not in between]
+    derived = [key for key in DERIVED if key in keys]
+    rest = [key for key in keys if key not in derived]
+    alike = cells.assign(settings=_as_keys(config[rest]))
+    return [key for key in keys if key not in derived or not _follows_from_size(alike, config[key])]
+
+
+def _follows_from_size(cells: pd.DataFrame, column: pd.Series) -> bool:
+    """True if the column has one value wherever norm, sizes and settings are equal."""
+    place = [cells[key] for key in ("settings", "norm", "batch_size", "norm_batch_size")]
+    return column.map(repr).groupby(place).nunique().max() == 1
+
+
+def _knob_words(cells: pd.DataFrame, config: pd.DataFrame) -> pd.Series:
+    """The knobs in which norms of one name differ: ` num_groups=8`."""
+    words = pd.Series("", cells.index, dtype=object)
+    for _, same in cells.groupby("norm", sort=False):
+        own = config.loc[same.index, [key for key in sorted(config) if _is_norm_key(key)]]
+        for key in varying_columns(own):
+            if key == "norm.momentum" and _follows_from_size(same, own[key]):
+                continue
+            words[same.index] += own[key].map(f" {key.removeprefix('norm.')}={{}}".format)
+    return words
+
+
+def _protocol_words(cells: pd.DataFrame) -> pd.Series:
+    """` ghost` or ` accumulated` for norms that reach one size in both ways."""
+    place = ["settings", "norm", "batch_size", _size_key(cells), cells["lr"].map(repr)]
+    ways = cells.groupby(place)["protocol"].transform("nunique")
+    doubled = cells["norm"].isin(cells["norm"][ways > 1])
+    return (" " + cells["protocol"]).where(doubled, "")
+
+
+def _titles(settings: pd.Series, config: pd.DataFrame) -> pd.Series:
+    """For each cell the settings in which it differs from others: `resnet on cifar10, epochs=3`."""
+    knobs = [
+        key
+        for key in varying_columns(config.loc[settings.drop_duplicates().index])
+        if key not in ("model", "data") and not key.startswith(("model.", "data."))
+    ]
+
+    def title(row: dict[str, Any]) -> str:
+        names = [str(row[key]) for key in ("model", "data") if row.get(key)]
+        return ", ".join([" on ".join(names) or "all", *(f"{key}={row[key]}" for key in knobs)])
+
+    return pd.Series([title(row) for row in config.to_dict("records")], config.index)
+
+
+def _is_norm_key(key: str) -> bool:
+    return key.partition(".")[0] in NORM_KEYS
+
+
+def _as_keys(config: pd.DataFrame) -> pd.Series:
+    """One hashable value per row, equal for equal rows."""
+    return config.map(repr).agg(" ".join, axis=1) if len(config.columns) else config.index.map(str)
+
+
+def _size_key(cells: pd.DataFrame) -> pd.Series:
+    """The norm batch size, 0 for all norms that do not mix samples."""
+    return cells["norm_batch_size"].where(cells["mixes_samples"], 0).rename("size_key")
+
+
+def _slices_of(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> list[Slice]:
+    """Slices along the norm batch size if it varies, and along the batch size if that does."""
+    mixing = cells[cells["mixes_samples"]] if cells["mixes_samples"].any() else cells
+    follows = ~cells["mixes_samples"] | (cells["norm_batch_size"] == cells["batch_size"])
+    sizes = {
+        int(batch_size): sorted(own["norm_batch_size"].unique().tolist())
+        for batch_size, own in mixing.groupby("batch_size")
+    }
+    slices = [
+        _norm_axis(cells, runs, metric, batch_size, own)
+        for batch_size, own in sizes.items()
+        if len(own) > 1
+    ]
+    ways = {"norm batch size = batch size": cells[follows]}
+    if not slices:
+        for size in sorted(mixing["norm_batch_size"].unique().tolist()):
+            is_here = ~cells["mixes_samples"] | (cells["norm_batch_size"] == size)
+            ways[f"norm batch size {size}"] = cells[is_here]
     seen: list[set[str]] = []
     for fixed, chosen in ways.items():
-        ids = {cell.id for cell in chosen}
-        if len({cell.batch_size for cell in chosen}) > 1 and not any(ids <= old for old in seen):
-            slices.append(_batch_axis(chosen, title, fixed, metric))
+        ids = set(chosen["cell"])
+        if chosen["batch_size"].nunique() > 1 and not any(ids <= earlier for earlier in seen):
+            slices.append(_batch_axis(chosen, runs, metric, fixed))
             seen.append(ids)
-    if slices:
-        return slices
-    return [
-        _norm_axis(
-            cells,
-            size,
-            {c.norm_batch_size for c in mixing if c.batch_size == size} or {size},
-            title,
-            metric,
-        )
-        for size in batch_sizes
+    return slices or [
+        _norm_axis(cells, runs, metric, size, sizes.get(size) or [size])
+        for size in sorted(cells["batch_size"].unique().tolist())
     ]
 
 
 def _norm_axis(
-    cells: list[Cell], batch_size: int, sizes: set[int], title: str, metric: Metric
+    cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric, batch_size: int, sizes: list[int]
 ) -> Slice:
-    here = [cell for cell in cells if cell.batch_size == batch_size]
-    chosen, searched = _one_lr(here, metric)
-    lines = {}
-    for norm in order_norms(cell.norm for cell in chosen):
-        own = [cell for cell in chosen if cell.norm == norm]
-        alone = next((cell for cell in own if not cell.mixes_samples), None)
-        by_size = {} if alone else {cell.norm_batch_size: cell for cell in own}
-        lines[norm] = Line(norm, dict(sorted(by_size.items())), alone)
-    fixed = f"batch size {batch_size}"
-    return Slice(title, fixed, "", "norm_batch_size", sorted(sizes), lines, metric, searched)
+    chosen, searched = _choose_rates(cells[cells["batch_size"] == batch_size], runs, metric)
+    alone = chosen["norm"][~chosen["mixes_samples"]]
+    points = chosen[~chosen["mixes_samples"] | ~chosen["norm"].isin(alone)]
+    fixed, axis = f"batch size {batch_size}", "norm_batch_size"
+    at_sizes = [_at_sizes(table, sizes) for table in (points, searched)]
+    return _slice(axis, fixed, sizes, *at_sizes, runs, metric)
 
 
-def _batch_axis(cells: list[Cell], title: str, fixed: str, metric: Metric) -> Slice:
-    chosen, searched = _one_lr(cells, metric)
-    lines = {}
-    for norm in order_norms(cell.norm for cell in chosen):
-        own = {cell.batch_size: cell for cell in chosen if cell.norm == norm}
-        lines[norm] = Line(norm, dict(sorted(own.items())))
-    sizes = sorted({cell.batch_size for cell in chosen})
-    return Slice(title, fixed, "", "batch_size", sizes, lines, metric, searched)
+def _at_sizes(cells: pd.DataFrame, sizes: list[int]) -> pd.DataFrame:
+    """Cells at their norm batch size, or at every size if they do not mix samples."""
+    mixing, alone = cells[cells["mixes_samples"]], cells[~cells["mixes_samples"]]
+    repeated = alone.merge(pd.DataFrame({"size": sizes}), how="cross")
+    own = mixing.assign(size=mixing["norm_batch_size"])
+    return pd.concat([own.assign(independent=False), repeated.assign(independent=True)])
 
 
-def _one_lr(cells: list[Cell], metric: Metric) -> tuple[list[Cell], dict[str, list[Cell]]]:
-    """One cell per norm and sizes, the others' learning rates aside; and what was searched."""
-    places: dict[tuple[str, int, int | None], list[Cell]] = defaultdict(list)
-    for cell in cells:
-        size = cell.norm_batch_size if cell.mixes_samples else None
-        places[cell.norm, cell.batch_size, size].append(cell)
-    searched = {choose_lr(same, metric).id: same for same in places.values() if len(same) > 1}
-    return [choose_lr(same, metric) for same in places.values()], searched
+def _batch_axis(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric, fixed: str) -> Slice:
+    chosen, searched = _choose_rates(cells, runs, metric)
+    sizes = sorted(chosen["batch_size"].unique().tolist())
+    points = chosen.assign(size=chosen["batch_size"], independent=False)
+    searched = searched.assign(size=searched["batch_size"])
+    return _slice("batch_size", fixed, sizes, points, searched, runs, metric)
 
 
-def _with_slugs(slices: list[Slice]) -> list[Slice]:
-    """Short names for files, all different."""
+def _slice(
+    axis: str,
+    fixed: str,
+    sizes: list[int],
+    points: pd.DataFrame,
+    searched: pd.DataFrame,
+    runs: pd.DataFrame,
+    metric: Metric,
+) -> Slice:
+    def ordered(table: pd.DataFrame) -> pd.DataFrame:
+        rank = {norm: place for place, norm in enumerate(order_norms(points["norm"]))}
+        place = table["norm"].map(rank)
+        table = table.assign(place=place).sort_values(["place", "size"], kind="stable")
+        return table.drop(columns="place").reset_index(drop=True)
+
+    points, searched = ordered(points), ordered(searched)
+    own = runs[runs["cell"].isin({*points["cell"], *searched["cell"]})]
+    title, values = points["title"].iloc[0], values_of(own, metric)
+    points["recorded"] = points["cell"].map(values.count())
+    return Slice(title, fixed, "", axis, sizes, metric, points, values, searched, own)
+
+
+def _choose_rates(
+    cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """One cell for each norm and sizes, and all cells of which there was a choice.
+
+    The learning rate is chosen by the validation metric, never on test: first the fewest runs that
+    diverged or failed, then the best mean over seeds.
+    """
+    selection = describe_metric(metric.selection_name)
+    means = values_of(runs[runs["cell"].isin(cells["cell"])], selection).mean()
+    score = cells["cell"].map(means) * (1 if metric.higher_is_better else -1)
+    ranked = cells.assign(
+        place=list(zip(cells["norm"], cells["batch_size"], _size_key(cells), strict=True)),
+        lost=cells["diverged"] + cells["failed"],
+        score=score.fillna(-np.inf),
+    ).sort_values(["lost", "score"], ascending=[True, False], kind="stable")
+    best = ranked.drop_duplicates("place").index
+    ranked = ranked.assign(chosen=ranked.index.isin(best)).sort_index()
+    is_choice = ranked.duplicated("place", keep=False)
+    return cells.loc[ranked.index[ranked["chosen"]]], ranked[is_choice]
+
+
+def _with_slugs(slices: Sequence[Slice]) -> list[Slice]:
+    """With short unique names for files."""
     if len(slices) == 1:
         return [replace(slices[0], slug="main")]
     named = []
@@ -184,3 +359,21 @@ def _with_slugs(slices: list[Slice]) -> list[Slice]:
         words = re.sub(r"[^a-z0-9]+", "_", f"{part.title} {part.fixed}".lower()).strip("_")
         named.append(replace(part, slug=f"{number:02d}_{words[:48].strip('_')}"))
     return named
+
+
+def group_by_data(slices: Iterable[Slice]) -> list[list[Slice]]:
+    """Slices that differ in data set alone, by model if a data set has several."""
+
+    def is_one_per_data(parts: Sequence[Slice]) -> bool:
+        return len({part.data for part in parts}) == len(parts)
+
+    alike: dict[Any, list[Slice]] = {}
+    for part in slices:
+        key = (part.axis, part.metric.name, part.fixed, part.sizes[0], part.sizes[-1])
+        alike.setdefault(key, []).append(part)
+    groups = []
+    for parts in alike.values():
+        models = dict.fromkeys(part.model for part in parts)
+        by_model = [[part for part in parts if part.model == model] for model in models]
+        groups += [parts] if is_one_per_data(parts) else filter(is_one_per_data, by_model)
+    return [group for group in groups if len(group) > 1]

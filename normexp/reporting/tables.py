@@ -1,227 +1,240 @@
-"""The tables of a report: cells, sensitivity, comparisons and runs."""
+"""The tables of a report, each as CSV, Markdown and LaTeX."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
 
-from normexp.reporting.cells import Cell
-from normexp.reporting.comparisons import Comparison
-from normexp.reporting.metric import Metric, choose_metric, describe_metric
-from normexp.reporting.numbers import format_interval
-from normexp.reporting.rows import Row, describe_cell
-from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.reporting.table import Table
-from normexp.reporting.verdict import Loss
-from normexp.stats import Interval, Threshold, iqm, mean, median
+import pandas as pd
 
+from normexp.reporting.frame import metric_names, plain_rows, summarize, values_of
+from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
+from normexp.reporting.slices import AXIS_WORDS
+from normexp.reporting.verdict import Answer
+from normexp.stats import Interval, Sensitivity, Threshold, iqm, mean, median
 
-def cell_table(cells: Sequence[Cell], metric: str | None, tolerance: float | None) -> Table:
-    """One row per cell: its sizes, the mean with interval, median, IQM, and every count."""
-    available = {name for cell in cells for run in cell.runs for name in run.result.metrics}
-    rows = []
-    for cell in cells:
-        own = {name for run in cell.runs for name in run.result.metrics}
-        name = choose_metric(own, metric) or choose_metric(available, metric) or "val/loss"
-        rows.append(_cell_row(cell, describe_metric(name, tolerance)))
-    columns = [
-        "norm",
-        "model",
-        "data",
-        "batch size",
-        "norm batch size",
-        "lr",
-        "metric",
-        "mean [95 % interval]",
-        "median [95 % interval]",
-        "IQM [95 % interval]",
-        "n",
-        "seeds",
-        "diverged",
-        "failed",
-        "missing",
-        "note",
-        "directory",
-    ]
-    return Table("cells", "Cells", columns, rows, numbers=list(_numbers([])))
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "×": r"$\times$",
+        "±": r"$\pm$",
+        "·": r"$\cdot$",
+    }
+)
+NUMBERS = [f"{name}{end}" for name in ("mean", "median", "IQM") for end in ("", " low", " high")]
 
 
-def sensitivity_table(parts: Sequence[tuple[Slice, list[Loss]]]) -> Table:
-    """One row per norm and slice: drop, slope, area and threshold."""
-    rows = []
-    for part, losses in parts:
-        for loss in losses:
-            found, digits = loss.sensitivity, part.metric.digits
-            row = {
-                "norm": loss.norm,
-                "setting": f"{part.title}, {part.fixed}",
-                "size": AXIS_WORDS[part.axis],
-                "metric": part.metric.label,
-                "kind": loss.kind,
-            }
-            if found is not None:
-                row |= {
-                    "from": found.reference_size,
-                    "to": found.smallest_size,
-                    "drop": format_interval(found.drop, digits),
-                    "loss per halving": format_interval(found.slope, digits + 1),
-                    "mean over log2 size": format_interval(found.area, digits),
-                    "threshold": _threshold_words(found.threshold),
-                    "n": found.drop.n,
-                    "seeds": found.num_seeds,
-                }
-            rows.append(row)
-    columns = [
-        "norm",
-        "setting",
-        "size",
-        "metric",
-        "kind",
-        "from",
-        "to",
-        "drop",
-        "loss per halving",
-        "mean over log2 size",
-        "threshold",
-        "n",
-        "seeds",
-    ]
-    return Table("sensitivity", "Batch-size sensitivity", columns, rows)
+@dataclass(frozen=True)
+class Table:
+    """Plain values under named columns; a missing one is shown as `-`, and empty in CSV.
 
-
-def comparison_table(answers: Sequence[tuple[str, Slice, list[Comparison]]]) -> Table:
-    """One row per declared comparison, with p before and after Holm's correction.
-
-    answers: heading, a slice for its axis and metric, and what was compared
+    frame: has `columns`, and may have more
+    numbers: columns of the CSV alone: what a program reads instead of `1.2 [0.6, 1.9]`
     """
+
+    name: str
+    title: str
+    columns: list[str]
+    frame: pd.DataFrame
+    numbers: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return plain_rows(self.frame)
+
+    def to_csv(self) -> str:
+        """Numbers with every digit; a leading apostrophe keeps spreadsheets from running text."""
+        columns, text = [*self.columns, *self.numbers], StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        for row in plain_rows(self.frame, columns):
+            writer.writerow([_without_formula(value) for value in row.values()])
+        return text.getvalue()
+
+    def to_markdown(self) -> str:
+        lines = [self.columns, ["---"] * len(self.columns)]
+        lines += [[text.replace("|", "\\|") for text in line] for line in self.texts()]
+        return f"{self.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def to_latex(self) -> str:
+        """A tabular with booktabs rules."""
+        head, *body = [
+            " & ".join(text.translate(LATEX) for text in line) + r" \\"
+            for line in [self.columns, *self.texts()]
+        ]
+        inner = "\n".join([r"\toprule", head, r"\midrule", *body, r"\bottomrule"])
+        kind = "l" * len(self.columns)
+        return f"% {self.title}\n\\begin{{tabular}}{{{kind}}}\n{inner}\n\\end{{tabular}}\n"
+
+    def texts(self) -> list[list[str]]:
+        """The shown cells, row by row."""
+        return self.frame[self.columns].map(show).to_numpy().tolist()
+
+
+def show(value: Any) -> str:
+    """A value as text on one line."""
+    if value is None or value == "" or value != value:  # NaN
+        return "-"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split())
+
+
+def cell_table(
+    cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None, tolerance: float | None
+) -> Table:
+    """A row per cell: its sizes, the mean with interval, median, IQM, and every count.
+
+    Each cell has the metric asked for, else the first preferred one that it has.
+    """
+    available = set(metric_names(runs))
+    own = {cell: set(metric_names(group)) for cell, group in runs.groupby("cell")}
+    names = cells["cell"].map(
+        lambda cell: choose_metric(own[cell], metric) or choose_metric(available, metric)
+    )
+    parts = [
+        _cell_rows(same, runs, describe_metric(name, tolerance))
+        for name, same in cells.groupby(names.fillna("val/loss"), sort=False)
+    ]
+    columns = [
+        *("norm", "model", "data", "batch size", "norm batch size", "lr", "metric"),
+        *("mean [95 % interval]", "median [95 % interval]", "IQM [95 % interval]"),
+        *("n", "seeds", "diverged", "failed", "missing", "note", "directory"),
+    ]
+    return Table("cells", "Cells", columns, pd.concat(parts).loc[cells.index], NUMBERS)
+
+
+def sensitivity_table(answers: Sequence[Answer]) -> Table:
+    """A row per norm and slice: drop, slope, area and threshold."""
+    columns = [
+        *("norm", "setting", "size", "metric", "kind", "from", "to", "drop", "loss per halving"),
+        *("mean over log2 size", "threshold", "n", "seeds"),
+    ]
+    rows = []
+    for answer in answers:
+        part = answer.parts[0]
+        for loss in answer.losses:
+            setting = [loss.norm, part.heading, AXIS_WORDS[part.axis], part.metric.label, loss.kind]
+            row = dict(zip(columns, setting, strict=False))
+            if loss.sensitivity is not None:
+                row |= _sensitivity_row(loss.sensitivity, part.metric)
+            rows.append(row)
+    frame = pd.DataFrame(rows, columns=columns, dtype=object)
+    return Table("sensitivity", "Batch-size sensitivity", columns, frame)
+
+
+def comparison_table(answers: Sequence[Answer]) -> Table:
+    """A row per declared comparison, with p before and after Holm's correction."""
     rows = [
         {
             "norm": one.norm,
             "reference": one.reference,
-            "setting": heading,
+            "setting": answer.heading,
             "at": f"{AXIS_WORDS[part.axis]} {one.size}",
             "difference (positive: better)": format_interval(one.difference, part.metric.digits),
             "unit": part.metric.unit,
             "probability of improvement": format_interval(one.improvement, 2),
-            "p": one.judgement and one.judgement.p_value,
-            "p after Holm": one.judgement and one.judgement.adjusted_p_value,
+            "p": one.p,
+            "p after Holm": one.adjusted_p,
             "n": one.difference.n,
             "verdict": one.kind,
         }
-        for heading, part, comparisons in answers
-        for one in comparisons
+        for answer in answers
+        for part in answer.parts[:1]
+        for one in answer.comparisons
     ]
     columns = [
-        "norm",
-        "reference",
-        "setting",
-        "at",
-        "difference (positive: better)",
-        "unit",
-        "probability of improvement",
-        "p",
-        "p after Holm",
-        "n",
-        "verdict",
+        *("norm", "reference", "setting", "at", "difference (positive: better)", "unit"),
+        *("probability of improvement", "p", "p after Holm", "n", "verdict"),
     ]
-    return Table("comparisons", "Norms against the reference", columns, rows)
+    frame = pd.DataFrame(rows, columns=columns, dtype=object)
+    return Table("comparisons", "Norms against the reference", columns, frame)
 
 
-def run_table(cells: Sequence[Cell]) -> Table:
-    """Every ended run with all of its metrics as recorded."""
-    names = sorted({name for cell in cells for run in cell.runs for name in run.result.metrics})
-    rows = [
-        {
-            "study": run.study,
-            "norm": cell.norm,
-            "model": cell.model,
-            "data": cell.data,
-            "batch size": cell.batch_size,
-            "norm batch size": cell.norm_batch_size if cell.mixes_samples else None,
-            "lr": cell.lr,
-            "seed": run.result.seed,
-            "status": run.result.status,
-            "diverged at step": run.result.diverged_at_step,
-            "error": run.result.error,
-            "invalid": run.result.invalid,
-            **run.result.metrics,
-            "directory": str(run.directory),
-        }
-        for cell in cells
-        for run in cell.runs
+def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:
+    """Every ended run with all its metrics as recorded."""
+    labels = ["cell", "norm", "model", "data", "batch_size", "norm_batch_size", "mixes_samples"]
+    recorded = ["study", "cell", "lr", "seed", "status", "diverged_at_step", "error", "invalid"]
+    metrics = metric_names(runs)
+    known = [name for name in recorded if name in runs]
+    frame = cells[labels].merge(runs[[*known, *metrics, "directory"]], on="cell")
+    frame["norm_batch_size"] = frame["norm_batch_size"].astype(object)
+    frame.loc[~frame["mixes_samples"], "norm_batch_size"] = None
+    renamed = {"batch_size": "batch size", "norm_batch_size": "norm batch size"}
+    frame = frame.rename(columns=renamed | {"diverged_at_step": "diverged at step"})
+    columns = [
+        *("study", "norm", "model", "data", "batch size", "norm batch size", "lr", "seed"),
+        *("status", "diverged at step", "error", "invalid", *metrics, "directory"),
     ]
-    first = [
-        "study",
-        "norm",
-        "model",
-        "data",
-        "batch size",
-        "norm batch size",
-        "lr",
-        "seed",
-        "status",
-        "diverged at step",
-        "error",
-        "invalid",
-    ]
-    return Table("runs", "Runs", [*first, *names, "directory"], rows)
+    return Table("runs", "Runs", columns, frame.reindex(columns=columns))
 
 
-def _cell_row(cell: Cell, metric: Metric) -> Row:
-    found, values = describe_cell(cell, metric), list(cell.values(metric).values())
+def _cell_rows(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
+    values = values_of(runs[runs["cell"].isin(cells["cell"])], metric)
+    table = summarize(cells, values, metric)
+    rows = []
+    for row in table.to_dict("records"):
+        own = values[row["cell"]].dropna()
+        found = {"mean": mean(own), "median": median(own), "IQM": iqm(own)}
+        rows.append(
+            {
+                "batch size": row["batch_size"],
+                "norm batch size": row["norm_batch_size"] if row["mixes_samples"] else "any",
+                "metric": metric.label,
+                "mean [95 % interval]": row["text"],
+                "median [95 % interval]": _with_level(found["median"], metric),
+                "IQM [95 % interval]": _with_level(found["IQM"], metric),
+                "note": _note(row, found["mean"], metric),
+                "directory": row["cell"],
+            }
+            | {
+                f"{name}{end}": value
+                for name, one in found.items()
+                for end, value in {"": one.estimate, " low": one.low, " high": one.high}.items()
+            }
+        )
+    added = pd.DataFrame(rows, cells.index, dtype=object)
+    return table.drop(columns=added.columns.intersection(table.columns)).join(added)
+
+
+def _note(row: dict[str, Any], interval: Interval, metric: Metric) -> str:
+    """Why a row is not like the others."""
+    notes = [f"INVALID: {row['invalid']}"] if isinstance(row["invalid"], str) else []
+    if isinstance(row["error"], str):
+        notes.append(f"failed: {row['error']}")
+    if row["finished"] and not interval.n:
+        notes.append(f"no {metric.name} recorded")
+    if interval.n == 1:
+        notes.append("one seed: no interval")
+    elif interval.n and interval.low is None:
+        notes.append("few seeds, all equal: no interval")
+    return "; ".join(notes)
+
+
+def _sensitivity_row(found: Sensitivity, metric: Metric) -> dict[str, Any]:
+    sizes = list(found.losses)
     return {
-        "norm": cell.norm,
-        "model": cell.model,
-        "data": cell.data,
-        "batch size": cell.batch_size,
-        "norm batch size": cell.norm_batch_size if cell.mixes_samples else "any",
-        "lr": cell.lr,
-        "metric": metric.label,
-        "mean [95 % interval]": found["text"],
-        "median [95 % interval]": _with_level(median(values), metric),
-        "IQM [95 % interval]": _with_level(iqm(values), metric),
-        "n": found["n"],
-        "seeds": found["seeds"],
-        "diverged": found["diverged"],
-        "failed": found["failed"],
-        "missing": found["missing"],
-        "note": _note(cell, metric),
-        "directory": found["directory"],
-        "count": found["count"],
-        **_numbers(values),
+        "from": found.reference_size,
+        "to": sizes[0],
+        "drop": format_interval(found.drop, metric.digits),
+        "loss per halving": format_interval(found.slope, metric.digits + 1),
+        "mean over log2 size": format_interval(found.area, metric.digits),
+        "threshold": _threshold_words(found.threshold),
+        "n": found.drop.n,
+        "seeds": found.num_seeds,
     }
 
 
 def _threshold_words(found: Threshold) -> str:
-    """Under which size more than the tolerance is lost, as far as the seeds show it."""
+    """The size below which more than the tolerance is lost, as far as the seeds show it."""
     if found.status == "never":
         return "none shown"
     return f"unknown below {found.size}" if found.status == "unknown" else f"below {found.size}"
-
-
-def _note(cell: Cell, metric: Metric) -> str:
-    """Why a row is not like the others; the first error of a failed run among it."""
-    notes = [f"INVALID: {cell.invalid}"] if cell.invalid else []
-    error = next((run.result.error for run in cell.runs if run.result.error), None)
-    if error:
-        notes.append(f"failed: {error}")
-    finished, values = cell.seeds("finished"), list(cell.values(metric).values())
-    if finished and not values:
-        notes.append(f"no {metric.name} recorded")
-    if len(values) == 1:
-        notes.append("one seed: no interval")
-    elif values and mean(values).low is None:
-        notes.append("few seeds, all alike: no interval")
-    return "; ".join(notes)
-
-
-def _numbers(values: list[float]) -> dict[str, float | None]:
-    """What the CSV has beside the texts: mean, median and IQM with their bounds, every digit."""
-    found = {"mean": mean(values), "median": median(values), "IQM": iqm(values)}
-    return {
-        f"{name}{end}": value
-        for name, one in found.items()
-        for end, value in {"": one.estimate, " low": one.low, " high": one.high}.items()
-    }
 
 
 def _with_level(interval: Interval, metric: Metric) -> str:
@@ -229,3 +242,8 @@ def _with_level(interval: Interval, metric: Metric) -> str:
     differs = interval.low is not None and abs(interval.level - 0.95) > 0.0005
     note = f" ({interval.level:.1%})".replace("%", " %") if differs else ""
     return format_interval(interval, metric.digits) + note
+
+
+def _without_formula(value: Any) -> Any:
+    is_formula = isinstance(value, str) and value[:1] in ("=", "+", "@", "\t", "\r")
+    return f"'{value}" if is_formula else value

@@ -1,14 +1,43 @@
-"""What a norm loses along the sizes, in words that follow from the interval of its drop."""
+"""What a study shows, in sentences whose words follow from intervals.
+
+Two families of sentences: what a norm loses from the largest size to the smallest, and how a norm
+compares with the reference norm at the smallest size. The comparisons are declared by this rule
+before anything is looked at, and judged with Holm's correction.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from normexp.reporting.cells import Cell
-from normexp.reporting.metric import Metric
-from normexp.reporting.numbers import format_interval, negated
-from normexp.reporting.slices import AXIS_WORDS, Line, Slice, align
-from normexp.stats import Interval, Sensitivity, batch_size_sensitivity
+import numpy as np
+import pandas as pd
+
+from normexp.reporting.metric import (
+    Metric,
+    describe_metric,
+    format_interval,
+    format_signed,
+    negated,
+)
+from normexp.reporting.slices import AXIS_WORDS, Slice, group_by_data
+from normexp.reporting.style import base_of
+from normexp.stats import (
+    Interval,
+    Sensitivity,
+    batch_size_sensitivity,
+    holm,
+    p_value,
+    paired_difference,
+    paired_improvement,
+    stratified_difference,
+)
+
+ALPHA = 0.05
+REFERENCE = "batch"  # the reference norm; a slice without it takes its first norm
+NOTHING = Interval(None, None, None, 0.95, 0)
+Point = Mapping[str, Any]  # a row of `Slice.points`
 
 
 @dataclass(frozen=True)
@@ -22,104 +51,364 @@ class Loss:
     norm: str
     kind: str
     text: str
-    sensitivity: Sensitivity | None
+    sensitivity: Sensitivity | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One norm against the reference at one size.
+
+    difference: positive if the norm is better
+    improvement: probability that the norm beats the reference under one seed
+    p, adjusted_p: of the difference, before and after Holm's correction; None without an interval
+    kind: `better`, `worse`, `tie` (within the tolerance), `unclear`, `no interval` or `no data`
+    """
+
+    norm: str
+    reference: str
+    size: int
+    difference: Interval
+    improvement: Interval
+    counts: str
+    p: float | None = None
+    adjusted_p: float | None = None
+    kind: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All sentences on one slice, or on several that differ in data set alone."""
+
+    heading: str
+    parts: list[Slice]
+    losses: list[Loss]
+    comparisons: list[Comparison]
+    note: str
+
+    @property
+    def sentences(self) -> list[Loss | Comparison]:
+        return [*self.losses, *self.comparisons]
+
+
+def answer_slice(part: Slice) -> Answer:
+    """What one slice shows."""
+    losses, comparisons = describe_losses(part), compare_norms(part)
+    notes = [_searched_note(part), _family_note(comparisons)]
+    return Answer(part.heading, [part], losses, comparisons, " ".join(filter(None, notes)))
+
+
+def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
+    """What holds on average over data sets, for each group of slices that differ in data alone."""
+    answers = []
+    for parts in group_by_data(slices):
+        names = ", ".join(part.data for part in parts)
+        heading = f"Over {len(parts)} data sets ({names}), {parts[0].fixed}"
+        note = (
+            "Mean of the differences within each data set, all with the same weight; 95 % t "
+            "intervals with Satterthwaite's degrees of freedom. Comparisons have Holm's correction "
+            f"at {ALPHA:.0%}. Other data sets may differ."
+        )
+        losses, comparisons = _losses_over_data(parts), _compare_over_data(parts)
+        if losses or comparisons:
+            answers.append(Answer(heading, parts, losses, comparisons, note))
+    return answers
 
 
 def describe_losses(part: Slice) -> list[Loss]:
-    """One sentence per norm of the slice."""
-    return [describe_loss(line, part) for line in part.lines.values()]
+    """One sentence per norm."""
+    return [_describe_loss(norm, points, part) for norm, points in part.lines()]
 
 
-def describe_loss(line: Line, part: Slice) -> Loss:
-    """The sentence of one norm; its words follow from the interval of the drop."""
+def compare_norms(part: Slice) -> list[Comparison]:
+    """Each norm against the reference at the smallest size, paired by seed; a family per study."""
+    present = part.smallest[part.smallest["norm"].isin(_valid_norms(part))]
+    size, metric = part.sizes[0], part.metric
+    compared = []
+    for _, own in present.groupby("study", sort=False):
+        points = {point["norm"]: point for point in own.to_dict("records")}
+        reference = points[reference_of(list(points))]
+        drafts = [
+            _draft(point, reference, part) for point in points.values() if point is not reference
+        ]
+        compared += _judge(drafts, metric, f"At {AXIS_WORDS[part.axis]} {size}")
+    return compared
+
+
+def reference_of(norms: Sequence[str]) -> str:
+    """The norm that the others are compared with."""
+    return next((norm for norm in norms if base_of(norm) == REFERENCE), norms[0])
+
+
+def paired_values(a: str, b: str, values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Values of two cells at the seeds that finished in both, in order of seed."""
+    both = pd.DataFrame({"a": values[a], "b": values[b]}).dropna()
+    return both["a"].to_numpy(), both["b"].to_numpy()
+
+
+def oriented(interval: Interval, metric: Metric) -> Interval:
+    """A difference turned so that positive means better."""
+    return interval if metric.higher_is_better else negated(interval)
+
+
+def _valid_norms(part: Slice) -> list[str]:
+    return [norm for norm, points in part.lines() if points["invalid"].isna().all()]
+
+
+# Losses
+
+
+def _describe_loss(norm: str, points: pd.DataFrame, part: Slice) -> Loss:
     axis, metric = AXIS_WORDS[part.axis], part.metric
-    invalid = next((cell.invalid for cell in line.all_cells if cell.invalid), None)
-    if invalid:
-        return Loss(line.norm, "invalid", f"{line.norm} is not compared: {invalid}.", None)
-    if line.independent is not None:
-        counts = words_of_n(line.independent, metric, len(line.independent.values(metric)), "seeds")
+    first = points.iloc[0]
+    invalid = points["invalid"].dropna()
+    if len(invalid):
+        return Loss(norm, "invalid", f"{norm} is not compared: {invalid.iloc[0]}.")
+    if first["independent"]:
+        counts = _counts(first, metric, first["recorded"], "seeds")
         text = (
-            f"{line.norm} does not depend on the {axis} "
-            f"(measured: it does not mix samples; {counts})."
+            f"{norm} does not depend on the {axis} (measured: it does not mix samples; {counts})."
         )
-        return Loss(line.norm, "independent", text, None)
-    sizes = sorted(line.cells)
+        return Loss(norm, "independent", text)
+    sizes = points["size"].tolist()
     if len(sizes) < 2:
-        text = f"{line.norm} was run at one {axis} only ({', '.join(map(str, sizes))})."
-        return Loss(line.norm, "one size", text, None)
-    values, _ = align(line, sizes, metric)
+        return Loss(norm, "one size", f"{norm} was run at one {axis} only ({sizes[0]}).")
+    own = part.runs["seed"][part.runs["cell"].isin(points["cell"])]
     found = batch_size_sensitivity(
-        values, sizes, higher_is_better=metric.higher_is_better, tolerance=metric.tolerance
+        part.values.loc[sorted(own.unique()), points["cell"]],
+        sizes,
+        higher_is_better=metric.higher_is_better,
+        tolerance=metric.tolerance,
     )
-    kind, words = loss_words(found.drop, metric)
-    where = f"from {axis} {found.reference_size} to {found.smallest_size}"
-    counts = words_of_n(line.cells[found.smallest_size], metric, found.drop.n, "seeds")
-    lost = lost_words(line.cells[found.reference_size], metric)
-    other = f"; at {found.reference_size}: {lost}" if lost else ""
-    text = f"{line.norm} {words.format(where=where)} ({counts}{other})."
-    return Loss(line.norm, kind, text + _size_words(found, metric, axis), found)
+    kind, words = _loss_words(found.drop, metric, f"from {axis} {sizes[-1]} to {sizes[0]}")
+    counts = _counts(first, metric, found.drop.n, "seeds")
+    lost = _lost_words(points.iloc[-1], metric)
+    other = f"; at {sizes[-1]}: {lost}" if lost else ""
+    text = f"{norm} {words} ({counts}{other})." + _size_words(found, metric, axis)
+    return Loss(norm, kind, text, found)
 
 
-def loss_words(drop: Interval, metric: Metric) -> tuple[str, str]:
-    """Kind and words of a drop; `{where}` stands for the sizes."""
-    unit = metric.unit
+def _loss_words(drop: Interval, metric: Metric, where: str) -> tuple[str, str]:
+    """Kind and words of a drop: between the norm and the counts."""
     if drop.estimate is None:
-        return "no data", "has no seed that finished at both ends, {where}"
+        return "no data", f"has no seed that finished at both ends, {where}"
     if drop.low is None or drop.high is None:
         verb = "loses" if drop.estimate >= 0 else "gains"
-        amount = f"{abs(drop.estimate):.{metric.digits}f} {unit}".strip()
-        return (
-            "no interval",
-            f"{verb} {amount} {{where}} with too few seeds: no interval, no verdict",
-        )
-    shown = f"{format_interval(drop, metric.digits)} {unit}".strip()
+        amount = f"{abs(drop.estimate):.{metric.digits}f} {metric.unit}".strip()
+        return "no interval", f"{verb} {amount} {where}; too few seeds for an interval or a verdict"
+    shown = metric.format(drop)
     if drop.low > 0:
-        return "loses", f"loses {shown} {{where}}"
+        return "loses", f"loses {shown} {where}"
     if drop.high < 0:
-        gain = f"{format_interval(negated(drop), metric.digits)} {unit}".strip()
-        return "gains", f"gains {gain} {{where}}"
+        return "gains", f"gains {metric.format(negated(drop))} {where}"
     if max(-drop.low, drop.high) <= metric.tolerance:
-        return "holds", f"holds its level within {metric.tolerance_words} {{where}}: loss {shown}"
-    return "unclear", f"shows no clear loss {{where}}: {shown}; more seeds would tell"
+        return "holds", f"holds its level within {metric.tolerance_words} {where}: loss {shown}"
+    return "unclear", f"shows no clear loss {where}: {shown}; more seeds would tell"
 
 
 def _size_words(found: Sensitivity, metric: Metric, axis: str) -> str:
-    """At which sizes a loss beyond the tolerance is shown, and at which it is not ruled out."""
+    """The sizes where a loss beyond the tolerance is shown, and those where it is not ruled out."""
     limit = metric.tolerance
-    shown = [
-        size for size, loss in found.losses.items() if loss.low is not None and loss.low > limit
-    ]
-    unknown = [
-        size
-        for size, loss in found.losses.items()
-        if size not in shown and (loss.high is None or loss.high > limit)
-    ]
+    shown, unknown = [], []
+    for size, loss in found.losses.items():
+        if loss.low is not None and loss.low > limit:
+            shown.append(str(size))
+        elif loss.high is None or loss.high > limit:
+            unknown.append(str(size))
     if not shown:
         return ""
-    where = f" A loss of more than {metric.tolerance_words} is shown at {axis} {_join(shown)}"
-    return where + (f" and not ruled out at {_join(unknown)}." if unknown else ".")
+    where = f" A loss of more than {metric.tolerance_words} is shown at {axis} {', '.join(shown)}"
+    return where + (f" and not ruled out at {', '.join(unknown)}." if unknown else ".")
 
 
-def _join(sizes: list[int]) -> str:
-    return ", ".join(map(str, sizes))
+def _losses_over_data(parts: list[Slice]) -> list[Loss]:
+    """The drop of each norm that every data set has at both ends."""
+    part = parts[0]
+    smallest, largest = part.sizes[0], part.sizes[-1]
+    where = f"on average from {AXIS_WORDS[part.axis]} {largest} to {smallest}"
+    losses = []
+    for norm in _shared_norms(parts, lambda points: {smallest, largest} <= set(points["size"])):
+        ends = [_point(one, norm, size) for size in (largest, smallest) for one in parts]
+        if smallest == largest or any(point["independent"] for point in ends):
+            continue
+        drop, counts = _difference_over_data(ends[: len(parts)], ends[len(parts) :], parts)
+        kind, words = _loss_words(drop, part.metric, where)
+        losses.append(Loss(norm, kind, f"{norm} {words} ({counts})."))
+    return losses
 
 
-def words_of_n(cell: Cell, metric: Metric, n: int, noun: str) -> str:
+# Comparisons
+
+
+def _draft(point: Point, reference: Point, part: Slice) -> Comparison:
+    metric = part.metric
+    a, b = paired_values(point["cell"], reference["cell"], part.values)
+    difference = oriented(paired_difference(a, b), metric)
+    improvement = paired_improvement(a, b, higher_is_better=metric.higher_is_better)
+    counts, lost = _counts(point, metric, len(a), "pairs"), _lost_words(reference, metric)
+    counts += f"; {reference['norm']}: {lost}" if lost else ""
+    names = point["norm"], reference["norm"]
+    return Comparison(*names, part.sizes[0], difference, improvement, counts)
+
+
+def _compare_over_data(parts: list[Slice]) -> list[Comparison]:
+    """Each norm against the reference at the smallest size, on average over data sets."""
+    size = parts[0].sizes[0]
+    norms = _shared_norms(parts, lambda points: size in set(points["size"]))
+    if len(norms) < 2:
+        return []
+    reference = reference_of(norms)
+    others = [_point(part, reference, size) for part in parts]
+    drafts = []
+    for norm in norms:
+        if norm != reference:
+            own = [_point(part, norm, size) for part in parts]
+            difference, counts = _difference_over_data(own, others, parts)
+            drafts.append(Comparison(norm, reference, size, difference, NOTHING, counts))
+    return _judge(drafts, parts[0].metric, f"At {AXIS_WORDS[parts[0].axis]} {size}")
+
+
+def _judge(drafts: Sequence[Comparison], metric: Metric, where: str) -> list[Comparison]:
+    """The drafts, one family, with Holm's correction and words.
+
+    Comparisons without an interval are not part of the family.
+    """
+    p_values = {
+        one.norm: p_value(one.difference) for one in drafts if one.difference.low is not None
+    }
+    adjusted = holm(p_values)
+    judged = []
+    for one in drafts:
+        one = replace(one, p=p_values.get(one.norm), adjusted_p=adjusted.get(one.norm))
+        kind, words = _comparison_words(one, metric)
+        judged.append(replace(one, kind=kind, text=f"{where}, {one.norm} {words} ({one.counts})."))
+    return judged
+
+
+def _comparison_words(one: Comparison, metric: Metric) -> tuple[str, str]:
+    """Kind and words: between `At size 2, <norm>` and the counts."""
+    gap, reference = one.difference, one.reference
+    if gap.estimate is None:
+        return "no data", f"and {reference} have no finished seed in common"
+    if gap.low is None or gap.high is None or one.adjusted_p is None:
+        amount = f"{format_signed(gap.estimate, metric.digits)} {metric.unit}".strip()
+        return "no interval", f"differs from {reference} by {amount}; too few seeds for a verdict"
+    if one.adjusted_p <= ALPHA:
+        kind, amount = ("better", gap) if gap.estimate >= 0 else ("worse", negated(gap))
+        chance = _chance_words("", one.improvement, kind)
+        return kind, f"is {kind} than {reference} by {metric.format(amount)}{chance}"
+    shown = metric.format(gap)
+    if max(-gap.low, gap.high) <= metric.tolerance:
+        words = f"and {reference} are tied within {metric.tolerance_words}: difference {shown}"
+        return "tie", words
+    after = " after Holm's correction" if gap.low > 0 or gap.high < 0 else ""
+    chance = _chance_words(f"{one.norm} ", one.improvement, "better")
+    return "unclear", f"and {reference} cannot be told apart{after}: difference {shown}{chance}"
+
+
+def _chance_words(who: str, improvement: Interval, kind: str) -> str:
+    """`; better with probability 0.97 [0.63, 1.00]`, in pairs of runs with one seed."""
+    if improvement.estimate is None:
+        return ""
+    chance = improvement if kind == "better" else complement(improvement)
+    return f"; {who}{kind} with probability {format_interval(chance, 2)}"
+
+
+def complement(chance: Interval) -> Interval:
+    """1 - p, with its interval."""
+    turned = negated(chance)
+    shifted = {
+        name: 1 + value
+        for name in ("estimate", "low", "high")
+        if (value := getattr(turned, name)) is not None
+    }
+    return replace(turned, **shifted)
+
+
+# Several data sets
+
+
+def _difference_over_data(
+    first: Sequence[Point], second: Sequence[Point], parts: Sequence[Slice]
+) -> tuple[Interval, str]:
+    """The stratified difference, positive if `first` is better, with its details.
+
+    The details show data sets that disagree, and what is missing:
+    `digits +4.0, cifar10 -3.9; n = 14 pairs; batch on digits: 2 of 8 diverged`.
+    """
+    metric = parts[0].metric
+    sign = 1 if metric.higher_is_better else -1
+    strata = [
+        paired_values(a["cell"], b["cell"], part.values)
+        for a, b, part in zip(first, second, parts, strict=True)
+    ]
+    each = [
+        f"{point['data']} {format_signed(sign * float((a - b).mean()), metric.digits)}"
+        if len(a)
+        else f"{point['data']} without a pair"
+        for point, (a, b) in zip(first, strata, strict=True)
+    ]
+    lost = dict.fromkeys(
+        f"{point['norm']} on {point['data']}: {words}"
+        for point in [*first, *second]
+        if (words := _lost_words(point, metric))
+    )
+    found = oriented(stratified_difference(strata), metric)
+    return found, "; ".join([", ".join(each), f"n = {found.n} pairs", *lost])
+
+
+def _shared_norms(parts: Sequence[Slice], has: Callable[[pd.DataFrame], bool]) -> list[str]:
+    """Norms that every data set has and that may be compared, in order."""
+    present = [
+        {norm for norm, points in part.lines() if norm in _valid_norms(part) and has(points)}
+        for part in parts
+    ]
+    return [norm for norm in parts[0].norms if all(norm in found for found in present)]
+
+
+def _point(part: Slice, norm: str, size: int) -> Point:
+    points = part.points
+    return points[(points["norm"] == norm) & (points["size"] == size)].iloc[0]
+
+
+# Notes and counts
+
+
+def _searched_note(part: Slice) -> str:
+    if part.searched.empty:
+        return ""
+    label = describe_metric(part.metric.selection_name).label
+    return (
+        "If several learning rates were run, each norm and size is shown with the one that has the "
+        f"best mean {label}."
+    )
+
+
+def _family_note(comparisons: Sequence[Comparison]) -> str:
+    """The promise about errors."""
+    references = [one.reference for one in comparisons if one.adjusted_p is not None]
+    if not references:
+        return ""
+    words = " and ".join(
+        f"{references.count(name)} with {name}" for name in dict.fromkeys(references)
+    )
+    return (
+        f"Comparisons declared beforehand: {words}, at the smallest size. Family-wise error rate "
+        f"at most {ALPHA:.0%} for each reference (Holm). Intervals are 95 % each (t, paired by "
+        "seed), without correction."
+    )
+
+
+def _counts(point: Point, metric: Metric, n: int, noun: str) -> str:
     """`n = 5 seeds; 2 of 8 diverged, 1 of 8 missing`."""
-    lost = lost_words(cell, metric)
+    lost = _lost_words(point, metric)
     noun = noun[:-1] if n == 1 else noun
     return f"n = {n} {noun}" + (f"; {lost}" if lost else "")
 
 
-def lost_words(cell: Cell, metric: Metric) -> str:
-    """`2 of 8 diverged, 1 of 8 missing`: a number over the others flatters."""
-    groups = {
-        "diverged": cell.seeds("diverged"),
-        "failed": cell.seeds("failed"),
-        "missing": cell.missing,
-        f"without {metric.name}": set(cell.seeds("finished")) - cell.values(metric).keys(),
-    }
-    parts = [
-        f"{len(seeds)} of {len(cell.expected)} {word}" for word, seeds in groups.items() if seeds
-    ]
+def _lost_words(point: Point, metric: Metric) -> str:
+    """`2 of 8 diverged, 1 of 8 missing`: a number over the others is optimistic."""
+    lost = {word: point[word] for word in ("diverged", "failed", "missing")}
+    lost[f"without {metric.name}"] = point["finished"] - point["recorded"]
+    parts = [f"{count} of {point['expected']} {word}" for word, count in lost.items() if count]
     return ", ".join(parts)

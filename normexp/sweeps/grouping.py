@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from normexp.config.spec import Composed
+from normexp.config.spec import CellSpec
 from normexp.sweeps.machine import needs_whole_machine
 
 Task = tuple[int, ...]  # indices of cells that one worker is given at once
@@ -19,7 +19,7 @@ Task = tuple[int, ...]  # indices of cells that one worker is given at once
 MOST_RUNS = 16
 
 
-def group_cells(cells: Sequence[Composed]) -> list[Task]:
+def group_cells(cells: Sequence[CellSpec]) -> list[Task]:
     """Tasks in the order of their first cells; a cell that fits no other is a task of its own."""
     tasks: list[list[int]] = []
     open_tasks: dict[str, int] = {}  # by what is shared, the task that still takes cells
@@ -37,13 +37,13 @@ def group_cells(cells: Sequence[Composed]) -> list[Task]:
     return [tuple(task) for task in tasks]
 
 
-def _takes(task: Sequence[Composed], cell: Composed) -> bool:
+def _takes(task: Sequence[CellSpec], cell: CellSpec) -> bool:
     assert cell.cfg is not None
     rates = [other.cfg.lr for other in task if other.cfg is not None]
     return cell.cfg.lr not in rates and (len(task) + 1) * len(cell.seeds) <= MOST_RUNS
 
 
-def _all_but_lr(cell: Composed) -> str | None:
+def _all_but_lr(cell: CellSpec) -> str | None:
     """What a cell shares with those that it may be stacked with; None where it trains alone."""
     cfg = cell.cfg
     if cfg is None or not isinstance(cfg.lr, int | float) or cfg.lr <= 0:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from normexp.cells.devices import follow
 from normexp.cells.peers import meet
-from normexp.cells.run import follow
-from normexp.config.place import place_of_command
-from normexp.config.spec import Composed
+from normexp.config.spec import CellSpec, place_of_command
 from normexp.sweeps.sweep import run_cells
 
 
-def run_together(cells: Sequence[Composed], words: Sequence[str]) -> int:
+def run_together(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
     """As `run_cells`, which is what the first process does; the others help it to train."""
     place = place_of_command(cells)
     assert place is not None

@@ -14,9 +14,9 @@ from normexp.build import check_trainer
 from normexp.cells.device_processes import Order, ProcessFailed, run_processes
 from normexp.cells.plan import check_norm_batch_size, place_on_one_device, plan_training, sizes_of
 from normexp.config.compose import compose_config
-from normexp.config.place import environment_of, place_among, place_of_command
+from normexp.config.place import environment_of, place_among
 from normexp.config.rules import validate
-from normexp.config.spec import Composed
+from normexp.config.spec import CellSpec, place_of_command
 from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.train import main
@@ -91,7 +91,7 @@ def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("words", [["trainer.devices=auto"], ["trainer.num_nodes=null"]])
 def test_devices_that_are_no_number_are_no_place_and_left_to_be_refused(words: list[str]):
-    assert place_of_command([Composed(compose_config(words), {}, words[0])]) is None
+    assert place_of_command([CellSpec(compose_config(words), {}, words[0])]) is None
 
 
 @pytest.mark.slow

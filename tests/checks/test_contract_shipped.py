@@ -16,9 +16,9 @@ SAMPLED = ["causal_group", "dyt"]  # batch, layer, instance and group are in tes
 
 # Deviations that are shipped to be seen, and backwards that are an approximation by definition.
 BREAKS = {
-    "bn_naive_var": {"exact at mean 1e3", "exact at mean 1e4"},
-    "no_eps": {"finite on constants", "finite at scale 1e-12"},
-    "ln_no_eps": {"finite on constants"},
+    "deviations/bn_naive_var": {"exact at mean 1e3", "exact at mean 1e4"},
+    "deviations/no_eps": {"finite on constants", "finite at scale 1e-12"},
+    "deviations/ln_no_eps": {"finite on constants"},
     "moving_average_batch": {"gradient in training"},
     "power": {"gradient in training"},
 }

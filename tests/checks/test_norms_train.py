@@ -15,8 +15,9 @@ from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.config.compose import compose_config
 
-FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "norm").glob("*.yaml"))
-TEXT_ONLY = ["batch_per_position", "bn_per_position", "causal_group", "causal_instance"]
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "norm"
+FILES = {str(file.relative_to(FOLDER))[:-5]: file for file in sorted(FOLDER.rglob("*.yaml"))}
+TEXT_ONLY = ["batch_per_position", "deviations/bn_per_position", "causal_group", "causal_instance"]
 
 
 @cache
@@ -24,11 +25,11 @@ def defaults() -> DictConfig:
     return compose_config([])
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_shipped_norm_takes_steps(file: Path):
-    is_text = file.stem in TEXT_ONLY
+@pytest.mark.parametrize("name", FILES)
+def test_a_shipped_norm_takes_steps(name: str):
+    is_text = name in TEXT_ONLY
     data = padded_data() if is_text else image_data()
-    cfg = OmegaConf.create({**defaults(), "norm": OmegaConf.load(file)})
+    cfg = OmegaConf.create({**defaults(), "norm": OmegaConf.load(FILES[name])})
     network = (encoder if is_text else convnet)(build_norm(cfg, Sizes(8), data))
     batch = data.train.gather(torch.arange(6))
     arguments = [data.model_inputs(batch["inputs"]), *([batch["mask"]] if is_text else [])]

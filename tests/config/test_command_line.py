@@ -1,7 +1,8 @@
-"""The shell around a training: options, help, exit codes, and what Hydra answers itself."""
+"""The command line of every entry: options, key=value, --help, exit codes, Hydra's answers."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,97 +10,219 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cli import hydra_app, run_entry
-from normexp.config.arguments import parse_arguments
-from normexp.config.help import GROUPS, group_choices, help_text
+from normexp.cli import ask_hydra, parse_command, read_options, run_entry
+from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_text
+from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
 
-
-def test_options_and_overrides_may_stand_in_any_order():
-    found = parse_arguments(["seed=1", "-m", "--config-dir", "a", "lr=2", "-cd", "b", "~x"])
-    assert found.overrides == ["seed=1", "lr=2", "~x"]
-    assert found.config_dirs == ["a", "b"]
-    assert found.multirun and not found.help and not found.delegate
+ENTRIES = sorted(USAGE)
 
 
-@pytest.mark.parametrize("argv", [["--cfg", "job"], ["--info"], ["-sc", "install=bash"]])
-def test_hydras_own_questions_are_delegated(argv: list[str]):
-    assert parse_arguments(argv).delegate
+def test_options_and_overrides_stand_in_any_order():
+    command = parse_command(["seed=1", "-m", "--config-dir", "a", "lr=2", "-cd", "b", "~x"])
+    assert command.overrides == ["seed=1", "lr=2", "~x"]
+    assert command.config_dirs == ["a", "b"]
+    assert command.multirun and not command.asks_hydra
+
+
+def test_a_launcher_is_the_last_one_that_is_not_basic():
+    assert parse_command(["-m", "hydra/launcher=ray"]).launcher == "ray"
+    assert parse_command(["hydra/launcher=ray", "hydra/launcher=basic"]).launcher is None
 
 
 @pytest.mark.parametrize(
-    ("argv", "part"),
+    ("words", "part"),
     [
         (["--confg-dir", "a"], "--confg-dir"),
         (["--cfg", "everything"], "everything"),
-        (["--config-dir"], "expected one argument"),
+        (["--config-dir"], "--config-dir"),
         (["--cfg", "job", "-m"], "drop -m"),
     ],
 )
-def test_unknown_option_is_a_users_mistake(argv: list[str], part: str):
+def test_an_unknown_option_is_a_users_mistake(words: list[str], part: str):
     with pytest.raises(UserError, match=part):
-        parse_arguments(argv)
+        parse_command(words)
 
 
-def test_help_lists_every_choice_and_the_values_with_defaults(tmp_path: Path):
-    (tmp_path / "norm").mkdir()
-    (tmp_path / "norm" / "my_norm.yaml").write_text("_target_: my.Norm\n")
-    text = help_text([str(tmp_path)])
-    for group in GROUPS:
-        for name in group_choices(group):
-            assert name in text
-    assert "my_norm" in text
-    for setting in ("batch_size=32", "norm_batch_size=null", "replicas=4", "study=default"):
-        assert setting in text
-    assert max(map(len, text.splitlines())) <= 100
+@pytest.mark.parametrize(
+    ("entry", "word", "value"),
+    [
+        ("report", "study=[a, b]", ["a", "b"]),
+        ("report", "study=a,b", ["a", "b"]),
+        ("report", "study=2026", ["2026"]),
+        ("report", "tolerance=1e-2", 0.01),
+        ("report", "tolerance=null", None),
+        ("report", "watch=True", True),
+        ("report", "log=wandb", ["wandb"]),
+        ("status", "study=2026", "2026"),
+        ("status", 'runs_dir="a=[b,c]"', "a=[b,c]"),
+        ("evaluate", "run=runs/my study/x", "runs/my study/x"),
+        ("evaluate", "evaluate_batch_sizes=[2, 8]", [2, 8]),
+        ("evaluate", "evaluate_batch_sizes=8", [8]),
+        ("evaluate", "evaluate_with=[running,'batch']", ["running", "batch"]),
+        ("check", "format=json", "json"),
+    ],
+)
+def test_a_plain_value_is_read_as_its_rule_wants(entry: str, word: str, value: object):
+    required = {"report": "study=s", "status": "study=s", "evaluate": "run=r"}
+    key = word.partition("=")[0]
+    words = [given for given in [required.get(entry, "")] if given and given[: len(key)] != key]
+    options = read_options(entry, [*words, word])
+    assert options[key] == value
+    assert options.keys() == OPTIONS[entry].keys()
+
+
+REFUSED = [
+    ("train", "norm=nrom", "norm=nrom: no such norm; did you mean"),
+    ("train", "norm=naive_var", "deviations/"),
+    ("train", "batch_size=0", "batch_size=0: must be a whole number above 0"),
+    ("train", "--nothing", "--nothing"),
+    ("tune", "norm=batch", "nothing to search"),
+    ("check", "norm=grup", "did you mean group"),
+    ("check", "formt=json", "did you mean format?"),
+    ("check", "format=csv", "format=csv: must be one of table, json, markdown"),
+    ("check", "batch_size=4", "batch_size=4: no key of a card"),
+    ("check", "ddp=true", "ddp=true: no key of a card"),
+    ("evaluate", "", "run is missing"),
+    ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with?"),
+    ("evaluate", "run=a evaluate_with=[exact]", "evaluate_with=[exact]: must be"),
+    ("evaluate", "run=a evaluate_with=[running,running]", "different values"),
+    ("evaluate", "run=a evaluate_batch_sizes=[0]", "evaluate_batch_sizes=[0]: must be"),
+    ("evaluate", "run=a precise_samples=1.5", "precise_samples=1.5: must be"),
+    ("report", "", "study is missing"),
+    ("report", "study=", "study=: must be"),
+    ("report", "synthetic", "'synthetic' is not key=value"),
+    ("report", "study=a metrc=x", "metrc: unknown key; did you mean metric?"),
+    ("report", "study=a serve=true", "serve: unknown key"),
+    ("report", "study=[a,a]", "study=[a,a]: must be a list of different values"),
+    ("report", "study=a study=b", "study is given twice"),
+    ("report", "study=a tolerance=-1", "tolerance=-1: must be"),
+    ("report", "study=a tolerance=nan", "tolerance=nan: must be"),
+    ("report", "study=a watch=maybe", "watch=maybe: must be true or false"),
+    ("report", "study=a log=tensorboard", "log=tensorboard: must be"),
+    ("status", "", "study is missing"),
+    ("status", "stduy=a", "did you mean study?"),
+    ("status", "study=../up", "study=../up: must be a folder name"),
+]
+
+
+@pytest.mark.parametrize(("entry", "line", "part"), REFUSED, ids=lambda value: value or "nothing")
+def test_a_mistake_is_one_line_and_exit_code_2(
+    entry: str, line: str, part: str, capsys: pytest.CaptureFixture[str]
+):
+    assert importlib.import_module(f"normexp.{entry}").main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("normexp: ") and err.count("\n") == 1 and out == ""
+    assert part in err
 
 
 def raises(error: BaseException):
-    def entry() -> int:
+    def act(words: list[str]) -> int:
+        assert words == ["a"]
         raise error
 
-    return entry
+    return act
 
 
-def test_exit_codes_and_the_one_line_of_a_mistake(capsys: pytest.CaptureFixture[str]):
-    assert run_entry(lambda: 1) == 1
-    assert capsys.readouterr().err == ""
-    assert run_entry(raises(UserError("lr=0: must be above 0"))) == 2
-    assert capsys.readouterr().err == "normexp: lr=0: must be above 0\n"
-    assert run_entry(raises(KeyboardInterrupt())) == 130
-    assert capsys.readouterr().err == "normexp: interrupted\n"
-    assert run_entry(raises(KeyboardInterrupt("stopped"))) == 130
-    assert capsys.readouterr().err == "normexp: stopped\n"
+def test_exit_codes(capsys: pytest.CaptureFixture[str]):
+    assert run_entry("status", [], lambda _: 1) == 1
+    assert run_entry("status", ["a"], raises(UserError("lr=0: must be above 0"))) == 2
+    assert run_entry("status", ["a"], raises(KeyboardInterrupt())) == 130
+    assert run_entry("status", ["a"], raises(KeyboardInterrupt("stopped"))) == 130
+    said = ["lr=0: must be above 0", "interrupted", "stopped"]
+    assert capsys.readouterr().err.splitlines() == [f"normexp: {text}" for text in said]
     with pytest.raises(ZeroDivisionError):
-        run_entry(raises(ZeroDivisionError()))
+        run_entry("status", ["a"], raises(ZeroDivisionError()))
 
 
-def test_cfg_shows_the_composed_config_and_writes_nothing(
+# --- help ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_help_fits_a_terminal_and_names_every_key(entry: str, capsys: pytest.CaptureFixture[str]):
+    assert importlib.import_module(f"normexp.{entry}").main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"python -m normexp.{entry} " in text
+    assert max(map(len, text.splitlines())) <= 100
+    keys = {
+        "train": [key for key in KEYS if "." not in key],
+        "tune": [key for key in KEYS if key.startswith("tune.")],
+    }
+    for key in keys.get(entry) or OPTIONS[entry]:
+        assert f"\n  {key}=" in text
+
+
+def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
+    folder = tmp_path / "norm"
+    folder.mkdir()
+    (folder / "my_norm.yaml").write_text("_target_: my.Norm\n")
+    (folder / "kin.yaml").write_text("# Kin norm (arXiv:1.2): it pools.\n# More.\n# family: kin\n")
+    text = help_text("train", [str(tmp_path)])
+    for group in GROUPS:
+        for name in group_choices(group):
+            assert "/" in name or name in text
+    _, _, families = text.partition("Norms (norm=NAME) by family:")
+    assert "\n  kin\n    kin " in families
+    assert "Kin norm: it pools\n" in families and "More" not in families
+    assert "my_norm" in families.partition("\n  other\n")[2]
+
+
+@pytest.mark.parametrize("folder", ["deviations"])
+def test_norms_in_a_folder_are_one_line_of_the_help(folder: str):
+    names = [name for name in group_choices("norm") if name.startswith(f"{folder}/")]
+    lines = [line for line in help_text("train").splitlines() if f"{folder}/" in line]
+    assert len(lines) == bool(names)
+
+
+def test_help_needs_a_folder_that_exists(tmp_path: Path):
+    with pytest.raises(UserError, match="--config-dir .*nowhere: no such folder"):
+        help_text("train", [str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["train --help", "report --help", "check norm=grup", "evaluate run=a b=c", "status"],
+)
+def test_help_and_refusals_import_neither_torch_nor_optuna(line: str):
+    entry, *words = line.split()
+    heavy = {"torch", "optuna", "pandas"} | ({"hydra", "omegaconf"} if "--help" in words else set())
+    script = (
+        f"import sys; from normexp.{entry} import main; main(sys.argv[1:]); "
+        f"sys.exit(99 if {heavy} & set(sys.modules) else 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, check=False)
+    assert run.returncode == 0
+
+
+# --- what Hydra answers itself ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--cfg", "job"], ["--info"], ["-sc", "install=bash"]])
+def test_hydra_answers_its_own_questions(words: list[str]):
+    assert parse_command(words).asks_hydra
+
+
+def test_cfg_shows_the_config_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
     before = list(sys.argv)
-    assert hydra_app(["--cfg", "job", "optim=adamw", "batch_size=8"]) == 0
+    assert ask_hydra(["--cfg", "job", "optim=adamw", "batch_size=8"]) == 0
     shown = capsys.readouterr().out
     assert "batch_size: 8" in shown and "_target_: torch.optim.AdamW" in shown
-    assert list(tmp_path.iterdir()) == []
     assert sys.argv == before
-
-
-def test_cfg_refuses_as_a_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="optim=sgdd: no such optim"):
-        hydra_app(["--cfg", "job", "optim=sgdd"])
+        ask_hydra(["--cfg", "job", "optim=sgdd"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_shell_completion_lists_choices():
     script = "import sys; from normexp.train import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "COMP_LINE": "normexp-train optim=", "COMP_POINT": "20"}
-    run = subprocess.run(
-        [sys.executable, "-c", script, "-sc", "query=bash"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
-    )
+    command = [sys.executable, "-c", script, "-sc", "query=bash"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert run.stdout.split() == ["optim=adamw", "optim=sgd"]
+
+
+def test_the_conf_folder_is_found():
+    assert (conf_dir() / "config.yaml").is_file()

@@ -1,4 +1,4 @@
-"""Composition: overrides, the user's own YAMLs, and Hydra's errors in the user's words."""
+"""Composing and validating one cell: values, the user's own YAMLs, and mistakes in one line."""
 
 from __future__ import annotations
 
@@ -7,48 +7,89 @@ from pathlib import Path
 import pytest
 
 from normexp.config.compose import compose_cell, compose_config
+from normexp.config.rules import validate
 from normexp.errors import UserError
 
 REFUSED = {
-    "unknown_choice": (["model=convent"], "model=convent: no such model; did you mean convnet"),
-    "unknown_choice_far": (["optim=xyz"], "optim=xyz: no such optim (choices: adamw, sgd)"),
-    "unknown_of_many": (["norm=xyz"], "norm=xyz: no such norm (normexp.train --help lists all"),
-    "unknown_logger": (["logger=[wandb,neptune]"], "logger=neptune: no such logger"),
-    "unknown_key": (["btch_size=3"], "btch_size: unknown key; did you mean batch_size"),
-    "unknown_knob": (["optim.momentun=0.5"], "did you mean optim.momentum?"),
-    "knob_elsewhere": (["weight_decay=0.1"], "did you mean optim.weight_decay?"),
-    "below_a_value": (["lr.x=3"], "lr has no keys below it"),
-    "hydra_key": (["hydra.foo=3"], "hydra.foo: unknown key"),
-    "no_value": (["batch_size"], "'batch_size' is not key=value"),
-    "no_key": (["=3"], "'=3' is not key=value"),
-    "two_equals": (["data_dir=a=b"], "quote it, as in 'data_dir=\"a=b\"'"),
-    "no_name": (["study=a b ü"], "study=a b ü: must be a folder name of letters"),
-    "lone_sweep": (["seed=1,2"], "seed=1,2 names several values: add -m to run each"),
-    "lone_group_sweep": (["optim=sgd,adamw"], "add -m to run each"),
-    "lone_range": (["seed=range(0,3)"], "add -m to run each"),
-    "null_group": (["model=null"], "model=null: model takes one name"),
-    "two_names": (["optim=[sgd,adamw]"], "optim takes one name (choices: adamw, sgd)"),
-    "deleted_group": (["~model"], "~model: no training goes without a model"),
-    "added_group": (["+optim=sgd"], "+optim=sgd: write it without the +"),
-    "added_key": (["+batch_size=3"], "+batch_size=3: the key exists, write it without the +"),
-    "text_for_int": (["batch_size=abc"], "batch_size=abc: not a whole number, as its default 32"),
-    "half_for_int": (["batch_size=2.5"], "batch_size=2.5: not a whole number"),
-    "bool_for_int": (["batch_size=true"], "batch_size=true: not a whole number"),
-    "text_for_float": (["optim.momentum=abc"], "optim.momentum=abc: not a number"),
-    "int_for_bool": (["dry_run=1"], "dry_run=1: not true or false"),
-    "number_for_list": (["optim=adamw", "optim.betas=3"], "optim.betas=3: not a list"),
-    "lost_reference": (["lr=${optim.defualt_lr}"], "lr: Interpolation key 'optim.defualt_lr'"),
-    "searchpath": (["hydra.searchpath=[a]"], "name the folders by --config-dir"),
-    "launcher": (["hydra/launcher=foo"], "hydra/launcher=foo: there is no such config"),
+    # Composing.
+    "model=convent": "model=convent: no such model; did you mean convnet",
+    "optim=xyz": "optim=xyz: no such optim (choices: adamw, sgd)",
+    "norm=xyz": "norm=xyz: no such norm (normexp.train --help lists all",
+    "logger=[wandb,neptune]": "logger=neptune: no such logger",
+    "btch_size=3": "btch_size: unknown key; did you mean batch_size",
+    "optim.momentun=0.5": "did you mean optim.momentum?",
+    "weight_decay=0.1": "did you mean optim.weight_decay?",
+    "norm.foo=1": "norm.foo: unknown key (norm has",
+    "lr.x=3": "lr has no keys below it",
+    "hydra.foo=3": "hydra.foo: unknown key",
+    "batch_size": "'batch_size' is not key=value",
+    "=3": "'=3' is not key=value",
+    "data_dir=a=b": "quote it, as in 'data_dir=\"a=b\"'",
+    "study=a b ü": "study=a b ü: must be a folder name of letters",
+    "seed=1,2": "seed=1,2 names several values: add -m",
+    "optim=sgd,adamw": "add -m",
+    "seed=range(0,3)": "add -m",
+    "model=null": "model=null: model takes one name",
+    "optim=[sgd,adamw]": "optim takes one name (choices: adamw, sgd)",
+    "~model": "~model: every training has a model",
+    "+optim=sgd": "+optim=sgd: optim is always there",
+    "+batch_size=3": "+batch_size=3: the key exists, write it without the +",
+    "norm._target_=my.Norm": "try norm=custom norm._target_=...",
+    "batch_size=abc": "batch_size=abc: must be a whole number, as its default 32",
+    "batch_size=2.5": "batch_size=2.5: must be a whole number",
+    "batch_size=true": "batch_size=true: must be a whole number",
+    "optim.momentum=abc": "optim.momentum=abc: must be a number",
+    "dry_run=1": "dry_run=1: must be true or false",
+    "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
+    "hydra.searchpath=[a]": "name each folder with --config-dir",
+    "hydra/launcher=foo": "hydra/launcher=foo: no such config",
+    # Validating.
+    "epochs=0": "epochs=0: must be a whole number above 0",
+    "batch_size=null": "batch_size=null: must be a whole number above 0 (samples)",
+    "norm_batch_size=1.5": "norm_batch_size=1.5: must be a whole number above 0 or null",
+    "micro_batch_size=12": "try micro_batch_size=8 or micro_batch_size=16",
+    "norm_batch_size=64": "norm_batch_size=64 does not divide batch_size=32",
+    "lr=0": "lr=0: must be a number above 0",
+    "lr=nan": "lr=nan: must be a number above 0",
+    "eps=-1e-5": "eps=-1e-05: must be a number, 0 or more",
+    "seed=-1": "seed=-1: must be a whole number, 0 or more",
+    "lr_rule=cubic": "lr_rule=cubic: must be one of none, linear, sqrt",
+    "stack=1": "stack=1: must be one of auto, true, false",
+    "study=../up": "study=../up: must be a folder name",
+    f"study={'n' * 201}": "of at most 200 bytes",
+    "study=[a,b]": "study=[a,b]: must be a folder name",
+    "evaluate_with=[exact]": "each one of running, precise, batch",
+    "optim.schedule=step": "optim.schedule=step: must be one of constant, cosine, one_cycle",
+    "optim.warmup=1.0": "optim.warmup=1.0: must be a number from 0 to below 1",
+    "~optim.schedule": "optim.schedule is missing",
+    "trainer.precision=16": "trainer.precision=16: must be one of 32-true, bf16-mixed, 64-true",
+    "trainer.devices=2": "trainer.devices=2: several devices need trainer=ddp",
+    "+norm.placement=mid": "norm.placement=mid: must be one of pre, post",
+    "norm=custom": "norm._target_ is missing",
+    "logger=wandb logger.wandb.mode=offlin": "logger.wandb.mode=offlin: must be one of auto",
+    "optim=adamw optim.betas=3": "optim.betas=3: must be a list",
+    "micro_batch_size=8 norm_batch_size=16": "norm_batch_size=16 does not divide micro_batch_size",
 }
 
 
-@pytest.mark.parametrize(("overrides", "part"), REFUSED.values(), ids=REFUSED.keys())
-def test_mistake_is_one_short_line_with_the_remedy(overrides: list[str], part: str):
+@pytest.mark.parametrize(("line", "part"), REFUSED.items(), ids=REFUSED.keys())
+def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
+    words = [line] if line.startswith("study=") else line.split()
     with pytest.raises(UserError) as caught:
-        compose_config(overrides)
+        validate(compose_config(words))
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("eps=0", "max_grad_norm=1", "optim=adamw", "stack=true", "~experiment"),
+        *("batch_size=6 norm_batch_size=3", "micro_batch_size=8 norm_batch_size=4"),
+    ],
+)
+def test_accepted_values_pass(line: str):
+    validate(compose_config(line.split()))
 
 
 def test_defaults_are_those_of_the_design():
@@ -111,7 +152,7 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
 
 def test_users_file_with_a_shipped_name_is_refused(tmp_path: Path):
     folder = own_yaml(tmp_path, "optim/sgd.yaml", "momentum: 0.5\n")
-    with pytest.raises(UserError, match=r"sgd\.yaml: normexp has a optim=sgd of its own"):
+    with pytest.raises(UserError, match=r"sgd\.yaml: normexp has optim=sgd itself"):
         compose_config([], [folder])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.config.arguments import parse_arguments
+from normexp.cli import parse_command
 from normexp.config.grid import compose_cells, expand_grid, list_cells
 from normexp.errors import UserError
 
@@ -53,6 +53,19 @@ def test_glob_lists_the_users_own_norm_but_not_custom(tmp_path: Path):
     assert expand_grid(["norm=glob([my*,custom])"], [str(tmp_path)]) == [["norm=my_norm"]]
 
 
+def test_glob_reaches_into_a_folder_only_by_its_name(tmp_path: Path):
+    for name in ("own_a", "odd/own_b"):
+        path = tmp_path / "norm" / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("_target_: my.Norm\n")
+    found = {
+        pattern: [line[0] for line in expand_grid([f"norm={pattern}"], [str(tmp_path)])]
+        for pattern in ("glob(*own_*)", "glob(odd/*)", "glob([own_*,odd/*])")
+    }
+    flat, deep = "norm=own_a", "norm=odd/own_b"
+    assert list(found.values()) == [[flat], [deep], [flat, deep]]
+
+
 @pytest.mark.parametrize("sweep", ["lr=interval(0.1,1)", "optim=glob(zzz*)"])
 def test_sweep_that_lists_nothing_is_refused(sweep: str):
     with pytest.raises(UserError) as caught:
@@ -87,24 +100,24 @@ def test_params_of_an_experiment_are_swept_with_and_without_m(recipe_dir: str):
     ]
     for flags in (["-m"], []):
         line = [*flags, "--config-dir", recipe_dir, "experiment=mine"]
-        assert list_cells(parse_arguments(line)) == expected
+        assert list_cells(parse_command(line)) == expected
 
 
 def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):
     line = ["-m", "--config-dir", recipe_dir, "experiment=mine", "batch_size=4"]
-    cells = [cell.cfg for cell in compose_cells(parse_arguments(line)) if cell.cfg is not None]
+    cells = [cell.cfg for cell in compose_cells(parse_command(line)) if cell.cfg is not None]
     assert [(cell.optim.default_lr, cell.batch_size) for cell in cells] == [(0.1, 4), (1e-3, 4)]
     assert {cell.study for cell in cells} == {"mine"}
 
 
 def test_single_cell_is_validated_and_a_sweep_left_to_its_rows():
     with pytest.raises(UserError, match="norm_batch_size=3 does not divide"):
-        compose_cells(parse_arguments(["norm_batch_size=3"]))
-    assert len(compose_cells(parse_arguments(["-m", "norm_batch_size=2,3"]))) == 2
+        compose_cells(parse_command(["norm_batch_size=3"]))
+    assert len(compose_cells(parse_command(["-m", "norm_batch_size=2,3"]))) == 2
 
 
 def test_cell_that_does_not_compose_is_a_row_beside_the_others():
-    good, bad = compose_cells(parse_arguments(["-m", "optim=adamw,sgdd", "epochs=1"]))
+    good, bad = compose_cells(parse_command(["-m", "optim=adamw,sgdd", "epochs=1"]))
     assert good.cfg is not None and not good.error
     assert bad.cfg is None and bad.error.startswith("optim=sgdd: no such optim")
     assert [good.title, bad.title] == ["optim=adamw", "optim=sgdd"]
@@ -112,12 +125,12 @@ def test_cell_that_does_not_compose_is_a_row_beside_the_others():
 
 def test_sweep_of_which_nothing_composes_is_a_mistake():
     with pytest.raises(UserError, match="optim=sgdd"):
-        compose_cells(parse_arguments(["-m", "optim=sgdd,adamww"]))
+        compose_cells(parse_command(["-m", "optim=sgdd,adamww"]))
 
 
 def test_digest_is_of_the_training_and_not_of_seeds_or_places():
     line = ["-m", "norm=batch,group", "seed=0,4", "study=a,b"]
-    cells = compose_cells(parse_arguments(line))
+    cells = compose_cells(parse_command(line))
     digests = {(cell.choices["norm"], cell.digest) for cell in cells}
     assert len(cells) == 8
     assert len(digests) == 2

@@ -9,7 +9,6 @@ import torch
 from norm_cases import EPS, C
 from torch import Tensor, nn
 
-from normexp.norms.batch_instance import BatchInstanceNorm
 from normexp.norms.deviations import (
     BatchNormBiasedAverage,
     BatchNormEpsOutside,
@@ -22,14 +21,12 @@ from normexp.norms.deviations import (
     LayerNormUnbiased,
 )
 from normexp.norms.eval_norm import EvalNorm
-from normexp.norms.frozen import FrozenBatchNorm
-from normexp.norms.ghost import GhostBatchNorm
 from normexp.norms.l1_batch import L1BatchNorm
-from normexp.norms.moving_average import MovingAverageBatchNorm
-from normexp.norms.power import PowerNorm
+from normexp.norms.mixtures import BatchInstanceNorm, SwitchableNorm
+from normexp.norms.none import FrozenBatchNorm
+from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.renorm import BatchRenorm
-from normexp.norms.switchable import SwitchableNorm
-from normexp.norms.sync import SyncBatchNorm
+from normexp.norms.sharing import GhostBatchNorm, SyncBatchNorm
 
 State = dict[str, Tensor]
 Textbook = Callable[[Tensor, State], Tensor]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from timm.layers.filter_response_norm import FilterResponseNormTlu2d
 
-from normexp.norms.activations import ACTIVATIONS, TLU, ScaledReLU
 from normexp.norms.filter_response import FilterResponseNorm
+from normexp.norms.parts import ACTIVATIONS, TLU, ScaledReLU
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 5, 2)])

@@ -15,11 +15,10 @@ from torch.testing import assert_close
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.eval_norm import EvalNorm
-from normexp.norms.frozen import FrozenBatchNorm
-from normexp.norms.ghost import GhostBatchNorm
-from normexp.norms.moving_average import MovingAverageBatchNorm
-from normexp.norms.power import PowerNorm
+from normexp.norms.none import FrozenBatchNorm
+from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.renorm import BatchRenorm
+from normexp.norms.sharing import GhostBatchNorm
 from normexp.norms.site import Site
 from normexp.norms.state import merge_state, read_state, write_state
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers.std_conv import ScaledStdConv2d, StdConv2d
 
-from normexp.norms.convolutions import (
+from normexp.norms.parts import (
     WEIGHT_EPS,
     ScaledWeightStandardizedConv2d,
     WeightStandardizedConv2d,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.errors import UserError
-from normexp.norms import moments
+from normexp.norms import batch as moments
 from normexp.norms.batch import BatchNorm
 from normexp.norms.state import merge_state, read_state, write_state
 
@@ -91,7 +91,7 @@ def test_groups_of_one_value_per_channel_are_refused():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("loop_from", [0, 2**16], ids=["looped", "folded"])
 def test_groups_in_one_call_equal_each_group_alone(monkeypatch, loop_from, masked, momentum):
-    monkeypatch.setattr(moments, "_LOOP_FROM_ELEMENTS", loop_from)
+    monkeypatch.setattr(moments, "LOOP_FROM_ELEMENTS", loop_from)
     grouped = randomize(BatchNorm(C, momentum=momentum).double())
     start = copy.deepcopy(grouped)
     x, mask, values = random_groups(masked)

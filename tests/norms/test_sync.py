@@ -12,7 +12,7 @@ from norm_cases import C, gradients, random_mask, random_tensor, randomize
 from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm
-from normexp.norms.sync import SyncBatchNorm
+from normexp.norms.sharing import SyncBatchNorm
 
 SPLIT = (4, 2)  # samples of each process
 

@@ -1,8 +1,8 @@
-"""Synthetic studies with known effects: as runs in memory, or written as a training writes them."""
+"""Synthetic studies with known effects, written as a training writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,35 @@ from normexp.records.files import write_config
 from normexp.records.history import append_command
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result, write_result
-from normexp.reporting.runs import Run, StudyRuns
+from normexp.reporting.frame import read_studies
+from normexp.reporting.slices import Slice, build_cells, build_slices
 
-Accuracies = Mapping[int, float | None]
 TIMING = {"step_ms": 5.0, "stack_size": 8.0, "samples_per_second": 25600.0, "train_seconds": 9.0}
+ENVIRONMENT = {"python": "3.11", "code_version": "one"}
 
 
-def make_runs(
+def write_cell(
+    root: Path,
     norm: str,
-    accuracies: Accuracies,
+    accuracies: Mapping[int, float | None],
     *,
-    root: Path = Path("runs"),
     study: str = "synthetic",
     batch_size: int = 128,
     norm_batch_size: int | None = None,
     mixes_samples: bool | None = None,
     failed: Collection[int] = (),
-    invalid: str | None = None,
     knobs: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
-    environment: Mapping[str, Any] | None = None,
+    with_history: bool = False,
+    result: Mapping[str, Any] | None = None,
     **config: Any,
-) -> list[Run]:
-    """The runs of one cell; accuracies in 0..1 by seed, None for a seed that diverged.
+) -> Path:
+    """Writes the runs of one cell and returns its folder.
 
-    batch mixes samples unless said otherwise; metrics replace those that follow from the accuracy;
-    config overrides the record.
+    accuracies: in 0..1 by seed, None for a seed that diverged
+    mixes_samples: True for batch unless given
+    metrics: instead of those that follow from the accuracy
+    result, config: override fields of the result, and values of its config
     """
     mixes = norm == "batch" if mixes_samples is None else mixes_samples
     record = {
@@ -57,82 +60,64 @@ def make_runs(
     size = norm_batch_size if mixes else None
     names = [norm, record["model"], record["data"], f"b{batch_size}", f"n{size}"]
     names += [f"{key}{value}" for key, value in sorted({**config, **(knobs or {})}.items())]
-    cell_id = "-".join(map(str, names)).replace("/", "_")
-    runs = []
+    cell = root / study / "-".join(map(str, names)).replace("/", "_")
     for seed, accuracy in accuracies.items():
         status = "failed" if seed in failed else "diverged" if accuracy is None else "finished"
         own = _metrics_of(accuracy) if metrics is None and accuracy is not None else metrics
-        result = Result(
-            cell_id=cell_id,
-            seed=seed,
-            status=status,
-            config=record,
-            metrics=dict(own or {}) if status == "finished" else {},
-            environment=dict(environment or {"python": "3.11", "code_version": "one"}),
-            diverged_at_step=40 if status == "diverged" else None,
-            error="CUDA out of memory" if status == "failed" else None,
-            timing=TIMING,
-            invalid=invalid,
-        )
-        runs.append(Run(study, root / study / cell_id / f"seed-{seed}", result))
-    return runs
-
-
-def study_of(runs: Iterable[Run], name: str = "synthetic") -> StudyRuns:
-    return StudyRuns(name, Path("runs") / name, list(runs), [], [])
-
-
-def write_runs(runs: Iterable[Run], *, with_history: bool = False) -> Path:
-    """Writes runs to their directories; returns the directory of the last cell."""
-    cell = Path()
-    for run in runs:
-        cell = run.directory.parent
-        run.directory.mkdir(parents=True)
+        content: dict[str, Any] = {
+            "metrics": dict(own or {}) if status == "finished" else {},
+            "diverged_at_step": 40 if status == "diverged" else None,
+            "error": "CUDA out of memory" if status == "failed" else None,
+            "timing": TIMING,
+            "environment": ENVIRONMENT,
+            **(result or {}),
+        }
+        folder = cell / f"seed-{seed}"
+        folder.mkdir(parents=True)
         if with_history:
-            _write_history(run)
-        write_result(run.directory, run.result)
-        write_config(cell, f"norm: {run.result.config['norm']}\n")
+            _write_history(folder, accuracy or 0.5)
+        write_result(
+            folder, Result(cell_id=cell.name, seed=seed, status=status, config=record, **content)
+        )
+    write_config(cell, f"norm: {norm}\n")
     return cell
 
 
-def make_study(
+def write_study(
+    root: Path,
     rng: np.random.Generator,
     *,
     drop: float = 0.03,
     num_seeds: int = 8,
-    noise: float = 0.004,
     sizes: Collection[int] = (2, 8, 32, 128),
     level: Collection[str] = ("layer", "group"),
-    root: Path = Path("runs"),
     study: str = "synthetic",
-) -> list[Run]:
+) -> None:
     """batch loses `drop` from the largest size to the smallest, in equal parts per halving.
 
-    It is level with the norms in `level` at the largest size, and these with each other. Seeds
-    share an effect of twice the noise, as paired seeds do.
+    At the largest size it equals the norms in `level`. Seeds share an effect of twice the noise.
     """
-    effect = rng.normal(0, 2 * noise, num_seeds)
+    effect = rng.normal(0, 0.008, num_seeds)
 
-    def draw(mean: float) -> dict[int, float | None]:
-        return dict(enumerate((mean + effect + rng.normal(0, noise, num_seeds)).tolist()))
+    def draw(level: float) -> dict[int, float | None]:
+        return dict(enumerate((level + effect + rng.normal(0, 0.004, num_seeds)).tolist()))
 
-    largest, smallest = max(sizes), min(sizes)
-    place: dict[str, Any] = {"root": root, "study": study}
-    runs = []
-    for size in sizes:
-        share = np.log2(largest / size) / np.log2(largest / smallest)
-        runs += make_runs("batch", draw(0.9 - drop * share), norm_batch_size=size, **place)
-    for norm in level:
-        runs += make_runs(norm, draw(0.9), norm_batch_size=smallest, **place)
-    return runs
-
-
-def write_study(root: Path, rng: np.random.Generator, **options: Any) -> None:
-    """`make_study` on disk, with histories and study.yaml."""
-    study = options.get("study", "synthetic")
     (root / study).mkdir(parents=True)
     append_command(root / study, ["normexp-train", "-m"], {}, "one")
-    write_runs(make_study(rng, root=root, **options), with_history=True)
+    largest, smallest = max(sizes), min(sizes)
+    place: dict[str, Any] = {"study": study, "with_history": True}
+    for size in sizes:
+        share = np.log2(largest / size) / np.log2(largest / smallest)
+        write_cell(root, "batch", draw(0.9 - drop * share), norm_batch_size=size, **place)
+    for norm in level:
+        write_cell(root, norm, draw(0.9), norm_batch_size=smallest, **place)
+
+
+def slices_of(root: Path, *names: str, tolerance: float | None = None) -> list[Slice]:
+    """The slices of the written studies."""
+    records = read_studies(root, names or ["synthetic"])
+    cells = build_cells(records)
+    return build_slices(cells, records.runs, metric=None, tolerance=tolerance)
 
 
 def _metrics_of(accuracy: float) -> dict[str, float]:
@@ -146,12 +131,10 @@ def _metrics_of(accuracy: float) -> dict[str, float]:
     }
 
 
-def _write_history(run: Run) -> None:
-    final = run.result.metrics.get("test/accuracy", 0.5)
-    with MetricsWriter(run.directory / "metrics.csv") as writer:
+def _write_history(folder: Path, final: float) -> None:
+    with MetricsWriter(folder / "metrics.csv") as writer:
         for step in range(20, 201, 20):
-            loss = float(2.3 * np.exp(-step / 100) + 1 - final)
-            rows = {"train/loss": loss}
+            rows = {"train/loss": float(2.3 * np.exp(-step / 100) + 1 - final)}
             if step % 100 == 0:
                 rows["val/accuracy"] = final * step / 200
             if step == 200:

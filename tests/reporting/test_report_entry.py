@@ -1,182 +1,294 @@
-"""The entry: files, terminal, bad input, and no torch."""
+"""The entry: files, page, terminal, several studies, watching, W&B, bad input, and no torch."""
 
 from __future__ import annotations
 
 import csv
+import json
 import re
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
-from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_study import make_runs, write_runs, write_study
+from synthetic_study import write_cell, write_study
 
 from normexp.report import main
-from normexp.reporting.options import parse_options
-from normexp.reporting.serve import serve_report, stamp_of
+from normexp.reporting import publish
+from normexp.reporting.compare import Change
+from normexp.reporting.export import find_project
+from normexp.reporting.report import build_report
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
+class Page(HTMLParser):
+    """A page's tags with their attributes, and the text inside each kind of tag."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.open = ""
+        self.source = (folder / "index.html").read_text()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.texts.setdefault(tag, []).append("")
+        self.open = tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts[self.open][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open = ""
+
+    def values(self, attribute: str) -> list[str | None]:
+        return [found[attribute] for _, found in self.tags if attribute in found]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        place = [found.get("id") for tag, found in self.tags if tag == "script"].index("report")
+        return json.loads(self.texts["script"][place])
+
+
+def report(root: Path, *words: str, study: str = "synthetic") -> Path:
+    """Runs the entry, which must succeed; the folder of the report."""
+    assert main([f"study={study}", f"runs_dir={root}", *words]) == 0
+    return root / study.strip("[]").replace(",", "+") / "report"
+
+
 def test_a_report_has_its_page_figures_tables_and_verdict(tmp_path: Path, capsys):
     write_study(tmp_path, np.random.default_rng(0))
-    assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
-    folder = tmp_path / "synthetic" / "report"
+    folder = report(tmp_path)
     names = {path.stem for path in (folder / "figures").glob("*.svg")}
     assert {"metric_by_size_main", "heat_map_main", "improvement_main"} <= names
     assert names == {path.stem for path in (folder / "figures").glob("*.png")}
-    for ending in ("csv", "md", "tex"):
-        assert (folder / "tables" / f"cells.{ending}").stat().st_size > 100
     printed = capsys.readouterr().out
-    assert "batch loses" in printed and "group does not depend" in printed
-    with open(folder / "tables" / "cells.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["n"] for row in rows] == ["8"] * 6
-    for name in ("mean", "median", "IQM"):
-        row = rows[0]
-        low, centre, high = (float(row[f"{name}{end}"]) for end in (" low", "", " high"))
-        assert low < centre < high
-        assert row[f"{name} [95 % interval]"] == f"{centre:.1f} [{low:.1f}, {high:.1f}]"
+    assert "6 cells, 48 runs: 48 finished" in printed and str(folder / "index.html") in printed
+    page = Page(folder)
+    assert set(page.values("data-figure")) == names == set(page.data["figures"])
+    for sentence in page.texts["li"]:
+        assert f"- {sentence}" in printed
+    assert page.values("class")[-5:] == ["loses", "independent", "independent", "better", "better"]
     assert not list((tmp_path / "synthetic").glob(".report-*"))
 
 
+def test_tables_hold_the_numbers_of_the_study(tmp_path: Path):
+    write_study(tmp_path, np.random.default_rng(0))
+    folder = report(tmp_path)
+    tables = {}
+    for name, text in Page(folder).data["tables"].items():
+        assert (folder / "tables" / f"{name}.csv").read_text() == text
+        tables[name] = list(csv.DictReader(text.splitlines()))
+    assert list(tables) == ["cells", "sensitivity", "comparisons", "runs"]
+    assert [row["n"] for row in tables["cells"]] == ["8"] * 6
+    row = tables["cells"][0]
+    for name in ("mean", "median", "IQM"):
+        low, centre, high = (float(row[f"{name}{end}"]) for end in (" low", "", " high"))
+        assert row[f"{name} [95 % interval]"] == f"{centre:.1f} [{low:.1f}, {high:.1f}]"
+    own = [float(run["test/accuracy"]) for run in tables["runs"] if run["norm"] == "batch"]
+    assert float(row["mean"]) == pytest.approx(100 * np.mean(own[:8]))
+    first = tables["sensitivity"][0]
+    assert (first["norm"], first["kind"], first["from"], first["to"]) == (
+        *("batch", "loses", "128", "2"),
+    )
+    assert [row["verdict"] for row in tables["comparisons"]] == ["better", "better"]
+    markdown = (folder / "tables" / "cells.md").read_text()
+    latex = (folder / "tables" / "cells.tex").read_text()
+    assert f"| {row['mean [95 % interval]']} |" in markdown
+    assert r"mean [95 \% interval]" in latex and latex.count(r"\\") == 7
+
+
 def test_a_report_is_replaced_while_the_study_goes_on(tmp_path: Path, capsys):
-    words = ["study=synthetic", f"runs_dir={tmp_path}"]
-    cell = write_runs(make_runs("batch", {0: 0.8}, root=tmp_path, norm_batch_size=2))
+    cell = write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=2)
     (cell / "seed-1").mkdir()
-    assert main(words) == 0
+    report(tmp_path)
     assert "1 not ended" in capsys.readouterr().out
     (tmp_path / "synthetic" / "group-later" / "seed-0").mkdir(parents=True)
-    write_runs(make_runs("batch", {1: 0.9}, root=tmp_path, norm_batch_size=8))
-    assert main(words) == 0
+    (tmp_path / "synthetic" / "torn" / "seed-0").mkdir(parents=True)
+    (tmp_path / "synthetic" / "torn" / "seed-0" / "result.json").write_text("{")
+    write_cell(tmp_path, "batch", {1: 0.9}, norm_batch_size=8)
+    page = Page(report(tmp_path))
     printed = capsys.readouterr().out
-    assert "2 cells, 2 runs" in printed
-    assert "not ended: group-later: 1 run begun, none ended" in printed
-    page = (tmp_path / "synthetic" / "report" / "index.html").read_text()
-    assert "<li>group-later: 1 run begun, none ended</li>" in page
+    assert "2 cells, 2 runs: 2 finished; 2 not ended; 1 unreadable" in printed
+    for words in ("group-later: 1 run", "torn/seed-0"):
+        assert words in printed and any(words in item for item in page.texts["li"])
 
 
 def test_text_from_configs_and_errors_is_escaped_everywhere(tmp_path: Path):
-    runs = make_runs("batch", {0: 0.8, 1: 0.9}, root=tmp_path, norm_batch_size=2, data=EVIL)
-    runs += make_runs("=cmd()", {0: 0.8, 1: 0.9}, root=tmp_path, norm_batch_size=2, data=EVIL)
-    write_runs(runs)
-    assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
-    folder = tmp_path / "synthetic" / "report"
-    page = (folder / "index.html").read_text()
-    assert EVIL not in page and "<img src=x" not in page
-    assert len(re.findall("</script", page)) == len(re.findall("<script", page))
+    for norm in ("batch", "=cmd()"):
+        write_cell(tmp_path, norm, {0: 0.8, 1: 0.9}, norm_batch_size=2, data=EVIL)
+    folder = report(tmp_path)
+    page = Page(folder)
+    assert EVIL not in page.source and "img" not in dict(page.tags)
+    assert len(re.findall("</script", page.source)) == len(re.findall("<script", page.source))
+    assert EVIL in page.values("data-value")
     assert "'=cmd()" in (folder / "tables" / "cells.csv").read_text()
+
+
+# Several studies
+
+
+def write_both(root: Path, gain: float) -> None:
+    rng = np.random.default_rng(0)
+    for study, shift, epochs in (("old", 0.0, 3), ("new", gain, 5)):
+        result = {"environment": {"python": "3.11", "code_version": study}}
+        for size in (2, 128):
+            values = dict(enumerate((0.9 + shift + rng.normal(0, 0.001, 6)).tolist()))
+            options = {"study": study, "norm_batch_size": size, "epochs": epochs}
+            write_cell(root, "batch", values, result=result, **options)
+    write_cell(root, "group", {0: 0.9}, study="new", result=result)
+
+
+def change_of(root: Path) -> Change:
+    (change,) = build_report(root, ["old", "new"]).changes
+    return change
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(0.02, "better"), (0.0, "tie"), (-0.02, "worse")])
+def test_differences_are_paired_by_seed_and_judged(tmp_path: Path, gain: float, verdict: str):
+    write_both(tmp_path, gain)
+    rows = change_of(tmp_path).rows
+    assert [(row["norm"], row["verdict"], row["n pairs"]) for row in rows] == [
+        ("batch", verdict, 6)
+    ] * 2
+    for row in rows:
+        text = row["after - before [95 % interval]"]
+        low, high = re.search(r"\[(.*), (.*)\]", text).groups()
+        assert float(low) <= 100 * gain <= float(high)
+
+
+def test_what_differs_between_studies_is_listed_and_verdicts_stay_within_one(tmp_path: Path):
+    write_both(tmp_path, 0.02)
+    change = change_of(tmp_path)
+    assert change.config == ["epochs: 3 -> 5"]
+    assert change.environment == ["code_version: old -> new"]
+    assert change.alone == ["only in new: group, resnet on cifar10, batch size 128"]
+    sections = build_report(tmp_path, ["old", "new"]).sections
+    pairs = [(one.norm, one.reference) for s in sections for one in s.answer.comparisons]
+    assert pairs == [("group · new", "batch · new")]
+    folder = report(tmp_path, study="[old,new]")
+    assert folder.name == "report" and folder.parent.name == "old+new"
+    assert {"epochs: 3 -> 5", "code_version: old -> new"} <= set(Page(folder).texts["li"])
+
+
+def test_studies_without_a_cell_in_common_are_said_to_be_so(tmp_path: Path, capsys):
+    for study, data in (("a", "digits"), ("b", "cifar10")):
+        write_cell(tmp_path, "batch", {0: 0.8}, study=study, data=data)
+    report(tmp_path, study="[a,b]")
+    assert "no cell is in both studies" in capsys.readouterr().out
+
+
+# Watching
+
+
+def test_a_watched_page_is_written_anew_and_reloads_itself_until_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9}, norm_batch_size=2)
+    folder = tmp_path / "synthetic" / "report"
+    pages, looks = [], 0
+
+    def look_again(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        pages.append(Page(folder))
+        if looks == 1:
+            write_cell(tmp_path, "group", {0: 0.8, 1: 0.9})
+        elif looks == 2:
+            (tmp_path / "synthetic" / "broken" / "seed-0").mkdir(parents=True)
+        elif looks == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(publish.time, "sleep", look_again)
+    assert report(tmp_path, "watch=true") == folder
+    reloads = ["reload" in page.values("id") for page in [*pages, Page(folder)]]
+    assert reloads == [True, True, True, False]  # the page that stays behind stands still
+    assert "location.reload" not in Page(folder).source.partition('id="report"')[0]
+    assert "group" not in pages[0].values("data-norm") and "group" in pages[1].values("data-norm")
+    lines = re.findall(r"\d\d:\d\d:\d\d (.*)", capsys.readouterr().out)
+    assert lines == ["2 cells, 4 runs: 4 finished"]
+
+
+# W&B
+
+
+@pytest.mark.slow
+def test_wandb_has_figures_table_and_verdict_in_one_run_of_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_study(tmp_path, np.random.default_rng(0), sizes=(2, 128), level=("group",), num_seeds=3)
+    report(tmp_path, "log=wandb")
+    (folder,) = (tmp_path / "synthetic" / "wandb").glob("offline-run-*")
+    assert f"wandb sync {folder}" in capsys.readouterr().out
+    images = {path.name for path in (folder / "files" / "media").rglob("*.png")}
+    for name in ("metric_by_size_main", "heat_map_main", "improvement_main"):
+        assert any(image.startswith(name) for image in images)
+    tables = {path.name: path.read_text() for path in (folder / "files").rglob("*.table.json")}
+    (cells,) = [json.loads(text) for name, text in tables.items() if name.startswith("cells")]
+    assert [row[0] for row in cells["data"]] == ["batch", "batch", "group"]
+    (verdict,) = [text for name, text in tables.items() if name.startswith("verdict")]
+    assert "batch loses" in verdict
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert "synthetic/report" in answer.stdout
+
+
+def test_wandb_project_is_that_of_the_studys_own_runs(tmp_path: Path):
+    texts = ["logger: {csv: {}}", "{torn", "logger: {wandb: {project: mine, entity: team}}"]
+    cells = [tmp_path / str(i) for i in range(len(texts))]
+    for cell, text in zip(cells, texts, strict=True):
+        cell.mkdir()
+        (cell / "config.yaml").write_text(text)
+    assert find_project([tmp_path / "none", *cells]) == ("mine", "team")
+    assert find_project(cells[:2]) == ("normexp", None)
+
+
+# Refusals, speed and imports
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "study is missing"),
-        (["study="], "study is missing"),
-        (["synthetic"], "synthetic: not of the form key=value; try study=synthetic"),
         (["study=syntetic"], "study=syntetic not found .* nearest: synthetic"),
-        (["study=[synthetic,synthetic]"], "study=synthetic is named twice"),
-        (["study=synthetic", "metrc=x"], "metrc: unknown key; did you mean metric?"),
         (["study=synthetic", "metric=test/acuracy"], "no run has it; .*test/accuracy"),
-        (["study=synthetic", "tolerance=-1"], "tolerance=-1 is not a number of 0 or more"),
-        (["study=synthetic", "tolerance=nan"], "tolerance=nan is not a number"),
-        (["study=synthetic", "serve=maybe"], "serve=maybe is neither true nor false"),
-        (["study=synthetic", "serve=true", "serve=true"], "serve is given twice"),
     ],
 )
 def test_bad_input_is_one_message(tmp_path: Path, capsys, words: list[str], message: str):
-    write_runs(make_runs("batch", {0: 0.8}, root=tmp_path))
+    write_cell(tmp_path, "batch", {0: 0.8})
     assert main([*words, f"runs_dir={tmp_path}"]) == 2
     error = capsys.readouterr().err
     assert re.match(f"normexp: .*{message}", error) and error.count("\n") == 1
     assert not (tmp_path / "synthetic" / "report").exists()
 
 
-@pytest.mark.slow
-def test_two_thousand_runs_are_reported_in_half_a_minute(tmp_path: Path):
-    rng = np.random.default_rng(0)
-    norms = [f"norm{i}" for i in range(10)]
-    for data in ("a", "b", "c", "d", "e"):
-        for norm in norms:
-            for size in (2, 4, 8, 32, 128):
-                values = dict(enumerate(rng.normal(0.9, 0.01, 8).tolist()))
-                options = {"norm_batch_size": size, "mixes_samples": True, "data": data}
-                write_runs(make_runs(norm, values, root=tmp_path, **options), with_history=True)
-    start = time.monotonic()
-    assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
-    assert time.monotonic() - start < 30
-
-
-def test_several_studies_are_a_list():
-    assert parse_options(["study=[a, b]"]).studies == ["a", "b"]
-    assert parse_options(["study=a,b"]).studies == ["a", "b"]
-
-
 def test_no_torch_is_imported(tmp_path: Path):
-    write_runs(make_runs("batch", {0: 0.8, 1: 0.9}, root=tmp_path, norm_batch_size=2))
+    write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9}, norm_batch_size=2)
     script = (
         "import sys; from normexp.report import main; code = main(sys.argv[1:]); "
         "sys.exit(99 if 'torch' in sys.modules else code)"
     )
-    words = ["study=synthetic", f"runs_dir={tmp_path}", "log=tensorboard"]
-    command = [sys.executable, "-c", script, *words]
+    command = [sys.executable, "-c", script, "study=synthetic", f"runs_dir={tmp_path}"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def test_serving_is_local_and_rebuilds_when_a_result_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    monkeypatch.setattr("normexp.reporting.serve.LOOK_EVERY", 0.02)
-    page = tmp_path / "page"
-    page.mkdir()
-    (page / "index.html").write_text("one")
-    stop, rebuilt = threading.Event(), threading.Event()
-    study = tmp_path / "synthetic"
-    server = threading.Thread(
-        target=serve_report, args=(page, [study], rebuilt.set), kwargs={"stop": stop}
-    )
-    server.start()
-    try:
-        printed = ""
-        while "http" not in printed:
-            printed += capsys.readouterr().out
-        url = printed.split()[1].rstrip(",")
-        assert url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(url) as answer:
-            assert answer.read() == b"one" and answer.headers["ETag"]
-        assert not rebuilt.is_set()
-        write_runs(make_runs("batch", {0: 0.8}, root=tmp_path))
-        assert rebuilt.wait(5)
-    finally:
-        stop.set()
-        server.join(5)
-    assert not server.is_alive() and len(stamp_of([study])) == 1
-
-
-def test_a_rebuild_while_serving_prints_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    write_runs(make_runs("batch", {0: 0.8, 1: 0.9}, root=tmp_path, norm_batch_size=2))
-
-    def serve_once(directory: Path, studies: object, rebuild: Callable[[], None], *, stop: object):
-        del studies, stop
-        assert directory == tmp_path / "synthetic" / "report"
-        capsys.readouterr()
-        rebuild()
-
-    monkeypatch.setattr("normexp.reporting.serve.serve_report", serve_once)
-    assert main(["study=synthetic", f"runs_dir={tmp_path}", "serve=true"]) == 0
-    line = r"\d\d:\d\d:\d\d 1 cell, 2 runs: 2 finished\n"
-    assert re.fullmatch(line, capsys.readouterr().out)
-
-
-def test_studies_without_a_cell_in_common_are_said_to_be_so(tmp_path: Path, capsys):
-    for study, data in (("a", "digits"), ("b", "cifar10")):
-        write_runs(make_runs("batch", {0: 0.8}, root=tmp_path, study=study, data=data))
-    assert main(["study=[a,b]", f"runs_dir={tmp_path}"]) == 0
-    assert "no cell is in both studies" in capsys.readouterr().out
+@pytest.mark.slow
+def test_two_thousand_runs_are_reported_in_half_a_minute(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    for data in ("a", "b", "c", "d", "e"):
+        for norm in range(10):
+            for size in (2, 4, 8, 32, 128):
+                values = dict(enumerate(rng.normal(0.9, 0.01, 8).tolist()))
+                options = {"norm_batch_size": size, "mixes_samples": True, "data": data}
+                write_cell(tmp_path, f"norm{norm}", values, with_history=True, **options)
+    start = time.monotonic()
+    report(tmp_path)
+    assert time.monotonic() - start < 30

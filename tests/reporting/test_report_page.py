@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headless_browser import CHROMIUM, DRIVER, MISSING, Browser
-from synthetic_study import make_runs, write_runs, write_study
+from synthetic_study import write_cell, write_study
 
 from normexp.report import main
 
@@ -54,8 +54,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("page")
     write_study(root, np.random.default_rng(0))
     values = {0: 0.8, 1: None, 2: 0.81, 3: 0.79}
-    write_runs(make_runs("instance", values, root=root, norm_batch_size=2))
-    write_runs(make_runs("batch", {0: 0.9, 1: 0.91}, root=root, norm_batch_size=2, data="digits"))
+    write_cell(root, "instance", values, norm_batch_size=2)
+    write_cell(root, "batch", {0: 0.9, 1: 0.91}, norm_batch_size=2, data="digits")
     assert main(["study=synthetic", f"runs_dir={root}"]) == 0
     return (root / "synthetic" / "report" / "index.html").as_uri()
 
@@ -176,7 +176,7 @@ def test_no_text_overlaps(browser: Browser, tmp_path: Path, count: int):
             level = 0.8 + 0.01 * position
             values = {k: None if rng.random() < 0.2 else rng.normal(level, 0.01) for k in range(8)}
             options = {"norm_batch_size": size, "batch_size": 1024, "mixes_samples": True}
-            write_runs(make_runs(norm, values, root=tmp_path, **options), with_history=True)
+            write_cell(tmp_path, norm, values, with_history=True, **options)
     assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
     url = (tmp_path / "synthetic" / "report" / "index.html").as_uri()
     for width in (400, 1000, 2000):

@@ -1,86 +1,71 @@
-"""Slices: which size varies, which cells stand in it, which learning rate is taken."""
+"""Slices: which size varies, which cells are on their lines, which learning rate is chosen."""
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
+
 import pytest
-from synthetic_study import make_runs, study_of
-
-from normexp.reporting.cells import build_cells
-from normexp.reporting.runs import Run
-from normexp.reporting.slices import Slice, align, build_slices
+from synthetic_study import slices_of, write_cell
 
 
-def slices_of(runs: list[Run]) -> list[Slice]:
-    return build_slices(build_cells([study_of(runs)]), metric=None, tolerance=None)
-
-
-def test_an_independent_norm_is_one_cell_at_every_norm_batch_size():
-    runs = [
-        run for size in (2, 8, 128) for run in make_runs("batch", {0: 0.8}, norm_batch_size=size)
-    ]
-    (part,) = slices_of([*runs, *make_runs("group", {0: 0.9}, norm_batch_size=2)])
+def test_an_independent_norm_is_one_cell_at_every_norm_batch_size(tmp_path: Path):
+    for size in (2, 8, 128):
+        write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=size)
+    group = write_cell(tmp_path, "group", {0: 0.9}, norm_batch_size=2)
+    (part,) = slices_of(tmp_path)
     assert (part.axis, part.sizes, part.fixed) == ("norm_batch_size", [2, 8, 128], "batch size 128")
-    group = part.lines["group"]
-    assert group.cells == {} and group.independent is not None
-    assert all(group.at(size) is group.independent for size in part.sizes)
+    points = dict(part.lines())["group"]
+    assert points["size"].tolist() == [2, 8, 128] and points["independent"].all()
+    assert set(points["cell"]) == {str(group)}
 
 
-def test_along_the_batch_size_every_norm_has_cells_of_its_own():
-    runs = [
-        run
-        for size in (8, 32)
-        for norm in ("batch", "group")
-        for run in make_runs(norm, {0: 0.8}, batch_size=size)
-    ]
-    (part,) = slices_of(runs)
+def test_along_the_batch_size_every_norm_has_cells_of_its_own(tmp_path: Path):
+    for size in (8, 32):
+        for norm in ("batch", "group"):
+            write_cell(tmp_path, norm, {0: 0.8}, batch_size=size)
+    (part,) = slices_of(tmp_path)
     assert (part.axis, part.sizes) == ("batch_size", [8, 32])
-    assert part.lines["group"].independent is None and len(part.lines["group"].cells) == 2
+    assert part.points["cell"].nunique() == 4 and not part.points["independent"].any()
 
 
-def test_models_and_data_sets_have_slices_of_their_own():
-    runs = [
-        run
-        for data in ("cifar10", "digits")
-        for size in (2, 128)
-        for run in make_runs("batch", {0: 0.8}, norm_batch_size=size, data=data)
-    ]
-    parts = slices_of(runs)
+def test_models_and_data_sets_have_slices_of_their_own(tmp_path: Path):
+    for data in ("cifar10", "digits"):
+        for size in (2, 128):
+            write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=size, data=data)
+    parts = slices_of(tmp_path)
     assert [part.title for part in parts] == ["resnet on cifar10", "resnet on digits"]
     assert len({part.slug for part in parts}) == 2
 
 
-def test_seeds_are_aligned_and_what_is_not_there_is_nan():
-    runs = make_runs("batch", {0: 0.8, 1: None, 3: 0.7}, norm_batch_size=2)
-    runs += make_runs("batch", {0: 0.9, 1: 0.85}, norm_batch_size=128)
-    (part,) = slices_of(runs)
-    values, seeds = align(part.lines["batch"], part.sizes, part.metric)
-    assert seeds == [0, 1, 3]
-    expected = [[80, 90], [np.nan, 85], [70, np.nan]]
-    np.testing.assert_allclose(values, expected)
+def test_both_sizes_may_vary(tmp_path: Path):
+    for batch_size in (8, 32):
+        for size in (2, 8):
+            options = {"batch_size": batch_size, "norm_batch_size": size}
+            write_cell(tmp_path, "batch", {0: 0.8}, **options)
+    found = [(part.axis, part.fixed) for part in slices_of(tmp_path)]
+    assert found == [("norm_batch_size", "batch size 8"), ("norm_batch_size", "batch size 32")]
 
 
-def test_the_learning_rate_is_chosen_on_validation_and_never_on_test():
-    def metrics(val: float, test: float) -> dict[str, float]:
-        return {"val/accuracy": val, "test/accuracy": test}
-
-    runs = make_runs("batch", {0: 0.5, 1: 0.5}, metrics=metrics(0.9, 0.1), lr=0.1)
-    runs += make_runs("batch", {0: 0.5, 1: 0.5}, metrics=metrics(0.8, 0.99), lr=0.01)
-    runs += make_runs("batch", {0: 0.5, 1: None}, metrics=metrics(0.95, 0.99), lr=1.0)
-    (part,) = slices_of(runs)
-    chosen = part.lines["batch"].at(128)
-    assert chosen is not None and chosen.lr == 0.1  # the higher one diverged for a seed
-    assert {cell.lr for cell in part.searched[chosen.id]} == {0.1, 0.01, 1.0}
+def test_the_learning_rate_is_chosen_on_validation_and_never_on_test(tmp_path: Path):
+    for lr, val, test, second in ((0.1, 0.9, 0.1, 0.5), (0.01, 0.8, 0.99, 0.5), (1.0, 1, 1, None)):
+        metrics = {"val/accuracy": val, "test/accuracy": test}
+        write_cell(tmp_path, "batch", {0: 0.5, 1: second}, metrics=metrics, lr=lr)
+    (part,) = slices_of(tmp_path)
+    assert part.points["lr"].tolist() == [0.1]  # at the best rate a seed diverged
+    searched = part.searched.set_index("lr")["chosen"].to_dict()
+    assert searched == {0.01: False, 0.1: True, 1.0: False}
 
 
-def test_runs_with_different_metrics_have_each_their_own():
+def test_runs_with_different_metrics_have_each_their_own(tmp_path: Path):
     text = {"test/bits_per_byte": 1.5, "val/bits_per_byte": 1.6}
-    runs = make_runs("layer", {0: 0.5}, data="shakespeare", metrics=text)
-    runs += make_runs("layer", {0: 0.9})
-    assert {part.metric.name for part in slices_of(runs)} == {"test/accuracy", "test/bits_per_byte"}
+    write_cell(tmp_path, "layer", {0: 0.5}, data="shakespeare", metrics=text)
+    write_cell(tmp_path, "layer", {0: 0.9})
+    names = {part.metric.name for part in slices_of(tmp_path)}
+    assert names == {"test/accuracy", "test/bits_per_byte"}
 
 
 @pytest.mark.parametrize("size", [2, 128])
-def test_one_size_alone_is_a_slice_too(size: int):
-    (part,) = slices_of(make_runs("batch", {0: 0.9}, norm_batch_size=size))
+def test_one_size_alone_is_a_slice_too(tmp_path: Path, size: int):
+    write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=size)
+    (part,) = slices_of(tmp_path)
     assert part.sizes == [size]

@@ -13,7 +13,6 @@ from normexp.stats import (
     median,
     paired_difference,
     paired_improvement,
-    probability_of_improvement,
     stratified_difference,
 )
 
@@ -55,20 +54,6 @@ def test_stratified_difference_holds_its_coverage_with_unequal_spread_and_n(n, r
         stratified_difference([(x, zero), (y, shorter)]) for x, y in zip(wide, narrow, strict=True)
     ]
     assert LOW <= covered(intervals, 1.5) <= HIGH
-
-
-@pytest.mark.parametrize("truth", [0.5, 0.75, 0.9])
-def test_probability_of_improvement_holds_its_coverage(truth, n, rng):
-    # The interval depends on the number of wins alone: one call per distinct number is enough.
-    a = rng.normal(size=(5 * SIMULATIONS, n, 1)) + scipy_stats.norm.ppf(truth) * np.sqrt(2)
-    b = rng.normal(size=(5 * SIMULATIONS, 1, n))
-    wins = (a > b).sum(axis=(1, 2))
-    _, first, counts = np.unique(wins, return_index=True, return_counts=True)
-    intervals = [
-        probability_of_improvement(a[i, :, 0], b[i, 0], higher_is_better=True) for i in first
-    ]
-    holds = np.array([i.low <= truth <= i.high for i in intervals])
-    assert LOW <= counts[holds].sum() / counts.sum() <= HIGH
 
 
 def test_paired_improvement_never_covers_less_than_its_level(n):

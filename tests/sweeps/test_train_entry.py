@@ -1,15 +1,18 @@
-"""`python -m normexp.train` as a user runs it: records, reruns, sweeps, and a Ctrl-C."""
+"""`python -m normexp.train` as a user runs it: records, reruns, sweeps, own norms, mistakes."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from train_cases import cells, files, train
+from train_cases import QUICK, cells, files, train
 
 from normexp.records.metrics import read_metrics
 from normexp.records.result import read_result
@@ -20,8 +23,7 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path, capsys: pytest.Captu
     assert train(tmp_path, "norm=group") == 0
     (cell,) = cells(tmp_path)
     assert cell.name.startswith("group-convnet-digits-b32-lr0.1-")
-    expected = {"config.yaml", "seed-0", "seed-1", "stacks"}
-    assert {p.name for p in cell.iterdir()} == expected
+    assert {p.name for p in cell.iterdir()} == {"config.yaml", "seed-0", "seed-1", "stacks"}
     for seed in (0, 1):
         run = {p.name for p in (cell / f"seed-{seed}").iterdir()}
         assert {"result.json", "metrics.csv", "weights.pt"} <= run
@@ -30,35 +32,21 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path, capsys: pytest.Captu
     assert result.status == "finished"
     assert result.config["norm"] == "group"
     assert result.config["num_steps"] == 12
-    assert set(result.metrics) == {
-        *("val/loss", "val/accuracy", "test/loss", "test/accuracy"),
-    }
-    assert result.num_parameters == sum(
-        t.numel() for t in torch.load(cell / "seed-1" / "weights.pt", weights_only=True).values()
-    )
+    assert result.config["identity"]["norm"]["num_groups"] == 8  # also what is as by default
+    assert {"val/loss", "val/accuracy", "test/loss", "test/accuracy"} == set(result.metrics)
+    weights = torch.load(cell / "seed-1" / "weights.pt", weights_only=True)
+    assert result.num_parameters == sum(tensor.numel() for tensor in weights.values())
     out = capsys.readouterr().out
     assert str(cell) in out.replace("\n", "")
-    assert "n = 2 seeds" in out
-    assert "next:" in out
+    assert "n = 2 seeds" in out and "next:" in out
 
-
-def test_metrics_csv_has_the_rows_of_its_own_seed(tmp_path: Path):
-    train(tmp_path, "norm=batch")
-    (cell,) = cells(tmp_path)
     rows = [read_metrics(cell / f"seed-{seed}" / "metrics.csv") for seed in (0, 1)]
-    steps = [row.step for row in rows[0] if row.name == "train/loss"]
-    assert steps == [5, 10]
-    result = read_result(cell / "seed-0")
-    last = {row.name: row.value for row in rows[0]}
-    assert last["val/loss"] == result.metrics["val/loss"]
+    assert [row.step for row in rows[1] if row.name == "train/loss"] == [5, 10]
+    assert {row.name: row.value for row in rows[1]}["val/loss"] == result.metrics["val/loss"]
     assert rows[0] != rows[1]
 
-
-def test_the_same_line_again_trains_nothing(tmp_path: Path):
-    train(tmp_path, "norm=group")
-    (cell,) = cells(tmp_path)
     before = files(cell)
-    assert train(tmp_path, "norm=group") == 0
+    assert train(tmp_path, "norm=group") == 0  # the same line again
     assert files(cell) == before
 
 
@@ -67,30 +55,20 @@ def test_more_replicas_train_only_the_new_seeds(tmp_path: Path):
     train(tmp_path, "norm=group")
     (cell,) = cells(tmp_path)
     before = files(cell / "seed-0")
-    assert train(tmp_path, "norm=group", "replicas=3") == 0  # QUICK's replicas come later
-    assert (
-        main(
-            ["norm=group", "steps=12", "log_every=5", "replicas=3", f"runs_dir={tmp_path / 'runs'}"]
-        )
-        == 0
-    )
+    quick = [word for word in QUICK if not word.startswith("replicas")]
+    assert main(["norm=group", "replicas=3", *quick, f"runs_dir={tmp_path / 'runs'}"]) == 0
     assert files(cell / "seed-0") == before
     assert read_result(cell / "seed-2").status == "finished"
 
 
-def test_norm_batch_sizes_are_one_cell_for_a_norm_that_does_not_mix_samples(tmp_path: Path):
-    assert train(tmp_path, "-m", "norm=group,batch", "norm_batch_size=2,8,32") == 0
-    names = [cell.name for cell in cells(tmp_path)]
-    assert len([name for name in names if name.startswith("group-")]) == 1
-    assert len([name for name in names if name.startswith("batch-")]) == 3
-
-
-def test_a_refused_cell_is_a_row_and_the_others_go_on(
+def test_norm_batch_sizes_are_one_cell_for_a_norm_that_does_not_mix_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert train(tmp_path, "-m", "norm=batch", "norm_batch_size=5,8") == 1
-    assert len(cells(tmp_path)) == 1
-    assert "norm_batch_size=5 does not divide" in capsys.readouterr().err
+    assert train(tmp_path, "-m", "norm=group,batch", "norm_batch_size=2,8,5") == 1
+    names = [cell.name for cell in cells(tmp_path)]
+    assert len([name for name in names if name.startswith("group-")]) == 1
+    assert len([name for name in names if name.startswith("batch-")]) == 2
+    assert "norm_batch_size=5 does not divide" in capsys.readouterr().err  # the others went on
 
 
 def test_divergence_is_recorded_and_is_no_failure(tmp_path: Path):
@@ -102,18 +80,15 @@ def test_divergence_is_recorded_and_is_no_failure(tmp_path: Path):
     assert "test/accuracy" not in result.metrics
 
 
-def test_dry_run_lists_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_lists_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert train(tmp_path, "-m", "norm=batch,group", "dry_run=true") == 0
-    out = capsys.readouterr().out
-    assert out.count("2 runs to do") == 2
+    assert capsys.readouterr().out.count("2 runs to do") == 2
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_that_the_same_line_finishes(tmp_path: Path):
     """The interrupted and resumed study equals an undisturbed one, byte for byte."""
-    import signal
-    import time
 
     def command(runs: str) -> list[str]:
         words = ["norm=batch", "epochs=12", "replicas=2", f"runs_dir={tmp_path / runs}"]
@@ -137,3 +112,127 @@ def test_ctrl_c_leaves_a_checkpoint_that_the_same_line_finishes(tmp_path: Path):
         results = [json.loads((run / "result.json").read_text()) for run in (whole, cut)]
         assert results[0]["metrics"] == results[1]["metrics"]
     assert not list(tmp_path.glob("cut/default/*/stacks/0-1/last.ckpt"))
+
+
+# --- norms of the user's own --------------------------------------------------------------------
+
+OWN_NORM = """
+import torch
+from torch import nn
+
+class Shifted(nn.Module):
+    def __init__(self, num_features, knob=1.0):
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((num_features,), float(knob)))
+    def forward(self, x):
+        return x + self.shift.view(1, -1, *[1] * (x.ndim - 2))
+
+class Failing(nn.Module):
+    calls = 0
+    def __init__(self, num_features):
+        super().__init__()
+    def forward(self, x):
+        Failing.calls += 1
+        if Failing.calls > 200:
+            raise RuntimeError("no more")
+        return x
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    file = tmp_path / "own_norms_of_a_test.py"
+    file.write_text(OWN_NORM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield file
+    sys.modules.pop("own_norms_of_a_test", None)
+
+
+def test_a_norm_of_the_users_by_target_and_by_yaml(tmp_path: Path, own_module: Path):
+    target = "norm._target_=own_norms_of_a_test.Shifted"
+    assert train(tmp_path, "norm=custom", target, "norm.knob=2") == 0
+    (cell,) = cells(tmp_path)
+    assert cell.name.startswith("shifted-")
+    folder = tmp_path / "my_conf" / "norm"
+    folder.mkdir(parents=True)
+    yaml = "_target_: own_norms_of_a_test.Shifted\n_partial_: true\nknob: 3\n"
+    (folder / "mine.yaml").write_text(yaml)
+    by_yaml = ["--config-dir", str(folder.parent), "norm=mine"]
+    assert train(tmp_path, *by_yaml, "norm.knob=2") == 0
+    assert cells(tmp_path) == [cell]  # the same training
+    own_module.write_text(OWN_NORM + "\n# edited\n")
+    assert train(tmp_path, *by_yaml, "norm.knob=2") == 0
+    (other,) = [each for each in cells(tmp_path) if each != cell]  # never a stale answer
+    assert read_result(other / "seed-0").config["norm"] == "mine"
+
+
+@pytest.mark.slow
+def test_a_failure_is_a_row_with_its_error_and_is_tried_again(
+    tmp_path: Path,
+    own_module: Path,  # noqa: ARG001
+    capsys: pytest.CaptureFixture[str],
+):
+    words = ["norm=custom", "norm._target_=own_norms_of_a_test.Failing", "steps=200", "stack=false"]
+    words += ["replicas=2", f"runs_dir={tmp_path / 'runs'}"]
+    assert main(words) == 1
+    (cell,) = cells(tmp_path)
+    result = read_result(cell / "seed-0")
+    assert result.status == "failed"
+    assert result.error == "RuntimeError: no more"
+    assert "RuntimeError: no more" in capsys.readouterr().err
+    assert "Traceback" in (cell / "stacks" / "0-1" / "run.log").read_text()
+    sys.modules["own_norms_of_a_test"].Failing.calls = -100_000
+    assert main(words) == 0
+    assert read_result(cell / "seed-0").status == "finished"
+
+
+# --- mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("norm=instance model=custom model._target_=torch.nn.Identity", "no argument `norm`"),
+        ("norm=group norm.num_groups=5", "num_groups=5 does not divide num_features=16"),
+        ("norm=batch batch_size=2000", "batch_size=2000 is more than the 1294"),
+        ("model=gpt", "does not fit data=digits"),
+        ("data=langid model=convnet", "does not fit data=langid"),
+        ("norm=batch norm.half_life=100", "are both set"),
+        ("steps=5 samples=100", "are both set"),
+        ("data=text_file", "data.path is not set"),
+        ("data=text_file data.path=nowhere.txt", "nowhere.txt"),
+        ("data=image_folder data.root=nowhere", "nowhere"),
+        ("data=custom data._target_=builtins.dict", "data._target_=builtins.dict"),
+        ("trainer=gpu", "trainer"),
+        ("trainer.accelerator=tpu2", "trainer"),
+        ("norm=custom norm._target_=no.such.Norm", "there is no module no"),
+        ("norm=custom norm._target_=normexp.norms.group.Grp", "normexp.norms.group has no Grp"),
+        ("norm=custom norm._target_=torch.nn.Linear", "torch.nn.Linear"),
+        ("norm=custom norm._target_=torch.nn.GroupNorm", "num_groups"),
+        ("+norm.knob=3", "knob"),
+        ("+optim.knob=3", "knob"),
+        ("norm=batch norm.view=sideways", "norm.view=sideways: must be token or sequence"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, part: str
+):
+    if line == "trainer=gpu" and torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    words = line.split()
+    given = {word.partition("=")[0] for word in words}
+    quick = [word for word in QUICK if word.partition("=")[0] not in given]
+    assert main([*words, *quick, f"runs_dir={tmp_path / 'runs'}"]) == 2
+    err = capsys.readouterr().err
+    (told,) = [text for text in err.splitlines() if text.startswith("normexp: ")]
+    assert part in told
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_dir_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert main([*QUICK, f"runs_dir={blocked}/runs"]) == 2
+    assert "runs_dir" in capsys.readouterr().err

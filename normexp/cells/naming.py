@@ -1,0 +1,163 @@
+"""What a training is called: its identity, its id, and the plain values in its record."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig
+
+from normexp.build import plain
+from normexp.cells.plan import Plan, num_devices_of
+from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
+from normexp.config.rules import in_identity
+from normexp.data.dataset import Data
+from normexp.norms.slots import SLOTS
+from normexp.records.identity import canonical_sizes, cell_id, differences, source_digest
+
+GROUPS = ("norm", "model", "data", "optim")
+
+# Raised by one when a default or the meaning of a choice changes: {"norm/group": 2}. "config" is
+# the choice of the keys at the top of conf/config.yaml. The number is part of what is hashed, so
+# that trainings of before and after are different cells.
+VERSIONS: dict[str, int] = {}
+
+# Keys that `Plan` and the slots have turned into the values that the identity holds.
+TURNED = {
+    *("epochs", "steps", "samples", "lr_rule", "base_batch_size", "optim.default_lr"),
+    *("norm.half_life", *SLOTS, *(f"norm.{slot}" for slot in SLOTS)),
+    *("norm._partial_", "model._partial_", "optim._partial_"),
+}
+
+
+def identity_of(
+    cfg: DictConfig, data: Data, plan: Plan, slots: Mapping[str, Any], *, mixes_samples: bool
+) -> dict[str, Any]:
+    """Everything that defines a training but its seed, as derived values in one spelling.
+
+    Holds digests of the data and of a user's own modules, so that an edited one is a new cell.
+
+    Args:
+        slots: the slots that the model uses and that differ from their defaults, resolved.
+    """
+    identity = defining(plain(cfg))
+    for part in _parts_with_target(identity):
+        digest = _source_digest_of(part["_target_"])
+        if digest is not None:
+            part["source_digest"] = digest
+    identity["data"]["digest"] = data.digest
+    identity |= {**slots, "num_steps": plan.num_steps, "lr": plan.lr}
+    # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.
+    sizes = plan.sizes
+    identity |= canonical_sizes(
+        sizes.batch_size, sizes.micro_batch_size, sizes.norm_batch_size, mixes_samples=mixes_samples
+    )
+    if plan.optimizer_momentum is not None:
+        identity["optim"]["momentum"] = plan.optimizer_momentum
+    if plan.norm_momentum is not None:
+        identity["norm"]["momentum"] = plan.norm_momentum
+    return identity
+
+
+def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
+    """The id of a cell: what differs from the shipped defaults is hashed, nothing else.
+
+    Args:
+        identity: of `identity_of`.
+        choices: the name chosen in each config group.
+    """
+    defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
+    rest = {key: value for key, value in identity.items() if key not in GROUPS}
+    content = differences(defaults | rest, defaults)  # lr, by default a reference, is always there
+    if version := VERSIONS.get("config"):
+        content["version"] = version
+    for group in GROUPS:
+        content[group] = content_of(group, choices[group], identity[group])
+    return cell_id(content, _slug(identity, choices))
+
+
+def record_of(
+    cfg: DictConfig, choices: Mapping[str, str], plan: Plan, identity: dict[str, Any]
+) -> dict[str, Any]:
+    """The config in result.json: names as typed, sizes as trained, and the whole identity."""
+    as_given = ("batch_size", "micro_batch_size", "lr_rule", "eps", "drop_last")
+    return {
+        **{group: choices[group] for group in GROUPS},
+        **{key: cfg[key] for key in as_given},
+        "norm_batch_size": plan.sizes.norm_batch_size,
+        "devices": num_devices_of(cfg),
+        "split": plan.sizes.label,
+        "epochs": plan.num_steps / plan.steps_per_epoch,
+        "num_steps": plan.num_steps,
+        "lr": plan.lr,
+        "max_grad_norm": cfg.max_grad_norm,
+        "precision": cfg.trainer.precision,
+        "matmul_precision": cfg.matmul_precision,
+        "identity": identity,
+    }
+
+
+def defining(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without the keys that define no training, and those in `TURNED`."""
+
+    def counts(key: str) -> bool:
+        return in_identity(key) and key not in TURNED
+
+    found = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            value = {name: each for name, each in value.items() if counts(f"{key}.{name}")}
+        if counts(key):
+            found[key] = value
+    return found
+
+
+def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:
+    """What is hashed of a group: a shipped choice by name, and the user's own in full."""
+    defaults = shipped_defaults(group, choice)
+    if defaults is None:
+        target = values["_target_"]
+        return values | {"_target_": shipped_targets(group).get(target, target)}
+    content = {"choice": choice, **differences(values, defining({group: defaults})[group])}
+    if version := VERSIONS.get(f"{group}/{choice}"):
+        content["version"] = version
+    return content
+
+
+def _slug(identity: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
+    """norm, model and data, the sizes that are set, and the learning rate."""
+    names = [_label(group, choices[group], identity[group]) for group in ("norm", "model", "data")]
+    sizes = {"b": "batch_size", "m": "micro_batch_size", "n": "norm_batch_size"}
+    set_sizes = [f"{letter}{identity[key]}" for letter, key in sizes.items() if identity[key]]
+    return [*names, *set_sizes, f"lr{identity['lr']:.6g}"]
+
+
+def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:
+    """A part's own `name`, as torchvision's resnet50; else its choice, or the user's class."""
+    if isinstance(values.get("name"), str):
+        return values["name"]
+    is_shipped = shipped_defaults(group, choice) is not None
+    return choice.rpartition("/")[2] if is_shipped else values["_target_"].rpartition(".")[2]
+
+
+def _parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping of a config, at any depth, that names something to build."""
+    if isinstance(tree, dict):
+        if isinstance(tree.get("_target_"), str):
+            yield tree
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for value in tree:
+            yield from _parts_with_target(value)
+
+
+def _source_digest_of(target: str) -> str | None:
+    """Digest of the user's own file that a target comes from; None for installed packages."""
+    try:
+        file = inspect.getsourcefile(get_object(target))
+    except TypeError:  # built in
+        return None
+    return None if file is None else source_digest(Path(file))

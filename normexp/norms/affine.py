@@ -1,0 +1,92 @@
+"""A weight and a bias per channel, and the frame around every shipped norm that has them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normexp.norms.moments import widen, zero_padding
+
+
+def over_channels(vector: Tensor, x: Tensor, axis: int = 1) -> Tensor:
+    """Returns a vector (C,) shaped to broadcast along the channel axis of `x`."""
+    return vector.view(-1, *[1] * (x.ndim - axis - 1))
+
+
+class Affine(NamedTuple):
+    """Weight and bias (C,), each possibly None, in the dtype of the values that they meet.
+
+    A tuple, so that torch's kernels take it as `*affine`.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def apply(self, z: Tensor, scale: Tensor | None = None, *, axis: int = 1) -> Tensor:
+        """Returns z * scale * weight + bias, with the channels of `z` along `axis`.
+
+        `scale` broadcasts to `z`; multiplied with the weight first, it costs no pass of its own.
+        """
+        if self.weight is not None:
+            gain = over_channels(self.weight, z, axis)
+            scale = gain if scale is None else scale * gain
+        if scale is None:
+            return z
+        if self.bias is None:
+            return z * scale
+        return torch.addcmul(over_channels(self.bias, z, axis), z, scale)
+
+
+NO_AFFINE = Affine(None, None)
+
+
+class AffineNorm(nn.Module):
+    """Abstract: a norm with a weight and a bias per channel, in float32 or wider.
+
+    Shape (N, C, *) in and out, in the dtype of the input; where a mask (N, *) is false, the output
+    is zero and the input is ignored. A subclass defines `normalize`.
+
+    Args:
+        eps: small constant added to the variance, or to the mean square.
+        affine: false leaves out weight and bias.
+    """
+
+    has_bias = True  # False: `affine` means a weight alone
+
+    def __init__(self, num_features: int, *, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.eps = eps
+        weight, bias = torch.ones(num_features), torch.zeros(num_features)
+        self.weight = nn.Parameter(weight) if affine else None
+        self.bias = nn.Parameter(bias) if affine and self.has_bias else None
+
+    def extra_repr(self) -> str:
+        """Lists the knobs: every plain number or word that the constructor has set."""
+        knobs = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
+        knobs.pop("training")
+        knobs["affine"] = self.weight is not None
+        return ", ".join(f"{key}={value}" for key, value in knobs.items())
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        real = None if mask is None else mask.unsqueeze(1)  # (N, 1, *)
+        wide = zero_padding(widen(x), real)
+        return zero_padding(self.normalize(wide, real, self.affine_like(wide)), real).to(x.dtype)
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        """Returns the output for x (N, C, *), which is zero where `real` (N, 1, *) is false.
+
+        The values returned where `real` is false do not matter.
+        """
+        raise NotImplementedError
+
+    def affine_like(self, x: Tensor) -> Affine:
+        """Returns weight and bias in the dtype of `x`, since kernels want one dtype for both."""
+        weight, bias = self.weight, self.bias
+        if weight is not None and weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        return Affine(weight, bias)

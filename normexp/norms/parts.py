@@ -1,0 +1,138 @@
+"""What a network's slots put around its norms: activations, convolutions, residual scales.
+
+A module here that has parameters counts them as a norm's for weight decay, by naming them in the
+class attribute `norm_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normexp.norms.affine import over_channels
+from normexp.norms.slots import Act, Conv
+
+# Added to the variance of weights. The config's eps fits activations, which are far larger: at 1e-5
+# it would shrink the filters of a wide layer, whose variance is 2 / fan_in, by a percent.
+WEIGHT_EPS = 1e-6
+
+
+class TLU(nn.Module):
+    """max(x, tau), tau learned for each channel and initially zero, which is ReLU.
+
+    The threshold of filter response norm (Singh and Krishnan 2020, arXiv:1911.09737), whose outputs
+    are not centred. Shape (N, C, *) in and out.
+    """
+
+    norm_parameters = ("tau",)
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.tau = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tau = over_channels(self.tau, x)  # float32: x widens to it
+        # As torch.maximum, whose backward is slower; in this order a NaN of x passes.
+        return torch.where(x <= tau, tau, x).to(x.dtype)
+
+
+class ScaledReLU(nn.Module):
+    """1.714 * max(x, 0): variance 1 for x from a standard normal distribution.
+
+    The activation of normalizer-free networks (Brock et al. 2021, arXiv:2101.08692), for scaled
+    weight standardization. The gain is that of the authors' code and of timm, an estimate 0.06 %
+    above the exact sqrt(2 / (1 - 1 / pi)). Any shape.
+    """
+
+    GAIN = 1.7139588594436646
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x) * self.GAIN
+
+
+class WeightStandardizedConv2d(nn.Conv2d):
+    """Convolution with (w - mean) / sqrt(var + 1e-6) per filter, over weights (O, I, K, K).
+
+    Qiao et al. 2019, arXiv:1903.10520; var is biased. timm's StdConv2d is the same; the authors'
+    code (joe-siyuan-qiao/WeightStandardization) takes the unbiased standard deviation and adds 1e-5
+    to it. A filter has variance 1 and not 1 / fan_in, so outputs grow by the root of fan_in: a norm
+    is meant to follow. The scale and mean of the stored weight have no effect, and nothing depends
+    on the input. Shapes as nn.Conv2d: (N, I, H, W) -> (N, O, H', W').
+    """
+
+    def filters(self) -> Tensor:
+        """Returns the weights (O, I, K, K) that the convolution takes."""
+        dims = tuple(range(1, self.weight.ndim))
+        var, mean = torch.var_mean(self.weight, dim=dims, correction=0, keepdim=True)  # (O, 1...)
+        return (self.weight - mean) * torch.rsqrt(var + WEIGHT_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.filters(), self.bias, self.stride, self.padding)
+
+
+class ScaledWeightStandardizedConv2d(WeightStandardizedConv2d):
+    """Convolution with gain * (w - mean) / sqrt(fan_in * (var + eps)) per filter.
+
+    Brock et al. 2021, arXiv:2101.08692: white inputs keep their variance with no norm behind.
+    `gain` (O) is learned and starts at one; that of the nonlinearity is not here but in
+    act=scaled_relu. timm's ScaledStdConv2d is the same; the authors' code bounds fan_in * var from
+    below by 1e-4 instead of adding an eps.
+    """
+
+    norm_parameters = ("gain",)
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        *,
+        stride: int = 1,
+        padding: int = 0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
+        self.gain = nn.Parameter(torch.ones(out_channels))
+
+    def filters(self) -> Tensor:
+        fan_in = self.weight[0].numel()
+        scale = self.gain * fan_in**-0.5  # (O)
+        return scale.view(-1, 1, 1, 1) * super().filters()
+
+
+class ResidualScale(nn.Module):
+    """y = scale * x with one learned number, at the end of a residual branch.
+
+    Started at zero, the network begins as its skip connections: SkipInit (De and Smith 2020,
+    arXiv:2002.10444) and, for the same reason, a zero-initialised last weight of each branch's norm
+    (Goyal et al. 2017, arXiv:1706.02677).
+    """
+
+    norm_parameters = ("scale",)
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(float(start)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.to(x.dtype)
+
+
+# Activations on maps (N, C, *), built from C.
+ACTIVATIONS: dict[Act, Callable[[int], nn.Module]] = {
+    "relu": lambda _: nn.ReLU(),
+    "gelu": lambda _: nn.GELU(),
+    "silu": lambda _: nn.SiLU(),
+    "tlu": TLU,
+    "scaled_relu": lambda _: ScaledReLU(),
+    "identity": lambda _: nn.Identity(),
+}
+
+CONVOLUTIONS: dict[Conv, type[nn.Conv2d]] = {
+    "plain": nn.Conv2d,
+    "weight_standardized": WeightStandardizedConv2d,
+    "scaled_weight_standardized": ScaledWeightStandardizedConv2d,
+}

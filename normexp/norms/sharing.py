@@ -1,0 +1,144 @@
+"""Batch norm whose statistics are shared by fewer samples than a forward has, or by more.
+
+Ghost batch norm splits the samples of a forward; synchronized batch norm adds those of the other
+processes of a training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from normexp.errors import UserError
+from normexp.norms.affine import Affine
+from normexp.norms.batch import (
+    RunningMomentsNorm,
+    group_dims,
+    normalize_groups,
+    refuse_one_value,
+)
+from normexp.norms.moments import Moments, at_least_one, centre, count_values
+
+
+class GhostBatchNorm(RunningMomentsNorm):
+    """Batch norm whose statistics in training pool `ghost_size` samples and all positions.
+
+    Samples are split in order; the last sub-batch has what is left over. Evaluation as batch norm.
+    arXiv:1705.08741.
+
+    Implementations differ in the running averages, which the authors' code (eladhoffer/bigBatch)
+    and TabNet's move once per sub-batch, so that the last weighs most. Here they move once a step,
+    by the moments of all samples together, as when a site splits its batch by norm_batch_size.
+
+    Args:
+        ghost_size: samples that share statistics; tokens in the view `token`.
+
+    Raises:
+        UserError: as `RunningNorm`, for each sub-batch; a ghost_size below one.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        ghost_size: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        if ghost_size < 1:
+            raise UserError(f"ghost_size={ghost_size} is not positive; try norm.ghost_size=16")
+        self.ghost_size = ghost_size
+
+    def refuse(self, shape: torch.Size) -> None:
+        for size in (min(shape[0], self.ghost_size), shape[0] % self.ghost_size):
+            if size:
+                refuse_one_value(torch.Size((size, *shape[1:])))
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        num_samples, size = x.shape[1], self.ghost_size
+        if num_samples <= size:
+            return self.normalize_as_batch_norm(x, real, affine)
+        whole = num_samples // size * size
+        outputs, parts = [], []
+        for first, last in ((0, whole), (whole, num_samples)):
+            if first == last:
+                continue
+            by_size = (-1, min(size, last - first))
+            folded = x[:, first:last].unflatten(1, by_size).flatten(0, 1)  # (G * g, n, C, *)
+            own = None
+            if real is not None:
+                own = real[:, first:last].unflatten(1, by_size).flatten(0, 1)
+            out, moments = normalize_groups(folded, own, affine, self.eps)
+            outputs.append(out.unflatten(0, (len(x), -1)).flatten(1, 2))
+            parts.append(moments)
+        counts = [torch.zeros_like(part.mean) + part.count for part in parts]
+        means, variances = ([part[i] for part in parts] for i in (0, 1))
+        self.advance(Moments(torch.cat(means), torch.cat(variances), torch.cat(counts)))
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+
+
+class SyncBatchNorm(RunningMomentsNorm):
+    """Batch norm with moments over the samples and positions of all processes of a training.
+
+    Without torch.distributed, or with one process, it is batch norm. Otherwise all processes must
+    enter it together; they may bring different numbers of samples. Its sums are added over the
+    processes by an all-reduce that gradients pass through: they are those of the sum of all
+    processes' losses, which DistributedDataParallel divides by the number of processes. Evaluation
+    exchanges nothing.
+
+    torch.nn.SyncBatchNorm computes the same, but on GPUs alone; this one works wherever the backend
+    does, as gloo on a CPU. The variance takes a second exchange, of squares about the common mean:
+    E[x^2] - E[x]^2 in one exchange, as some have it, loses digits.
+
+    Raises:
+        UserError: as `RunningNorm`, but one value per channel is accepted from one of several
+            processes.
+    """
+
+    spans_devices = True  # a step that several devices share is not split between them
+
+    def refuse(self, shape: torch.Size) -> None:
+        if not _has_peers():
+            refuse_one_value(shape)
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        if not _has_peers():
+            return self.normalize_as_batch_norm(x, real, affine)
+        dims = group_dims(x)
+        total = x.sum(dim=dims, keepdim=True)  # (G, 1, C, 1, ...)
+        own = torch.zeros_like(total[:, :, :1]) + count_values(x, real, dims)
+        both = _AddOverProcesses.apply(torch.cat([total, own], dim=2))
+        count = both[:, :, -1:].detach()
+        mean = both[:, :, :-1] / at_least_one(count)
+        centred = centre(x, mean, real)
+        squares = _AddOverProcesses.apply(centred.square().sum(dim=dims, keepdim=True))
+        var = squares / at_least_one(count)
+        self.advance(Moments(mean, var, count))
+        return affine.apply(centred, torch.rsqrt(var + self.eps), axis=2)
+
+
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class _AddOverProcesses(torch.autograd.Function):
+    """Adds a tensor over all processes; so is its gradient, since each value is in every sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        total = x.contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        del ctx
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total

@@ -1,0 +1,106 @@
+"""A written report in Weights & Biases: one run in the project of the study's own runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from normexp.errors import UserError
+from normexp.records.paths import CONFIG_FILE
+from normexp.reporting.report import Report
+from normexp.reporting.tables import Table
+
+DEFAULT_PROJECT = "normexp"  # as in conf/logger/wandb.yaml
+
+
+def log_to_wandb(report: Report) -> str:
+    """Logs figures, main table and verdict of a written report; returns where they are, in words.
+
+    The run has the job type `report` and the study as its group. Each call is a new run, online if
+    logged in, unless WANDB_MODE says otherwise.
+
+    Raises:
+        UserError: W&B refuses, as without a network; the report itself stands.
+    """
+    import wandb
+
+    from normexp.training.recorder import resolve_mode
+
+    project, entity = find_project(Path(cell) for cell in report.cells["cell"])
+    mode = resolve_mode(os.environ.get("WANDB_MODE", "auto"))
+    try:
+        run = wandb.init(
+            project=project,
+            entity=entity,
+            mode=mode,  # type: ignore[arg-type]
+            dir=report.directory.parent,
+            name=f"{report.title}/report",
+            group=report.title,
+            job_type="report",
+            tags=["report"],
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        run.log(_content(report))
+        run.finish()
+    except wandb.Error as error:
+        raise UserError(f"log=wandb: {error}; try WANDB_MODE=offline") from error
+    if mode == "offline":
+        return f"W&B was offline; send the report later: wandb sync {Path(run.dir).parent}"
+    return f"W&B: {run.url or mode}"
+
+
+def find_project(cell_dirs: Iterable[Path]) -> tuple[str, str | None]:
+    """Project and entity of the first cell trained with logger=wandb, else the default project.
+
+    A config.yaml that cannot be read is passed over, because the report does not need it.
+    """
+    for cell_dir in cell_dirs:
+        try:
+            config = yaml.safe_load((cell_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+            chosen = config["logger"]["wandb"]
+            return chosen["project"], chosen.get("entity")
+        except (OSError, yaml.YAMLError, KeyError, TypeError):
+            continue
+    return DEFAULT_PROJECT, None
+
+
+def _content(report: Report) -> dict[str, Any]:
+    import wandb
+
+    main = report.tables[0]
+    images = {
+        f"figures/{figure.name}": wandb.Image(
+            str(report.directory / "figures" / f"{figure.name}.png"), caption=figure.caption
+        )
+        for section in report.sections
+        for figure in section.figures
+    }
+    tables = {
+        f"tables/{main.name}": _wandb_table(main),
+        "tables/verdict": _wandb_table(_verdict(report)),
+    }
+    return tables | images
+
+
+def _verdict(report: Report) -> Table:
+    columns = ["setting", "kind", "text"]
+    rows = [
+        (section.answer.heading, one.kind, one.text)
+        for section in report.sections
+        for one in section.answer.sentences
+    ]
+    return Table("verdict", "Verdict", columns, pd.DataFrame(rows, columns=columns))
+
+
+def _wandb_table(table: Table) -> Any:
+    """All as text: W&B wants one type per column, and a norm batch size may be `any`."""
+    import wandb
+
+    rows: list[Any] = table.texts()
+    return wandb.Table(columns=table.columns, data=rows)

@@ -1,0 +1,219 @@
+"""A study as one pandas table, a row per ended run; and its cells, a row each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from normexp.errors import UserError
+from normexp.records.files import read_json
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, find_study, seed_of
+from normexp.records.result import read_run
+from normexp.reporting.metric import Metric, format_interval
+from normexp.stats import Interval, mean
+
+SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
+# Columns of the table of runs that come neither from the config nor from the metrics.
+FIELDS = (
+    "study",
+    "cell",
+    "cell_id",
+    "seed",
+    "status",
+    "diverged_at_step",
+    "error",
+    "attempts",
+    "invalid",
+    "num_parameters",
+    "directory",
+)
+
+
+@dataclass(frozen=True)
+class StudyRecords:
+    """Everything that a report needs of one or more studies.
+
+    runs: a row per ended run: FIELDS; the config's values, nested keys joined by dots
+        (`norm.num_groups`); metrics by name (`val/accuracy`, the only columns with a slash);
+        `timing.*` and `environment.*`. `cell` is the folder of the run's cell. A missing metric is
+        NaN, everything else that a run lacks None.
+    num_seeds: for each study, how many seeds have a result in any of its cells, readable or not
+    num_unended: runs without a result: still training, or interrupted
+    waiting: one line for each cell that has only such runs
+    problems: one line for each result that cannot be read
+    """
+
+    runs: pd.DataFrame
+    num_seeds: dict[str, int]
+    num_unended: int
+    waiting: list[str]
+    problems: list[str]
+
+
+def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
+    """Reads the studies, finished or still running.
+
+    Raises:
+        UserError: a study that does not exist, or that has no ended run.
+    """
+    rows, seeds, problems, unended = [], {}, [], []
+    for name in names:
+        root = find_study(runs_dir, name)
+        own, broken, begun = [], [], []
+        seeds[name] = set()
+        for run_dir in Study(root).list_runs():
+            if not (run_dir / RESULT_FILE).exists():
+                begun.append(run_dir)
+                continue
+            seeds[name].add(seed_of(run_dir))
+            try:
+                own.append(_read_row(name, run_dir))
+            except UserError as error:
+                broken.append(str(error))
+        if not own:
+            raise UserError(_why_empty(name, root, begun, broken))
+        rows += own
+        problems += broken
+        unended += begun
+    runs = pd.DataFrame(rows, dtype=object)
+    runs = runs.reindex(columns=[*FIELDS, *runs.columns.difference(FIELDS, sort=False)])
+    runs = runs.where(runs.notna(), None).astype(dict.fromkeys(metric_names(runs), float))
+    counts = {name: len(found) for name, found in seeds.items()}
+    return StudyRecords(runs, counts, len(unended), _waiting(unended, set(runs["cell"])), problems)
+
+
+def metric_names(runs: pd.DataFrame) -> list[str]:
+    """The metrics that any of the runs has."""
+    return sorted(name for name in runs if "/" in name and runs[name].notna().any())
+
+
+def config_columns(runs: pd.DataFrame) -> list[str]:
+    return [
+        name
+        for name in runs
+        if "/" not in name
+        and name not in FIELDS
+        and not name.startswith(("timing.", "environment."))
+    ]
+
+
+def varying_columns(table: pd.DataFrame) -> list[str]:
+    """The columns without one value in all rows; None is a value, and 1, 1.0 and True differ."""
+    return [name for name in table if table[name].map(repr).nunique() > 1]
+
+
+def values_of(runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
+    """The metric, scaled, as (seeds, cells); NaN unless the run has finished and recorded it."""
+    found = pd.Series(math.nan, runs.index) if metric.name not in runs else runs[metric.name]
+    shown = metric.scale * found.where(runs["status"] == "finished")
+    return runs.assign(value=shown).pivot(index="seed", columns="cell", values="value")
+
+
+def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.DataFrame:
+    """Each row of `cells` with its mean over seeds; values: (seeds, cells), from `values_of`.
+
+    Added columns: `mean`, `low`, `high`, `n`, `text` (the interval), `count` (n, with what is
+    missing) and `seeds` (the value of each seed, as text).
+    """
+    found = {}
+    for cell in cells["cell"].unique():
+        own = values[cell].dropna()
+        shown = ", ".join(f"{seed}: {x:.{metric.digits + 1}f}" for seed, x in own.items())
+        found[cell] = interval_row(mean(own), metric.digits) | {"seeds": shown or "none finished"}
+    columns = ["mean", "low", "high", "n", "text", "seeds"]
+    rows = [found[cell] for cell in cells["cell"]]
+    table = cells.join(pd.DataFrame(rows, cells.index, columns, dtype=object))
+    return table.assign(count=[_count_words(row) for row in table.to_dict("records")])
+
+
+def interval_row(interval: Interval, digits: int) -> dict[str, Any]:
+    return {
+        "mean": interval.estimate,
+        "low": interval.low,
+        "high": interval.high,
+        "n": interval.n,
+        "text": format_interval(interval, digits),
+    }
+
+
+def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The rows as dicts of plain Python values; missing is None."""
+    chosen = table if columns is None else table[list(columns)]
+    chosen = chosen.astype(object)
+    return chosen.where(chosen.notna(), None).to_dict("records")
+
+
+def _read_row(study: str, run_dir: Path) -> dict[str, Any]:
+    result = read_run(run_dir)
+    if not isinstance(result.config.get("batch_size"), int):
+        raise UserError(f"{run_dir / RESULT_FILE} has no config.batch_size; was it edited by hand?")
+    identity = _flatten(result.config.get("identity") or {})
+    config = _flatten({key: v for key, v in result.config.items() if key != "identity"})
+    own = result.to_dict()
+    return (
+        {key: value for key, value in identity.items() if key.partition(".")[0] not in SIZES}
+        | config
+        | _read_evaluation(run_dir)
+        | result.metrics
+        | _flatten({"timing": result.timing, "environment": result.environment})
+        | {key: own[key] for key in FIELDS if key in own}
+        | {"study": study, "cell": str(run_dir.parent), "directory": str(run_dir)}
+    )
+
+
+def _read_evaluation(run_dir: Path) -> dict[str, float]:
+    """Metrics of evaluation.json: {"precise": {"test/loss": 1.0}} gives `test/loss@precise`."""
+    path = run_dir / EVALUATION_FILE
+    if not path.exists():
+        return {}
+    return {
+        name if statistics == "running" else f"{name}@{statistics}": value
+        for statistics, metrics in read_json(path).items()
+        if isinstance(metrics, dict)
+        for name, value in metrics.items()
+        if "/" in name and isinstance(value, float) and math.isfinite(value)
+    }
+
+
+def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"norm": {"eps": 1}} gives {"norm.eps": 1}; lists become tuples."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = tuple(value) if isinstance(value, list) else value
+    return flat
+
+
+def _why_empty(name: str, root: Path, unended: list[Path], problems: list[str]) -> str:
+    if problems:
+        return f"study={name} has no readable result; the first problem: {problems[0]}"
+    if unended:
+        return (
+            f"study={name} has no ended run yet, {len(unended)} in {root} have begun; "
+            "try again when the first has ended"
+        )
+    return f"study={name} is empty: {root} has no runs; train one with study={name}"
+
+
+def _waiting(unended: Sequence[Path], ended: set[str]) -> list[str]:
+    begun = Counter(run_dir.parent for run_dir in unended)
+    return [
+        f"{cell.name}: {count} run{'s' * (count > 1)} begun, none ended"
+        for cell, count in begun.items()
+        if str(cell) not in ended
+    ]
+
+
+def _count_words(row: Mapping[str, Any]) -> str:
+    """`8`, or `5/8 ×2 ?1`: ×k diverged, !k failed, ?k missing."""
+    lost = {"×": row["diverged"], "!": row["failed"], "?": row["missing"]}
+    marks = " ".join(f"{mark}{count}" for mark, count in lost.items() if count)
+    return f"{row['n']}/{row['expected']} {marks}" if marks else str(row["n"])

@@ -1,0 +1,144 @@
+"""Ids of cells: recorded ones stay, equal trainings share one, and the user's own parts count."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import normexp.cells.naming as naming
+from normexp.cells.cell import prepare_cell
+from normexp.config.compose import compose_cell
+from normexp.config.help import group_choices
+
+TEXT = "the quick brown fox jumps over the lazy dog, " * 200
+
+# Recorded results are found by these. A change of one orphans them: a changed default or meaning
+# raises a number in `VERSIONS` instead.
+GOLDEN = {
+    "": "batch-convnet-digits-b32-lr0.1-877afbf8e9",
+    "norm=group": "group-convnet-digits-b32-lr0.1-561dc25e34",
+    "norm=group norm.num_groups=4 eps=1e-3": "group-convnet-digits-b32-lr0.1-892f9668b4",
+    "norm=batch norm_batch_size=2": "batch-convnet-digits-b32-n2-lr0.1-33da31c87d",
+    "norm=batch micro_batch_size=16 norm_batch_size=8 optim=adamw lr=0.01": (
+        "batch-convnet-digits-b32-m16-n8-lr0.01-de0d8c848e"
+    ),
+    "norm=frn": "frn-convnet-digits-b32-lr0.1-dc899c44a2",
+    "norm=frn act=relu": "frn-convnet-digits-b32-lr0.1-f41b7f308a",
+    "norm=batch norm.half_life=500 norm.momentum=null steps=40": (
+        "batch-convnet-digits-b32-lr0.1-2c37b94953"
+    ),
+    "norm=layer lr_rule=momentum_aware batch_size=64": "layer-convnet-digits-b64-lr0.38-bb9ec38c29",
+    "model=small_resnet model.width=8 norm=none residual_scale=0": (
+        "none-small_resnet-digits-b32-lr0.1-ff1161b38f"
+    ),
+    "norm=instance data.augmentation.flip=true trainer.precision=64-true drop_last=false": (
+        "instance-convnet-digits-b32-lr0.1-275841975b"
+    ),
+    "data=text_file data.path={text} model.width=16 model.depth=1 norm=rms placement=post": (
+        "rms-gpt-text_file-b32-lr0.001-f56dea5c56"
+    ),
+    "norm=custom norm._target_=torch.nn.BatchNorm2d +norm.momentum=0.2": (
+        "batchnorm2d-convnet-digits-b32-lr0.1-449ab65da9"
+    ),
+}
+
+
+def id_of_words(*words: str) -> str:
+    """The id of a cell, prepared as for training."""
+    return prepare_cell(*compose_cell([word for word in words if word])).id
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize("line", GOLDEN)
+def test_recorded_ids_stay(line: str, text_file: Path):
+    assert id_of_words(*line.format(text=text_file).split(" ")) == GOLDEN[line]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("norm=batch", "micro_batch_size=32 norm_batch_size=32 lr=0.10"),
+        ("micro_batch_size=8", "micro_batch_size=8 norm_batch_size=8"),
+        ("norm=group", "norm=group norm_batch_size=4"),
+        ("steps=40", "epochs=1 samples=null steps=40"),
+        ("norm=group", "norm=group norm.num_groups=8 act=relu seed=3 trainer=cpu"),
+        ("norm=frn", "norm=frn act=tlu"),
+        ("norm_batch_size=16 trainer=cpu", "trainer=ddp trainer.accelerator=cpu"),
+    ],
+)
+def test_two_ways_to_ask_for_one_training_have_one_id(one: str, other: str):
+    assert id_of_words(*one.split()) == id_of_words(*other.split())
+
+
+def test_a_raised_number_changes_the_ids_of_its_choice_alone(monkeypatch: pytest.MonkeyPatch):
+    group, batch = id_of_words("norm=group"), id_of_words("norm=batch")
+    monkeypatch.setitem(naming.VERSIONS, "norm/group", 2)
+    assert id_of_words("norm=group") != group
+    assert id_of_words("norm=batch") == batch
+    monkeypatch.setitem(naming.VERSIONS, "config", 2)
+    assert id_of_words("norm=batch") != batch
+
+
+def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
+    """So a new knob, or a class that moves, leaves their ids as they are."""
+    for group in naming.GROUPS:
+        for choice in group_choices(group)[:: 5 if group == "norm" else 1]:
+            if choice in ("custom", "text_file", "image_folder"):
+                continue
+            cfg, _ = compose_cell([f"{group}={choice}"])
+            values = naming.defining(naming.plain(cfg))[group]
+            assert naming.content_of(group, choice, values) == {"choice": choice}
+
+
+def test_a_shipped_class_stands_by_its_choice_in_a_yaml_of_the_users():
+    own = {"_target_": "normexp.norms.group.GroupNorm", "num_groups": 4}
+    content = naming.content_of("norm", "mine", own)
+    assert content == {"_target_": "norm/group", "num_groups": 4}
+
+
+def test_a_removed_knob_is_another_training():
+    assert id_of_words("~optim.nesterov") != id_of_words()
+
+
+def test_an_edited_module_of_the_users_is_another_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    name = f"own_{tmp_path.name}"
+    file = tmp_path / f"{name}.py"
+    file.write_text("from torch import nn\n\n\nclass Own(nn.BatchNorm2d):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["norm=custom", f"norm._target_={name}.Own"]
+    before = id_of_words(*words)
+    assert before.startswith("own-convnet-digits-b32-lr0.1-")
+    file.write_text(file.read_text() + "\n# edited\n")
+    assert id_of_words(*words) != before
+    folder = tmp_path / "conf" / "norm"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"_target_: {name}.Own\n_partial_: true\n")
+    by_yaml = prepare_cell(*compose_cell(["norm=mine"], [str(folder.parent)]))
+    assert by_yaml.id == id_of_words(*words)
+    sys.modules.pop(name)
+
+
+def test_content_of_the_users_data_counts_and_its_place_does_not(tmp_path: Path):
+    small = ["model.width=16", "model.depth=1", "norm=layer", "data=text_file"]
+    first, moved, edited = (tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
+    first.write_text(TEXT)
+    moved.write_text(TEXT)
+    edited.write_text(TEXT.replace("lazy", "eager"))
+    ids = [id_of_words(*small, f"data.path={path}") for path in (first, moved, edited)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_name_with_a_folder_is_readable_in_the_slug():
+    deep = [name for name in group_choices("norm") if "/" in name]
+    for choice in deep[:1]:
+        assert id_of_words(f"norm={choice}").startswith(choice.rpartition("/")[2])

@@ -1,0 +1,138 @@
+"""Preparing a cell: its slots, and the data that the cells of a process share."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from normexp.cells import cell as cell_module
+from normexp.cells.cell import Cell, keeping_data, load_data, prepare_cell
+from normexp.config.compose import compose_config
+from normexp.config.rules import validate
+from normexp.data.dataset import Data
+from normexp.errors import UserError
+
+
+@cache
+def prepare(*words: str) -> Cell:
+    names = {"norm": "batch", "model": "convnet", "data": "digits", "optim": "sgd"}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in names:
+            names[key] = value
+    config = compose_config(words)
+    validate(config)
+    return prepare_cell(config, names)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["model=vit", "act=relu"],
+            "act=relu: model=vit has no activation behind a norm; try model=convnet or "
+            "model=small_resnet",
+        ),
+        (["model=vit", "conv=plain"], "conv=plain: model=vit has no convolution"),
+        (["residual_scale=0"], "residual_scale=0: model=convnet has no residual branch; try"),
+        (["placement=post"], "placement=post: model=convnet has no transformer block; try"),
+        (
+            ["model=small_resnet", "qk_norm=false"],
+            "qk_norm=false: model=small_resnet has no attention; try model=vit, gpt or",
+        ),
+        (["act=swish"], "act=swish: must be one of relu, gelu, silu, tlu, scaled_relu, identity"),
+        (["qk_norm=1"], "qk_norm=1: must be true or false or null"),
+        (["residual_scale=inf"], "residual_scale=inf: must be a number or null"),
+        (["norm=ws", "norm.conv=ws"], "norm.conv=ws: must be one of plain, weight_standardized"),
+    ],
+)
+def test_slot_is_refused_in_one_line(words: list[str], message: str):
+    with pytest.raises(UserError) as caught:
+        prepare(*words)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(
+    caplog: pytest.LogCaptureFixture,
+):
+    with caplog.at_level(logging.INFO, "normexp"):
+        cell = prepare("norm=nf", "model=convnet")
+    note = "the norm's residual_scale=0.0 is left out: model=convnet has no residual branch"
+    assert [record.getMessage() for record in caplog.records].count(note) == 1
+    assert "residual_scale" not in cell.record
+    assert cell.record["act"] == "scaled_relu"
+
+
+def test_spelling_a_default_out_is_the_same_cell():
+    unsaid, said = prepare("norm=none"), prepare("norm=none", "act=relu", "conv=plain")
+    assert unsaid.id == said.id
+    assert not {"act", "conv"} & (set(said.identity) | set(said.record))
+
+
+def test_a_slot_is_one_training_whoever_says_it():
+    by_norm, by_key = prepare("norm=ws"), prepare("norm=none", "conv=weight_standardized")
+    assert by_norm.id == by_key.id
+    assert by_norm.record["conv"] == by_key.record["conv"] == "weight_standardized"
+    assert by_norm.id != prepare("norm=none").id
+    assert prepare("norm=ws", "conv=plain").id == prepare("norm=none").id
+
+
+@pytest.mark.slow
+def test_a_default_of_a_norm_that_has_no_place_is_no_other_training():
+    assert prepare("model=vit", "norm=ws").id == prepare("model=vit", "norm=none").id
+
+
+@pytest.mark.slow
+def test_number_of_a_residual_scale_counts_by_value():
+    whole, real = (prepare("model=vit", "norm=none", f"residual_scale={v}") for v in ("0", "0.0"))
+    assert whole.id == real.id != prepare("model=vit", "norm=none").id
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+
+    def build(cfg: DictConfig) -> object:
+        names.append(cfg.data.name)
+        return object.__new__(Data)
+
+    monkeypatch.setattr(cell_module, "build_data", build)
+    return names
+
+
+def config(name: str) -> DictConfig:
+    return OmegaConf.create({"data": {"name": name, "dir": "${folder}"}, "folder": "here"})
+
+
+def test_same_config_is_the_same_object_while_two_are_kept(loaded: list[str]):
+    with keeping_data():
+        first, second = load_data(config("a")), load_data(config("b"))
+        assert load_data(config("a")) is first
+        assert load_data(config("b")) is second
+        load_data(config("c"))  # `a` has waited longest
+        assert load_data(config("b")) is second
+        assert load_data(config("a")) is not first
+    assert loaded == ["a", "b", "c", "a"]
+
+
+def test_what_the_config_refers_to_counts(loaded: list[str]):
+    there = OmegaConf.merge(config("a"), {"folder": "there"})
+    assert isinstance(there, DictConfig)
+    with keeping_data():
+        assert load_data(config("a")) is not load_data(there)
+    assert loaded == ["a", "a"]
+
+
+def test_nothing_is_kept_outside(loaded: list[str]):
+    with keeping_data():
+        with keeping_data():
+            load_data(config("a"))
+        load_data(config("a"))  # of the inner block
+    load_data(config("a"))
+    with keeping_data():
+        load_data(config("a"))
+    assert loaded == ["a"] * 3

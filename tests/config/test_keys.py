@@ -1,0 +1,170 @@
+"""The table of keys agrees with conf/config.yaml, and with what changes the id of a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from normexp.cells.naming import id_of, identity_of
+from normexp.cells.plan import plan_training
+from normexp.config.compose import compose_cell, compose_config, shipped_config
+from normexp.config.help import config_lines
+from normexp.config.rules import KEYS, OPTIONS, REQUIRED, in_identity, validate, validate_keys
+from normexp.data.dataset import Data
+from normexp.data.digits import load_digits
+from normexp.errors import UserError
+from normexp.norms.slots import SLOTS, changed, resolve
+
+GROUPED = ("norm.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def test_every_key_has_a_line_in_the_config_and_one_in_the_table():
+    """A new knob is these two lines."""
+    in_config = set(leaves(shipped_config()))
+    in_table = {key for key in KEYS if not key.startswith(GROUPED)}
+    assert not in_config - in_table, "add a line for them to KEYS in normexp/config/rules.py"
+    assert not in_table - in_config, "add `key: default  # meaning` for them to conf/config.yaml"
+
+
+def test_every_default_holds_its_rule():
+    config = OmegaConf.to_container(compose_config(["logger=wandb"]), resolve=True)
+    validate_keys(config, KEYS)
+    for options in OPTIONS.values():
+        for key, option in options.items():
+            assert option.default is REQUIRED or option.rule.holds(option.default), key
+
+
+def test_every_comment_names_the_unit_of_the_table():
+    comments = {line.partition("=")[0]: text for line, text in config_lines()}
+    assert set(comments) == {key for key in KEYS if "." not in key}
+    for key, comment in comments.items():
+        assert KEYS[key].unit in comment, f"{key}: {KEYS[key].unit} in its comment"
+
+
+def test_a_knob_without_its_line_in_the_config_is_refused():
+    with pytest.raises(UserError, match="^epochs is missing: it must be a whole number"):
+        validate(compose_config(["~epochs"]))
+
+
+# --- identity -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits() -> Data:
+    return load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
+
+
+def id_by_words(data: Data, *words: str) -> str:
+    """The id of a training on `data` with a model that has a place for every slot."""
+    cfg, choices = compose_cell(words)
+    plan = plan_training(cfg, len(data.train))
+    slots = changed(resolve(cfg, cfg.norm), set(SLOTS))
+    identity = identity_of(cfg, data, plan, slots, mixes_samples=True)
+    return id_of(identity, choices)
+
+
+@pytest.fixture(scope="module")
+def default_id(digits: Data) -> str:
+    return id_by_words(digits)
+
+
+# Another valid value of each key, and the words that let it matter: those that make another
+# training, and those that do not.
+CHANGES = {
+    "batch_size": "16",
+    "micro_batch_size": "8",
+    "norm_batch_size": "8",
+    "epochs": "16",
+    "steps": "7",
+    "samples": "640",
+    "lr": "0.2",
+    "lr_rule": "linear batch_size=16",
+    "base_batch_size": "16 lr_rule=linear",
+    "max_grad_norm": "1",
+    "eps": "1e-3",
+    "act": "gelu",
+    "conv": "weight_standardized",
+    "residual_scale": "0",
+    "placement": "post",
+    "qk_norm": "true",
+    "matmul_precision": "highest",
+    "drop_last": "false",
+    "norm.half_life": "100 norm.momentum=null",
+    "optim.momentum": "0.5",
+    "optim.nesterov": "false",
+    "optim.weight_decay": "0",
+    "optim.decay_norm": "true",
+    "optim.fused": "false",
+    "optim.schedule": "constant",
+    "optim.warmup": "0",
+    "trainer.precision": "64-true",
+    "norm.act": "+gelu",
+    "norm.conv": "+weight_standardized",
+    "norm.residual_scale": "+0",
+    "norm.placement": "+post",
+    "norm.qk_norm": "+true",
+}
+KEEPS = {
+    "seed": "3",
+    "replicas": "2",
+    "study": "other",
+    "dry_run": "true",
+    "workers": "2",
+    "fail_fast": "true",
+    "retry_failed": "false",
+    "max_attempts": "9",
+    "runs_dir": "elsewhere",
+    "data_dir": "elsewhere",
+    "val_every_epochs": "2",
+    "log_every": "3",
+    "chunk": "1",
+    "stack": "false",
+    "compile": "true",
+    "save_weights": "false",
+    "evaluate_with": "[running,batch]",
+    "precise_samples": "9",
+    "evaluate_batch_sizes": "[2]",
+    "evaluate_every_epoch": "true",
+    "allow_leak": "true",
+    "diagnostics": "5",
+    "tune.trials": "2",
+    "tune.seeds": "2",
+    "tune.first_seed": "9",
+    "tune.metric": "val/loss",
+    "tune.pruning": "true",
+    "tune.storage": "file",
+    "data.data_dir": "elsewhere data=cifar10",
+    "data.path": "elsewhere data=text_file",
+    "data.root": "elsewhere data=image_folder",
+    "trainer.accelerator": "cpu",
+    "trainer.devices": "1",
+    "trainer.num_nodes": "1",
+    "trainer.strategy": "ddp",
+    "logger.wandb.mode": "offline logger=wandb",
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_changes_the_id_if_it_changes_the_training(key: str, digits: Data, default_id: str):
+    assert (key in CHANGES) != (key in KEEPS), f"add another value of {key} to one of them"
+    assert in_identity(key) == (key in CHANGES)
+    value, *context = (CHANGES | KEEPS)[key].split()
+    setting = f"+{key}={value[1:]}" if value.startswith("+") else f"{key}={value}"
+    before = default_id
+    if key in ("data.path", "data.root"):  # which have no default
+        before = id_by_words(digits, *context, f"{key}=here")
+    elif any(word.startswith("data=") for word in context):
+        before = id_by_words(digits, *context)
+    after = id_by_words(digits, *context, setting)
+    assert (after != before) == (key in CHANGES)

@@ -1,0 +1,199 @@
+"""What a line of normexp.tune asks for: its space, its searches, and what it is refused for."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from normexp.cli import parse_command
+from normexp.config.compose import parse_overrides
+from normexp.config.grid import is_searched, list_cells
+from normexp.config.help import help_text
+from normexp.config.place import environment_of
+from normexp.errors import UserError
+from normexp.search import points as points_module
+from normexp.search.points import Choice, Range, SearchPlan, Space, plan_searches, read_space
+
+LR = "lr=tag(log,interval(1e-3,1))"
+
+
+def plans_of(*words: str) -> list[SearchPlan]:
+    return plan_searches(parse_command(list(words)))
+
+
+def test_grid_is_one_search_for_each_of_its_points():
+    plans = plans_of(LR, "norm=batch,group", "epochs=2")
+    assert [plan.title for plan in plans] == ["norm=batch", "norm=group"]
+    assert {plan.space.keys for plan in plans} == {("lr",)}
+
+
+def test_search_and_report_differ_in_study_and_seeds_alone():
+    (plan,) = plans_of(LR, "tune.seeds=2", "replicas=5", "study=mine")
+    search = plan.search_cell({"lr": "0.02"}, "val/accuracy", {})
+    report = plan.report_cell({"lr": "0.02"})
+    assert search.cfg is not None and report.cfg is not None
+    assert (search.cfg.study, search.seeds) == ("mine-search", [1000, 1001])
+    assert (report.cfg.study, report.seeds) == ("mine", [0, 1, 2, 3, 4])
+    assert search.digest == report.digest
+    assert search.cfg.lr == 0.02
+
+
+def test_command_repeats_the_report_and_quotes_for_the_shell():
+    (plan,) = plans_of(LR, "tune.seeds=2", "+optim.betas=[1,2]", "norm=group", "study=mine")
+    assert plan.command({"lr": "0.02"}) == (
+        "python -m normexp.train '+optim.betas=[1,2]' norm=group study=mine lr=0.02"
+    )
+
+
+@pytest.mark.slow
+def test_recipe_searches_a_rate_for_each_norm_and_size():
+    plans = plans_of("experiment=tuned_sensitivity")
+    assert len(plans) == 4 * 4
+    assert {plan.base.batch_size for plan in plans} == {128}
+    assert all(len(list(plan.space.points())) == 5 for plan in plans)
+
+
+def test_training_of_a_recipe_to_be_searched_names_the_command():
+    with pytest.raises(UserError, match="normexp.tune experiment=tuned_sensitivity"):
+        list_cells(parse_command(["experiment=tuned_sensitivity"]))
+    cells = list_cells(parse_command(["experiment=tuned_sensitivity", "lr=0.1"]))
+    assert len(cells) == 16  # nothing is left to search
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "nothing to search"),
+        (["lr=0.1,0.3"], "nothing to search"),
+        ([LR, "tune.metric=test/accuracy"], "nothing is chosen on test"),
+        ([LR, "tune.metric=train/loss"], "nothing is chosen on test"),
+        ([LR, "tune.first_seed=2"], "overlap: a result must come from fresh seeds"),
+        ([LR, "tune.first_seed=3", "replicas=4"], "try tune.first_seed=4"),
+        ([LR, "tune.seeds=1"], "tune.seeds=1: must be a whole number above 1"),
+        ([LR, "tune.trials=0"], "tune.trials=0"),
+        ([LR, 'tune.storage="postgresql://host/db"'], "give a file of a journal"),
+        (["lr=interval(0,1)"], "lr=0.0: must be a number above 0"),
+        (["seed=choice(1,2)"], "a search varies what is trained"),
+        ([LR, "study=a,b"], "a search varies what is trained"),
+        ([LR, "tune.trails=3"], "did you mean tune.trials"),
+        (["norm=group", "norm.num_grups=choice(2,4)"], "did you mean norm.num_groups"),
+        (["optim=choice(sgd,adamm)"], "optim=adamm: no such optim"),
+    ],
+)
+def test_mistake_is_refused_before_any_work(words: list[str], part: str):
+    with pytest.raises(UserError) as caught:
+        plans_of(*words)
+    assert part in str(caught.value)
+
+
+def test_missing_optuna_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(points_module, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"normexp\[tune\]"):
+        plans_of(LR)
+
+
+def test_help_lists_every_key_of_the_search():
+    (plan,) = plans_of(LR)
+    text = help_text("tune")
+    assert all(f"tune.{key}=" in text for key in plan.base.tune)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_refusal_imports_no_torch():
+    script = (
+        "import sys; from normexp.tune import main; code = main(sys.argv[1:]); "
+        "sys.exit(99 if {'torch', 'optuna'} & set(sys.modules) else code)"
+    )
+    run = subprocess.run([sys.executable, "-c", script, "norm=batch"], capture_output=True)
+    assert run.returncode == 2
+
+
+def test_search_that_torchrun_has_started_is_refused(monkeypatch: pytest.MonkeyPatch):
+    for name, value in environment_of(1, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="torchrun"):
+        plans_of(LR, "trainer=ddp")
+    assert plans_of(LR)
+
+
+def space_of(*texts: str) -> Space:
+    return read_space(parse_overrides(texts))
+
+
+@pytest.mark.parametrize(
+    ("text", "dimension"),
+    [
+        ("lr=tag(log,interval(1e-3,1))", Range("lr", 1e-3, 1.0, log=True, whole=False)),
+        ("optim.momentum=interval(0,0.99)", Range("optim.momentum", 0.0, 0.99, False, False)),
+        ("epochs=int(interval(2,9))", Range("epochs", 2, 9, log=False, whole=True)),
+        ("norm.num_groups=choice(2,4,8)", Choice("norm.num_groups", ("2", "4", "8"))),
+        ("epochs=range(1,9,3)", Choice("epochs", ("1", "4", "7"))),
+        ("lr=range(0.1,0.5,0.2)", Choice("lr", ("0.1", "0.3"))),
+        ("optim=choice(sgd,adamw)", Choice("optim", ("sgd", "adamw"))),
+        ("+optim.betas=choice([1,2],[1,3])", Choice("+optim.betas", ("[1,2]", "[1,3]"))),
+    ],
+)  # fmt: skip
+def test_each_kind_of_dimension_is_read(text: str, dimension: Choice | Range):
+    assert space_of(text).dimensions == (dimension,)
+
+
+def test_comma_list_is_a_grid_and_no_dimension():
+    texts = ["norm=batch,group", "lr=0.1", "norm=glob(*)", "lr=choice(0.1,1)", "lr=interval(0.1,1)"]
+    assert [is_searched(o) for o in parse_overrides(texts)] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("lr=interval(1,0.1)", "try interval(0.1,1)"),
+        ("lr=interval(1,1)", "low"),
+        ("lr=tag(log,interval(0,1))", "above 0"),
+        ("lr=tag(square,interval(0.1,1))", "square"),
+        ("lr=tag(log,range(1,9))", "interval"),
+        ("lr=choice(0.1)", "1 values"),
+        ("lr=range(3,3)", "0 values"),
+    ],
+)
+def test_space_without_values_is_refused(text: str, part: str):
+    with pytest.raises(UserError) as caught:
+        space_of(text)
+    assert str(caught.value).startswith(text) and part in str(caught.value)
+
+
+def test_points_of_choices_are_their_product_and_an_interval_has_none():
+    space = space_of("optim=choice(sgd,adamw)", "epochs=range(1,3)")
+    points = [("sgd", "1"), ("sgd", "2"), ("adamw", "1"), ("adamw", "2")]
+    assert [tuple(point.values()) for point in space.points()] == points
+    assert space.num_points() == 4
+    assert space_of("epochs=range(1,3)", "lr=interval(0.1,1)").num_points() is None
+
+
+def test_probes_show_every_choice_and_both_ends():
+    space = space_of("optim=choice(sgd,adamw)", "lr=interval(0.1,1)")
+    assert [tuple(point.values()) for point in space.probes()] == [
+        ("sgd", "0.1"),
+        ("adamw", "0.1"),
+        ("sgd", "1.0"),
+    ]
+
+
+def test_values_have_four_digits_and_stay_between_the_ends():
+    dimension = Range("lr", 0.0123456, 0.987654, log=True, whole=False)
+    assert dimension.text_of(0.1234567) == "0.1235"
+    assert dimension.text_of(0.0123456) == "0.01235"
+    assert dimension.text_of(0.987654) == "0.987654"
+    assert Range("epochs", 1, 9, log=False, whole=True).text_of(3) == "3"
+
+
+def test_edge_is_a_twentieth_of_the_interval_on_its_own_scale():
+    log = Range("lr", 1e-4, 1.0, log=True, whole=False)
+    for fraction, is_edge in ((0.04, True), (0.06, False), (0.94, False), (0.96, True)):
+        assert log.is_at_edge(repr(math.exp(math.log(1e-4) * (1 - fraction)))) is is_edge
+    assert not Range("lr", 0.0, 1.0, log=False, whole=False).is_at_edge("0.06")
+    choice = Choice("lr", ("0.3", "0.1", "1.0"))
+    assert [choice.is_at_edge(text) for text in choice.texts] == [False, True, True]
+    assert not Choice("optim", ("sgd", "adamw", "rmsprop")).is_at_edge("sgd")
+    assert not Choice("lr", ("0.1", "1.0")).is_at_edge("0.1")  # two choices are all edge

@@ -1,0 +1,134 @@
+"""How a command is spread: workers, their cores and GPUs, and the cells that make one task."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from normexp.config.spec import CellSpec
+from normexp.sweeps import machine
+from normexp.sweeps.grouping import group_cells
+from normexp.sweeps.machine import Place, places_for, usable_cores, visible_gpus
+
+
+def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
+    trainer = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **trainer}
+    return OmegaConf.create({"workers": workers, "trainer": trainer})
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(
+    ("workers", "num_cells", "count", "threads"),
+    [(None, 100, 8, 1), (None, 3, 3, 2), (2, 100, 2, 4), (20, 100, 20, 1), (1, 100, 1, 8)],
+)
+def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, threads: int):
+    assert places_for([cfg(workers)], num_cells) == [Place(threads)] * count
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_gpus_take_turns_and_a_cpu_training_gets_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1", "2"])
+    gpus = [place.gpu for place in places_for([cfg(accelerator="auto")], 100)]
+    assert gpus == ["0", "1", "2"]
+    gpus = [place.gpu for place in places_for([cfg(6, accelerator="gpu")], 100)]
+    assert gpus == ["0", "1", "2", "0", "1", "2"]
+    assert {place.gpu for place in places_for([cfg()], 100)} == {None}
+
+
+def test_no_worker_where_asked_and_where_a_cell_takes_the_whole_machine():
+    assert places_for([cfg(0)], 9) == []
+    assert places_for([cfg(), cfg(devices=2)], 9) == []
+
+
+def test_threads_that_the_user_set_are_not_raised():
+    assert Place(4).environment({"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+    assert Place(1).environment({"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "1"
+    assert Place(4, "1").environment({"A": "b"}) == {
+        "A": "b",
+        "OMP_NUM_THREADS": "4",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+
+
+def test_a_containers_quota_cuts_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "cpu.max"
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", ((str(file),),))
+    affinity = len(os.sched_getaffinity(0))
+    assert usable_cores() == affinity  # no such file
+    file.write_text("max 100000\n")
+    assert usable_cores() == affinity
+    file.write_text("100000 100000\n")
+    assert usable_cores() == 1
+
+
+def test_gpus_are_named_as_the_environment_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)'; echo 'GPU 1: H200 (UUID: GPU-b)'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(machine, "version", lambda _: "2.11.0+cu128")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus() == ["1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(machine, "version", lambda _: "2.11.0+cpu")
+    assert visible_gpus() == []
+
+
+CONFIG = {
+    **{"lr": 0.1, "seed": 0, "replicas": 2, "batch_size": 32, "stack": "auto", "dry_run": False},
+    **{"trainer": {"devices": 1}, "logger": {"csv": {}}, "tune": {"metric": None}},
+}
+
+
+def cell(lr: float | None, norm: str = "batch", **own: Any) -> CellSpec:
+    if lr is None:
+        return CellSpec(None, {}, "norm=bad", "no such norm")
+    config = OmegaConf.create({**CONFIG, "lr": lr, **own})
+    return CellSpec(config, {"norm": norm}, f"lr={lr}")
+
+
+def test_cells_that_differ_in_lr_alone_are_one_task():
+    cells = [cell(0.1), cell(None), cell(0.1, norm="group"), cell(1.0), cell(1.0, norm="group")]
+    cells += [cell(3.0, batch_size=16), cell(3.0)]
+    assert group_cells(cells) == [(0, 3, 6), (1,), (2, 4), (5,)]
+
+
+def test_a_task_has_sixteen_runs_at_most():
+    rates = [0.01 * (index + 1) for index in range(5)]
+    assert group_cells([cell(lr, replicas=8) for lr in rates]) == [(0, 1), (2, 3), (4,)]
+    assert group_cells([cell(lr, replicas=9) for lr in rates[:2]]) == [(0,), (1,)]
+
+
+def test_the_same_rate_twice_is_not_stacked_with_itself():
+    assert group_cells([cell(0.1), cell(0.1)]) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"stack": False},
+        {"dry_run": True},
+        {"trainer": {"devices": 2}},
+        {"logger": {"csv": {}, "tensorboard": {}}},
+        {"tune": {"metric": None, "thresholds": {3: 0.5}}},
+    ],
+)
+def test_what_cannot_mix_rates_trains_alone(own: dict[str, Any]):
+    assert group_cells([cell(0.1, **own), cell(1.0, **own)]) == [(0,), (1,)]
