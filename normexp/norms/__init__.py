@@ -1,1 +1,1 @@
-"""The norms, one file per family, and the contract that a norm keeps."""
+"""The norms, a file per family. Start with factory, site and group; site has the contract."""

@@ -1,4 +1,9 @@
-"""Plugging in any norm: its arguments found by name, its layout by a probe at build time."""
+"""Plugging in any norm from the wild: its arguments by name, its layout by a probe at build time.
+
+foreign_factory    what build.py calls for a norm outside this package
+find_layout        where the channels stand and how many axes there may be, from small forwards
+adapt              a constructor with whatever arguments as a function of the number of features
+"""
 
 from __future__ import annotations
 
@@ -26,28 +31,25 @@ PROBED_DIMS = (2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a norm wants its channels, and the numbers of dimensions that it takes."""
+    """Where a norm expects its channels, and which numbers of dimensions it accepts."""
 
     channels_last: bool
     num_dims: tuple[int, ...]
 
     def __str__(self) -> str:
         where = "last" if self.channels_last else "first"
-        text = f"channels {where}, {' '.join(f'{n}-D' for n in self.num_dims)} inputs"
-        if 2 in self.num_dims:
-            return text
-        return f"{text}; a text model shows it one token at a time unless norm.view=sequence"
+        return f"channels {where}, {' '.join(f'{n}-D' for n in self.num_dims)} inputs"
 
     def present(self, norm: nn.Module) -> nn.Module:
-        """`norm` as (N, C, *) -> (N, C, *), wrapped only where it needs that."""
+        """Returns `norm` as (N, C, *) -> (N, C, *), wrapped only if necessary."""
         fits = not self.channels_last and self.num_dims == PROBED_DIMS
         return norm if fits else Presented(norm, self)
 
 
 class Presented(nn.Module):
-    """A norm of another layout, or of some numbers of dimensions only, as (N, C, *) -> same.
+    """Wraps a norm of another layout, or of certain numbers of dimensions, as (N, C, *) -> same.
 
-    Missing positions axes are added with size 1, surplus ones joined; a norm of 2-D inputs alone
+    Missing position axes are added with size 1, surplus ones joined; a norm of 2-D inputs alone
     sees each position as a sample.
     """
 
@@ -80,25 +82,25 @@ class Presented(nn.Module):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; its type where it says nothing, or a bare key."""
+    """Returns an error's message in one line, with its type if it is empty or a bare key."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said
 
 
 def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
-    """How the norm takes its input, from forwards on small inputs with all sizes distinct.
+    """Returns how the norm takes its input, from forwards on small inputs with distinct sizes.
 
-    Where both layouts are accepted and a 4-D input does not show that the last axis alone is
-    pooled, channels come first. The global random state is left as it was.
+    If both layouts are accepted, channels are first, unless a 4-D input shows that the norm pools
+    the last axis alone. The global random state is left unchanged.
 
     Raises:
         UserError: no input is accepted, the shape changes, the output is no tensor, two forwards
-            in evaluation differ, or a parameter is made in the first forward.
+            in evaluation differ, or a parameter is created in the first forward.
     """
     probe = _Probe(build, num_features, target)
     with torch.random.fork_rng(devices=[]):
-        # A warning tells that torch read (N, C) as one sample without a batch axis; only for a
-        # norm that always warns is it no answer.
+        # torch warns when it reads (N, C) as one sample without a batch axis, so a warning counts
+        # as a refusal, unless the norm warns at every input.
         for on_warning in ("error", "ignore"):
             first, last, problems = probe.accepted_dims(on_warning)
             if first or last:
@@ -106,7 +108,7 @@ def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
         if not first and not last:
             changes = [problem for problem in problems if problem.startswith("changes")]
             raise UserError(f"norm._target_={target} does not fit: it {(changes or problems)[0]}")
-        # Of one that takes features alone, maps that come back in another shape are a mistake.
+        # A norm that accepts 2-D inputs alone, but reshapes maps, is a mistake.
         reshaped = [problem for problem in problems if problem.startswith("changes the shape,")]
         if reshaped and {*first, *last} == {2}:
             raise UserError(f"norm._target_={target} does not fit: it {reshaped[0]}")
@@ -120,23 +122,25 @@ def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Forwards of fresh norms; each on an input of its own layout and number of dimensions."""
+    """Runs fresh norms, each on an input of another layout and number of dimensions."""
 
     build: Build
     num_features: int
     target: str
 
     def fresh(self) -> nn.Module:
+        """Returns a norm in training mode, with the same initial values each time."""
         torch.default_generator.manual_seed(0)
         return self.build(self.num_features).train()
 
     def input(self, num_dims: int, *, channels_last: bool) -> Tensor:
+        """Returns a random input whose sizes are all distinct."""
         sizes = [size for size in (4, 5, 6, 7, 8) if size != self.num_features][: num_dims - 1]
         sizes.insert(len(sizes) if channels_last else 1, self.num_features)
         return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
 
     def accepted_dims(self, on_warning: Any) -> tuple[list[int], list[int], list[str]]:
-        """The numbers of dimensions accepted channels first and last, and what was wrong."""
+        """Returns the accepted numbers of dimensions, channels first and last, and the problems."""
         accepted: tuple[list[int], list[int]] = ([], [])
         problems = []
         for num_dims in PROBED_DIMS:
@@ -153,7 +157,7 @@ class _Probe:
         return *accepted, problems
 
     def find_problem(self, x: Tensor) -> str | None:
-        """What keeps a fresh norm from taking `x`; raises what no other input would mend."""
+        """Returns why a fresh norm does not take `x`; raises what no other input would fix."""
         norm = self.fresh()
         with self._no_new_parameters(norm):
             buffers = {name: buffer.shape for name, buffer in norm.named_buffers()}
@@ -186,12 +190,12 @@ class _Probe:
             new = [name for name, p in norm.named_parameters() if p is not before.get(name)]
         if new:
             raise UserError(
-                f"norm._target_={self.target} makes its parameter {new[0]} in its first forward, "
-                "too late for the optimizer; make it in __init__"
+                f"norm._target_={self.target} creates its parameter {new[0]} in its first forward, "
+                "too late for the optimizer; create it in __init__"
             )
 
     def pools_last_axis_alone(self) -> bool:
-        """Whether on a 4-D input a value moves others along the last axis, along no other one."""
+        """True if a value of a 4-D input influences others along the last axis alone."""
         x = self.input(4, channels_last=False)
         moved = x.clone()
         moved[0, 0, 0, 0] += 1
@@ -200,27 +204,27 @@ class _Probe:
         return bool(changed[0, 0, 0, 1:].any()) and not bool(others)
 
 
-# Names under which constructors take the number of features, the surest first.
+# Argument names for the number of features, the least ambiguous first.
 FEATURE_NAMES = (
     *("num_features", "num_channels", "n_features", "n_channels", "channels", "features"),
     *("normalized_shape", "normalized_dim", "hidden_size", "hidden_dim", "d_model", "embed_dim"),
     *("in_features", "in_channels", "width", "dim", "size"),
 )
-AMBIGUOUS_NAMES = ("width", "dim", "size")  # with a default they may be an axis or a window
+AMBIGUOUS_NAMES = ("width", "dim", "size")  # with a default, these may be an axis or a window
 EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 
 
 def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Build:
-    """Builds norms from the wild so that they map (N, C, *) to the same shape.
+    """Returns a function that builds norms from the wild as (N, C, *) -> same.
 
     Args:
         make: a class or partial that returns an nn.Module, with the user's knobs bound.
         target: its name, for messages.
-        eps: passed where the signature has one and the user has not set it.
+        eps: passed if the signature has one and the user has not set it.
 
     Raises:
-        UserError: as `adapt` and `find_layout`, for another dtype than the input's, or for state
-            that its state_dict lacks; at the first norm that is built.
+        UserError: as `adapt`; when the first norm is built, as `find_layout`, or because the norm
+            returns another dtype than its input's or keeps state that its state_dict lacks.
     """
     build = adapt(make, target=target, eps=eps)
     layout: Layout | None = None
@@ -232,13 +236,19 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
             _refuse_faults(lambda: found.present(build(num_features)), num_features, target)
             layout = found
             logger.info("norm._target_=%s takes %s", target, layout)
+            if 2 not in layout.num_dims:
+                logger.info("norm.view=token shows it one token at a time; sequence, whole texts")
         return layout.present(build(num_features))
 
     return norm
 
 
 def _refuse_faults(fresh: Callable[[], nn.Module], num_features: int, target: str) -> None:
-    """Of norms as (N, C, *) -> same, alike when made: what would fail later, far from its cause."""
+    """Raises UserError for faults of norms (N, C, *) -> same that would show far from their cause.
+
+    Args:
+        fresh: returns a new norm, each time with the same initial values.
+    """
     x = torch.randn((4, num_features, 5), generator=torch.Generator().manual_seed(0))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
@@ -250,7 +260,7 @@ def _refuse_faults(fresh: Callable[[], nn.Module], num_features: int, target: st
             twin.load_state_dict(norm.state_dict())
             kept = unlike_attributes(norm, twin)
             outs = [module.eval()(1 + 2 * x.flip(0)) for module in (norm, twin)]
-        except Exception:  # of foreign code, any kind: the probes of the network name the site
+        except Exception:  # any kind, from foreign code; the network's probes will name the site
             return
     if out.dtype != x.dtype:
         raise UserError(
@@ -262,13 +272,13 @@ def _refuse_faults(fresh: Callable[[], nn.Module], num_features: int, target: st
         names = ", ".join(name.removeprefix("norm.") for name in kept) or "an attribute"
         raise UserError(
             f"norm._target_={target} keeps state that its state_dict lacks: {names}; evaluation "
-            "depends on it, and kept weights would not have it; make it a persistent buffer in "
-            "__init__, with self.register_buffer(...)"
+            "depends on it, but saved weights would not contain it; make it a persistent buffer "
+            "in __init__, with self.register_buffer(...)"
         )
 
 
 def unlike_attributes(norm: nn.Module, other: nn.Module) -> list[str]:
-    """Plain attributes, tensors or numbers, in which two norms of one class differ."""
+    """Returns the paths of plain attributes, tensors or numbers, that differ between two norms."""
     internal = vars(nn.Module())
     twins = dict(other.named_modules())
     return [
@@ -288,11 +298,11 @@ def _differ(value: Any, other: Any) -> bool:
 
 
 def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
-    """`make` as a function of the number of features alone.
+    """Returns `make` as a function of the number of features alone.
 
     Raises:
-        UserError: a knob that the target does not have, a required argument that is not set, or,
-            when called, an error of the constructor or something that is no nn.Module.
+        UserError: a knob that the target does not have, or a required argument that is not set;
+            when called, an error of the constructor, or a result that is no nn.Module.
     """
     function, args, knobs = _unwrap(bind_eps(make, eps))
     free = _free_arguments(function, args, knobs)
@@ -331,14 +341,14 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
 
 
 def bind_eps(make: Callable[..., Any], eps: float | None) -> Callable[..., Any]:
-    """`make` with `eps` bound under the name that its signature has for it, unless it is set."""
+    """Returns `make` with `eps` bound under its name in the signature, unless it is set."""
     free = _free_arguments(*_unwrap(make))
     names = [p.name for p in free if p.name in EPS_NAMES and p.kind is not p.POSITIONAL_ONLY]
     return make if eps is None or not names else partial(make, **{names[0]: eps})
 
 
 def _unwrap(make: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The function inside nested partials, with all that they bind."""
+    """Returns the function inside nested partials, and all arguments that they bind."""
     args: tuple[Any, ...] = ()
     knobs: dict[str, Any] = {}
     while isinstance(make, partial):
@@ -350,14 +360,14 @@ def _unwrap(make: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ..
 def _free_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], knobs: dict[str, Any]
 ) -> list[inspect.Parameter]:
-    """The arguments of `function` that are not bound yet."""
+    """Returns the arguments of `function` that are not bound yet."""
     if getattr(function, "__init__", None) is nn.Module.__init__:
         return []  # takes nothing, whatever its signature says
     try:
         signature = inspect.signature(function)
     except TypeError as error:
         raise UserError(f"norm._target_ names {function!r}, which cannot be called") from error
-    except ValueError:  # written in C, without a signature: one positional argument it is
+    except ValueError:  # written in C, without a signature: assume one positional argument
         return [inspect.Parameter("num_features", inspect.Parameter.POSITIONAL_ONLY)]
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -365,14 +375,14 @@ def _free_arguments(
     if unknown:
         name = f"{function.__module__}.{function.__qualname__}"
         raise UserError(
-            f"norm.{unknown[0]} is no argument of {name}; it has {', '.join(parameters)}"
+            f"norm.{unknown[0]}: {name} has no such argument; it has {', '.join(parameters)}"
         )
     bound = signature.bind_partial(*args, **knobs).arguments
     return [p for name, p in parameters.items() if name not in bound]
 
 
 def _feature_argument(free: list[inspect.Parameter]) -> inspect.Parameter | None:
-    """The argument that takes the number of features; None where a norm asks for none."""
+    """Returns the argument that takes the number of features, or None if there is none."""
 
     def known(choices: list[inspect.Parameter]) -> list[inspect.Parameter]:
         named = [p for p in choices if p.name in FEATURE_NAMES]

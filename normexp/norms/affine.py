@@ -71,6 +71,8 @@ class AffineNorm(nn.Module):
         return ", ".join(f"{key}={value}" for key, value in knobs.items())
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if x.numel() == 0:
+            return x  # no sample, no statistics
         real = None if mask is None else mask.unsqueeze(1)  # (N, 1, *)
         wide = zero_padding(widen(x), real)
         return zero_padding(self.normalize(wide, real, self.affine_like(wide)), real).to(x.dtype)

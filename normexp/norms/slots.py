@@ -2,17 +2,17 @@
 
     act             the activation behind a norm; relu
     conv            the convolutions; plain
-    residual_scale  where the learned scalar at the end of each residual branch starts; null: none
+    residual_scale  initial value of a learned scalar at the end of each residual branch; null: none
     placement       where norms sit in a transformer block; pre
     qk_norm         a norm on the queries and keys of each attention head; false
 
-Each is a top-level key of the config. Null means what the norm's YAML says under the same name, or
-else the default above; so FRN brings its TLU, and `act=relu` takes it away. Models ask the norm
-factory for them (`norm.act(C)`, `norm.conv(...)`, `norm.residual()`, `norm.placement`,
-`norm.qk_norm`) and never ask which norm they got. A slot that was set in the config and that the
+Each is a top-level key of the config. If it is null, the norm's YAML decides under the same name,
+and then the default, given above: so FRN brings its TLU, and `act=relu` removes it. Models ask the
+norm factory for slots (`norm.act(C)`, `norm.conv(...)`, `norm.residual()`, `norm.placement`,
+`norm.qk_norm`) and never ask which norm they got. A slot that is set in the config but that the
 model does not ask for is refused; one that only a norm's YAML has set is noted in the log.
 
-No torch here: the command line checks values against these names.
+This file does not import torch: the command line checks values against these names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Placement = Literal["pre", "post", "sandwich", "peri"]
 
 @dataclass(frozen=True)
 class Slots:
-    """The value of every slot; as they are here where neither config nor norm says anything."""
+    """The value of every slot; the defaults apply if neither config nor norm sets one."""
 
     act: Act = "relu"
     conv: Conv = "plain"
@@ -39,7 +39,7 @@ class Slots:
 
 SLOTS = tuple(field.name for field in fields(Slots))
 
-# What a model must have for a slot, and where that is found.
+# Why a model may have no place for a slot, and which models have one.
 PLACES = {
     "act": ("no activation behind a norm", "model=convnet or model=small_resnet"),
     "conv": ("no convolution from the norm factory", "model=convnet or model=small_resnet"),
@@ -50,13 +50,13 @@ PLACES = {
 
 
 def resolve(asked: Mapping[str, Any], of_norm: Mapping[str, Any]) -> Slots:
-    """The slots of a cell: `asked` in its config over `of_norm`; null and absent are alike."""
-    said = {key: level[key] for level in (of_norm, asked) for key in SLOTS if _is_set(level, key)}
-    return Slots(**said)
+    """Returns the slots of a cell: those `asked` in its config, then `of_norm`; null is unset."""
+    values = {key: level[key] for level in (of_norm, asked) for key in SLOTS if _is_set(level, key)}
+    return Slots(**values)
 
 
 def changed(slots: Slots, used: set[str]) -> dict[str, Any]:
-    """The slots that make a training another one: used by its model, and not as they are unset."""
+    """Returns the slots that change a training: used by its model and unlike their default."""
     return {
         key: getattr(slots, key)
         for key in SLOTS
@@ -65,7 +65,7 @@ def changed(slots: Slots, used: set[str]) -> dict[str, Any]:
 
 
 def without_place(level: Mapping[str, Any], used: set[str]) -> list[str]:
-    """The slots that `level`, a config or a norm, sets and that no part of the model has used."""
+    """Returns the slots that `level`, a config or a norm, sets but that the model has not used."""
     return [key for key in SLOTS if _is_set(level, key) and key not in used]
 
 

@@ -1,63 +1,117 @@
-"""The shipped norms beside their torch.nn counterparts, and inputs of every kind."""
+"""Every norm of conf/norm, built from its file, and tensors to try it on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.testing import assert_close
 
-from normexp.norms.batch import BatchNorm
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
-from normexp.norms.none import NoNorm
-from normexp.norms.rms import RMSNorm
+from normexp.build import RESERVED_NORM_KEYS
+from normexp.norms.adapt import adapt
 
 Norm = TypeVar("Norm", bound=nn.Module)
 
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "norm"
+FILES = {str(path.relative_to(FOLDER))[:-5]: path for path in sorted(FOLDER.rglob("*.yaml"))}
+SHIPPED = list(FILES)
+
 EPS = 1e-3  # large enough to be seen where it is left out or misplaced
-C = 8
-SHAPES = {2: (6, C), 3: (6, C, 5), 4: (4, C, 3, 5), 5: (3, C, 2, 3, 4)}
-BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-INSTANCE_NORMS = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+C, T = 8, 5
+SHAPES = {2: (6, C), 3: (6, C, T), 4: (4, C, 3, 5), 5: (3, C, 2, 3, 4)}
+GROUPS = 4
+STEPS = 2  # that a norm of `make` has made
+S = 3  # replicas in a stack
 
-
-@dataclass(frozen=True)
-class Case:
-    """A shipped norm and, by number of dimensions, the torch module that computes the same."""
-
-    make: Callable[[], nn.Module]
-    counterpart: Callable[[int], nn.Module]
-    channels_last: bool = False  # the counterpart wants its channels last
-    num_dims: tuple[int, ...] = (2, 3, 4, 5)
-
-
-CASES = {
-    "batch": Case(lambda: BatchNorm(C, eps=EPS), lambda n: BATCH_NORMS[n](C, eps=EPS)),
-    "layer": Case(
-        lambda: LayerNorm(C, eps=EPS),
-        lambda n: nn.LayerNorm(C, eps=EPS) if n == 2 else nn.GroupNorm(1, C, eps=EPS),
-    ),
-    "layer2d": Case(
-        lambda: LayerNorm2d(C, eps=EPS), lambda _: nn.LayerNorm(C, eps=EPS), channels_last=True
-    ),
-    "instance": Case(
-        lambda: InstanceNorm(C, eps=EPS),
-        lambda n: INSTANCE_NORMS[n](C, eps=EPS, affine=True),
-        num_dims=(3, 4, 5),
-    ),
-    "group": Case(
-        lambda: GroupNorm(C, num_groups=4, eps=EPS), lambda _: nn.GroupNorm(4, C, eps=EPS)
-    ),
-    "rms": Case(lambda: RMSNorm(C, eps=EPS), lambda _: nn.RMSNorm(C, eps=EPS), channels_last=True),
-    "none": Case(lambda: NoNorm(C), lambda _: nn.Identity()),
+# Knobs for which two steps are past the warm-up and corrections meet both their bounds.
+KNOBS: dict[str, dict[str, Any]] = {
+    "batch_renorm": {"r_max": 2, "d_max": 1, "warmup": 1, "r_ramp_end": 5, "d_ramp_end": 9},
+    "moving_average_batch": {"memory": 2, "r_max": 1.2, "warmup": 0, "momentum": 0.1},
+    "power": {"warmup": 1},
+    "ghost": {"ghost_size": 2},
+    **dict.fromkeys(("group", "group_ws", "causal_group", "evonorm_s0"), {"num_groups": GROUPS}),
+    **dict.fromkeys(("batch_per_position", "deviations/bn_per_position"), {"num_positions": T}),
 }
-CASES_AND_DIMS = [(name, n) for name, case in CASES.items() for n in case.num_dims]
+PER_POSITION = ["batch_per_position", "deviations/bn_per_position"]
+NEED_POSITIONS = [
+    *("instance", "frn", "batch_instance", "causal_instance"),
+    *("deviations/ln_hw", "deviations/ln_time"),
+]
+NO_EPS = ["deviations/no_eps", "deviations/ln_no_eps"]
+MIX_SAMPLES = [
+    *("batch", "sync", "ghost", "batch_renorm", "l1_batch", "eval_norm", "moving_average_batch"),
+    *("batch_per_position", "switchable", "batch_instance", "evonorm_b0"),
+    *(f"deviations/bn_{what}" for what in ("biased_ema", "eps_outside", "naive_var", "unbiased")),
+    *("deviations/bn_per_position", "deviations/no_eps"),
+]
+APPROXIMATE = ["power", "moving_average_batch"]  # their backward is not their forward's
+RUNNING = [*MIX_SAMPLES, "power"]  # norms whose state moves
+
+
+def num_dims_of(name: str) -> tuple[int, ...]:
+    """The numbers of dimensions that a norm accepts."""
+    if name in PER_POSITION or name == "causal_instance":
+        return (3,)
+    if name == "causal_group":
+        return (2, 3)
+    return (3, 4, 5) if name in NEED_POSITIONS else (2, 3, 4, 5)
+
+
+@cache
+def maker(name: str) -> Callable[[int], nn.Module]:
+    config = OmegaConf.load(FILES[name])
+    assert isinstance(config, DictConfig)
+    knobs = {key: value for key, value in config.items() if key not in RESERVED_NORM_KEYS}
+    return adapt(instantiate({**knobs, **KNOBS.get(name, {})}), target=name, eps=EPS)
+
+
+def make_fresh(name: str, dtype: torch.dtype = torch.double) -> nn.Module:
+    return maker(name)(C).to(dtype)
+
+
+def make(name: str, dtype: torch.dtype = torch.double, seed: int = 7) -> nn.Module:
+    """A norm after two steps, with parameters and averages away from where they start."""
+    norm = randomize(make_fresh(name, dtype), seed)
+    state = {**dict(norm.named_buffers()), **dict(norm.named_parameters())}
+    with torch.no_grad():
+        for key, value in (("num_batches_tracked", STEPS), ("running_share", 0.3)):
+            if key in state:
+                state[key].fill_(value)
+        if "gate" in state:
+            state["gate"].mul_(0.6)  # inside (0, 1), where clipping does nothing
+    return norm
+
+
+def randomize(norm: Norm, seed: int = 7) -> Norm:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*norm.parameters(), *norm.buffers()]:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    return norm
 
 
 def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.double) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def inputs(name: str) -> Iterator[Tensor]:
+    """One input of each number of dimensions, channels far apart in mean and size."""
+    for num_dims in num_dims_of(name):
+        ends = (torch.linspace(*pair, C).view(-1, *[1] * (num_dims - 2)) for pair in SPREAD)
+        mean, size = ends
+        yield (random_tensor(*SHAPES[num_dims]) * 3 + mean) * size
+
+
+SPREAD = ((-3, 3), (0.05, 2))
 
 
 def random_mask(*shape: int, seed: int = 1) -> Tensor:
@@ -67,17 +121,54 @@ def random_mask(*shape: int, seed: int = 1) -> Tensor:
     return mask
 
 
-def randomize(norm: Norm, seed: int = 7) -> Norm:
-    """Parameters away from 1 and 0, running averages away from where they start."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in [*norm.parameters(), *norm.buffers()]:
-            if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
-    return norm
+def mask_for(x: Tensor) -> Tensor:
+    """A mask for x (N, C, *); rows (N, C) are real in pairs, since ghost batches have two."""
+    if x.ndim == 2:
+        return torch.arange(len(x)) // 2 % 2 == 0
+    return random_mask(len(x), *x.shape[2:])
 
 
-def gradients(out: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+def gradients(out: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
     """Of sum(out * r), r fixed and random: a plain sum is blind where outputs add up to zero."""
     weight = random_tensor(*out.shape, seed=11).to(out.dtype)
-    return torch.autograd.grad((out * weight).sum(), inputs)
+    return torch.autograd.grad((out * weight).sum(), wanted)
+
+
+def run(norm: nn.Module, x: Tensor, mask: Tensor | None = None):
+    """Output, and gradients of the input and of each parameter."""
+    x = x.clone().requires_grad_()
+    out = norm(x) if mask is None else norm(x, mask=mask)
+    return out, gradients(out, [x, *norm.parameters()])
+
+
+def state_of(norm: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, those that are not saved too."""
+    tensors = [*norm.named_parameters(), *norm.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def assert_stack_equals_loop(alone: list[nn.Module], x: Tensor, mask: Tensor | None = None) -> None:
+    """Output, gradients and buffers of S norms, together and one after another; x (S, N, C, *)."""
+    network = copy.deepcopy(alone[0])
+    parameters, buffers = stack_module_state(alone)
+
+    def one(parameters, buffers, x, mask):
+        arguments = (x,) if mask is None else (x, mask)
+        return functional_call(network, (parameters, buffers), arguments)
+
+    x = x.clone().requires_grad_()
+    out = vmap(one, in_dims=(0, 0, 0, None if mask is None else 0))(parameters, buffers, x, mask)
+    masks = [()] * len(x) if mask is None else [(own,) for own in mask]
+    expected = torch.stack([norm(x[k], *masks[k]) for k, norm in enumerate(alone)])
+    assert_close(out, expected, rtol=0, atol=1e-12)
+    names = list(parameters)
+    found = gradients(out, [x, *parameters.values()])
+    own = [dict(norm.named_parameters())[name] for name in names for norm in alone]
+    (x_grad, *rest) = gradients(expected, [x, *own])
+    assert_close(found[0], x_grad, rtol=0, atol=1e-12)
+    for i, gradient in enumerate(found[1:]):
+        rows = torch.stack(rest[i * len(alone) : (i + 1) * len(alone)])
+        assert_close(gradient, rows, rtol=0, atol=1e-12)
+    for name, buffer in buffers.items():
+        rows = torch.stack([dict(norm.named_buffers())[name] for norm in alone])
+        assert_close(buffer, rows, rtol=0, atol=1e-12)

@@ -1,48 +1,107 @@
-"""conf/norm: every file names a norm that exists, with knobs that it has, and that builds."""
+"""conf/norm: notes that the help reads, knobs that exist, and what a new norm costs."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
-from hydra.utils import instantiate
-from norm_cases import C
-from omegaconf import DictConfig, OmegaConf
+from norm_cases import FILES, SHIPPED, C
+from omegaconf import OmegaConf
 
-from normexp.build import RESERVED_NORM_KEYS
-from normexp.norms.adapt import adapt
-from normexp.norms.factory import NormFactory
+from normexp.batching.sizes import Sizes
+from normexp.build import build_norm
+from normexp.config.compose import compose_config
+from normexp.records.result import read_result
+from normexp.train import main
 
-FOLDER = Path(__file__).resolve().parents[2] / "conf" / "norm"
-FILES = sorted(FOLDER.glob("*.yaml"))
-EXPECTED = [
-    *("batch", "group", "instance", "layer", "layer2d", "none", "rms"),
-    *("group1", "position", "scale", "simple_rms", "crms", "frn", "evonorm_b0", "evonorm_s0"),
-    *("dyt", "derf"),
-]
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = {"batch", "sample", "token", "pointwise", "none", "other", "deviation"}
+HEADLINE = re.compile(r"# [^:]+( \(arXiv:\d{4}\.\d{4,5}\))?: .+\.")
+TEXTS: Any = SimpleNamespace(input_shape=(16,))  # all that `build_norm` asks of data
+QUICK = ["model.width=8", "batch_size=16", "steps=1", "replicas=1", "workers=0"]
 
 
-def test_the_shipped_norms_are_there():
-    assert set(EXPECTED) <= {path.stem for path in FILES}
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_file_opens_with_one_phrase_and_ends_its_notes_with_the_family(name):
+    lines = FILES[name].read_text().splitlines()
+    header = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
+    assert HEADLINE.fullmatch(header[0]) and max(map(len, header)) <= 100
+    assert header[-1].removeprefix("# family: ") in FAMILIES
+    assert (header[-1] == "# family: deviation") == name.startswith("deviations/")
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_norm_is_built_from_its_file_and_runs_on_maps_and_tokens(name):
-    cfg = OmegaConf.load(FOLDER / f"{name}.yaml")
-    assert isinstance(cfg, DictConfig)
-    view = cfg.view
-    for key in RESERVED_NORM_KEYS:  # what build.py keeps for itself
-        cfg.pop(key, None)
-    make = adapt(instantiate(cfg), target=cfg._target_, eps=0.25)
-    factory = NormFactory(make, view=view)
-    site = factory(16)
-    assert getattr(site.norm, "eps", 0.25) == 0.25
-    assert site(torch.randn(2, 16, 3, 3)).shape == (2, 16, 3, 3)
-    assert factory.tokens(2 * C)(torch.randn(2, 5, 2 * C)).shape == (2, 5, 2 * C)
+@pytest.mark.parametrize("name", ["group", "batch_per_position", "frn", "deviations/ln_no_eps"])
+def test_a_file_builds_its_norm_with_the_eps_of_the_config(name):
+    config = compose_config([f"norm={name}", "eps=0.25"])
+    factory = build_norm(config, Sizes(8), TEXTS)
+    norm = factory(2 * C).norm
+    assert norm.eps == (0.0 if "no_eps" in name else 0.25)
+    if name == "frn":
+        assert factory.slots.act == "tlu" and factory.view == "sequence"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_opens_with_what_the_norm_is(path):
-    assert path.read_text().startswith("# ")
-    assert OmegaConf.load(path)._partial_ is True
+def imported_by(module: str) -> set[str]:
+    """The files of normexp that importing this one imports, the packages themselves left out."""
+    found, waiting = set(), [module]
+    while waiting:
+        file = ROOT.joinpath(*waiting.pop().split(".")).with_suffix(".py")
+        lines = re.findall(r"^from (normexp\S*) import", file.read_text(), re.MULTILINE)
+        waiting += [name for name in lines if name not in found]
+        found.update(lines)
+    return {name.removeprefix("normexp.").removeprefix("norms.") for name in found}
+
+
+def test_importing_a_norm_imports_little_else():
+    assert imported_by("normexp.norms.group") == {"affine", "errors", "moments"}
+    assert imported_by("normexp.norms.batch") == {"affine", "errors", "moments", "state"}
+    norms = [file.stem for file in (ROOT / "normexp" / "norms").glob("[!_]*.py")]
+    assert {name for name in norms if len(imported_by(f"normexp.norms.{name}")) > 5} <= {
+        *("mixtures", "evonorm", "deviations"),  # of several families at once
+        "factory",
+    }
+
+
+def test_a_norm_in_a_folder_of_its_own_trains_and_is_recorded(tmp_path: Path):
+    assert main(["norm=deviations/bn_naive_var", *QUICK, f"runs_dir={tmp_path}"]) == 0
+    (run,) = tmp_path.glob("default/*/seed-0")  # no folder more for the slash in the name
+    assert read_result(run).status == "finished"
+
+
+NEW_NORM = '''
+from torch import nn
+
+class CentredNorm(nn.Module):
+    """x minus the mean over its channels, times a weight."""
+
+    def __init__(self, num_features, *, gain, eps):
+        super().__init__()
+        self.gain, self.eps = gain, eps
+        self.scale = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return self.gain * self.scale.weight * (x - x.mean(dim=1, keepdim=True))
+'''
+NEW_YAML = """\
+# Centred norm: each position minus its mean over the channels.
+# family: other
+_target_: centred_norm.CentredNorm
+_partial_: true
+view: token
+gain: 2.0
+"""
+
+
+def test_a_new_norm_costs_one_python_file_and_one_yaml(tmp_path: Path, monkeypatch):
+    (tmp_path / "centred_norm.py").write_text(NEW_NORM)
+    (tmp_path / "conf" / "norm").mkdir(parents=True)
+    (tmp_path / "conf" / "norm" / "centred.yaml").write_text(NEW_YAML)
+    monkeypatch.syspath_prepend(tmp_path)
+    runs = tmp_path / "runs"
+    words = ["--config-dir", str(tmp_path / "conf"), "norm=centred", "norm.gain=3"]
+    assert main([*words, *QUICK, f"runs_dir={runs}"]) == 0
+    (run,) = runs.glob("default/*/seed-0")
+    assert read_result(run).status == "finished"
+    assert OmegaConf.load(run.parent / "config.yaml").norm.gain == 3

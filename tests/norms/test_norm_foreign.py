@@ -1,19 +1,100 @@
-"""How norms from the wild are presented: where channels stand, and how many axes there are."""
+"""Norms from the wild: arguments found by name, layouts by a probe, faults refused at once."""
 
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from foreign_cases import EPS, HiddenRMSNorm, build
-from norm_cases import C, gradients, random_tensor
+from norm_cases import EPS, SHAPES, C, gradients, random_tensor
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.norms.adapt import adapt, find_layout, foreign_factory
+from normexp.errors import UserError
+from normexp.norms.adapt import adapt, bind_eps, find_layout, foreign_factory
 from normexp.norms.factory import NormFactory
+from normexp.norms.group import GroupNorm
+from normexp.records.metrics import read_metrics
+from normexp.records.result import read_result
+from normexp.train import main
+
+
+class HiddenRMSNorm(nn.Module):
+    """The form of language model libraries: `hidden_size`, and channels last."""
+
+    def __init__(self, hidden_size: int, variance_epsilon: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = variance_epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = hidden.square().mean(dim=-1, keepdim=True) + self.variance_epsilon
+        return self.weight * hidden / scale.sqrt()
+
+
+def build(make, **knobs) -> nn.Module:
+    return foreign_factory(partial(make, **knobs), target="their.Norm", eps=EPS)(C).double()
+
+
+def test_features_are_passed_by_name_whatever_stands_first():
+    def make(size: float, channels: int, *, epsilon: float) -> nn.GroupNorm:
+        assert (size, epsilon) == (2.5, EPS)
+        return nn.GroupNorm(1, channels, eps=epsilon)
+
+    norm = adapt(partial(make, size=2.5), target="their.make", eps=EPS)(C)
+    assert norm.num_channels == C
+
+
+def test_an_unknown_first_argument_takes_the_features():
+    makes = (
+        lambda k: nn.LayerNorm(k),
+        lambda k, /: nn.LayerNorm(k),
+        lambda *k: nn.LayerNorm(*k),
+    )
+    for make in makes:
+        assert adapt(make, target="t", eps=EPS)(C).normalized_shape == (C,)
+
+
+def test_an_eps_that_the_user_set_is_kept():
+    norm = adapt(partial(HiddenRMSNorm, variance_epsilon=0.5), target="t", eps=EPS)(C)
+    assert norm.variance_epsilon == 0.5
+
+
+def test_eps_is_bound_only_where_the_signature_has_it():
+    assert bind_eps(nn.BatchNorm2d, EPS)(C).eps == EPS
+    assert bind_eps(nn.Tanh, EPS) is nn.Tanh
+
+
+def test_a_missing_argument_is_named():
+    with pytest.raises(UserError) as caught:
+        adapt(nn.GroupNorm, target="torch.nn.GroupNorm", eps=EPS)
+    expected = "norm._target_=torch.nn.GroupNorm needs the argument num_groups"
+    assert str(caught.value) == f"{expected}; set norm.num_groups=..."
+
+
+def test_an_unknown_knob_is_named_with_those_there_are():
+    with pytest.raises(UserError, match=r"norm\.groups.*GroupNorm.*num_groups, eps"):
+        bind_eps(partial(GroupNorm, **{"groups": 3}), EPS)
+
+
+def test_a_constructor_that_fails_is_named_with_its_reason():
+    norm = adapt(partial(nn.GroupNorm, num_groups=3), target="torch.nn.GroupNorm", eps=EPS)
+    with pytest.raises(UserError, match="cannot be built for 8 features: num_channels"):
+        norm(C)
+
+
+@pytest.mark.parametrize("make", [lambda n: n, torch.zeros, nn.functional.relu])
+def test_what_makes_no_module_is_refused(make):
+    with pytest.raises(UserError, match=r"norm\._target_=their\.make (made|cannot|needs)"):
+        adapt(make, target="their.make", eps=EPS)(C)
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(UserError, match="names 3, which cannot be called"):
+        adapt(3, target="their.number", eps=EPS)  # type: ignore[arg-type]
 
 
 class BareRMSNorm(nn.Module):
@@ -46,7 +127,6 @@ def positions_joined(x: Tensor) -> Tensor:
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
 
 
-SHAPES = {2: (6, C), 3: (6, C, 5), 4: (4, C, 3, 5), 5: (3, C, 2, 3, 4)}
 ALL_DIMS = (2, 3, 4, 5)
 LAST = [
     (nn.LayerNorm, {}, nn.LayerNorm(C, eps=EPS)),
@@ -149,17 +229,174 @@ class OverSequence(nn.Module):
         return x / (x.square().mean(dim=(1, 2), keepdim=True) + EPS).sqrt()
 
 
-@pytest.mark.parametrize(("view", "told"), [("token", True), ("sequence", False)])
-def test_norm_of_sequences_that_sees_tokens_one_by_one_is_noted(caplog, view, told):
-    make = foreign_factory(OverSequence, target="t", eps=EPS)
+@pytest.mark.parametrize("make", [OverSequence, nn.LayerNorm])
+def test_a_norm_that_sees_tokens_one_by_one_is_noted(caplog, make):
     with caplog.at_level(logging.INFO):
-        NormFactory(make, view=view).tokens(C)
-        NormFactory(make, view=view)(C)
-    notes = [message for message in caplog.messages if "norm.view=sequence" in message]
-    assert len(notes) == told
+        foreign_factory(make, target="t", eps=EPS)(C)
+    notes = [message for message in caplog.messages if "norm.view=" in message]
+    assert len(notes) == (make is OverSequence)
 
 
 def test_a_probe_leaves_the_random_state():
     before = torch.get_rng_state()
     foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=EPS)(C)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2]
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Late(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "gain"):
+            self.gain = nn.Parameter(torch.ones(x.shape[1], *[1] * (x.ndim - 2)))
+        return x * self.gain
+
+
+class Renewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rho = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rho = nn.Parameter(self.rho.clamp(0, 1))
+        return x * self.rho
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(f"no {x.ndim}-D today")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Half, r"does not fit: it changes the shape, \(4, 8\) to \(4, 4\)"),
+        (Pair, "returns a tuple, not a tensor"),
+        (Late, "creates its parameter gain in its first forward"),
+        (Renewed, "creates its parameter rho in its first forward"),
+        (nn.LazyBatchNorm2d, "creates its parameter weight in its first forward"),
+        (Noisy, "is not deterministic"),
+        (Failing, r"fails on an input of shape \(4, 8\): no 2-D today"),
+    ],
+)
+def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
+    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
+        build(make)
+
+
+def test_dropout_in_training_is_no_reason_to_refuse():
+    assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C
+
+
+class Kept(nn.Module):
+    """A running mean square that is no buffer, and a last one that counts for nothing."""
+
+    def __init__(self, counts: bool = True, start: Tensor | float | None = None) -> None:
+        super().__init__()
+        self.counts = counts
+        self.square = torch.ones(C) if start is None else start
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.detach().square().mean() * torch.ones(C)
+        if self.training:
+            self.square = 0.9 * self.square + 0.1 * square
+        return x / (1 + (torch.as_tensor(self.square).mean() if self.counts else 0))
+
+
+class Forgotten(Kept):
+    """Its mean square is a buffer that no state_dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.square
+        self.register_buffer("square", torch.ones(C), persistent=False)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double() / 2
+
+
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
+def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
+    raise KeyError("gain")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Kept, "keeps state that its state_dict lacks: square; evaluation depends"),
+        (partial(Kept, start=0.0), "keeps state that its state_dict lacks: square; evaluation"),
+        (Forgotten, "keeps state that its state_dict lacks: square; .* a persistent buffer"),
+        (Doubled, r"returns torch.float64 for an input of torch.float32; .*\.to\(x\.dtype\)"),
+        (Flat, r"does not fit: it changes the shape, \(4, 8, 5\) to \(4, 40\)"),
+        (broken_key, "cannot be built for 8 features: KeyError 'gain'"),
+    ],
+)
+def test_what_would_fail_far_from_its_cause_is_refused_at_once(make, reason):
+    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
+        build(make)
+
+
+def test_attribute_that_counts_for_nothing_is_no_reason_to_refuse():
+    assert build(Kept, counts=False)(torch.ones(2, C)).sum() == 2 * C
+
+
+QUICK = ["model.width=8", "batch_size=16", "steps=4", "replicas=2", "log_every=1", "workers=0"]
+
+FAST = ("torch.nn.LayerNorm", "timm.layers.EvoNorm2dS0")
+# What is named, its knobs, and what its parameters begin at.
+ONE, ZERO = ("weight", 1.0), ("bias", 0.0)
+NORMS = {
+    "torch.nn.BatchNorm2d": ([], [ONE, ZERO]),
+    "torch.nn.GroupNorm": (["norm.num_groups=4"], [ONE, ZERO]),
+    "torch.nn.InstanceNorm2d": (["norm.affine=true"], [ONE, ZERO]),
+    "torch.nn.LayerNorm": ([], [ONE, ZERO]),
+    "torch.nn.RMSNorm": ([], [ONE]),
+    "timm.layers.LayerNorm2d": ([], [ONE, ZERO]),
+    "timm.layers.RmsNorm2d": ([], [ONE]),
+    "timm.layers.SimpleNorm2d": ([], [ONE]),
+    "timm.layers.GroupNorm1": ([], [ONE, ZERO]),
+    # These contain their activation.
+    "timm.layers.BatchNormAct2d": (["act=identity"], [ONE, ZERO]),
+    "timm.layers.GroupNormAct": (["norm.num_groups=4", "act=identity"], [ONE, ZERO]),
+    "timm.layers.FilterResponseNormTlu2d": (["act=identity"], [ONE, ZERO, ("tau", 0.0)]),
+    "timm.layers.EvoNorm2dB0": (["act=identity"], [ONE, ZERO, ("v", 1.0)]),
+    "timm.layers.EvoNorm2dS0": (["norm.groups=4", "act=identity"], [ONE, ZERO, ("v", 1.0)]),
+}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NORMS],
+)
+def test_a_norm_of_torch_or_timm_trains_by_its_name_alone(tmp_path: Path, target: str):
+    knobs, parameters = NORMS[target]
+    words = ["norm=custom", f"norm._target_={target}", *knobs]
+    assert main([*words, *QUICK, f"runs_dir={tmp_path}"]) == 0
+    (run,) = tmp_path.glob("*/*/seed-0")
+    result = read_result(run)
+    assert result.status == "finished"
+    losses = [row.value for row in read_metrics(run / "metrics.csv") if row.name == "train/loss"]
+    assert len(losses) == 4 and all(math.isfinite(loss) for loss in losses)
+    weights = torch.load(run / "weights.pt", weights_only=True)
+    for name, start in parameters:
+        (value,) = (v for k, v in weights.items() if k.startswith("norm1.") and k.endswith(name))
+        assert value.shape == (8,) and (value != start).any()

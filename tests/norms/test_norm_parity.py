@@ -1,102 +1,143 @@
-"""Each shipped norm computes what its torch.nn counterpart computes."""
+"""Shipped norms compute what torch's, torchvision's and timm's own modules compute."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
+import timm.layers
 import torch
-from norm_cases import (
-    CASES,
-    CASES_AND_DIMS,
-    SHAPES,
-    C,
-    gradients,
-    random_tensor,
-    randomize,
-)
+import torchvision
+from norm_cases import EPS, SHAPES, C, gradients, random_tensor, randomize
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm
-from normexp.norms.group import InstanceNorm
+from normexp.norms.evonorm import EvoNormB0, EvoNormS0
+from normexp.norms.filter_response import FilterResponseNorm
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, PositionNorm
+from normexp.norms.none import FrozenBatchNorm
+from normexp.norms.rms import RMSNorm, SimpleRMSNorm
 
 TOLERANCE = {torch.double: 1e-10, torch.float: 1e-5}
+BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+INSTANCE_NORMS = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
-def apply_counterpart(norm: nn.Module, x: Tensor, channels_last: bool) -> Tensor:
-    return norm(x.movedim(1, -1)).movedim(-1, 1) if channels_last else norm(x)
+class ChannelsLast(nn.Module):
+    """Shows (N, *, C) to a norm; its state_dict is the norm's."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
+
+    def state_dict(self, *args, **kwargs):
+        return self.norm.state_dict(*args, **kwargs)
 
 
-def laid_out(x: Tensor, form: str) -> Tensor:
-    """The same values, contiguous or not."""
-    if form == "channels_last":
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        return x.contiguous(memory_format=formats[x.ndim]) if x.ndim in formats else x
-    if form == "strided":
-        spread = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
-        spread[..., ::2] = x
-        return spread[..., ::2]
-    return x
+def last(make: Callable[..., nn.Module], **knobs) -> nn.Module:
+    return ChannelsLast(make(C, eps=EPS, **knobs))
 
 
-@pytest.mark.parametrize("dtype", [torch.double, torch.float], ids=["float64", "float32"])
-@pytest.mark.parametrize("form", ["contiguous", "channels_last", "strided"])
-@pytest.mark.parametrize(("name", "num_dims"), CASES_AND_DIMS)
-def test_norm_equals_its_torch_counterpart(name, num_dims, form, dtype):
-    case = CASES[name]
-    theirs = randomize(case.counterpart(num_dims).to(dtype))
-    ours = case.make().to(dtype)
-    ours.load_state_dict(theirs.state_dict())  # strict: the same names and shapes
+# By name: our norm, and torch's for a number of dimensions.
+TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[int], nn.Module]]] = {
+    "batch": (lambda: BatchNorm(C, eps=EPS), lambda n: BATCH_NORMS[n](C, eps=EPS)),
+    "batch_equal_weights": (
+        lambda: BatchNorm(C, eps=EPS, momentum=None),
+        lambda n: BATCH_NORMS[n](C, eps=EPS, momentum=None),
+    ),
+    "batch_untracked": (
+        lambda: BatchNorm(C, eps=EPS, track_running_stats=False),
+        lambda n: BATCH_NORMS[n](C, eps=EPS, track_running_stats=False),
+    ),
+    "batch_no_affine": (
+        lambda: BatchNorm(C, eps=EPS, affine=False),
+        lambda n: BATCH_NORMS[n](C, eps=EPS, affine=False),
+    ),
+    "layer": (
+        lambda: LayerNorm(C, eps=EPS),
+        lambda n: nn.LayerNorm(C, eps=EPS) if n == 2 else nn.GroupNorm(1, C, eps=EPS),
+    ),
+    "layer2d": (lambda: LayerNorm2d(C, eps=EPS), lambda _: last(nn.LayerNorm)),
+    "position": (
+        lambda: PositionNorm(C, eps=EPS),
+        lambda _: last(nn.LayerNorm, elementwise_affine=False),
+    ),
+    "instance": (
+        lambda: InstanceNorm(C, eps=EPS),
+        lambda n: INSTANCE_NORMS[n](C, eps=EPS, affine=True),
+    ),
+    "group": (lambda: GroupNorm(C, num_groups=4, eps=EPS), lambda _: nn.GroupNorm(4, C, eps=EPS)),
+    "rms": (lambda: RMSNorm(C, eps=EPS), lambda _: last(nn.RMSNorm)),
+    "simple_rms": (
+        lambda: SimpleRMSNorm(C, eps=EPS),
+        lambda _: last(nn.RMSNorm, elementwise_affine=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
+@pytest.mark.parametrize("name", TORCH)
+def test_norm_equals_torch_over_steps(name, dtype):
+    """Output, gradients, and state_dict with the same names; training and evaluation in turn."""
     close = partial(assert_close, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    for training in (True, False, True):
-        x = laid_out(2 * random_tensor(*SHAPES[num_dims], dtype=dtype) + 1, form)
-        x.requires_grad_()
-        out = ours.train(training)(x)
-        expected = apply_counterpart(theirs.train(training), x, case.channels_last)
+    make_ours, make_theirs = TORCH[name]
+    for num_dims in (3, 4, 5) if name == "instance" else (2, 3, 4, 5):
+        theirs, ours = randomize(make_theirs(num_dims).to(dtype)), make_ours().to(dtype)
+        ours.load_state_dict(theirs.state_dict())  # strict
+        for step, training in enumerate((True, True, False, True)):
+            x = 2 * random_tensor(*SHAPES[num_dims], seed=step, dtype=dtype) + 1
+            x.requires_grad_()
+            out, expected = ours.train(training)(x), theirs.train(training)(x)
+            close(out, expected)
+            found = gradients(out, [x, *ours.parameters()])
+            close(found, gradients(expected, [x, *theirs.parameters()]))
+            close(ours.state_dict(), dict(theirs.state_dict()))
+
+
+TIMM = {
+    "group1": (partial(GroupNorm, num_groups=1), timm.layers.GroupNorm1),
+    "frn": (FilterResponseNorm, partial(timm.layers.FilterResponseNormTlu2d, apply_act=False)),
+    "evonorm_b0": (EvoNormB0, timm.layers.EvoNorm2dB0),
+    "evonorm_s0": (partial(EvoNormS0, num_groups=4), partial(timm.layers.EvoNorm2dS0, groups=4)),
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_norm_equals_its_timm_counterpart(name):
+    """In float32, which timm's statistics are in; output, gradients and state, over three steps."""
+    ours, theirs = (randomize(make(C, eps=EPS)) for make in TIMM[name])
+    extra = ours.load_state_dict(theirs.state_dict(), strict=False)
+    assert not extra.unexpected_keys
+    assert set(extra.missing_keys) <= {"running_mean", "num_batches_tracked"}
+    close = partial(assert_close, rtol=1e-5, atol=1e-5)
+    for step, training in enumerate([True, False, True]):
+        x = (2 * random_tensor(*SHAPES[4], seed=step, dtype=torch.float) + 1).requires_grad_()
+        out, expected = ours.train(training)(x), theirs.train(training)(x)
         close(out, expected)
-        found = gradients(out, [x, *ours.parameters()])
+        names = [key for key, _ in theirs.named_parameters()]
+        found = gradients(out, [x, *(dict(ours.named_parameters())[key] for key in names)])
         close(found, gradients(expected, [x, *theirs.parameters()]))
-        close(ours.state_dict(), theirs.state_dict())
+        state = ours.state_dict()
+        close({key: state[key] for key in theirs.state_dict()}, dict(theirs.state_dict()))
 
 
-@pytest.mark.parametrize(("name", "num_dims"), CASES_AND_DIMS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_far_from_zero_is_the_float32_result_rounded(name, num_dims, dtype):
-    norm = randomize(CASES[name].make())
-    x = (random_tensor(*SHAPES[num_dims], dtype=torch.float) + 30).to(dtype)
-    out, expected = norm(x), norm(x.float())
-    assert out.dtype == dtype
-    assert_close(out, expected.to(dtype), rtol=0, atol=0)
+def test_frozen_equals_torchvision_and_takes_the_state_of_a_batch_norm():
+    theirs = torchvision.ops.FrozenBatchNorm2d(C)
+    trained, ours = randomize(nn.BatchNorm2d(C)), FrozenBatchNorm(C)
+    theirs.load_state_dict(trained.state_dict())
+    nn.Sequential(ours).load_state_dict(nn.Sequential(trained).state_dict())
+    x = random_tensor(4, C, 3, 3, dtype=torch.float)
+    assert_close(ours(x), theirs(x), rtol=0, atol=1e-6)
+    assert {name for name, _ in ours.named_parameters()} == {"weight", "bias"}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_norm_cast_to_bf16_as_a_whole_still_runs(name):
-    norm = CASES[name].make().bfloat16()
-    x = random_tensor(*SHAPES[4], dtype=torch.bfloat16)
-    expected = CASES[name].make()(x.float())
-    assert_close(norm(x), expected.bfloat16(), rtol=0, atol=0)
-    assert norm.eval()(x).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["batch", "layer", "layer2d", "instance", "group", "rms"])
-def test_without_affine_a_norm_has_no_parameters_and_weight_one(name):
-    plain = CASES[name].make()
-    knobs = {"num_groups": 4} if name == "group" else {}
-    bare = type(plain)(C, eps=plain.eps, affine=False, **knobs).double()
-    x = random_tensor(*SHAPES[4])
-    assert not list(bare.parameters())
-    assert_close(bare(x), plain.double()(x), rtol=0, atol=1e-12)
-
-
-def test_instance_norm_has_an_affine_unless_told_otherwise():
-    assert set(InstanceNorm(C).state_dict()) == {"weight", "bias"}
-    assert not InstanceNorm(C, affine=False).state_dict()
-
-
-def test_batch_norm_state_dict_has_torch_names_and_nothing_else():
-    expected = nn.BatchNorm2d(C).state_dict()
-    found = BatchNorm(C).state_dict()
-    assert {k: (v.shape, v.dtype) for k, v in found.items()} == {
-        k: (v.shape, v.dtype) for k, v in expected.items()
-    }
+def test_group_norm_spans_layer_and_instance_norm():
+    x = random_tensor(4, C, 3, 5)
+    one, each = GroupNorm(C, num_groups=1).double(), GroupNorm(C, num_groups=C).double()
+    assert_close(one(x), LayerNorm(C).double()(x), rtol=0, atol=1e-12)
+    assert_close(each(x), InstanceNorm(C).double()(x), rtol=0, atol=1e-12)

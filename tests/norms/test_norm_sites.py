@@ -6,7 +6,16 @@ import copy
 
 import pytest
 import torch
-from norm_cases import CASES, C, gradients, random_mask, random_tensor, randomize
+from norm_cases import (
+    C,
+    S,
+    assert_stack_equals_loop,
+    gradients,
+    make,
+    random_mask,
+    random_tensor,
+    randomize,
+)
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -116,9 +125,20 @@ def test_torch_batch_norm_in_ghost_batches_has_the_gradients_of_each_group():
 @pytest.mark.parametrize("name", ["layer", "layer2d", "instance", "group", "rms", "none"])
 def test_norms_within_a_sample_do_not_depend_on_the_split(name):
     x, mask = random_tensor(7, C, 5), random_mask(7, 5)
-    norm = randomize(CASES[name].make().double())
-    whole, split = Site(norm, "map", None), Site(norm, "map", 3)
+    whole, split = Site(make(name), "map", None), Site(make(name), "map", 3)
     assert_close(split(x, mask), whole(x, mask), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("view", ["token", "sequence"])
+@pytest.mark.parametrize("name", ["batch", "evonorm_b0", "switchable", "batch_per_position"])
+def test_stacked_sites_in_ragged_groups_equal_sites_alone(name, view, masked):
+    """Seven samples in groups of 4 and 3, so that states are merged under vmap as well."""
+    if name == "batch_per_position" and view == "token":
+        pytest.skip("takes sequences alone")
+    mask = random_mask(S * 7, 5).unflatten(0, (S, -1)) if masked else None
+    sites: list[nn.Module] = [Site(make(name, seed=k), view, 4) for k in range(S)]
+    assert_stack_equals_loop(sites, random_tensor(S, 7, 5, C), mask)
 
 
 def test_evaluation_is_not_split():

@@ -1,0 +1,264 @@
+"""Each shipped norm is its textbook formula, written out here in float64 over x (N, C, P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from norm_cases import EPS, GROUPS, SHIPPED, C, inputs, make, state_of
+from scipy.special import erf
+from torch import Tensor
+from torch.testing import assert_close
+
+State = dict[str, Tensor]
+Formula = Callable[[Tensor, State], Tensor]
+
+
+def mean_over(x: Tensor, *axes: int) -> Tensor:
+    """The sum over `axes` by their number of values, broadcast to the shape of x."""
+    count = math.prod(x.shape[axis] for axis in axes)
+    return (x.sum(dim=axes, keepdim=True) / count).expand(x.shape)
+
+
+def variance_over(x: Tensor, *axes: int) -> Tensor:
+    return mean_over((x - mean_over(x, *axes)) ** 2, *axes)
+
+
+def column(state: State, name: str) -> Tensor:
+    return state[name].reshape(1, -1, 1)
+
+
+def standard(*axes: int, eps: float = EPS) -> Formula:
+    return lambda x, _: (x - mean_over(x, *axes)) / (variance_over(x, *axes) + eps) ** 0.5
+
+
+def running(x: Tensor, state: State, eps: float = EPS) -> Tensor:
+    return (x - column(state, "running_mean")) / (column(state, "running_var") + eps) ** 0.5
+
+
+def no_eps_running(x: Tensor, state: State) -> Tensor:
+    return running(x, state, eps=0)
+
+
+batch, instance, layer, token = standard(0, 2), standard(2), standard(1, 2), standard(1)
+
+
+def group(x: Tensor, state: State) -> Tensor:
+    return torch.cat([layer(run, state) for run in x.split(C // GROUPS, dim=1)], dim=1)
+
+
+def on_prefixes(formula: Formula) -> Formula:
+    """The formula once per position, on the sequence cut there."""
+
+    def causal(x: Tensor, state: State) -> Tensor:
+        outs = [formula(x[..., : t + 1], state)[..., t] for t in range(x.shape[2])]
+        return torch.stack(outs, dim=2)
+
+    return causal
+
+
+def renorm(x: Tensor, state: State) -> Tensor:
+    """The third step of ramps from 1 to 5 and 9: half way to r_max 2, a fourth to d_max 1."""
+    r_max, d_max = 1.5, 0.25
+    old = (column(state, "running_var") + EPS) ** 0.5
+    r = (variance_over(x, 0, 2) + EPS) ** 0.5 / old
+    d = (mean_over(x, 0, 2) - column(state, "running_mean")) / old
+    return batch(x, state) * r.clamp(1 / r_max, r_max) + d.clamp(-d_max, d_max)
+
+
+def ghost(x: Tensor, state: State) -> Tensor:
+    return torch.cat([batch(part, state) for part in x.split(2)])
+
+
+def by_running_square(x: Tensor, state: State) -> Tensor:
+    return x / (column(state, "running_square") + EPS) ** 0.5
+
+
+def moving_average(x: Tensor, state: State) -> Tensor:
+    """The third step, which replaces row 0 of the two that are remembered."""
+    square = (mean_over(x**2, 0, 2) + state["past_squares"][1].reshape(1, -1, 1)) / 2
+    r = ((square + EPS) / (column(state, "running_square") + EPS)) ** 0.5
+    return x / (square + EPS) ** 0.5 * r.clamp(1 / 1.2, 1.2)
+
+
+def l1(x: Tensor, _: State) -> Tensor:
+    mean = mean_over(x, 0, 2)
+    return (x - mean) / ((torch.pi / 2) ** 0.5 * mean_over((x - mean).abs(), 0, 2) + EPS)
+
+
+def l1_running(x: Tensor, state: State) -> Tensor:
+    return (x - column(state, "running_mean")) / (column(state, "running_deviation") + EPS)
+
+
+def eval_norm(x: Tensor, state: State) -> Tensor:
+    """Moments of a batch, written out: a sample of weight a among values of mean m, variance v."""
+    a, mean, var = state["running_share"], column(state, "running_mean"), column(state, RUNNING_VAR)
+    own, own_var = mean_over(x, 2), variance_over(x, 2)
+    mixed = a * own + (1 - a) * mean
+    square = a * (own_var + own**2) + (1 - a) * (var + mean**2)
+    return (x - mixed) / (square - mixed**2 + EPS) ** 0.5
+
+
+RUNNING_VAR = "running_var"
+
+
+def with_instance(by_batch: Formula) -> Formula:
+    def mixed(x: Tensor, state: State) -> Tensor:
+        rho = column(state, "gate")
+        return rho * by_batch(x, state) + (1 - rho) * instance(x, state)
+
+    return mixed
+
+
+def switch(x: Tensor, state: State, batch_mean: Tensor, batch_var: Tensor) -> Tensor:
+    means = [mean_over(x, 2), mean_over(x, 1, 2), batch_mean]
+    variances = [variance_over(x, 2), variance_over(x, 1, 2), batch_var]
+    of_mean, of_var = state["mean_weight"].exp(), state["var_weight"].exp()
+    if x.shape[2] == 1:
+        means, variances, of_mean, of_var = means[1:], variances[1:], of_mean[1:], of_var[1:]
+    mean = sum(w * m for w, m in zip(of_mean, means, strict=True)) / of_mean.sum()
+    var = sum(w * v for w, v in zip(of_var, variances, strict=True)) / of_var.sum()
+    return (x - mean) / (var + EPS) ** 0.5
+
+
+def evonorm_b0(x: Tensor, state: State, batch_var: Tensor) -> Tensor:
+    batch_deviation = ((batch_var + EPS) ** 0.5).expand(x.shape)
+    own = column(state, "v") * x + (variance_over(x, 2) + EPS) ** 0.5
+    return x / torch.where(batch_deviation > own, batch_deviation, own)
+
+
+def evonorm_s0(x: Tensor, state: State) -> Tensor:
+    variances = [variance_over(run, 1, 2) for run in x.split(C // GROUPS, dim=1)]
+    gate = 1 / (1 + torch.exp(-column(state, "v") * x))
+    return x * gate / (torch.cat(variances, dim=1) + EPS) ** 0.5
+
+
+def rms(x: Tensor, _: State) -> Tensor:
+    return x / (mean_over(x**2, 1) + EPS) ** 0.5
+
+
+def scale(x: Tensor, _: State) -> Tensor:
+    """Without its weight g, which the test multiplies with as with every weight."""
+    return x / ((x**2).sum(dim=1, keepdim=True) + C * EPS) ** 0.5
+
+
+def crms(x: Tensor, state: State) -> Tensor:
+    """Layer norm of the vector with its last coordinate, cut again."""
+    whole = torch.cat([x, -x.sum(dim=1, keepdim=True)], dim=1)  # (N, C + 1, P), of mean zero
+    return token(whole, state)[:, :C]
+
+
+def dyt(x: Tensor, state: State) -> Tensor:
+    power = torch.exp(2 * (state["alpha"] * x).clamp(-300, 300))
+    return (power - 1) / (power + 1)
+
+
+def derf(x: Tensor, state: State) -> Tensor:
+    return torch.from_numpy(erf((state["alpha"] * x + state["shift"]).numpy()))
+
+
+def unbiased(formula: Formula, *axes: int) -> Formula:
+    """(x - mean) / sqrt(n / (n - 1) * var + eps), n the values over `axes`."""
+
+    def divided(x: Tensor, state: State) -> Tensor:
+        count = math.prod(x.shape[axis] for axis in axes)
+        var = variance_over(x, *axes)
+        return formula(x, state) * ((var + EPS) / (var * count / (count - 1) + EPS)) ** 0.5
+
+    return divided
+
+
+def eps_outside(x: Tensor, _: State) -> Tensor:
+    return (x - mean_over(x, 0, 2)) / (variance_over(x, 0, 2) ** 0.5 + EPS)
+
+
+def eps_outside_running(x: Tensor, state: State) -> Tensor:
+    return (x - column(state, "running_mean")) / (column(state, "running_var") ** 0.5 + EPS)
+
+
+def position_running(x: Tensor, state: State) -> Tensor:
+    return (x - state["running_mean"].T) / (state["running_var"].T + EPS) ** 0.5
+
+
+def flattened(by_sample: Formula) -> Formula:
+    def affine(x: Tensor, state: State) -> Tensor:
+        return by_sample(x, state) * state["position_weight"].T + state["position_bias"].T
+
+    return affine
+
+
+def identity(x: Tensor, _: State) -> Tensor:
+    return x
+
+
+# The formula in training, and that in evaluation if it is another; before weight and bias.
+FORMULAS: dict[str, tuple[Formula, Formula]] = {
+    "batch": (batch, running),
+    "sync": (batch, running),
+    "ghost": (ghost, running),
+    "frozen": (running, running),
+    "batch_renorm": (renorm, running),
+    "l1_batch": (l1, l1_running),
+    "eval_norm": (batch, eval_norm),
+    "moving_average_batch": (moving_average, by_running_square),
+    "power": (by_running_square, by_running_square),
+    "batch_per_position": (standard(0), position_running),
+    "layer": (layer, layer),
+    "group": (group, group),
+    "group1": (layer, layer),
+    "group_ws": (group, group),
+    "instance": (instance, instance),
+    "frn": (lambda x, _: x / (mean_over(x**2, 2) + EPS) ** 0.5,) * 2,
+    "causal_group": (on_prefixes(group),) * 2,
+    "causal_instance": (on_prefixes(instance),) * 2,
+    "layer2d": (token, token),
+    "position": (token, token),
+    "rms": (rms, rms),
+    "simple_rms": (rms, rms),
+    "scale": (scale, scale),
+    "crms": (crms, crms),
+    "dyt": (dyt, dyt),
+    "derf": (derf, derf),
+    **dict.fromkeys(("none", "nf", "skipinit", "ws"), (identity, identity)),
+    "switchable": (
+        lambda x, s: switch(x, s, mean_over(x, 0, 2), variance_over(x, 0, 2)),
+        lambda x, s: switch(x, s, column(s, "running_mean"), column(s, "running_var")),
+    ),
+    "batch_instance": (with_instance(batch), with_instance(running)),
+    "evonorm_b0": (
+        lambda x, s: evonorm_b0(x, s, variance_over(x, 0, 2)),
+        lambda x, s: evonorm_b0(x, s, column(s, "running_var")),
+    ),
+    "evonorm_s0": (evonorm_s0, evonorm_s0),
+    "deviations/bn_biased_ema": (batch, running),
+    "deviations/bn_eps_outside": (eps_outside, eps_outside_running),
+    "deviations/bn_naive_var": (batch, running),
+    "deviations/bn_per_position": (flattened(standard(0)), flattened(position_running)),
+    "deviations/bn_unbiased": (unbiased(batch, 0, 2), running),
+    "deviations/ln_hw": (instance, instance),
+    "deviations/ln_no_eps": (standard(1, 2, eps=0),) * 2,
+    "deviations/ln_time": (instance, instance),
+    "deviations/ln_unbiased": (unbiased(layer, 1, 2),) * 2,
+    "deviations/no_eps": (standard(0, 2, eps=0), no_eps_running),
+}
+
+
+def test_every_shipped_norm_has_a_formula():
+    assert set(FORMULAS) == set(SHIPPED)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_norm_is_its_textbook_formula(name, training):
+    for x in inputs(name):
+        norm = make(name).train(training)
+        state = state_of(norm)
+        flat = x.flatten(2) if x.ndim > 2 else x[..., None]
+        expected = FORMULAS[name][0 if training else 1](flat, state)
+        if "weight" in state:
+            expected = expected * column(state, "weight")
+        if "bias" in state:
+            expected = expected + column(state, "bias")
+        assert_close(norm(x), expected.view(x.shape), rtol=0, atol=1e-11)

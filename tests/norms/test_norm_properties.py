@@ -1,0 +1,317 @@
+"""What every shipped norm keeps: each file of conf/norm against each property."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from norm_cases import (
+    APPROXIMATE,
+    MIX_SAMPLES,
+    NEED_POSITIONS,
+    NO_EPS,
+    PER_POSITION,
+    RUNNING,
+    SHAPES,
+    SHIPPED,
+    C,
+    S,
+    T,
+    assert_stack_equals_loop,
+    gradients,
+    inputs,
+    make,
+    make_fresh,
+    mask_for,
+    num_dims_of,
+    random_mask,
+    random_tensor,
+    run,
+    state_of,
+)
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.testing import assert_close
+
+from normexp.errors import UserError
+from normexp.norms.site import Site
+from normexp.norms.state import merge_state, read_state, write_state
+
+ALL = pytest.mark.parametrize("name", SHIPPED)
+MODES = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+WITHIN_SAMPLES = [name for name in SHIPPED if name not in RUNNING]
+MERGE_EXACTLY = [n for n in RUNNING if n not in ("l1_batch", "eval_norm", "ghost")]
+GRADIENT_IS_DEFINED_OTHERWISE = [*APPROXIMATE, "batch_renorm"]
+
+
+@ALL
+@MODES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_far_from_zero_is_the_float32_result_rounded(name, dtype, training):
+    for num_dims in num_dims_of(name):
+        x = (random_tensor(*SHAPES[num_dims], dtype=torch.float) + 30).to(dtype)
+        for mask in (None, mask_for(x)):
+            norms = [make(name, torch.float).train(training) for _ in range(2)]
+            out, expected = norms[0](x, mask), norms[1](x.float(), mask)
+            assert (out.shape, out.dtype) == (x.shape, dtype)
+            assert_close(out, expected.to(dtype), rtol=0, atol=0)
+
+
+@ALL
+def test_a_norm_cast_to_bf16_as_a_whole_still_runs(name):
+    norm = make_fresh(name, torch.bfloat16)
+    for num_dims in num_dims_of(name):
+        x = random_tensor(*SHAPES[num_dims], dtype=torch.bfloat16)
+        assert norm.train()(x).dtype == norm.eval()(x).dtype == torch.bfloat16
+
+
+@ALL
+@MODES
+def test_gradients_are_those_of_differences(name, training):
+    if training and name in GRADIENT_IS_DEFINED_OTHERWISE:
+        pytest.skip("defined by its paper; see test_norm_state.py")
+    norm = make(name).train(training)
+    names = [key for key, _ in norm.named_parameters()]
+
+    def forward(x: Tensor, *parameters: Tensor) -> Tensor:
+        return functional_call(norm, dict(zip(names, parameters, strict=True)), (x,))
+
+    x = random_tensor(*SHAPES[3]).requires_grad_()
+    assert torch.autograd.gradcheck(forward, (x, *norm.parameters()), fast_mode=True)
+
+
+@ALL
+@MODES
+def test_memory_layout_of_the_input_has_no_effect(name, training):
+    for num_dims in {3, 4} & set(num_dims_of(name)):
+        x = random_tensor(*SHAPES[num_dims])
+        forms = [x.mT.contiguous().mT]
+        if num_dims == 4:
+            forms.append(x.contiguous(memory_format=torch.channels_last))
+        expected = run(make(name).train(training), x)
+        for form in forms:
+            assert form.stride() != x.stride()
+            assert_close(run(make(name).train(training), form), expected, rtol=0, atol=1e-12)
+
+
+@MODES
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in NO_EPS])
+def test_values_and_gradients_are_finite_on_constants_and_at_any_scale(name, training):
+    noise = random_tensor(*SHAPES[3], dtype=torch.float)
+    for scale in (0.0, 1e-12, 1e3):
+        for x in (noise * scale, torch.full_like(noise, scale)):
+            out, grads = run(make(name, torch.float).train(training), x)
+            assert out.isfinite().all()
+            assert all(g.isfinite().all() for g in grads)
+
+
+@ALL
+@MODES
+def test_a_batch_without_samples_passes(name, training):
+    norm = make(name).train(training)
+    before = state_of(norm)
+    shape = (0, *SHAPES[3][1:])
+    assert norm(torch.zeros(shape, dtype=torch.double)).shape == shape
+    assert_close(state_of(norm), before, rtol=0, atol=0)
+
+
+@ALL
+def test_every_parameter_learns_and_a_trained_norm_can_be_copied_and_saved(name):
+    norm, x = make(name, torch.float), random_tensor(*SHAPES[3], dtype=torch.float)
+    out, grads = run(norm, x)
+    assert all(g.any() for g in grads)
+    assert all(buffer.grad_fn is None for buffer in norm.buffers())
+    again = make_fresh(name, torch.float)
+    again.load_state_dict(norm.state_dict())
+    for other in (copy.deepcopy(norm), again):
+        assert torch.equal(other.eval()(x), norm.eval()(x))
+    del out  # holds the graph while the norm is copied
+
+
+@ALL
+@MODES
+def test_samples_mix_in_training_alone_and_only_in_batch_norms(name, training):
+    for num_dims in num_dims_of(name):
+        x = random_tensor(*SHAPES[num_dims])
+        changed = torch.cat([x[:1], 3 * x[1:]])
+        outs = [make(name).train(training)(y)[0] for y in (x, changed)]
+        assert torch.equal(*outs) != (training and name in MIX_SAMPLES)
+
+
+@ALL
+@MODES
+@pytest.mark.parametrize("content", [1e9, float("inf"), float("nan")])
+def test_content_under_the_mask_has_no_effect_and_comes_back_zero(name, content, training):
+    for num_dims in num_dims_of(name):
+        norms = [make(name).train(training) for _ in range(2)]
+        x = random_tensor(*SHAPES[num_dims])
+        mask = mask_for(x)
+        out, grads = run(norms[0], x, mask)
+        soiled = run(norms[1], torch.where(mask.unsqueeze(1), x, content), mask)
+        assert torch.equal(out, soiled[0])
+        assert not out.movedim(1, -1)[~mask].any()
+        assert_close(soiled[1], grads, rtol=0, atol=0)
+        assert_close(state_of(norms[1]), state_of(norms[0]), rtol=0, atol=0)
+
+
+@ALL
+@MODES
+def test_a_mask_without_padding_changes_nothing(name, training):
+    for num_dims in num_dims_of(name):
+        plain, masked = make(name).train(training), make(name).train(training)
+        x = random_tensor(*SHAPES[num_dims])
+        everything = torch.ones(len(x), *x.shape[2:], dtype=torch.bool)
+        assert_close(run(masked, x, everything), run(plain, x), rtol=0, atol=1e-12)
+        assert_close(state_of(masked), state_of(plain), rtol=0, atol=1e-12)
+
+
+@ALL
+@MODES
+def test_amount_of_padding_changes_nothing(name, training):
+    short, long = make(name).train(training), make(name).train(training)
+    x = random_tensor(*SHAPES[3])
+    mask = mask_for(x)
+    out = short(x, mask)
+    longer = long(nn.functional.pad(x, (0, 4), value=77.0), nn.functional.pad(mask, (0, 4)))
+    assert_close(longer[..., :T], out, rtol=0, atol=1e-14)
+    assert not longer[..., T:].any()
+    assert_close(state_of(long), state_of(short), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", WITHIN_SAMPLES)
+def test_a_masked_sample_is_normalized_as_its_real_positions_alone(name):
+    for num_dims in {3, 4} & set(num_dims_of(name)):
+        norm, x = make(name), random_tensor(*SHAPES[num_dims])
+        mask = mask_for(x)
+        out = norm(x, mask)
+        for sample, sample_out, real in zip(x, out, mask, strict=True):
+            assert_close(sample_out[:, real], norm(sample[None, :, real])[0], rtol=0, atol=1e-12)
+
+
+@MODES
+@pytest.mark.parametrize("name", [n for n in RUNNING if 2 in num_dims_of(n)])
+def test_masked_rows_count_as_if_they_were_not_there(name, training):
+    x = random_tensor(*SHAPES[2])
+    mask = mask_for(x)
+    whole, rest = make(name).train(training), make(name).train(training)
+    assert_close(whole(x, mask)[mask], rest(x[mask]), rtol=0, atol=1e-12)
+    assert_close(state_of(whole), state_of(rest), rtol=0, atol=1e-12)
+
+
+@ALL
+def test_padding_alone_is_zero_with_finite_gradients_and_leaves_the_averages(name):
+    x = random_tensor(*SHAPES[3])
+    norm, mask = make(name), mask_for(x)
+    mask[2] = False  # one sample without a real position
+    out, grads = run(norm, x, mask)
+    assert not out[2].any() and not grads[0][2].any()
+    assert all(g.isfinite().all() for g in grads)
+    norm, before = make(name), state_of(make(name))
+    out, grads = run(norm, x, torch.zeros_like(mask))  # a batch without one
+    assert not out.any() and all(g.isfinite().all() for g in grads)
+    moved = {key for key, value in state_of(norm).items() if not torch.equal(value, before[key])}
+    assert not moved & {"running_mean", "running_var", "running_square", "running_deviation"}
+
+
+@ALL
+@MODES
+def test_norms_stacked_under_vmap_equal_norms_alone(name, training):
+    for num_dims in {2, 3, 4} & set(num_dims_of(name)):
+        x = random_tensor(S, *SHAPES[num_dims])
+        for mask in (None, torch.stack([mask_for(x[k]).roll(2 * k, 0) for k in range(S)])):
+            alone = [make(name, seed=k).train(training) for k in range(S)]
+            assert_stack_equals_loop(alone, x, mask)
+
+
+@ALL
+@pytest.mark.parametrize("masked", [False, True])
+def test_ghost_sub_batches_equal_accumulated_parts(name, masked):
+    """One forward of a site in groups of 4, against four samples at a time from the same state."""
+    x = random_tensor(8, C, T) + torch.arange(8).view(-1, 1, 1)
+    mask = random_mask(8, T) if masked else None
+    site, alone = Site(make(name), "map", 4).train(), make(name)
+    x.requires_grad_()
+    out = site(x, mask)
+    found = gradients(out, [x, *site.parameters()])
+    ends, outs = [], []
+    for part in (slice(0, 4), slice(4, 8)):
+        ends.append(read_state(alone))  # moved in place by the part
+        tensors = {**dict(alone.named_parameters()), **ends[-1]}
+        outs.append(
+            functional_call(alone, tensors, (x[part], None if mask is None else mask[part]))
+        )
+    assert_close(out, torch.cat(outs), rtol=0, atol=1e-12)
+    if name in APPROXIMATE:  # its backward uses and moves the state of each part here
+        return
+    expected = gradients(torch.cat(outs), [x, *alone.parameters()])
+    assert_close(found, expected, rtol=0, atol=1e-12)
+    merged = merge_state(alone, read_state(alone), ends, [0.5, 0.5])
+    assert_close(read_state(site.norm), merged, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", MERGE_EXACTLY)
+def test_merged_parts_are_the_state_after_one_forward_on_all(name, masked):
+    """Parts of 5, 2 and 4 samples; under the mask some have 0 or 1 values at a position."""
+    norm, x = make(name), random_tensor(11, C, T) + 3 * torch.arange(11).view(-1, 1, 1)
+    mask = torch.arange(T) < 1 + torch.arange(11)[:, None] % T
+    mask = mask if masked else torch.ones_like(mask)
+    whole, start, ends = copy.deepcopy(norm), read_state(norm), []
+    whole(x, mask)
+    for part, own in zip(x.split([5, 2, 4]), mask.split([5, 2, 4]), strict=True):
+        norm(part, own)
+        ends.append(read_state(norm))
+        write_state(norm, start)
+    merged = merge_state(norm, start, ends, [5 / 11, 2 / 11, 4 / 11])
+    assert_close(merged, read_state(whole), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [n for n in RUNNING if n not in PER_POSITION])
+def test_one_value_per_statistic_is_refused_in_training_only(name):
+    shape = (1, C, 1) if name in NEED_POSITIONS else (1, C)
+    with pytest.raises(UserError, match=r"input of shape \(1, 8.*try"):
+        make(name)(torch.zeros(shape, dtype=torch.double))
+    if name not in NEED_POSITIONS:
+        make(name).eval()(torch.zeros(shape, dtype=torch.double))
+
+
+@pytest.mark.parametrize("name", NEED_POSITIONS)
+def test_a_norm_that_pools_positions_refuses_one(name):
+    for shape in ((4, C), (4, C, 1)):
+        with pytest.raises(UserError, match=r"input of shape \(4, 8.* try norm"):
+            make(name)(torch.zeros(shape, dtype=torch.double))
+
+
+@pytest.mark.slow
+@ALL
+def test_dynamo_traces_the_norm_as_one_graph(name):
+    torch.compiler.reset()  # many classes share one `forward`
+    x = random_tensor(*SHAPES[3], dtype=torch.float)
+    norm, reference = make(name, torch.float), make(name, torch.float)
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert_close(compiled(x, mask_for(x)), reference(x, mask_for(x)), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["batch_renorm", "power", "moving_average_batch"])
+def test_a_compiled_backward_uses_the_state_before_the_step(name):
+    """Functionalized graphs may read a buffer that the forward has written since."""
+    torch.compiler.reset()
+    x = random_tensor(*SHAPES[3], dtype=torch.float)
+    norm, reference = make(name, torch.float), make(name, torch.float)
+    y = x.clone().requires_grad_()
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    found = gradients(compiled(y), [y, *norm.parameters()])
+    assert_close(found, run(reference, x)[1], rtol=1e-5, atol=1e-6)
+    assert_close(state_of(norm), state_of(reference), rtol=1e-5, atol=1e-6)
+
+
+@ALL
+def test_without_affine_weight_is_one_and_bias_zero(name):
+    norm, (x, *_) = make_fresh(name), inputs(name)
+    bare = copy.deepcopy(norm)
+    for key in ("weight", "bias"):
+        if getattr(bare, key, None) is not None and getattr(bare, key).ndim:
+            setattr(bare, key, None)
+    assert_close(bare(x), norm(x), rtol=0, atol=1e-12)
