@@ -139,7 +139,7 @@ def _measured_columns(
     first: pd.DataFrame, runs: pd.DataFrame, config: pd.DataFrame, num_seeds: dict[str, int]
 ) -> pd.DataFrame:
     """The columns of a cell that need no other cell."""
-    absent = pd.Series(None, first.index, dtype=object)
+    absent = pd.Series([None] * len(first), first.index, dtype=object)
 
     def recorded(key: str) -> pd.Series:
         return config.get(key, absent)
@@ -166,7 +166,9 @@ def _measured_columns(
             [norm_size < micro, micro < batch_size], ["ghost", "accumulated"], "full"
         ),
         num_groups=recorded("norm.num_groups"),
-        leaks_in_training=recorded("leaks_future_in_training").map(bool).astype(bool),
+        leaks_in_training=recorded("leaks_future_in_training")
+        .map(lambda x: x is True)
+        .astype(bool),
         invalid=by_cell["invalid"].first(),
         error=by_cell["error"].first(),
         expected=expected,

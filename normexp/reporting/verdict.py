@@ -122,7 +122,8 @@ def describe_losses(part: Slice) -> list[Loss]:
 
 def compare_norms(part: Slice) -> list[Comparison]:
     """Each norm against the reference at the smallest size, paired by seed; a family per study."""
-    present = part.smallest[part.smallest["norm"].isin(_valid_norms(part))]
+    invalid = part.points["norm"][part.points["invalid"].notna()]
+    present = part.smallest[~part.smallest["norm"].isin(invalid)]
     size, metric = part.sizes[0], part.metric
     compared = []
     for _, own in present.groupby("study", sort=False):
@@ -149,10 +150,6 @@ def paired_values(a: str, b: str, values: pd.DataFrame) -> tuple[np.ndarray, np.
 def oriented(interval: Interval, metric: Metric) -> Interval:
     """A difference turned so that positive means better."""
     return interval if metric.higher_is_better else negated(interval)
-
-
-def _valid_norms(part: Slice) -> list[str]:
-    return [norm for norm, points in part.lines() if points["invalid"].isna().all()]
 
 
 # Losses
@@ -360,7 +357,7 @@ def _difference_over_data(
 def _shared_norms(parts: Sequence[Slice], has: Callable[[pd.DataFrame], bool]) -> list[str]:
     """Norms that every data set has and that may be compared, in order."""
     present = [
-        {norm for norm, points in part.lines() if norm in _valid_norms(part) and has(points)}
+        {norm for norm, points in part.lines() if points["invalid"].isna().all() and has(points)}
         for part in parts
     ]
     return [norm for norm in parts[0].norms if all(norm in found for found in present)]

@@ -45,7 +45,7 @@ class Page(HTMLParser):
         if self.open:
             self.texts[self.open][-1] += data
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
         self.open = ""
 
     def values(self, attribute: str) -> list[str | None]:
