@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,12 +88,17 @@ def test_unknown_study_is_refused(cell_dir: Path):
         normexp.load_study("loadde", runs_dir=cell_dir.parents[1])
 
 
-def test_unreadable_run_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    (tmp_path / "runs" / "torn" / "cell" / "seed-0").mkdir(parents=True)
+def test_unreadable_and_unended_runs_are_warnings(
+    cell_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    study = tmp_path / "loaded"
+    shutil.copytree(cell_dir, study / cell_dir.name)
+    (study / cell_dir.name / "seed-1" / "result.json").write_text("{")
+    (study / "later" / "seed-0").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, logger="normexp"):
-        table = normexp.load_study("torn", runs_dir=tmp_path / "runs")
-    assert len(table) == 0
-    assert "the run has not ended" in caplog.text
+        table = normexp.load_study("loaded", runs_dir=tmp_path)
+    assert table["seed"].tolist() == [0]
+    assert "seed-1" in caplog.text and "later: 1 run" in caplog.text
 
 
 def test_importing_normexp_imports_no_torch():
