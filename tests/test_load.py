@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -88,6 +92,19 @@ def test_a_study_without_an_ended_run_is_refused(tmp_path: Path):
     (tmp_path / "runs" / "torn" / "cell" / "seed-0").mkdir(parents=True)
     with pytest.raises(UserError, match="study=torn has no ended run"):
         normexp.load_study("torn", runs_dir=tmp_path / "runs")
+
+
+def test_unreadable_and_unended_runs_are_warnings(
+    cell_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    study = tmp_path / "loaded"
+    shutil.copytree(cell_dir, study / cell_dir.name)
+    (study / cell_dir.name / "seed-1" / "result.json").write_text("{")
+    (study / "later" / "seed-0").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, logger="normexp"):
+        table = normexp.load_study("loaded", runs_dir=tmp_path)
+    assert table["seed"].tolist() == [0]
+    assert "seed-1" in caplog.text and "later: 1 run" in caplog.text
 
 
 def test_weights_of_any_other_content_are_named(tmp_path: Path):

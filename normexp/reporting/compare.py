@@ -105,7 +105,9 @@ def _change(
     changed = {
         line
         for place in shared
-        for line in _differences(config.loc[[first.loc[place, "cell"], second.loc[place, "cell"]]])
+        for line in _differences(
+            config.loc[[str(first.loc[place, "cell"]), str(second.loc[place, "cell"])]]
+        )
     }
     environment = pd.DataFrame(
         [_environment(runs[runs["study"] == name]) for name in (before, after)]
@@ -167,6 +169,8 @@ def _environment(runs: pd.DataFrame) -> dict[str, str]:
     """Each key with all the values that the runs of a study have."""
     found = runs.filter(regex=r"^environment\.")
     return {
-        key.removeprefix("environment."): ", ".join(sorted({show(value) for value in found[key]}))
+        str(key).removeprefix("environment."): ", ".join(
+            sorted({show(value) for value in found[key]})
+        )
         for key in found
     }

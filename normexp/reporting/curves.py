@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from normexp.reporting.figures import (
     ROWS,
     WIDTH,
     Figure,
-    Row,
     Styles,
     encode_norm,
     make_figure,
@@ -28,7 +26,7 @@ from normexp.reporting.figures import (
     tooltip,
     visible,
 )
-from normexp.reporting.frame import interval_row
+from normexp.reporting.frame import Row, interval_row, plain_rows
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED
@@ -82,7 +80,7 @@ def _read_history(part: Slice) -> History:
 def _draw_curve(part: Slice, styles: Styles, history: History, metric: Metric) -> Figure | None:
     rows = [
         row
-        for point in part.points.to_dict("records")
+        for point in plain_rows(part.points)
         if point["size"] in (part.sizes[0], part.sizes[-1])
         for row in _curve(point, history.get(point["cell"], {}).get(metric.name), metric)
     ]
@@ -110,7 +108,7 @@ def _draw_curve(part: Slice, styles: Styles, history: History, metric: Metric) -
     return make_figure(name, f"{metric.label} during training", caption, chart, rows, part)
 
 
-def _curve(point: Mapping[str, Any], values: pd.DataFrame | None, metric: Metric) -> list[Row]:
+def _curve(point: Row, values: pd.DataFrame | None, metric: Metric) -> list[Row]:
     """At most MOST_POINTS rows of one norm at one size, the last point always among them."""
     if values is None:
         return []
@@ -183,7 +181,7 @@ def _site_chart(part: Slice, styles: Styles, title: str, sites: list[str]) -> An
 
 def _site_rows(part: Slice, history: History) -> list[Row]:
     rows = []
-    for point in part.smallest.to_dict("records"):
+    for point in plain_rows(part.smallest):
         for name, values in history.get(point["cell"], {}).items():
             if name.startswith("diagnostics/"):
                 site, _, diagnostic = name.removeprefix("diagnostics/").rpartition("/")

@@ -103,4 +103,4 @@ def _wandb_table(table: Table) -> Any:
     import wandb
 
     rows: list[Any] = table.texts()
-    return wandb.Table(columns=table.columns, data=rows)
+    return wandb.Table(columns=list(table.columns), data=rows)

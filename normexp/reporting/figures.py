@@ -14,7 +14,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from normexp.reporting.frame import metric_names, plain_rows, summarize, values_of
+from normexp.reporting.frame import Row, metric_names, plain_rows, summarize, values_of
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, Style
@@ -39,7 +39,6 @@ TIP_TITLES = {
     "samples": "samples seen",
 }
 Styles = dict[str, Style]
-Row = dict[str, Any]
 CONFIG = {
     "font": FONT,
     "background": "#ffffff",

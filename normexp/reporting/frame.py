@@ -18,6 +18,7 @@ from normexp.records.result import read_run
 from normexp.reporting.metric import Metric, format_interval
 from normexp.stats import Interval, mean
 
+Row = dict[Any, Any]  # column to plain value
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # Columns of the table of runs that come neither from the config nor from the metrics.
 FIELDS = (
@@ -82,7 +83,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
         problems += broken
         unended += begun
     runs = pd.DataFrame(rows, dtype=object)
-    runs = runs.reindex(columns=[*FIELDS, *runs.columns.difference(FIELDS, sort=False)])
+    runs = runs.reindex(columns=[*FIELDS, *(name for name in runs if name not in FIELDS)])
     runs = runs.where(runs.notna(), None).astype(dict.fromkeys(metric_names(runs), float))
     counts = {name: len(found) for name, found in seeds.items()}
     return StudyRecords(runs, counts, len(unended), _waiting(unended, set(runs["cell"])), problems)
@@ -90,13 +91,13 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
 
 def metric_names(runs: pd.DataFrame) -> list[str]:
     """The metrics that any of the runs has."""
-    return sorted(name for name in runs if "/" in name and runs[name].notna().any())
+    return sorted(name for name in map(str, runs) if "/" in name and runs[name].notna().any())
 
 
 def config_columns(runs: pd.DataFrame) -> list[str]:
     return [
         name
-        for name in runs
+        for name in map(str, runs)
         if "/" not in name
         and name not in FIELDS
         and not name.startswith(("timing.", "environment."))
@@ -105,7 +106,7 @@ def config_columns(runs: pd.DataFrame) -> list[str]:
 
 def varying_columns(table: pd.DataFrame) -> list[str]:
     """The columns without one value in all rows; None is a value, and 1, 1.0 and True differ."""
-    return [name for name in table if table[name].map(repr).nunique() > 1]
+    return [str(name) for name in table if table[name].map(repr).nunique() > 1]
 
 
 def values_of(runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
@@ -129,7 +130,7 @@ def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.D
     columns = ["mean", "low", "high", "n", "text", "seeds"]
     rows = [found[cell] for cell in cells["cell"]]
     table = cells.join(pd.DataFrame(rows, cells.index, columns, dtype=object))
-    return table.assign(count=[_count_words(row) for row in table.to_dict("records")])
+    return table.assign(count=[_count_words(row) for row in plain_rows(table)])
 
 
 def interval_row(interval: Interval, digits: int) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def interval_row(interval: Interval, digits: int) -> dict[str, Any]:
     }
 
 
-def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> list[Row]:
     """The rows as dicts of plain Python values; missing is None."""
     chosen = table if columns is None else table[list(columns)]
     chosen = chosen.astype(object)
@@ -212,7 +213,7 @@ def _waiting(unended: Sequence[Path], ended: set[str]) -> list[str]:
     ]
 
 
-def _count_words(row: Mapping[str, Any]) -> str:
+def _count_words(row: Row) -> str:
     """`8`, or `5/8 ×2 ?1`: ×k diverged, !k failed, ?k missing."""
     lost = {"×": row["diverged"], "!": row["failed"], "?": row["missing"]}
     marks = " ".join(f"{mark}{count}" for mark, count in lost.items() if count)

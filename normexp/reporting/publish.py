@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from glob import escape, glob
@@ -55,22 +55,26 @@ def publish(
     print(f"\nreport: {report.directory / 'index.html'}")
     if log_wandb:
         print(log_to_wandb(report))
-    if not watch:
-        return
-    print("watching for new results; Ctrl-C stops", flush=True)
-    with suppress(KeyboardInterrupt):
-        seen = _stamp(runs_dir, names)
-        while True:
-            time.sleep(LOOK_EVERY)
-            now = _stamp(runs_dir, names)
-            if now != seen:
-                seen = now
-                try:
-                    print(f"{time.strftime('%H:%M:%S')} {write(RELOAD_EVERY).counts}", flush=True)
-                except UserError as error:  # a result being rewritten: the last page stands
-                    print(f"normexp: {error}", flush=True)
-    print()
-    write(None)  # the page that stays behind does not reload itself
+    if watch:
+        print("watching for new results; Ctrl-C stops", flush=True)
+        with suppress(KeyboardInterrupt):
+            _watch(lambda: _stamp(runs_dir, names), lambda: write(RELOAD_EVERY))
+        print()
+        write(None)  # the page that stays behind does not reload itself
+
+
+def _watch(look: Callable[[], object], write: Callable[[], Report]) -> None:
+    """Writes the report whenever `look` returns something new, without end."""
+    seen = look()
+    while True:
+        time.sleep(LOOK_EVERY)
+        now = look()
+        if now != seen:
+            seen = now
+            try:
+                print(f"{time.strftime('%H:%M:%S')} {write().counts}", flush=True)
+            except UserError as error:  # as without any ended run; the last page stands
+                print(f"normexp: {error}", flush=True)
 
 
 def write_report(report: Report, *, reload_seconds: int | None = None) -> Path:

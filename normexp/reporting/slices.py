@@ -12,9 +12,11 @@ import pandas as pd
 
 from normexp.reporting.frame import (
     SIZES,
+    Row,
     StudyRecords,
     config_columns,
     metric_names,
+    plain_rows,
     values_of,
     varying_columns,
 )
@@ -139,7 +141,7 @@ def _measured_columns(
     first: pd.DataFrame, runs: pd.DataFrame, config: pd.DataFrame, num_seeds: dict[str, int]
 ) -> pd.DataFrame:
     """The columns of a cell that need no other cell."""
-    absent = pd.Series(None, first.index, dtype=object)
+    absent = pd.Series([None] * len(first), first.index, dtype=object)
 
     def recorded(key: str) -> pd.Series:
         return config.get(key, absent)
@@ -166,7 +168,9 @@ def _measured_columns(
             [norm_size < micro, micro < batch_size], ["ghost", "accumulated"], "full"
         ),
         num_groups=recorded("norm.num_groups"),
-        leaks_in_training=recorded("leaks_future_in_training").map(bool).astype(bool),
+        leaks_in_training=recorded("leaks_future_in_training")
+        .map(lambda x: x is True)
+        .astype(bool),
         invalid=by_cell["invalid"].first(),
         error=by_cell["error"].first(),
         expected=expected,
@@ -179,7 +183,7 @@ def _setting_keys(cells: pd.DataFrame, config: pd.DataFrame, *, is_several: bool
     """The config keys that separate cells into comparable ones."""
     keys = [
         key
-        for key in sorted(config)
+        for key in sorted(map(str, config))
         if key not in (*SIZES, "lr") and not _is_norm_key(key) and not key.startswith(IGNORED)
     ]
     if is_several:  # drop what only tells the studies apart; the comparison of studies lists it
@@ -204,7 +208,7 @@ def _knob_words(cells: pd.DataFrame, config: pd.DataFrame) -> pd.Series:
     """The knobs in which norms of one name differ: ` num_groups=8`."""
     words = pd.Series("", cells.index, dtype=object)
     for _, same in cells.groupby("norm", sort=False):
-        own = config.loc[same.index, [key for key in sorted(config) if _is_norm_key(key)]]
+        own = config.loc[same.index, [key for key in sorted(map(str, config)) if _is_norm_key(key)]]
         for key in varying_columns(own):
             if key == "norm.momentum" and _follows_from_size(same, own[key]):
                 continue
@@ -228,11 +232,11 @@ def _titles(settings: pd.Series, config: pd.DataFrame) -> pd.Series:
         if key not in ("model", "data") and not key.startswith(("model.", "data."))
     ]
 
-    def title(row: dict[str, Any]) -> str:
+    def title(row: Row) -> str:
         names = [str(row[key]) for key in ("model", "data") if row.get(key)]
         return ", ".join([" on ".join(names) or "all", *(f"{key}={row[key]}" for key in knobs)])
 
-    return pd.Series([title(row) for row in config.to_dict("records")], config.index)
+    return pd.Series([title(row) for row in plain_rows(config)], config.index)
 
 
 def _is_norm_key(key: str) -> bool:
@@ -241,7 +245,8 @@ def _is_norm_key(key: str) -> bool:
 
 def _as_keys(config: pd.DataFrame) -> pd.Series:
     """One hashable value per row, equal for equal rows."""
-    return config.map(repr).agg(" ".join, axis=1) if len(config.columns) else config.index.map(str)
+    texts = config.map(repr).to_numpy().tolist()
+    return pd.Series([" ".join(line) for line in texts], config.index)
 
 
 def _size_key(cells: pd.DataFrame) -> pd.Series:
@@ -254,8 +259,8 @@ def _slices_of(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> list[
     mixing = cells[cells["mixes_samples"]] if cells["mixes_samples"].any() else cells
     follows = ~cells["mixes_samples"] | (cells["norm_batch_size"] == cells["batch_size"])
     sizes = {
-        int(batch_size): sorted(own["norm_batch_size"].unique().tolist())
-        for batch_size, own in mixing.groupby("batch_size")
+        size: sorted(mixing["norm_batch_size"][mixing["batch_size"] == size].unique().tolist())
+        for size in sorted(mixing["batch_size"].unique().tolist())
     }
     slices = [
         _norm_axis(cells, runs, metric, batch_size, own)
@@ -286,8 +291,8 @@ def _norm_axis(
     alone = chosen["norm"][~chosen["mixes_samples"]]
     points = chosen[~chosen["mixes_samples"] | ~chosen["norm"].isin(alone)]
     fixed, axis = f"batch size {batch_size}", "norm_batch_size"
-    at_sizes = [_at_sizes(table, sizes) for table in (points, searched)]
-    return _slice(axis, fixed, sizes, *at_sizes, runs, metric)
+    points, searched = _at_sizes(points, sizes), _at_sizes(searched, sizes)
+    return _slice(axis, fixed, sizes, points, searched, runs, metric)
 
 
 def _at_sizes(cells: pd.DataFrame, sizes: list[int]) -> pd.DataFrame:
@@ -340,7 +345,7 @@ def _choose_rates(
     means = values_of(runs[runs["cell"].isin(cells["cell"])], selection).mean()
     score = cells["cell"].map(means) * (1 if metric.higher_is_better else -1)
     ranked = cells.assign(
-        place=list(zip(cells["norm"], cells["batch_size"], _size_key(cells), strict=True)),
+        place=_as_keys(cells[["norm", "batch_size"]].join(_size_key(cells))),
         lost=cells["diverged"] + cells["failed"],
         score=score.fillna(-np.inf),
     ).sort_values(["lost", "score"], ascending=[True, False], kind="stable")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from normexp.reporting.frame import metric_names, plain_rows, summarize, values_of
+from normexp.reporting.frame import Row, metric_names, plain_rows, summarize, values_of
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
 from normexp.reporting.slices import AXIS_WORDS
 from normexp.reporting.verdict import Answer
@@ -45,7 +45,7 @@ class Table:
     numbers: list[str] = field(default_factory=list)
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         return plain_rows(self.frame)
 
     def to_csv(self) -> str:
@@ -178,7 +178,7 @@ def _cell_rows(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.Da
     values = values_of(runs[runs["cell"].isin(cells["cell"])], metric)
     table = summarize(cells, values, metric)
     rows = []
-    for row in table.to_dict("records"):
+    for row in plain_rows(table):
         own = values[row["cell"]].dropna()
         found = {"mean": mean(own), "median": median(own), "IQM": iqm(own)}
         rows.append(
@@ -202,10 +202,10 @@ def _cell_rows(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.Da
     return table.drop(columns=added.columns.intersection(table.columns)).join(added)
 
 
-def _note(row: dict[str, Any], interval: Interval, metric: Metric) -> str:
+def _note(row: Row, interval: Interval, metric: Metric) -> str:
     """Why a row is not like the others."""
-    notes = [f"INVALID: {row['invalid']}"] if isinstance(row["invalid"], str) else []
-    if isinstance(row["error"], str):
+    notes = [f"INVALID: {row['invalid']}"] if row["invalid"] else []
+    if row["error"]:
         notes.append(f"failed: {row['error']}")
     if row["finished"] and not interval.n:
         notes.append(f"no {metric.name} recorded")
@@ -216,7 +216,7 @@ def _note(row: dict[str, Any], interval: Interval, metric: Metric) -> str:
     return "; ".join(notes)
 
 
-def _sensitivity_row(found: Sensitivity, metric: Metric) -> dict[str, Any]:
+def _sensitivity_row(found: Sensitivity, metric: Metric) -> Row:
     sizes = list(found.losses)
     return {
         "from": found.reference_size,

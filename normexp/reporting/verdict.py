@@ -7,13 +7,13 @@ before anything is looked at, and judged with Holm's correction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from normexp.reporting.frame import Row, plain_rows
 from normexp.reporting.metric import (
     Metric,
     describe_metric,
@@ -37,7 +37,6 @@ from normexp.stats import (
 ALPHA = 0.05
 REFERENCE = "batch"  # the reference norm; a slice without it takes its first norm
 NOTHING = Interval(None, None, None, 0.95, 0)
-Point = Mapping[str, Any]  # a row of `Slice.points`
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,12 @@ def describe_losses(part: Slice) -> list[Loss]:
 
 def compare_norms(part: Slice) -> list[Comparison]:
     """Each norm against the reference at the smallest size, paired by seed; a family per study."""
-    present = part.smallest[part.smallest["norm"].isin(_valid_norms(part))]
+    invalid = part.points["norm"][part.points["invalid"].notna()]
+    present = part.smallest[~part.smallest["norm"].isin(invalid)]
     size, metric = part.sizes[0], part.metric
     compared = []
     for _, own in present.groupby("study", sort=False):
-        points = {point["norm"]: point for point in own.to_dict("records")}
+        points = {point["norm"]: point for point in plain_rows(own)}
         reference = points[reference_of(list(points))]
         drafts = [
             _draft(point, reference, part) for point in points.values() if point is not reference
@@ -151,26 +151,23 @@ def oriented(interval: Interval, metric: Metric) -> Interval:
     return interval if metric.higher_is_better else negated(interval)
 
 
-def _valid_norms(part: Slice) -> list[str]:
-    return [norm for norm, points in part.lines() if points["invalid"].isna().all()]
-
-
 # Losses
 
 
 def _describe_loss(norm: str, points: pd.DataFrame, part: Slice) -> Loss:
     axis, metric = AXIS_WORDS[part.axis], part.metric
-    first = points.iloc[0]
-    invalid = points["invalid"].dropna()
-    if len(invalid):
-        return Loss(norm, "invalid", f"{norm} is not compared: {invalid.iloc[0]}.")
+    rows = plain_rows(points)
+    first, last = rows[0], rows[-1]
+    invalid = next((row["invalid"] for row in rows if row["invalid"]), None)
+    if invalid:
+        return Loss(norm, "invalid", f"{norm} is not compared: {invalid}.")
     if first["independent"]:
         counts = _counts(first, metric, first["recorded"], "seeds")
         text = (
             f"{norm} does not depend on the {axis} (measured: it does not mix samples; {counts})."
         )
         return Loss(norm, "independent", text)
-    sizes = points["size"].tolist()
+    sizes = [row["size"] for row in rows]
     if len(sizes) < 2:
         return Loss(norm, "one size", f"{norm} was run at one {axis} only ({sizes[0]}).")
     own = part.runs["seed"][part.runs["cell"].isin(points["cell"])]
@@ -182,7 +179,7 @@ def _describe_loss(norm: str, points: pd.DataFrame, part: Slice) -> Loss:
     )
     kind, words = _loss_words(found.drop, metric, f"from {axis} {sizes[-1]} to {sizes[0]}")
     counts = _counts(first, metric, found.drop.n, "seeds")
-    lost = _lost_words(points.iloc[-1], metric)
+    lost = _lost_words(last, metric)
     other = f"; at {sizes[-1]}: {lost}" if lost else ""
     text = f"{norm} {words} ({counts}{other})." + _size_words(found, metric, axis)
     return Loss(norm, kind, text, found)
@@ -240,7 +237,7 @@ def _losses_over_data(parts: list[Slice]) -> list[Loss]:
 # Comparisons
 
 
-def _draft(point: Point, reference: Point, part: Slice) -> Comparison:
+def _draft(point: Row, reference: Row, part: Slice) -> Comparison:
     metric = part.metric
     a, b = paired_values(point["cell"], reference["cell"], part.values)
     difference = oriented(paired_difference(a, b), metric)
@@ -329,7 +326,7 @@ def complement(chance: Interval) -> Interval:
 
 
 def _difference_over_data(
-    first: Sequence[Point], second: Sequence[Point], parts: Sequence[Slice]
+    first: Sequence[Row], second: Sequence[Row], parts: Sequence[Slice]
 ) -> tuple[Interval, str]:
     """The stratified difference, positive if `first` is better, with its details.
 
@@ -360,15 +357,15 @@ def _difference_over_data(
 def _shared_norms(parts: Sequence[Slice], has: Callable[[pd.DataFrame], bool]) -> list[str]:
     """Norms that every data set has and that may be compared, in order."""
     present = [
-        {norm for norm, points in part.lines() if norm in _valid_norms(part) and has(points)}
+        {norm for norm, points in part.lines() if points["invalid"].isna().all() and has(points)}
         for part in parts
     ]
     return [norm for norm in parts[0].norms if all(norm in found for found in present)]
 
 
-def _point(part: Slice, norm: str, size: int) -> Point:
+def _point(part: Slice, norm: str, size: int) -> Row:
     points = part.points
-    return points[(points["norm"] == norm) & (points["size"] == size)].iloc[0]
+    return plain_rows(points[(points["norm"] == norm) & (points["size"] == size)])[0]
 
 
 # Notes and counts
@@ -399,14 +396,14 @@ def _family_note(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def _counts(point: Point, metric: Metric, n: int, noun: str) -> str:
+def _counts(point: Row, metric: Metric, n: int, noun: str) -> str:
     """`n = 5 seeds; 2 of 8 diverged, 1 of 8 missing`."""
     lost = _lost_words(point, metric)
     noun = noun[:-1] if n == 1 else noun
     return f"n = {n} {noun}" + (f"; {lost}" if lost else "")
 
 
-def _lost_words(point: Point, metric: Metric) -> str:
+def _lost_words(point: Row, metric: Metric) -> str:
     """`2 of 8 diverged, 1 of 8 missing`: a number over the others is optimistic."""
     lost = {word: point[word] for word in ("diverged", "failed", "missing")}
     lost[f"without {metric.name}"] = point["finished"] - point["recorded"]

@@ -157,6 +157,7 @@ def test_figures_without_data_are_left_out(tmp_path: Path):
 def test_curves_and_sites_are_means_over_seeds(tmp_path: Path):
     write_study(tmp_path, np.random.default_rng(0))
     figures = figures_of(tmp_path)
+    assert "Not comparable" not in figures["curves_train_loss"].caption
     curve = figures["curves_train_loss"].rows
     rows = [row for row in curve if row["norm"] == "batch" and row["size"] == 2]
     assert [row["samples"] for row in rows] == [128 * step for step in range(20, 201, 20)]
