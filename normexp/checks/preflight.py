@@ -124,7 +124,7 @@ def examine(
     check_padding(network, data)
     leaks = {mode: find_leak(network, sites, batch, data, training=mode) for mode in MODES}
     _judge_leaks(leaks, allow_leak=allow_leak)
-    own_draws = _probe_of(network, training=True).draws(*model_arguments(batch))
+    own_draws = _probe_of(network, training=True).observe(*model_arguments(batch)).drew
     obstacle = "a module draws its own random numbers" if own_draws else None
     _warn_of_frozen(parameters_without_gradient(network, batch))
     mixes = {mode: mixes_samples(network, sites, batch, data, training=mode) for mode in MODES}
@@ -191,7 +191,7 @@ class EnteredSite:
         return size * (1 - 2 * torch.randint(2, shape, generator=draws))
 
     def probe(self, *, training: bool) -> Probe:
-        return Probe(copy.deepcopy(self.module).train(training))
+        return Probe(copy.deepcopy(self.module).train(training), ways=1)
 
 
 def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
@@ -495,14 +495,14 @@ def reads_padding(probe: Probe, entered: EnteredSite, mask: Tensor) -> bool:
     values = entered.values(num_positions=length + EXTRA_POSITIONS)
     x, real = values[:, :, :length], mask.unsqueeze(1)
     training = probe.module.training
-    if probe.influence(x, real, mask, gradients=training, state=True):
+    before = probe.observe(x, mask, upstream=real if training else None)
+    if probe.influence(x, real, mask, before=before, state=True):
         return True
     longer = functional.pad(mask, (0, EXTRA_POSITIONS), value=False)
     try:
         after = probe.observe(values, longer)
     except Exception:  # of foreign code: a norm for one length
         return False
-    before = probe.observe(x, mask)
     pair = (torch.where(real, o.output[:, :, :length], 0) for o in (before, after))
     return moves(*pair) or moved_state(before.state, after.state) is not None
 

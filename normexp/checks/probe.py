@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,30 @@ SMALLEST_SCALE = 1e-6  # values below are compared on this scale
 
 @dataclass(frozen=True)
 class Observation:
-    """What one forward and one backward leave behind; gradients are empty where none were taken."""
+    """What one forward, and a backward if there was one, leave behind.
+
+    Attributes:
+        parameter_gradients: empty without a backward.
+        drew: the forward used torch's global random state, as nn.Dropout does.
+    """
 
     output: Tensor
-    input_gradient: Tensor | None
-    parameter_gradients: State
     state: State
+    drew: bool
+    input_gradient: Tensor | None = None
+    parameter_gradients: State = field(default_factory=dict)
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.input_gradient is not None or bool(self.parameter_gradients)
 
     def of_samples(self, keep: Tensor) -> Observation:
-        """What it holds of some samples."""
-        gradient = self.input_gradient
-        own = None if gradient is None else gradient[keep]
-        return Observation(self.output[keep], own, self.parameter_gradients, self.state)
+        """The same of some samples (N,)."""
+        own = None if self.input_gradient is None else self.input_gradient[keep]
+        return replace(self, output=self.output[keep], input_gradient=own)
+
+    def without_parameters(self) -> Observation:
+        return replace(self, parameter_gradients={})
 
 
 class Probe:
@@ -77,9 +89,11 @@ class Probe:
             x, mask = x[only], None if mask is None else mask[only]
         x = x.detach().requires_grad_(upstream is not None and x.is_floating_point())
         with fixed_draws(), torch.set_grad_enabled(upstream is not None):
+            start = torch.get_rng_state()
             out = module(x) if mask is None else module(x, mask)
+            drew = not torch.equal(start, torch.get_rng_state())
             if upstream is None or not out.requires_grad:
-                return Observation(out.detach(), None, {}, read_state(module))
+                return Observation(out.detach(), read_state(module), drew)
             weights = normal((num_samples, *out.shape[1:]), seed=7) * fit(upstream, out)
             weights = (weights if only is None else weights[only]).to(out.dtype)
             named = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -89,7 +103,7 @@ class Probe:
             )
         own = found[: len(wanted) - len(named)]
         slopes = dict(zip(named, found[len(own) :], strict=True))
-        return Observation(out.detach(), own[0] if own else None, slopes, read_state(module))
+        return Observation(out.detach(), read_state(module), drew, own[0] if own else None, slopes)
 
     def influence(
         self,
@@ -97,63 +111,52 @@ class Probe:
         keep: Tensor,
         mask: Tensor | None = None,
         *,
-        gradients: bool = False,
-        state: bool = False,
         before: Observation | None = None,
+        state: bool = False,
+        first_way: int = 0,
     ) -> str | None:
         """What of the kept region follows a change of everything else; None if nothing does.
 
         Args:
             keep: boolean, broadcast to the leading axes of input and output: what is held fixed
                 in the input and compared in the output.
-            gradients: also compare the gradient of kept inputs, and the gradients of parameters
-                when only kept outputs have an upstream gradient.
+            before: the observation of `x`. If it has gradients, taken with `keep` as upstream, they
+                are compared too: that of kept inputs and those of parameters.
             state: also compare buffers, which then may depend on kept inputs alone.
-            before: the observation of `x`, for a caller that has it; without gradients only.
         """
-        upstream = keep if gradients else None
-        before = before or self.observe(x, mask, upstream=upstream)
-        for way in range(self.ways):
+        before = before or self.observe(x, mask)
+        for way in range(first_way, first_way + self.ways):
             changed = torch.where(fit(keep, x), x, self.replacement(x, way))
-            after = self.observe(changed, mask, upstream=upstream)
+            after = self.observe(changed, mask, upstream=keep if before.has_gradients else None)
             moved = difference(before, after, keep, state=state)
             if moved is not None:
                 return moved
-        if before.input_gradient is None:
-            return None
-        # Upstream gradients of the others may not reach a kept input either.
-        after = self.observe(x, mask, upstream=torch.ones_like(keep))
-        return difference(replace(before, parameter_gradients={}), after, keep, state=False)
+        return None
 
     def replacement(self, x: Tensor, way: int) -> Tensor:
-        """Random values of the kind of `x`, everywhere different; large ones and moderate ones.
+        """Random values of the kind of `x`, everywhere different; large and moderate in turn.
 
         A large value moves every statistic that contains it: about the root of the number of
         values, since a mean over m <= n of them then moves by more than sqrt(n) / m.
         """
-        if self.vocab_size is not None:
-            low = torch.randint(1, self.vocab_size, x.shape, generator=source(way))
-            return (x + (low if way else 1)) % self.vocab_size
         if (x.shape, way) not in self._replacements:
             size = math.sqrt(x.numel()) if way % 2 == 0 else 3.0
-            drawn = 1 + size * normal(x.shape, seed=way + 1).to(x.dtype)
-            self._replacements[x.shape, way] = drawn
-        return self._replacements[x.shape, way]
+            drawn = 1 + size * normal(x.shape, seed=way + 1)
+            if self.vocab_size is not None:
+                drawn = torch.randint(1, self.vocab_size, x.shape, generator=source(way))
+            self._replacements[x.shape, way] = drawn.to(x.dtype)
+        drawn = self._replacements[x.shape, way]
+        return drawn if self.vocab_size is None else (x + drawn) % self.vocab_size
 
     def reads_across(
-        self,
-        x: Tensor,
-        axis: int,
-        mask: Tensor | None = None,
-        *,
-        gradients: bool = False,
-        state: bool = False,
+        self, x: Tensor, axis: int, mask: Tensor | None = None, *, gradients: bool = False
     ) -> str | None:
-        """What of one index of an axis follows the values at others, over every pair of indices."""
-        keeps = [along(keep, axis) for keep in holds(x.shape[axis])]
-        before = None if gradients else self.observe(x, mask)
-        for keep in keeps:
-            moved = self.influence(x, keep, mask, gradients=gradients, state=state, before=before)
+        """What of one index of an axis follows other indices, over every pair of indices."""
+        plain = self.observe(x, mask)
+        for index, hold in enumerate(holds(x.shape[axis])):
+            keep = along(hold, axis)
+            before = self.observe(x, mask, upstream=keep) if gradients else plain
+            moved = self.influence(x, keep, mask, before=before, first_way=index)
             if moved is not None:
                 return moved
         return None
@@ -163,34 +166,38 @@ class Probe:
 
         In training outputs, gradients and state; in evaluation nobody takes gradients.
         """
-        moved = self.reads_across(x, 0, mask, gradients=training, state=True)
-        if moved is not None or len(x) < 2 or self.draws(x, mask):
-            return moved
-        half = holds(len(x))[0]
-        upstream = half if training else None
-        whole = self.observe(x, mask, upstream=upstream)
+        everyone = torch.ones(len(x), dtype=torch.bool)
+        whole = self.observe(x, mask, upstream=everyone if training else None)
+        for index, keep in enumerate(holds(len(x))):
+            before = self.observe(x, mask, upstream=keep) if training else whole
+            moved = self.influence(x, keep, mask, before=before, state=True, first_way=index)
+            # Nor may upstream gradients of the others reach the gradient of a kept input.
+            moved = moved or difference(before, whole.without_parameters(), keep)
+            if moved is None and index == 0 and not whole.drew:
+                moved = self._reads_number(x, mask, keep, before)
+            if moved is not None:
+                return moved
+        return None
+
+    def _reads_number(
+        self, x: Tensor, mask: Tensor | None, keep: Tensor, before: Observation
+    ) -> str | None:
+        """What differs when the samples of `keep` run without the others."""
+        upstream = keep if before.has_gradients else None
         try:
-            part = self.observe(x, mask, upstream=upstream, only=half)
+            alone = self.observe(x, mask, upstream=upstream, only=keep)
         except Exception:  # of foreign code: refuses so few samples
             return None
-        return difference(whole.of_samples(half), part, half[half], state=False)
+        return difference(before.of_samples(keep), alone, keep[keep])
 
     def reads_later(self, x: Tensor, axis: int, mask: Tensor | None = None) -> int | None:
         """A position from which on a change moves an earlier output; None if there is none."""
         length, before = x.shape[axis], self.observe(x, mask)
-        for cut in cuts(length):
+        for index, cut in enumerate(cuts(length)):
             keep = along(torch.arange(length) < cut, axis)
-            if self.influence(x, keep, mask, before=before) is not None:
+            if self.influence(x, keep, mask, before=before, first_way=index) is not None:
                 return cut
         return None
-
-    def draws(self, x: Tensor, mask: Tensor | None = None) -> bool:
-        """Whether a forward uses torch's global random state, as nn.Dropout does."""
-        module = self.fresh()
-        with fixed_draws(), torch.no_grad():
-            before = torch.get_rng_state()
-            _ = module(x) if mask is None else module(x, mask)
-            return not torch.equal(before, torch.get_rng_state())
 
 
 def holds(count: int) -> list[Tensor]:
@@ -222,19 +229,27 @@ def select(values: Tensor, keep: Tensor) -> Tensor:
     return torch.where(fit(keep, values), values, 0)
 
 
-def difference(before: Observation, after: Observation, keep: Tensor, *, state: bool) -> str | None:
-    """The name of what differs between two observations, looking at kept outputs and inputs."""
+def difference(
+    before: Observation, after: Observation, keep: Tensor, *, state: bool = False
+) -> str | None:
+    """The name of what differs between two observations; None if nothing does.
+
+    Outputs and input gradients are compared where `keep` is true; gradients only if both have them.
+    """
     if moves(select(before.output, keep), select(after.output, keep)):
         return "output"
     inputs = before.input_gradient, after.input_gradient
     if None not in inputs and moves(*(select(g, keep) for g in inputs if g is not None)):
         return "gradient of the input"
-    slopes = before.parameter_gradients
-    pairs = {n: (g, after.parameter_gradients[n]) for n, g in slopes.items()}
-    unequal = {name: pair for name, pair in pairs.items() if not torch.equal(*pair)}
-    if unequal:  # rounding is to be compared with the largest of all
-        scale = max(float(slope.abs().amax()) for slope in slopes.values() if slope.numel())
-        for name, pair in unequal.items():
+    pairs = {
+        name: (slope, after.parameter_gradients[name])
+        for name, slope in before.parameter_gradients.items()
+        if name in after.parameter_gradients
+        and not torch.equal(slope, after.parameter_gradients[name])
+    }
+    if pairs:  # rounding is relative to the largest of all
+        scale = max(map(_largest, before.parameter_gradients.values()))
+        for name, pair in pairs.items():
             if moves(*pair, scale=scale):
                 return f"gradient of {name}"
     return moved_state(before.state, after.state) if state else None
@@ -250,7 +265,7 @@ def moved_state(before: State, after: State) -> str | None:
 
 def moves(before: Tensor, after: Tensor, *, scale: float = 0.0) -> bool:
     """Whether any value differs by more than rounding; NaN equals NaN."""
-    if torch.equal(before, after):
+    if torch.equal(before, after):  # as nearly always where nothing is read
         return False
     return bool(moved_places(before, after, scale=scale).any())
 
@@ -259,14 +274,13 @@ def moved_places(
     before: Tensor, after: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
 ) -> Tensor:
     """Where two tensors differ by more than rounding, relative to the largest value or `scale`."""
-    if not before.numel():
-        return torch.zeros_like(before, dtype=torch.bool)
-    before, after = torch.broadcast_tensors(before, after)
-    finite = before[before.isfinite()]
-    largest = float(finite.abs().amax()) if finite.numel() else 0.0
-    bound = tolerance * max(largest, scale, SMALLEST_SCALE)
-    same = (before == after) | (before.isnan() & after.isnan()) | ((after - before).abs() <= bound)
-    return ~same
+    bound = tolerance * max(_largest(before), scale, SMALLEST_SCALE)
+    same = (after - before).abs() <= bound
+    return ~(same | (before == after) | (before.isnan() & after.isnan()))
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if values.numel() else 0.0
 
 
 def source(seed: int = 0) -> torch.Generator:
