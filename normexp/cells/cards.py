@@ -11,10 +11,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from normexp.build import norm_maker
-from normexp.checks.card import Card
-from normexp.checks.card_formats import as_json, as_markdown
-from normexp.checks.card_parts import measure_card
-from normexp.checks.card_table import print_card, print_comparison
+from normexp.checks.card import (
+    Card,
+    as_json,
+    as_markdown,
+    measure_card,
+    print_card,
+    print_comparison,
+)
 from normexp.config.arguments import Arguments
 from normexp.config.compose import compose_config, parse_overrides
 from normexp.config.grid import expand_grid
@@ -97,7 +101,6 @@ def measure_cards(asked: Sequence[Asked], options: CardOptions) -> list[Card]:
             eps=one.config.eps,
             slots=resolve({}, reserved),
             contract_only=options.contract_only,
-            ddp=options.ddp,
         )
         cards.append(card)
     return cards

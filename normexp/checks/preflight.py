@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -478,24 +478,21 @@ def padded_batch(data: Data, num_samples: int) -> Batch | None:
     return data.train.gather(order[places])
 
 
-def site_reads_padding(entered: EnteredSite, modes: Iterable[bool] = MODES) -> bool:
+def site_reads_padding(entered: EnteredSite) -> bool:
     """Whether other values in a site's padding, or more padding, move real outputs or the state."""
     if entered.mask is None:
         return False
+    values = entered.values(num_positions=entered.shape[2] + EXTRA_POSITIONS)
     with naming(entered):
-        return any(
-            reads_padding(entered.probe(training=training), entered, entered.mask)
-            for training in modes
-        )
+        probes = (entered.probe(training=training) for training in MODES)
+        return any(reads_padding(probe, values, entered.mask) for probe in probes)
 
 
-def reads_padding(probe: Probe, entered: EnteredSite, mask: Tensor) -> bool:
-    """The same of a probe of (N, C, P) under a mask (N, P)."""
+def reads_padding(probe: Probe, values: Tensor, mask: Tensor) -> bool:
+    """The same of a probe, under a mask (N, P) for `values` (N, C, P + EXTRA_POSITIONS)."""
     length = mask.shape[1]
-    values = entered.values(num_positions=length + EXTRA_POSITIONS)
     x, real = values[:, :, :length], mask.unsqueeze(1)
-    training = probe.module.training
-    before = probe.observe(x, mask, upstream=real if training else None)
+    before = probe.observe(x, mask, upstream=real if probe.module.training else None)
     if probe.influence(x, real, mask, before=before, state=True):
         return True
     longer = functional.pad(mask, (0, EXTRA_POSITIONS), value=False)
@@ -503,8 +500,9 @@ def reads_padding(probe: Probe, entered: EnteredSite, mask: Tensor) -> bool:
         after = probe.observe(values, longer)
     except Exception:  # of foreign code: a norm for one length
         return False
-    pair = (torch.where(real, o.output[:, :, :length], 0) for o in (before, after))
-    return moves(*pair) or moved_state(before.state, after.state) is not None
+    plain = probe.observe(x, mask)
+    pair = (torch.where(real, o.output[:, :, :length], 0) for o in (plain, after))
+    return moves(*pair) or moved_state(plain.state, after.state) is not None
 
 
 def model_reads_padding(network: nn.Module, batch: Batch, data: Data) -> bool:

@@ -151,10 +151,15 @@ class Probe:
     def reads_across(
         self, x: Tensor, axis: int, mask: Tensor | None = None, *, gradients: bool = False
     ) -> str | None:
-        """What of one index of an axis follows other indices, over every pair of indices."""
+        """What of one index of an axis follows other indices, over every pair of indices.
+
+        Args:
+            axis: 0 samples, 1 channels, 2 all positions of (N, C, *) together.
+        """
         plain = self.observe(x, mask)
-        for index, hold in enumerate(holds(x.shape[axis])):
-            keep = along(hold, axis)
+        sizes = x.shape[axis : axis + 1] if axis < 2 else x.shape[2:]
+        for index, hold in enumerate(holds(sizes.numel())):
+            keep = hold.view(*[1] * axis, *sizes)
             before = self.observe(x, mask, upstream=keep) if gradients else plain
             moved = self.influence(x, keep, mask, before=before, first_way=index)
             if moved is not None:

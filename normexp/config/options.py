@@ -16,7 +16,6 @@ from normexp.errors import UserError
 OWN_KEYS = {
     "format": ("table", "json", "markdown"),
     "part": ("all", "contract"),
-    "ddp": ("false", "true"),
 }
 HELP = """\
 normexp.check measures a norm from outside, trusting no declaration: its card.
@@ -30,7 +29,6 @@ Values (key=value) and their defaults:
   eps=1e-5                passed to a norm that has such an argument
   part=all                contract: that part alone, in seconds
   format=table            table, json or markdown, to stdout
-  ddp=false               true also trains the norm in two processes
 
 Options:
   --config-dir FOLDER     your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
@@ -46,7 +44,6 @@ class CardOptions:
 
     format: str
     contract_only: bool
-    ddp: bool
 
 
 def parse_card_options(words: Sequence[str]) -> tuple[CardOptions, list[str]]:
@@ -61,10 +58,7 @@ def parse_card_options(words: Sequence[str]) -> tuple[CardOptions, list[str]]:
         if value not in OWN_KEYS[key]:
             raise UserError(f"{word}: must be one of {', '.join(OWN_KEYS[key])}")
         given[key] = value
-    options = CardOptions(given["format"], given["part"] == "contract", given["ddp"] == "true")
-    if options.contract_only and options.ddp:
-        raise UserError("ddp=true is no part of the contract; drop part=contract")
-    return options, rest
+    return CardOptions(given["format"], given["part"] == "contract"), rest
 
 
 def _as_sweep(word: str) -> str:
