@@ -15,7 +15,7 @@ from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.config.compose import compose_config
 
-FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "norm").glob("*.yaml"))
+FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "norm").rglob("*.yaml"))
 TEXT_ONLY = ["batch_per_position", "bn_per_position", "causal_group", "causal_instance"]
 
 
