@@ -300,8 +300,8 @@ def _measure_reach(entered: EnteredSite) -> Reach | None:
     """
     probe, x = entered.probe(training=True), entered.values()
     before = probe.observe(x).output
-    if before.isnan().any():
-        raise UserError("returns NaN in training for finite inputs of size 1")
+    if not before.isfinite().all():
+        raise UserError("returns NaN or infinity in training for inputs of size 1")
     counts: list[Reach] = []
     for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
         changed = x.clone()

@@ -149,19 +149,28 @@ class Probe:
         return drawn if self.vocab_size is None else (x + drawn) % self.vocab_size
 
     def reads_across(
-        self, x: Tensor, axis: int, mask: Tensor | None = None, *, gradients: bool = False
+        self,
+        x: Tensor,
+        axis: int,
+        mask: Tensor | None = None,
+        *,
+        gradients: bool = False,
+        state: bool = False,
     ) -> str | None:
         """What of one index of an axis follows other indices, over every pair of indices.
 
         Args:
             axis: 0 samples, 1 channels, 2 all positions of (N, C, *) together.
         """
-        plain = self.observe(x, mask)
         sizes = x.shape[axis : axis + 1] if axis < 2 else x.shape[2:]
+        everything = torch.ones([1] * axis + [1] * len(sizes), dtype=torch.bool)
+        whole = self.observe(x, mask, upstream=everything if gradients else None)
         for index, hold in enumerate(holds(sizes.numel())):
             keep = hold.view(*[1] * axis, *sizes)
-            before = self.observe(x, mask, upstream=keep) if gradients else plain
-            moved = self.influence(x, keep, mask, before=before, first_way=index)
+            before = self.observe(x, mask, upstream=keep) if gradients else whole
+            moved = self.influence(x, keep, mask, before=before, state=state, first_way=index)
+            # Nor may upstream gradients of the others reach the gradient of a kept input.
+            moved = moved or difference(before, whole.without_parameters(), keep)
             if moved is not None:
                 return moved
         return None
@@ -171,24 +180,18 @@ class Probe:
 
         In training outputs, gradients and state; in evaluation nobody takes gradients.
         """
-        everyone = torch.ones(len(x), dtype=torch.bool)
-        whole = self.observe(x, mask, upstream=everyone if training else None)
-        for index, keep in enumerate(holds(len(x))):
-            before = self.observe(x, mask, upstream=keep) if training else whole
-            moved = self.influence(x, keep, mask, before=before, state=True, first_way=index)
-            # Nor may upstream gradients of the others reach the gradient of a kept input.
-            moved = moved or difference(before, whole.without_parameters(), keep)
-            if moved is None and index == 0 and not whole.drew:
-                moved = self._reads_number(x, mask, keep, before)
-            if moved is not None:
-                return moved
-        return None
+        moved = self.reads_across(x, 0, mask, gradients=training, state=True)
+        return moved or self._reads_number(x, mask, training=training)
 
-    def _reads_number(
-        self, x: Tensor, mask: Tensor | None, keep: Tensor, before: Observation
-    ) -> str | None:
-        """What differs when the samples of `keep` run without the others."""
-        upstream = keep if before.has_gradients else None
+    def _reads_number(self, x: Tensor, mask: Tensor | None, *, training: bool) -> str | None:
+        """What differs when half of the samples run without the others."""
+        if len(x) < 2:
+            return None
+        keep = holds(len(x))[0]
+        upstream = keep if training else None
+        before = self.observe(x, mask, upstream=upstream)
+        if before.drew:  # other draws for another number
+            return None
         try:
             alone = self.observe(x, mask, upstream=upstream, only=keep)
         except Exception:  # of foreign code: refuses so few samples

@@ -224,8 +224,9 @@ def open_subject(
     refusal: UserError | None = None
     for channels in FEATURES if num_features is None else (num_features,):
         try:
-            bare = Subject(name, target, make, eps, channels, FIRST, (), slots or Slots())
-            subject = _find_shapes(_find_layout(bare))
+            with fixed_draws():
+                bare = Subject(name, target, make, eps, channels, FIRST, (), slots or Slots())
+                subject = _find_shapes(_find_layout(bare))
         except UserError as error:
             refusal = refusal or error
             continue

@@ -53,11 +53,11 @@ class Reads(nn.Module):
 
 class _CentredSlope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(_, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(_, g):
         return g - g.mean(0, keepdim=True)
 
 
