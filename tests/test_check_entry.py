@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 
 from normexp.check import main
-from normexp.checks.card import Card, Line
-from normexp.checks.card_formats import as_markdown
-from normexp.checks.card_table import print_card, print_comparison
 from normexp.cli import parse_command
 from normexp.config.grid import compose_norms
+from normexp.checks.card import Card, as_markdown, print_card, print_comparison
+from normexp.checks.subject import Line
 
 CONTRACT = "part=contract"
 MODULE = """
@@ -75,7 +74,7 @@ def test_one_card_as_json(capsys: pytest.CaptureFixture[str]):
     assert body["schema"] == 1
     assert card["name"] == "group num_groups=4"
     assert card["target"] == "normexp.norms.group.GroupNorm"
-    assert card["passes"] is True and card["num_features"] == 8
+    assert card["passes"] is True and card["num_features"] == 16  # 4 in each group
     assert {line["section"] for line in card["lines"]} == {"contract"}
     assert {line["status"] for line in card["lines"]} <= {"pass", "value", "skipped"}
 
@@ -168,6 +167,7 @@ def test_target_that_makes_no_norm_is_exit_code_2(
         (["format=csv"], "format=csv: must be one of table, json, markdown"),
         (["norm.view=sequence"], "a card shows the norm (N, C, *)"),
         (["norm.half_life=100"], "set norm.momentum"),
+        (["ddp=true"], "ddp=true"),
         (["norm=group", "norm.nun_groups=3"], "did you mean norm.num_groups?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -194,7 +194,7 @@ def test_help_and_refusals_come_without_torch():
 
 def cards(count: int) -> list[Card]:
     line = Line("contract", "deepcopy", "fail", detail="deepcopy fails [a|b]")
-    value = Line("cost", "bytes saved for backward", "value", 2097152, "1 x the input")
+    value = Line("cost", "bytes kept for backward", "value", 2097152, "1 x the input")
     return [
         Card(f"norm {i}", f"mine.Norm{i}", 8, "channels first", (line, value)) for i in range(count)
     ]

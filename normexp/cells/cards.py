@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from normexp.build import norm_maker
-from normexp.checks.card import Card
-from normexp.checks.card_formats import as_json, as_markdown
-from normexp.checks.card_parts import measure_card
-from normexp.checks.card_table import print_card, print_comparison
+from normexp.checks.card import (
+    Card,
+    as_json,
+    as_markdown,
+    measure_card,
+    print_card,
+    print_comparison,
+)
 from normexp.config.spec import NormSpec
 from normexp.norms.slots import resolve
 
@@ -32,7 +36,6 @@ def measure_cards(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Car
             eps=one.config.eps,
             slots=resolve({}, reserved),
             contract_only=contract_only,
-            ddp=False,
         )
         cards.append(card)
     return cards

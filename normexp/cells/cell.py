@@ -25,17 +25,11 @@ from normexp.build import (
 )
 from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import Plan, check_norm_batch_size, num_devices_of, plan_training
-from normexp.checks.causality import refusal_of
-from normexp.checks.coverage import check_coverage
-from normexp.checks.probing import first_line, probe_batch
-from normexp.checks.reach import measure_reaches
-from normexp.checks.sites import name_some, probe_sites
-from normexp.checks.splitting import check_split
-from normexp.checks.statistics_size import count_values
-from normexp.checks.traits import PROBE_SAMPLES, Traits, measure_traits
+from normexp.checks.preflight import Traits, check_optimizer, examine, name_some
 from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError
+from normexp.norms.adapt import first_line
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan
@@ -72,9 +66,7 @@ def load_data(cfg: DictConfig) -> Data:
 logger = logging.getLogger(__name__)
 
 
-def plan_evaluation(
-    cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits, network: nn.Module
-) -> EvaluationPlan:
+def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -> EvaluationPlan:
     """The plan that `evaluate_with` and its companions in `cfg` ask for.
 
     Raises:
@@ -88,7 +80,7 @@ def plan_evaluation(
         _check_batch_sizes(batch_sizes, data)
         _check_leak(traits)
         if traits.mixes_samples:
-            _check_values(min(batch_sizes), network, data)
+            _check_values(min(batch_sizes), traits)
         else:
             batch_sizes = ()
             logger.info("no batch statistics to evaluate with: the norm mixes no samples")
@@ -120,10 +112,8 @@ def _check_leak(traits: Traits) -> None:
         )
 
 
-def _check_values(batch_size: int, network: nn.Module, data: Data) -> None:
-    sites = probe_sites(network, probe_batch(data, PROBE_SAMPLES))
-    counts = count_values(measure_reaches(sites, training=True), batch_size)
-    single = [name for name, count in counts.items() if count == 1]
+def _check_values(batch_size: int, traits: Traits) -> None:
+    single = traits.single_valued(batch_size)
     if single:
         raise UserError(
             f"evaluate_batch_sizes={batch_size} leaves one value per statistic at "
@@ -192,14 +182,11 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
     _check_slots(cfg, norm, model=choices["model"])
-    check_split(network, plan.sizes)
-    traits = measure_traits(network, data, plan.sizes, drop_last=cfg.drop_last)
-    if traits.leak is not None and not cfg.allow_leak:
-        raise UserError(refusal_of(traits.leak))
+    traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
     if traits.mixes_samples:
         check_norm_batch_size(cfg, plan.sizes)
-    _check_coverage(cfg, plan, network, data)
-    evaluation = plan_evaluation(cfg, plan.sizes, data, traits, network)
+    _check_optimizer(cfg, plan, network)
+    evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
         norm.norm_batch_size = None
         logger.info("the norm mixes no samples: every norm_batch_size is this one cell")
@@ -234,7 +221,7 @@ def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
         logger.info("the norm's %s=%s is left out: model=%s has %s", key, value, model, lacks)
 
 
-def _check_coverage(cfg: DictConfig, plan: Plan, network: nn.Module, data: Data) -> None:
+def _check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
     """Builds the optimizer as the training will, to see that it holds every parameter."""
     groups = parameter_groups(
         network, weight_decay=cfg.optim.weight_decay, decay_norm=cfg.optim.decay_norm
@@ -243,7 +230,7 @@ def _check_coverage(cfg: DictConfig, plan: Plan, network: nn.Module, data: Data)
         optimizer = build_optimizer(cfg, momentum=plan.optimizer_momentum)(groups, lr=plan.lr)
     except (TypeError, ValueError) as error:
         raise UserError(f"optim._target_={cfg.optim._target_}: {first_line(error)}") from error
-    check_coverage(network, optimizer, probe_batch(data, PROBE_SAMPLES))
+    check_optimizer(network, optimizer)
 
 
 def _record_of_traits(traits: Traits) -> dict[str, bool]:

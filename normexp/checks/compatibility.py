@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, InTurn, Stacked
-from normexp.checks.card import PASSED, Checks, Finding, failed, measured, skipped
-from normexp.checks.compatibility_onnx import exports_to_onnx
-from normexp.checks.probing import first_line
 from normexp.checks.subject import (
+    PASSED,
+    Checks,
+    Finding,
     Shape,
     Subject,
+    failed,
+    measured,
     relative_change,
-    seed_draws,
     show,
-    state_change,
+    skipped,
     values,
 )
+from normexp.errors import UserError
+from normexp.norms.adapt import first_line
 from normexp.norms.site import Site
 from normexp.norms.state import State, merge_state, read_state, write_state
 
 EXACT = 1e-9  # of float64
 CLOSE = 1e-4  # of float32
 HALF = 0.03  # of bfloat16, which has 8 bits
-PARTS = 4
-PART_SIZE = 2
+PARTS, PART_SIZE = 4, 2
 
 
 def compiles(training: bool, subject: Subject) -> Finding:
@@ -40,7 +41,7 @@ def compiles(training: bool, subject: Subject) -> Finding:
     norm, own = subject.trained(shape).train(training), subject.trained(shape).train(training)
     torch.compiler.reset()
     compiled = torch.compile(own, fullgraph=True, backend="aot_eager", dynamic=False)
-    seed_draws()
+    torch.default_generator.manual_seed(0)
     try:
         out = compiled(values(shape).requires_grad_())
         out.sum().backward()
@@ -48,7 +49,7 @@ def compiles(training: bool, subject: Subject) -> Finding:
         return failed(f"{_reason(error)}, {show(shape)}")
     finally:
         torch.compiler.reset()
-    seed_draws()
+    torch.default_generator.manual_seed(0)
     change = relative_change(norm(values(shape)).detach(), out.detach())
     if change > CLOSE:
         return failed(f"compiled outputs differ by {change:.2g}, {show(shape)}")
@@ -133,9 +134,9 @@ def state_of_split(subject: Subject) -> Finding:
     if not list(whole.buffers()) or _is_sequential(whole):
         return skipped("has no buffers" if not list(whole.buffers()) else "sequential state")
     ghost, _ = _split_both_ways(subject, shape)
-    with torch.no_grad():
-        whole(values(shape, torch.float64))
-    change = state_change(read_state(whole), {n: ghost[n] for n, _ in whole.named_buffers()})
+    _backward(whole(values(shape, torch.float64).requires_grad_()), values(shape, torch.float64, 1))
+    after = read_state(whole)
+    change = max(relative_change(value.double(), ghost[n].double()) for n, value in after.items())
     detail = f"{PARTS} parts of {PART_SIZE}"
     return measured("exact" if change < EXACT else float(f"{change:.2g}"), detail)
 
@@ -154,12 +155,12 @@ def _split_both_ways(subject: Subject, shape: Shape) -> tuple[State, State]:
     """What a ghost forward and accumulated parts leave: outputs, gradients, buffers."""
     x, weights = values(shape, torch.float64), values(shape, torch.float64, 1)
     norms = [subject.trained(shape, torch.float64) for _ in range(2)]
-    seed_draws()
+    torch.default_generator.manual_seed(0)
     ghost, given = Site(norms[0], "map", PART_SIZE), x.clone().requires_grad_()
     out = ghost.train()(given)
     _backward(out, weights)
     found = [_leave(norms[0], out, given)]
-    seed_draws()
+    torch.default_generator.manual_seed(0)
     plain, given = Site(norms[1], "map", None).train(), x.clone().requires_grad_()
     start, ends, outs = read_state(norms[1]), [], []
     for first in range(0, len(x), PART_SIZE):
@@ -217,13 +218,46 @@ def writes_in_place(subject: Subject) -> Finding:
     return measured("no", f"{replaced[0]} is another tensor") if replaced else measured("yes")
 
 
-def with_ddp(ddp: bool) -> Callable[[Subject], Finding]:
-    """Two gloo processes, where they were asked for: they cost seconds to start."""
-    if not ddp:
-        return lambda _: skipped("ask for it with ddp=true")
-    from normexp.checks.ddp import trains_alike
+CHANNELS = 64
+# Samples and positions: features, texts, maps.
+KEPT_AT = ((1024,), (32, 64), (32, 16, 16))
 
-    return trains_alike
+
+def bytes_kept(subject: Subject) -> Finding:
+    """Memory that a training forward holds until its backward, its own parameters left out.
+
+    Storages count once however often they are saved; the input is among them if it is kept.
+    """
+    fitting = [step for step in KEPT_AT if subject.with_dims(len(step) + 1)]
+    if not fitting:
+        return skipped("takes no features, texts or maps")
+    shape = _shape_to_keep(fitting[-1], subject)
+    norm, x = subject.norm(shape), values(shape).requires_grad_()
+    own = {t.untyped_storage().data_ptr() for t in (*norm.parameters(), *norm.buffers())}
+    kept: dict[int, int] = {}
+    held: list[Tensor] = []  # so that no address is used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        norm(x)
+    total = sum(kept.values())
+    return measured(total, f"{total / (x.numel() * 4):.2g} x the input, {show(shape)} float32")
+
+
+def _shape_to_keep(step: Shape, subject: Subject) -> Shape:
+    """(N, C, *) with 64 channels, or with the norm's own number if 64 are refused."""
+    shape = (step[0], CHANNELS, *step[1:])
+    try:
+        subject.norm(shape)
+    except UserError:
+        return (step[0], subject.num_features, *step[1:])
+    return shape
 
 
 COMPATIBILITY: Checks = {
@@ -234,5 +268,5 @@ COMPATIBILITY: Checks = {
     "state of a split step": state_of_split,
     "buffers written in place": writes_in_place,
     "autocast to bfloat16": takes_autocast,
-    "ONNX export": exports_to_onnx,
 }
+COST: Checks = {"bytes kept for backward": bytes_kept}

@@ -1,39 +1,50 @@
-"""The contract of a norm, all of it, and as an assertion for the tests of somebody's own."""
+"""The contract of a norm: a table of short checks, and an assertion for users' own tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
-from normexp.checks.card import Checks, Line, run_checks
-from normexp.checks.contract_arguments import ARGUMENTS
-from normexp.checks.contract_numerics import NUMERICS
-from normexp.checks.contract_shapes import FORMATS, SHAPES
-from normexp.checks.contract_state import STATE
-from normexp.checks.subject import Subject, open_subject
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parameter import is_lazy
+
+from normexp.checks.probe import Probe, moves
+from normexp.checks.subject import (
+    LADDER,
+    MODES,
+    PASSED,
+    Checks,
+    Finding,
+    Line,
+    Shape,
+    Subject,
+    arguments_of,
+    failed,
+    measured,
+    mode_name,
+    on_every_input,
+    open_subject,
+    relative_change,
+    run_checks,
+    shape_at,
+    show,
+    skipped,
+    values,
+)
 from normexp.errors import UserError
+from normexp.norms.adapt import FEATURE_NAMES, PROBED_DIMS, first_line, unlike_attributes
+from normexp.norms.state import read_state
 
-ON_SHAPES: Checks = {**FORMATS, **STATE, **NUMERICS, **ARGUMENTS}
 BUILT = "can be built"
-
-
-def measure_contract(subject: Subject) -> list[Line]:
-    """Every line of the contract; those that need an input are skipped where none is taken."""
-    lines = [Line("contract", BUILT, "pass"), *run_checks("contract", SHAPES, subject)]
-    if subject.shapes:
-        return lines + run_checks("contract", ON_SHAPES, subject)
-    return lines + [
-        Line("contract", name, "skipped", detail="no input is taken") for name in ON_SHAPES
-    ]
-
-
-def failure_to_build(error: UserError) -> Line | None:
-    """The line of a constructor that raises; None for a mistake in what it was asked for."""
-    cause = error.__cause__
-    if cause is None or isinstance(cause, TypeError | UserError):
-        return None
-    return Line("contract", BUILT, "fail", detail=str(error))
+DRAWS = "draws random numbers, different ones in each dtype"
+CLOSE = 1e-4  # relative, of float32
+STEPS = 3  # of training
 
 
 def assert_contract(
@@ -43,13 +54,13 @@ def assert_contract(
     eps: float | None = None,
     except_for: Collection[str] = (),
 ) -> None:
-    """Raises AssertionError with a line for each failed one of the contract of a norm.
+    """Raises AssertionError naming each line of the contract that a norm breaks.
 
     Args:
-        factory: an nn.Module class, a partial of one, or a `NormFactory`; what it takes the number
-            of features as is found by name.
-        num_features: channels of the inputs; by default the fewest that suit it.
-        eps: passed where the signature has one and nothing has set it.
+        factory: an nn.Module class, a partial of one, or a `NormFactory`; the argument that takes
+            the number of features is found by name.
+        num_features: channels of the inputs; by default the fewest that suit the norm.
+        eps: passed if the signature has one and nothing has set it.
         except_for: names of lines that may fail, as `("exact at mean 1e4",)`.
 
     Raises:
@@ -57,43 +68,645 @@ def assert_contract(
             `except_for` that no line has.
     """
     waived = {except_for} if isinstance(except_for, str) else set(except_for)
-    _check_names(waived)
-    target = name_of(factory)
+    known = [BUILT, *SHAPES, *ON_SHAPES]
+    for name in sorted(waived.difference(known)):
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise UserError(f"except_for: the contract has no line {name!r}; {hint}")
+    target = _name_of(factory)
+    lines = open_and_measure(
+        factory, name=target, target=target, eps=eps, num_features=num_features
+    )[1]
     failures = [
         f"  {line.name}: {line.detail}"
-        for line in _lines_of(factory, target, num_features, eps)
+        for line in lines
         if line.status == "fail" and line.name not in waived
     ]
     if failures:
         raise AssertionError("\n".join([f"{target} breaks the contract:", *failures]))
 
 
-def _check_names(waived: set[str]) -> None:
-    known = [BUILT, *SHAPES, *ON_SHAPES]
-    for name in sorted(waived.difference(known)):
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise UserError(f"except_for: the contract has no line {name!r}; {hint}")
+def open_and_measure(make: Callable[..., Any], **known: Any) -> tuple[Subject | None, list[Line]]:
+    """A norm's subject and every line of its contract; None if its constructor raises.
 
-
-def _lines_of(
-    factory: Callable[..., Any], target: str, num_features: int | None, eps: float | None
-) -> list[Line]:
+    Raises:
+        UserError: a mistake in what was asked for, see `open_subject`.
+    """
     try:
-        subject = open_subject(
-            factory, name=target, target=target, eps=eps, num_features=num_features
-        )
+        subject = open_subject(make, **known)
     except UserError as error:
-        line = failure_to_build(error)
-        if line is None:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, TypeError | UserError):
             raise
-        return [line]
-    return measure_contract(subject)
+        return None, [Line("contract", BUILT, "fail", detail=str(error))]
+    lines = [Line("contract", BUILT, "pass"), *run_checks("contract", SHAPES, subject)]
+    if subject.shapes:
+        return subject, lines + run_checks("contract", ON_SHAPES, subject)
+    rest = [Line("contract", name, "skipped", detail="no input is taken") for name in ON_SHAPES]
+    return subject, lines + rest
 
 
-def name_of(factory: Callable[..., Any]) -> str:
+def _name_of(factory: Callable[..., Any]) -> str:
     """The import path of a class, of what a partial calls, or of an object's class."""
-    while hasattr(factory, "func"):
-        factory = factory.func  # type: ignore[attr-defined]
+    while isinstance(factory, partial):
+        factory = factory.func
     named = factory if hasattr(factory, "__qualname__") else type(factory)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def takes_dims(num_dims: int, subject: Subject) -> Finding:
+    """A shape is kept or refused, in training and evaluation, by the norm without a wrapper."""
+    refusal = ""
+    for step in LADDER:
+        if len(step) != num_dims - 1:
+            continue
+        shape = shape_at(subject.num_features, step)
+        x = values(shape)
+        x = x.movedim(1, -1).contiguous() if subject.layout.channels_last else x
+        out, reason = _apply_bare(subject, shape, x)
+        if out is None:
+            refusal = refusal or reason
+        elif not isinstance(out, Tensor):
+            return failed(f"{show(tuple(x.shape))} in, a {type(out).__name__} out")
+        elif out.shape != x.shape:
+            return failed(f"{show(tuple(x.shape))} in, {show(tuple(out.shape))} out")
+        else:
+            return PASSED
+    return measured("refused", refusal)
+
+
+def _apply_bare(subject: Subject, shape: Shape, x: Tensor) -> tuple[object, str]:
+    """The output of `x`, in evaluation unless that in training is wrong; or None and the refusal.
+
+    A warning refuses if the layout says that these dimensions are not taken: torch reads (N, C) as
+    one sample then.
+    """
+    strict = "ignore" if len(shape) in subject.layout.num_dims else "error"
+    out: object = None
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter(strict, UserWarning)
+        try:
+            norm = subject.bare(shape)
+            for training in MODES:
+                out = norm.train(training)(x)
+                if not isinstance(out, Tensor) or out.shape != x.shape:
+                    break
+        except Exception as error:  # of foreign code, any kind
+            return None, first_line(error)
+    return out, ""
+
+
+def takes_some_input(subject: Subject) -> Finding:
+    """At least one shape is mapped to itself."""
+    if subject.shapes:
+        return PASSED
+    found = [takes_dims(num_dims, subject) for num_dims in PROBED_DIMS]
+    shown = [finding.detail for finding in found if finding.status == "fail"]
+    if shown:
+        return failed(f"the shape of every input changes or is refused, as {shown[0]}")
+    return failed(f"every input is refused: {found[0].detail}")
+
+
+# ---------------------------------------------------------------- dtypes and memory
+
+
+def keeps_dtype(subject: Subject) -> Finding:
+    """The norm in each dtype returns the dtype that it is given."""
+    missing = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        name = _dtype_name(dtype)
+        for training in MODES:
+            try:
+                out = subject.norm(subject.smallest, dtype).train(training)(
+                    values(subject.smallest, dtype)
+                )
+            except RuntimeError as error:  # also NotImplementedError
+                known = isinstance(error, NotImplementedError) or "not implemented" in str(error)
+                if not known:
+                    return failed(f"{name} {show(subject.smallest)}: {first_line(error)}")
+                missing.append(name)
+                break
+            if out.dtype != dtype:
+                return failed(f"{name} in, {_dtype_name(out.dtype)} out, {show(subject.smallest)}")
+    return Finding("pass", detail=f"this device lacks {', '.join(missing)}" if missing else "")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+SMALL_STEP = 1e-6  # which float32 sees at 1, and half precision does not
+HALF_MEAN = 30.0  # at which squares in bfloat16 hold no digit of a variance of 1
+HALF_TOLERANCE = 0.03  # half precision may round the output, 2^-8 in bfloat16, not the statistics
+
+
+def keeps_digits_in_half(subject: Subject) -> Finding:
+    """At mean 30, training outputs of bfloat16 inputs are those of float64 up to rounding.
+
+    Parameters stay in float32, as in mixed precision, if the norm takes that.
+    """
+    if computes_in_half(subject):
+        return failed(
+            f"float64 inputs {SMALL_STEP:g} apart have one output, as if computed in half "
+            f"precision, {show(subject.largest)}"
+        )
+    if subject.draws:
+        return skipped(DRAWS)
+    for shape in subject.shapes:
+        x = (HALF_MEAN + values(shape)).to(torch.bfloat16)
+        try:
+            out = _in_bfloat16(subject, x)
+        except NotImplementedError:
+            return skipped("this device lacks bfloat16")
+        change = relative_change(subject.norm(shape, torch.float64)(x.double()), out)
+        if change > HALF_TOLERANCE:
+            return failed(f"off by {change:.2g} of the largest output at mean 30, {show(shape)}")
+    return PASSED
+
+
+def _in_bfloat16(subject: Subject, x: Tensor) -> Tensor:
+    shape = tuple(x.shape)
+    try:
+        return subject.norm(shape)(x)
+    except NotImplementedError:
+        raise
+    except RuntimeError:  # a kernel that wants one dtype for all
+        return subject.norm(shape, torch.bfloat16)(x)
+
+
+def computes_in_half(subject: Subject) -> bool:
+    """Whether a small step of a float64 input leaves nearly all outputs that a large one moves."""
+    shape = subject.largest
+    x, direction = values(shape, torch.float64), values(shape, torch.float64, 1)
+    probe = Probe(subject.trained(shape, torch.float64))
+    outs = [probe.observe(x + step * direction).output for step in (0.0, SMALL_STEP, 1.0)]
+    small, large = (int((out != outs[0]).sum()) for out in outs[1:])
+    return small < 0.1 * large
+
+
+def keeps_channels_last(subject: Subject) -> Finding:
+    """A channels_last map comes back as one, with the outputs of a contiguous one."""
+    if not subject.with_dims(4) or 4 not in subject.layout.num_dims:
+        return skipped("takes no 4-D input by itself")
+    draws = subject.draws
+    for shape in subject.with_dims(4):
+        x = values(shape)
+        out = subject.norm(shape)(x)
+        last = subject.norm(shape)(x.contiguous(memory_format=torch.channels_last))
+        if not last.is_contiguous(memory_format=torch.channels_last):
+            return failed(f"channels_last {show(shape)} in, contiguous out")
+        if not draws and relative_change(out, last) > CLOSE:
+            return failed(f"channels_last {show(shape)} gives other outputs than contiguous")
+    return PASSED
+
+
+def takes_any_strides(subject: Subject, shape: Shape, training: bool) -> str | None:
+    """An input that is not contiguous gives the output of its contiguous copy, and a gradient.
+
+    Random draws follow the order in memory, so that a norm which draws is not compared.
+    """
+    x = values(shape)
+    strided = x.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+    out, other = (subject.norm(shape).train(training)(given) for given in (x, strided))
+    if other.requires_grad:
+        other.sum().backward()
+    if relative_change(out, other) > CLOSE and not subject.draws:
+        return f"strides {strided.stride()} change the output"
+    return None
+
+
+def leaves_input_alone(subject: Subject, shape: Shape, training: bool) -> str | None:
+    """The input holds the same values after the forward as before."""
+    x = values(shape)
+    with torch.no_grad():
+        subject.norm(shape).train(training)(x)
+    return None if torch.equal(x, values(shape)) else "the input is written in place"
+
+
+# ---------------------------------------------------------------- parameters and state
+
+
+def makes_parameters_at_once(subject: Subject) -> Finding:
+    """Every parameter exists before the first forward, and stays: an optimizer has it then."""
+    norm = subject.norm(subject.smallest)
+    before = dict(norm.named_parameters())
+    lazy = [name for name, parameter in before.items() if is_lazy(parameter)]
+    norm(values(subject.smallest))
+    made = lazy + [name for name, p in norm.named_parameters() if p is not before.get(name)]
+    if made:
+        return failed(f"{made[0]} is made in the forward, too late for an optimizer")
+    return PASSED
+
+
+def reaches_parameters(subject: Subject) -> Finding:
+    """One backward gives every parameter a gradient."""
+    shape = subject.largest
+    norm = subject.trained(shape)
+    parameters = {name: p for name, p in norm.named_parameters() if p.requires_grad}
+    if parameters:
+        (norm(values(shape).requires_grad_()) * values(shape, seed=1)).sum().backward()
+    without = [name for name, parameter in parameters.items() if parameter.grad is None]
+    if without:
+        return failed(f"no gradient reaches {', '.join(without)}, {show(shape)}")
+    return PASSED
+
+
+def holds_no_graph(subject: Subject) -> Finding:
+    """After training steps no tensor that the norm keeps is part of a graph."""
+    norm = subject.norm(subject.smallest)
+    for seed in range(STEPS):
+        norm(values(subject.smallest, seed=seed).requires_grad_())
+    for name, tensor in _kept_tensors(norm):
+        if tensor.grad_fn is not None or tensor.requires_grad:
+            return failed(
+                f"{name} keeps the graph of {STEPS} forwards, {show(subject.smallest)}: "
+                "memory grows with every step; detach it"
+            )
+    return PASSED
+
+
+def _kept_tensors(norm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors that modules keep as plain attributes."""
+    yield from norm.named_buffers()
+    for path, module in norm.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+def keeps_buffers(subject: Subject, shape: Shape, training: bool) -> str | None:
+    """A forward changes no buffer's name, shape or dtype: DDP broadcasts the list of the start."""
+    norm = subject.norm(shape).train(training)
+    before = _describe_buffers(norm)
+    norm(values(shape))
+    after = _describe_buffers(norm)
+    for name in sorted(before.keys() | after.keys()):
+        was, now = before.get(name, "missing"), after.get(name, "missing")
+        if was != now:
+            return f"buffer {name} was {was}, is {now} after a forward"
+    return None
+
+
+def _describe_buffers(norm: nn.Module) -> dict[str, str]:
+    return {n: f"{show(tuple(b.shape))} {_dtype_name(b.dtype)}" for n, b in norm.named_buffers()}
+
+
+def copies(subject: Subject) -> Finding:
+    """deepcopy works before and after a training step, and the copy gives the same outputs."""
+    norm = subject.norm(subject.smallest)
+    for moment in ("before", "after"):
+        try:
+            own = copy.deepcopy(norm)
+        except Exception as error:
+            return failed(f"deepcopy {moment} a training forward: {type(error).__name__}")
+        x = values(subject.smallest, seed=1)
+        if moves(_redrawn(norm, x), _redrawn(own, x)):
+            return failed(f"a deepcopy made {moment} a training forward gives other outputs")
+    return PASSED
+
+
+def _redrawn(norm: nn.Module, x: Tensor) -> Tensor:
+    """The output with the same random draws at every call."""
+    torch.default_generator.manual_seed(0)
+    return norm(x).detach()
+
+
+def restores(subject: Subject) -> Finding:
+    """A fresh norm that loads the state_dict of a trained one evaluates, and trains on, alike."""
+    for shape in subject.shapes:
+        norm = subject.norm(shape)
+        norm(values(shape))  # lazy parameters have a shape from here on
+        with torch.no_grad():
+            for parameter in norm.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+            for seed in range(STEPS):
+                norm(1 + 2 * values(shape, seed=seed))
+        fresh = subject.norm(shape)
+        fresh.load_state_dict(norm.state_dict())
+        kept = [f": {name} is no buffer" for name in unlike_attributes(norm, fresh)]
+        for training in (False, True, False):
+            x = values(shape, seed=STEPS)
+            outs = [_redrawn(own.train(training), x) for own in (norm, fresh)]
+            if relative_change(*outs) > 1e-5:
+                why = "".join(kept[:1])
+                mode = mode_name(training)
+                return failed(f"other outputs {mode} after load_state_dict, {show(shape)}{why}")
+    return PASSED
+
+
+def is_deterministic(subject: Subject, shape: Shape, training: bool) -> str | None:
+    """In evaluation one input has one output, however often it comes."""
+    norm = subject.trained(shape).train(training)
+    with torch.no_grad():
+        first, _, again = norm(values(shape)), norm(values(shape, seed=1)), norm(values(shape))
+    return "two forwards differ" if relative_change(first, again) > 0 else None
+
+
+def keeps_state_in_evaluation(subject: Subject) -> Finding:
+    """Evaluation changes no buffer."""
+    norm = subject.trained(subject.smallest).eval()
+    before = read_state(norm)
+    if not before:
+        return skipped("has no buffers")
+    with torch.no_grad():
+        norm(values(subject.smallest))
+    after = read_state(norm)
+    changed = [n for n, b in before.items() if relative_change(b.double(), after[n].double()) > 0]
+    if changed:
+        return failed(f"evaluation changes {changed[0]}, {show(subject.smallest)}")
+    return PASSED
+
+
+# ---------------------------------------------------------------- slope
+
+CORNER = 0.05  # how far parameters are moved from values at which a gate may be clamped
+SETTLING_STEPS = 128  # past the warm-up of a norm whose backward moves state
+# Step of the difference, relative and absolute tolerance: for float64, and for a norm that computes
+# in float32 whatever it is given.
+FINE, COARSE = (1e-6, 1e-3, 1e-6), (1e-3, 1e-2, 1e-2)
+
+
+def gradient_is_right(training: bool, subject: Subject) -> Finding:
+    """Autograd agrees with differences along a direction, for the input and every parameter."""
+    if computes_in_half(subject):
+        return skipped("half precision inside leaves no differences to compare with")
+    coarse = ""
+    for shape in subject.shapes:
+        norm = subject.trained(shape, torch.float64).train(training)
+        with torch.no_grad():
+            for parameter in norm.parameters():
+                parameter.copy_(torch.where(parameter == 0, CORNER, (1 - CORNER) * parameter))
+        settled = training and _backward_moves_state(norm, shape)
+        if settled:
+            for seed in range(SETTLING_STEPS):
+                weights = values(shape, torch.float64, seed=seed + 1)
+                out = norm(values(shape, torch.float64, seed).requires_grad_())
+                (out * weights).sum().backward()
+        wrong = find_wrong_slope(norm, shape, *FINE)
+        if wrong is None:
+            continue
+        wrong = find_wrong_slope(norm, shape, *COARSE)
+        if wrong is not None:
+            after = f" after {SETTLING_STEPS} steps" if settled else ""
+            where = f"{mode_name(training)}, {show(shape)}"
+            return failed(f"gradient of {wrong} is not the slope of the output{after}, {where}")
+        coarse = f"to 1 % alone, as it computes below float64, {show(shape)}"
+    return Finding("pass", detail=coarse)
+
+
+def _backward_moves_state(norm: nn.Module, shape: Shape) -> bool:
+    """Whether a backward changes buffers, as a norm with statistics of its gradients does."""
+    out = norm(values(shape, torch.float64).requires_grad_())
+    before = read_state(norm)
+    if out.requires_grad:
+        (out * values(shape, torch.float64, seed=3)).sum().backward()
+    return any(not torch.equal(value, before[name]) for name, value in read_state(norm).items())
+
+
+def find_wrong_slope(
+    norm: nn.Module, shape: Shape, step: float, relative: float, absolute: float
+) -> str | None:
+    """The input or parameter whose gradient is not the slope along a random direction, or None.
+
+    The norm is in float64; every forward starts from the state and the random draws of now.
+    """
+    named = {n: p.detach().clone() for n, p in norm.named_parameters() if p.requires_grad}
+    start = read_state(norm)
+    weights = values(shape, torch.float64, seed=3)
+
+    def loss(x: Tensor, *given: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(0)
+        state = {name: value.clone() for name, value in start.items()}
+        own = {**dict(zip(named, given, strict=True)), **state}
+        return (functional_call(norm, own, (x,)) * weights).sum()
+
+    inputs = [t.requires_grad_() for t in (values(shape, torch.float64), *named.values())]
+    gradients = torch.autograd.grad(loss(*inputs), inputs, materialize_grads=True)
+    for index, (name, gradient) in enumerate(zip(["the input", *named], gradients, strict=True)):
+        direction = values(tuple(gradient.shape), torch.float64, seed=4)
+        with torch.no_grad():
+            above, below = (
+                loss(*inputs[:index], inputs[index] + by * direction, *inputs[index + 1 :])
+                for by in (step, -step)
+            )
+        slope = float((above - below) / (2 * step))
+        error = abs(slope - float((gradient * direction).sum()))
+        if not error <= absolute + relative * max(float(gradient.norm()), abs(slope)):
+            return name
+    return None
+
+
+# ---------------------------------------------------------------- numerics
+
+# Of float32 against float64 on the same inputs, relative to the largest output: rounding of the
+# input alone leaves 6e-5 of a deviation of 1 at mean 1e3, and ten times that at 1e4.
+TOLERANCES = {1e3: 0.01, 1e4: 0.05}
+REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)
+CONSTANT = 3.5  # sums and means of it are exact, so that a variance is 0
+
+
+def keeps_digits_far_from_zero(mean: float, subject: Subject) -> Finding:
+    """Training outputs of float32 are finite, and those of float64 up to rounding."""
+    if subject.draws:
+        return skipped(DRAWS)
+    for shape in subject.shapes:
+        x = mean + values(shape)
+        out = subject.norm(shape)(x)
+        if not out.isfinite().all():
+            return failed(f"not finite, {show(shape)}")
+        change = relative_change(subject.norm(shape, torch.float64)(x.double()), out)
+        if change > TOLERANCES[mean]:
+            return failed(f"off by {change:.2g} of the largest output, {show(shape)}")
+    return PASSED
+
+
+def is_finite_on(
+    transform: Callable[[Tensor], Tensor], subject: Subject, shape: Shape, training: bool
+) -> str | None:
+    """Outputs, gradients and running state stay finite."""
+    probe = Probe(subject.trained(shape).train(training))
+    found = probe.observe(transform(values(shape)), upstream=torch.ones(1, dtype=torch.bool))
+    parts = {
+        "output": [found.output],
+        "gradient": [*found.parameter_gradients.values(), *_present(found.input_gradient)],
+        "running state": list(found.state.values()),
+    }
+    for name, tensors in parts.items():
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            return f"{name} not finite"
+    return None
+
+
+def _present(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else [tensor]
+
+
+def takes_one_sample(subject: Subject) -> Finding:
+    """A batch of one sample gives finite outputs, or is refused."""
+    return _on_little([(1, *shape[1:]) for shape in subject.shapes], subject)
+
+
+def takes_one_position(subject: Subject) -> Finding:
+    """Maps of one position give finite outputs that follow the input, or are refused."""
+    shapes = {(*shape[:2], *[1] * len(shape[2:])) for shape in subject.shapes if len(shape) > 2}
+    return _on_little(sorted(shapes, key=len), subject) if shapes else skipped("takes no positions")
+
+
+def takes_empty_batch(subject: Subject) -> Finding:
+    """A batch of no sample gives no output and leaves the state finite, or is refused."""
+    return _on_little([(0, *subject.smallest[1:])], subject)
+
+
+def _on_little(shapes: list[Shape], subject: Subject) -> Finding:
+    """On inputs with little to pool: no NaN, and in training no output that forgets its input."""
+    refusal = ""
+    for shape in shapes:
+        norm = subject.norm(shape)
+        for training in MODES:
+            norm.train(training)
+            try:
+                with torch.no_grad():
+                    out, other = norm(values(shape)), norm(values(shape, seed=1))
+            except REFUSALS as error:
+                refusal = refusal or f"{mode_name(training)}, {show(shape)}: {first_line(error)}"
+                continue
+            if out.shape != shape:
+                return failed(f"{show(shape)} in, {show(tuple(out.shape))} out")
+            if not all(t.isfinite().all() for t in (out, *norm.buffers())):
+                return failed(f"not finite, {mode_name(training)}, {show(shape)}")
+            if training and out.numel() and relative_change(out, other) < 1e-6:
+                return failed(f"every input has one output, {mode_name(True)}, {show(shape)}")
+    return measured("refused", refusal) if refusal else PASSED
+
+
+# ---------------------------------------------------------------- arguments
+
+# They set how a norm computes, not what it computes; and the length of the data's texts.
+WITHOUT_EFFECT = ("inplace", "device", "dtype", "num_positions")
+NO_ARGUMENT = "no_such_argument"
+ARGUMENT_STEPS = 20  # past the warm-up of a norm with a short one
+Knobs = dict[str, Any]
+
+
+def uses_arguments(subject: Subject) -> Finding:
+    """Another value of each flag and number shows: in parameters, outputs, state, or a refusal.
+
+    Tried alone and beside another value of each other one: a momentum counts only if averages are
+    kept, a bound only after a warm-up. And a name that is no argument is refused.
+    """
+    if _takes_any_name(subject):
+        return failed(f"{NO_ARGUMENT}=1 is taken: a misspelt argument would not be noticed")
+    if all(_observe_steps(subject, shape, {}) is None for shape in _two_shapes(subject)):
+        return skipped("cannot be copied or run in float64")
+    defaults = {
+        name: argument.default
+        for name, argument in arguments_of(subject.make).items()
+        if isinstance(argument.default, bool | int | float)
+        and name not in (*FEATURE_NAMES, *WITHOUT_EFFECT)
+    }
+    bases: list[Knobs] = [{}]
+    bases += [{name: other} for name, value in defaults.items() for other in _others(value)]
+    swallowed = [
+        name
+        for name, value in defaults.items()
+        if not any(_has_effect(subject, name, value, base) for base in bases)
+    ]
+    if swallowed:
+        tried = f"{swallowed[0]}={_others(defaults[swallowed[0]])[0]}"
+        return failed(f"{', '.join(swallowed)}: another value changes nothing, as {tried}")
+    return PASSED
+
+
+def _takes_any_name(subject: Subject) -> bool:
+    if not any(p.kind is p.VAR_KEYWORD for p in arguments_of(subject.make).values()):
+        return False
+    try:
+        subject.bare(subject.smallest, **{NO_ARGUMENT: 1})
+    except Exception:  # of foreign code, any kind
+        return False
+    return True
+
+
+def _two_shapes(subject: Subject) -> list[Shape]:
+    return list(dict.fromkeys((subject.smallest, subject.largest)))
+
+
+def _others(value: bool | int | float) -> list[Any]:
+    """Values to try: far enough to show, near enough to be allowed."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [other for other in (1, 2, 2 * value) if other != value]
+    return [other for other in (value / 2, 2 * value, value / 100, 1.0) if other != value]
+
+
+def _has_effect(subject: Subject, name: str, value: Any, base: Knobs) -> bool:
+    if name in base:
+        return False
+    for shape in _two_shapes(subject):
+        before = _observe_steps(subject, shape, base)
+        if before is None:
+            continue
+        for other in _others(value):
+            after = _observe_steps(subject, shape, {**base, name: other})
+            if after is None or not _equal(before, after):
+                return True
+    return False
+
+
+def _observe_steps(subject: Subject, shape: Shape, knobs: Knobs) -> list[Tensor] | None:
+    """All that a norm shows over a few training steps; None if it refuses."""
+    x = partial(values, shape, torch.float64)
+    try:
+        norm = subject.norm(shape, torch.float64, **knobs)
+        seen = [value.detach().clone() for value in norm.state_dict().values()]
+        with torch.no_grad():
+            for seed in range(ARGUMENT_STEPS):
+                # Of several sizes, so that a bound on either side is met.
+                seen.append(norm(2 + 4 ** (seed % 3 - 1) * x(seed)))
+            seen += read_state(norm).values()
+            seen.append(norm.eval()(x(ARGUMENT_STEPS)))
+    except Exception:  # of foreign code, any kind
+        return None
+    trained = Probe(subject.trained(shape, torch.float64, **knobs))
+    found = trained.observe(x(0), upstream=torch.ones(1, dtype=torch.bool))
+    return [*seen, *_present(found.input_gradient), *found.parameter_gradients.values()]
+
+
+def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
+    return len(before) == len(after) and all(map(torch.equal, before, after))
+
+
+SHAPES: Checks = {
+    "an input is taken": takes_some_input,
+    **{f"{num_dims}-D inputs": partial(takes_dims, num_dims) for num_dims in PROBED_DIMS},
+}
+ON_SHAPES: Checks = {
+    "dtype kept": keeps_dtype,
+    "statistics wide in bfloat16": keeps_digits_in_half,
+    "channels_last kept": keeps_channels_last,
+    "any strides": on_every_input(takes_any_strides),
+    "input unchanged": on_every_input(leaves_input_alone),
+    "parameters made at once": makes_parameters_at_once,
+    "gradient for every parameter": reaches_parameters,
+    "no graph kept": holds_no_graph,
+    "buffers keep shape and dtype": on_every_input(keeps_buffers),
+    "deepcopy": copies,
+    "state_dict round trip": restores,
+    "deterministic in evaluation": on_every_input(is_deterministic, modes=(False,)),
+    "evaluation changes no state": keeps_state_in_evaluation,
+    "gradient in training": partial(gradient_is_right, True),
+    "gradient in evaluation": partial(gradient_is_right, False),
+    "exact at mean 1e3": partial(keeps_digits_far_from_zero, 1e3),
+    "exact at mean 1e4": partial(keeps_digits_far_from_zero, 1e4),
+    "finite on constants": on_every_input(partial(is_finite_on, lambda x: 0 * x + CONSTANT)),
+    "finite at scale 1e-12": on_every_input(partial(is_finite_on, lambda x: 1e-12 * x)),
+    "finite at scale 1e12": on_every_input(partial(is_finite_on, lambda x: 1e12 * x)),
+    "one sample": takes_one_sample,
+    "one position": takes_one_position,
+    "empty batch": takes_empty_batch,
+    "no argument swallowed": uses_arguments,
+}

@@ -1,29 +1,79 @@
-"""A norm under examination: how it is built, which inputs it takes, and inputs to show it."""
+"""A norm under examination: how it is built, which inputs it takes, and what its checks find."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from normexp.checks.probe import fixed_draws, moved_places, moves, normal
 from normexp.errors import UserError
-from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, bind_eps, find_layout
+from normexp.norms.adapt import (
+    EPS_NAMES,
+    PROBED_DIMS,
+    Layout,
+    adapt,
+    bind_eps,
+    find_layout,
+    first_line,
+)
 from normexp.norms.slots import Slots
-from normexp.norms.state import State
 
 Shape = tuple[int, ...]
+Value = str | float | int
 # Samples and positions of the inputs, the smallest first; channels come between.
 LADDER = ((2,), (5,), (2, 3), (2, 2, 3), (4, 5), (2, 2, 2, 3), (4, 4, 6))
 # Numbers of channels to try: a norm may divide them into as many as 32 groups.
-FEATURES = (8, 16, 32, 64)
-DRAWS = "draws random numbers, other ones in each dtype"
+FEATURES = (8, 16, 32, 64, 128)
+MODES = (True, False)
 FIRST = Layout(channels_last=False, num_dims=PROBED_DIMS)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        value: what was measured, if the status is `value`.
+        detail: the smallest input that shows it, or the reason.
+    """
+
+    status: Literal["pass", "fail", "value", "skipped"]
+    value: Value | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A finding with its section and name on the card."""
+
+    section: Literal["contract", "traits", "compatibility", "cost"]
+    name: str
+    status: Literal["pass", "fail", "value", "skipped"]
+    value: Value | None = None
+    detail: str = ""
+
+
+PASSED = Finding("pass")
+
+
+def failed(detail: str) -> Finding:
+    return Finding("fail", detail=detail)
+
+
+def measured(value: Value, detail: str = "") -> Finding:
+    return Finding("value", value, detail)
+
+
+def skipped(reason: str) -> Finding:
+    return Finding("skipped", detail=reason)
 
 
 @dataclass(frozen=True)
@@ -34,7 +84,7 @@ class Subject:
         name: as the user calls it.
         target: its import path, for messages.
         make: a class or partial that returns an nn.Module, with the user's knobs bound.
-        eps: passed where the signature has one and the user has not set it.
+        eps: passed if the signature has such an argument and the user has not set it.
         shapes: the inputs (N, C, *) of LADDER that it maps to the same shape.
         slots: what it brings along for its surroundings.
     """
@@ -72,16 +122,16 @@ class Subject:
     def norm(self, shape: Shape, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
         """The norm as (N, C, *) -> (N, C, *), in training mode and with its first values.
 
-        What it draws, now and in the forwards that follow, is the same each time.
+        It draws the same random numbers each time, here and in the forwards that follow.
         """
-        seed_draws()
+        torch.default_generator.manual_seed(0)
         return self.layout.present(self.bare(shape, **knobs)).to(dtype).train()
 
     def trained(self, shape: Shape, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
         """The norm after two training forwards; a scale that starts at zero is set to one."""
         norm = self.norm(shape, dtype, **knobs)
-        _wake(norm, values(shape, dtype))
         with torch.no_grad():
+            _wake(norm, values(shape, dtype))
             for seed in (1, 2):
                 norm(0.5 + 1.5 * values(shape, dtype, seed))
         return norm
@@ -95,23 +145,59 @@ class Subject:
 
     @property
     def takes(self) -> str:
-        """The inputs that the norm takes as it is, in words."""
+        """The inputs that the norm takes by itself, in words."""
         own = [n for n in self.layout.num_dims if self.with_dims(n)]
         return str(replace(self.layout, num_dims=tuple(own))) if own else "no input"
 
     @property
     def eps_name(self) -> str | None:
-        """The argument that takes eps; None where there is none."""
-        names = [name for name in EPS_NAMES if name in arguments_of(self.make)]
-        return names[0] if names else None
+        """The argument that takes eps; None if there is none."""
+        return next((name for name in EPS_NAMES if name in arguments_of(self.make)), None)
 
     @property
     def eps_value(self) -> float | None:
-        """What that argument is: the user's or `eps`."""
+        """The value of that argument: the user's or `eps`."""
         if self.eps_name is None:
             return None
         argument = arguments_of(bind_eps(self.make, self.eps))[self.eps_name]
         return None if argument.default in (None, argument.empty) else float(argument.default)
+
+
+Check = Callable[[Subject], Finding]
+Checks = Mapping[str, Check]
+# What is wrong with one input (N, C, *) in training (true) or evaluation; None if nothing is.
+FindFault = Callable[[Subject, Shape, bool], str | None]
+
+
+def on_every_input(find: FindFault, modes: tuple[bool, ...] = MODES) -> Check:
+    """A check of every shape in every mode; its detail is the first fault and where it shows."""
+
+    def check(subject: Subject) -> Finding:
+        for shape in subject.shapes:
+            for training in modes:
+                fault = find(subject, shape, training)
+                if fault is not None:
+                    return failed(f"{fault}, {mode_name(training)}, {show(shape)}")
+        return PASSED
+
+    return check
+
+
+def run_checks(section: Any, checks: Checks, subject: Subject) -> list[Line]:
+    """Runs checks one by one: an exception is a failure of its own check.
+
+    Every check starts from the same random state, and leaves the caller's as it was.
+    """
+    lines = []
+    for name, check in checks.items():
+        with fixed_draws(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                finding = check(subject)
+            except Exception as error:  # of foreign code, any kind
+                finding = failed(f"{type(error).__name__}: {first_line(error)}")
+        lines.append(Line(section, name, finding.status, finding.value, finding.detail))
+    return lines
 
 
 def open_subject(
@@ -126,32 +212,84 @@ def open_subject(
     """Finds the layout, the number of channels and the inputs that a norm takes.
 
     Args:
-        num_features: channels; by default the fewest at which it takes most numbers of dimensions.
+        num_features: channels; by default the fewest at which the norm takes most inputs and
+            responds to small steps of most, as a group of one or two values does not.
         slots: what the norm brings along for its surroundings.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
-            the constructor's own error as its cause where that raised.
+            the constructor's own error as its cause if that raised.
     """
-    choices = FEATURES if num_features is None else (num_features,)
-    found: list[Subject] = []
+    found: list[tuple[int, int, Subject]] = []
     refusal: UserError | None = None
-    for channels in choices:
-        bare = Subject(name, target, make, eps, channels, FIRST, (), slots or Slots())
+    for channels in FEATURES if num_features is None else (num_features,):
         try:
-            found.append(_find_shapes(_find_layout(bare)))
+            with fixed_draws():
+                bare = Subject(name, target, make, eps, channels, FIRST, (), slots or Slots())
+                subject = _find_shapes(_find_layout(bare))
         except UserError as error:
             refusal = refusal or error
-        if found and len(found[-1].shapes) == len(LADDER):
+            continue
+        responding = sum(_responds(subject, shape) for shape in subject.shapes)
+        found.append((len(subject.shapes), responding, subject))
+        if responding == len(LADDER):
             break
     if not found:
         assert refusal is not None
         raise refusal
-    return max(found, key=lambda subject: len(subject.shapes))  # the first of equals
+    return max(found, key=lambda entry: entry[:2])[2]  # the first of equals
+
+
+def _find_layout(bare: Subject) -> Subject:
+    """With the layout of the norm; channels first if it is ours or its layout cannot be told."""
+    shape = shape_at(bare.num_features, LADDER[-1])
+    bare.bare(shape)  # refused here, as it would be later
+    if bare.target.startswith("normexp.norms."):
+        return bare
+    try:
+        build = lambda num_features: bare.bare(shape_at(num_features, LADDER[-1]))  # noqa: E731
+        return replace(bare, layout=find_layout(build, bare.num_features, target=bare.target))
+    except UserError:
+        return bare
+
+
+def _find_shapes(subject: Subject) -> Subject:
+    shapes = (shape_at(subject.num_features, step) for step in LADDER)
+    return replace(subject, shapes=tuple(shape for shape in shapes if _takes(subject, shape)))
+
+
+def _takes(subject: Subject, shape: Shape) -> bool:
+    with _quietly():
+        try:
+            norm, x = subject.norm(shape), values(shape)
+            return all(norm.train(mode)(x).shape == shape for mode in MODES)
+        except Exception:  # of foreign code, any kind: the lines of the card say which
+            return False
+
+
+def _responds(subject: Subject, shape: Shape) -> bool:
+    """Whether most outputs in training follow a small step of the input."""
+    with _quietly():
+        try:
+            x, step = values(shape), 0.1 * values(shape, seed=1)
+            before, after = (subject.trained(shape)(given) for given in (x, x + step))
+        except Exception:  # of foreign code, any kind
+            return False
+    return bool(moved_places(before, after, scale=0.01, tolerance=1e-3).float().mean() > 0.5)
+
+
+@torch.no_grad()
+def _wake(norm: nn.Module, x: Tensor) -> None:
+    """Sets parameters that are all zero to one if the output ignores its input because of them."""
+    out = norm(x)
+    if out.isfinite().all() and not moves(out, norm(3 * x.flip(0) + 1)):
+        for parameter in norm.parameters():
+            if not parameter.any():
+                parameter.fill_(1)
 
 
 def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The signature, bound knobs as defaults; nothing for what is written in C."""
+    """The signature, with bound knobs as defaults; nothing for a function written in C."""
     try:
         return inspect.signature(make).parameters
     except (TypeError, ValueError):
@@ -159,14 +297,8 @@ def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def values(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Fixed standard normal numbers, drawn in float64 for every dtype."""
-    source = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
-
-
-def seed_draws() -> None:
-    """Before two forwards that should agree although the norm draws random numbers."""
-    torch.default_generator.manual_seed(0)
+    """Fixed standard normal numbers, the same in every dtype."""
+    return normal(shape, seed=seed).to(dtype)
 
 
 def shape_at(num_features: int, step: Shape) -> Shape:
@@ -175,65 +307,26 @@ def shape_at(num_features: int, step: Shape) -> Shape:
 
 
 def relative_change(before: Tensor, after: Tensor) -> float:
-    """Largest difference over the largest value; infinite where one alone is finite."""
-    if not before.numel():
+    """Largest difference over the largest value; NaN equals NaN, and is infinitely far from 1."""
+    if not before.numel() or torch.equal(before, after):
         return 0.0
-    before, after = before.double(), after.double()
+    before, after = before.detach().double(), after.detach().double()
     if not (before.isfinite().all() and after.isfinite().all()):
         return 0.0 if torch.equal(before.nan_to_num(), after.nan_to_num()) else float("inf")
     scale = before.abs().amax().clamp(min=1e-30)
     return float((after - before).abs().amax() / scale)
 
 
-def state_change(before: State, after: State) -> float:
-    """The largest relative change of any buffer."""
-    changes = [relative_change(before[name].double(), after[name].double()) for name in before]
-    return max(changes, default=0.0)
-
-
 def show(shape: Shape) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def _find_layout(bare: Subject) -> Subject:
-    """With the layout of the norm; channels first where it is ours or its layout cannot be told."""
-    if bare.target.startswith("normexp.norms."):
-        bare.bare(shape_at(bare.num_features, LADDER[-1]))  # refused here, as it would be later
-        return bare
-    try:
-        layout = find_layout(
-            lambda num_features: bare.bare(shape_at(num_features, LADDER[-1])),
-            bare.num_features,
-            target=bare.target,
-        )
-    except UserError:
-        bare.bare(shape_at(bare.num_features, LADDER[-1]))
-        return bare
-    return replace(bare, layout=layout)
+def mode_name(training: bool) -> str:
+    return "in training" if training else "in evaluation"
 
 
-def _find_shapes(subject: Subject) -> Subject:
-    shapes = [shape_at(subject.num_features, step) for step in LADDER]
-    taken = [shape for shape in shapes if _takes(subject, shape)]
-    return replace(subject, shapes=tuple(taken))
-
-
-def _takes(subject: Subject, shape: Shape) -> bool:
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+@contextmanager
+def _quietly() -> Iterator[None]:
+    with fixed_draws(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            norm = subject.norm(shape)
-            x = values(shape)
-            return all(norm.train(mode)(x).shape == shape for mode in (True, False))
-        except Exception:  # of foreign code, any kind: the lines of the card say which
-            return False
-
-
-def _wake(norm: nn.Module, x: Tensor) -> None:
-    """Parameters that are all zero become one where the output would ignore its input."""
-    with torch.no_grad():
-        out = norm(x)
-        if out.isfinite().all() and relative_change(out, norm(3 * x.flip(0) + 1)) == 0:
-            for parameter in norm.parameters():
-                if not parameter.any():
-                    parameter.fill_(1)
+        yield

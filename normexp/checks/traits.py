@@ -1,123 +1,267 @@
-"""Everything that is measured of a built network before its training, and what is refused of it."""
+"""Traits of a norm: what its output depends on, what it is invariant to, and by how much."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor
 
-from normexp.batching.replicas import Batch
-from normexp.batching.sizes import Sizes
-from normexp.checks.causality import Leak, find_leak, note_of
-from normexp.checks.padding import check_padding, padded_batch
-from normexp.checks.probing import (
-    cannot_stack,
-    draws_for_itself,
-    ignores_inputs,
-    mixes_samples,
-    probe_batch,
-    run_through,
+from normexp.checks.preflight import EXTRA_POSITIONS, SiteOnMaps, reads_padding
+from normexp.checks.probe import Probe, moves
+from normexp.checks.subject import (
+    MODES,
+    Check,
+    Checks,
+    Finding,
+    Shape,
+    Subject,
+    measured,
+    show,
+    skipped,
+    values,
 )
-from normexp.checks.reach import Reach, measure_reaches
-from normexp.checks.sites import ProbedSite, probe_sites
-from normexp.checks.statistics_size import check_counts, count_values, smallest_group
-from normexp.data.dataset import Data
-from normexp.errors import UserError
+from normexp.norms.convolutions import CONVOLUTIONS
+from normexp.norms.site import Site, takes_mask
 
-logger = logging.getLogger(__name__)
+PADDED = (4, 5)  # samples and positions
+REAL = (5, 3, 2, 4)  # positions of each sample that are real
+SCALES = (4.0, 0.3)
+SHIFTS = (3.0, -20.0)
+SMALL_STD = 1e-3  # its variance, 1e-6, lies below the usual eps
+BATCHES = (4, 32)
+MAP = (4, 4)  # positions per sample where batches are compared
+GAP_STEPS = 60  # training batches, after which 0.2 % is left of a start at momentum 0.1
 
-PROBE_SAMPLES = 4
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What was measured of a built network before its training.
-
-    Attributes:
-        mixes_samples: another sample moves this sample's output in training.
-        mixes_samples_in_evaluation: the same in evaluation.
-        leak: how a later position moves an earlier output in evaluation; language models only.
-        leaks_future_in_training: a later position moves an earlier output in training.
-        pools: the norm takes statistics; without, it acts on each value by itself.
-        draws_for_itself: a module uses torch's global random state.
-        stacking_obstacle: why replicas cannot run under vmap.
-        elements_per_sample: values of one sample that reach all sites.
-    """
-
-    mixes_samples: bool
-    mixes_samples_in_evaluation: bool
-    leak: Leak | None
-    leaks_future_in_training: bool
-    pools: bool
-    draws_for_itself: bool
-    stacking_obstacle: str | None
-    elements_per_sample: int
-
-    @property
-    def leaks_future(self) -> bool:
-        return self.leak is not None
+# What moves in the mode of the probe, "" if nothing does; None if this input cannot show it.
+Question = Callable[[Probe, Tensor], str | None]
 
 
-def measure_traits(network: nn.Module, data: Data, sizes: Sizes, *, drop_last: bool) -> Traits:
-    """Probes one network on a few training samples, under the sizes it will meet.
+def in_modes(question: Question) -> Check:
+    """`yes`, `no`, `in training` or `in evaluation`, with the smallest input that shows it."""
 
-    Raises:
-        UserError: a forward fails, a statistic is over one value, or padding is read; with the
-            names of the sites.
-    """
-    group_size = smallest_group(sizes, len(data.train), drop_last=drop_last)
-    small = min(group_size, PROBE_SAMPLES)
-    elements = run_through(network, probe_batch(data, small), sizes.norm_batch_size)
-    batch = probe_batch(data, PROBE_SAMPLES)
-    sites = probe_sites(network, batch)
-    reaches = {mode: measure_reaches(sites, training=mode) for mode in (True, False)}
-    check_counts(count_values(reaches[True], group_size), group_size)
-    if len(batch["inputs"]) > 1 and ignores_inputs(network, batch):
-        raise UserError(
-            "the model's output is the same for every input with this norm, as where a mean over "
-            "positions follows a norm that centres each channel over them; try norm=layer"
-        )
-    _check_padding(network, data)
-    leaks = [_find_leak(network, sites, batch, data, training=mode) for mode in (False, True)]
-    if leaks[1] and not leaks[0]:
-        logger.info(note_of(leaks[1]))
-    own_draws = draws_for_itself(network, batch)
-    obstacle = (
-        "a module draws its own random numbers" if own_draws else cannot_stack(network, batch)
-    )
-    return Traits(
-        mixes_samples=_mixes_samples(network, reaches[True], batch, training=True),
-        mixes_samples_in_evaluation=_mixes_samples(network, reaches[False], batch, training=False),
-        leak=leaks[0],
-        leaks_future_in_training=leaks[1] is not None,
-        pools=any(reach.pools for _, reach in reaches[True]),
-        draws_for_itself=own_draws,
-        stacking_obstacle=obstacle,
-        elements_per_sample=elements,
-    )
+    def check(subject: Subject) -> Finding:
+        shown: dict[bool, str] = {}
+        asked = False
+        for training in MODES:
+            for shape in subject.shapes:
+                probe = Probe(subject.trained(shape, torch.float64).train(training))
+                moved = question(probe, values(shape, torch.float64))
+                asked = asked or moved is not None
+                if moved:
+                    shown[training] = show(shape) + ("" if moved == "output" else f", {moved}")
+                    break
+        return _phrase(shown) if asked else skipped("no input that it takes could show it")
+
+    return check
 
 
-def _mixes_samples(
-    network: nn.Module, reaches: Sequence[tuple[str, Reach]], batch: Batch, *, training: bool
-) -> bool:
-    """At a site, which a branch that starts at zero would hide, or anywhere in the network."""
-    at_a_site = any(reach.other_samples for _, reach in reaches)
-    return at_a_site or mixes_samples(network, batch, training=training)
+def _phrase(shown: dict[bool, str]) -> Finding:
+    """The modes that show a trait, with the detail of the first."""
+    if not shown:
+        return measured("no")
+    only = "in training" if True in shown else "in evaluation"
+    return measured("yes" if len(shown) == 2 else only, next(iter(shown.values())))
 
 
-def _find_leak(
-    network: nn.Module, sites: Sequence[ProbedSite], batch: Batch, data: Data, *, training: bool
-) -> Leak | None:
-    if data.task != "language_modeling":
+def mixes_samples(probe: Probe, x: Tensor) -> str | None:
+    return probe.reads_samples(x, training=probe.module.training) or ""
+
+
+def pools_channels(probe: Probe, x: Tensor) -> str | None:
+    return probe.reads_across(x, 1, gradients=probe.module.training) or ""
+
+
+def pools_positions(probe: Probe, x: Tensor) -> str | None:
+    """A norm that reads later positions reads other positions, so the two lines agree."""
+    if x.ndim == 2:
         return None
-    assert data.vocab_size is not None
-    return find_leak(network, sites, batch, data.vocab_size, training=training)
+    moved = probe.reads_across(x, 2, gradients=probe.module.training)
+    return moved or leaks_future(probe, x) or ""
 
 
-def _check_padding(network: nn.Module, data: Data) -> None:
-    batch = padded_batch(data, PROBE_SAMPLES)
-    if batch is not None:
-        assert data.vocab_size is not None
-        check_padding(network, probe_sites(network, batch), batch, data.vocab_size)
+def leaks_future(probe: Probe, x: Tensor) -> str | None:
+    """Whether a later position of (N, C, T) moves an earlier output."""
+    if x.ndim != 3:
+        return None
+    return "" if probe.reads_later(x, 2) is None else "output"
+
+
+def reads_masked(subject: Subject) -> Finding:
+    """Whether content or amount of what a mask leaves out moves real outputs or the state."""
+    shape = (PADDED[0], subject.num_features, PADDED[1])
+    if shape not in subject.shapes:
+        return skipped("takes no texts (N, C, T)")
+    norm = subject.trained(shape)
+    if not takes_mask(norm):
+        return measured("takes no mask", "a site shows it the real positions alone")
+    mask = torch.arange(PADDED[1]) < torch.tensor(REAL)[:, None]
+    module = SiteOnMaps(Site(norm, "sequence", None), torch.Size(PADDED[1:]))
+    x = values((*shape[:2], PADDED[1] + EXTRA_POSITIONS))
+    reads = [mode for mode in MODES if reads_padding(Probe(module.train(mode)), x, mask)]
+    return _phrase({mode: show(shape) for mode in reads})
+
+
+def has_running_state(subject: Subject) -> Finding:
+    """The buffers that a training forward changes."""
+    shape = subject.largest
+    probe = Probe(subject.norm(shape))
+    before = dict(probe.module.named_buffers())
+    after = probe.observe(1 + 2 * values(shape)).state
+    changed = [n for n, b in after.items() if n not in before or not torch.equal(b, before[n])]
+    return measured("yes", ", ".join(changed)) if changed else measured("no")
+
+
+# ---------------------------------------------------------------- invariance
+
+Change = Callable[[Tensor], Tensor]
+
+
+def scaled(factor: float, x: Tensor) -> Tensor:
+    return factor * x
+
+
+def shifted(by: float, x: Tensor) -> Tensor:
+    return x + by
+
+
+def scaled_by_channel(x: Tensor) -> Tensor:
+    factors = torch.linspace(0.5, SCALES[0], x.shape[1], dtype=x.dtype)
+    return x * factors.view(-1, *[1] * (x.ndim - 2))
+
+
+def is_invariant(changes: tuple[Change, ...], subject: Subject) -> Finding:
+    """In which modes no change moves an output; the detail is the smallest input that is moved."""
+    return _keeps_outputs(subject, lambda x: [x, *(change(x) for change in changes)])
+
+
+def _keeps_outputs(subject: Subject, inputs_of: Callable[[Tensor], list[Tensor] | None]) -> Finding:
+    """In which modes all inputs have one output.
+
+    eps is made 1e-12 for it, as any larger one breaks an invariance to scale a little.
+
+    Args:
+        inputs_of: None if they cannot be made of an input of this shape.
+    """
+    knobs = {} if subject.eps_name is None else {subject.eps_name: 1e-12}
+    moved: dict[bool, str] = {}
+    looked = False
+    for training in MODES:
+        for shape in subject.shapes:
+            inputs = inputs_of(values(shape, torch.float64))
+            if inputs is None:
+                continue
+            looked = True
+            probe = Probe(subject.trained(shape, torch.float64, **knobs).train(training))
+            first, *others = (probe.observe(x).output for x in inputs)
+            if any(moves(first, other) for other in others):
+                moved[training] = f"moved at {show(shape)}"
+                break
+    if not looked:
+        return skipped("no input that it takes could show it")
+    if not moved:
+        return measured("yes")
+    kept = "no" if len(moved) == 2 else "in evaluation" if True in moved else "in training"
+    return measured(kept, next(iter(moved.values())))
+
+
+def invariance_to_weights(subject: Subject) -> Finding:
+    """To the size of the weights of a layer without bias right before the norm.
+
+    The layer is the convolution that the norm's slots ask for, or linear if it takes no maps.
+    """
+    build = CONVOLUTIONS[subject.slots.conv]
+    channels = subject.num_features
+    layers = [build(channels, channels, 1, bias=False).double() for _ in range(2)]
+    weight = values((channels, channels, 1, 1), torch.float64, seed=2)
+    with torch.no_grad():
+        for layer, factor in zip(layers, (1.0, SCALES[0]), strict=True):
+            layer.weight.copy_(factor * weight)
+
+    @torch.no_grad()
+    def inputs_of(x: Tensor) -> list[Tensor] | None:
+        if subject.slots.conv != "plain" and x.ndim != 4:
+            return None
+        maps = x.reshape(*x.shape[:2], -1, 1)
+        return [layer(maps).reshape(x.shape) for layer in layers]
+
+    return _keeps_outputs(subject, inputs_of)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def effect_of_eps(std: float, subject: Subject) -> Finding:
+    """Relative change of the output, root mean square, in training when eps grows tenfold."""
+    name, eps = subject.eps_name, subject.eps_value
+    if name is None or eps is None:
+        return skipped("has no argument eps")
+    shape = subject.largest
+    x = std * values(shape, torch.float64)
+    outs = [
+        Probe(subject.trained(shape, torch.float64, **{name: factor * eps})).observe(x).output
+        for factor in (1, 10)
+    ]
+    return measured(_difference(*outs), f"eps {eps:g} to {10 * eps:g}, {show(shape)}")
+
+
+def output_size(batch_size: int, subject: Subject) -> Finding:
+    """Root mean square of training outputs on standard normal inputs, with first parameters.
+
+    One that grows with the batch size is a gain that batch size alone brings.
+    """
+    shape = _batch_of(batch_size, subject)
+    out = Probe(subject.norm(shape, torch.float64)).observe(values(shape, torch.float64)).output
+    return measured(_digits(float(out.square().mean().sqrt())), show(shape))
+
+
+def gap_between_modes(batch_size: int, subject: Subject) -> Finding:
+    """Relative difference, root mean square, of both modes' outputs on a fresh batch."""
+    shape = _batch_of(batch_size, subject)
+    norm = subject.trained(shape, torch.float64)
+    with torch.no_grad():
+        for seed in range(GAP_STEPS):
+            norm(1 + 2 * values(shape, torch.float64, seed))
+        x = 1 + 2 * values(shape, torch.float64, GAP_STEPS)
+        evaluated, trained = norm.eval()(x), norm.train()(x)
+    return measured(_difference(trained, evaluated), f"{GAP_STEPS} training batches {show(shape)}")
+
+
+def _batch_of(batch_size: int, subject: Subject) -> Shape:
+    """A batch of features if the norm takes those, else of small maps or texts."""
+    num_dims = min(len(shape) for shape in subject.shapes)
+    positions = {2: (), 3: (MAP[0] * MAP[1],), 4: MAP, 5: (*MAP, 1)}[num_dims]
+    return (batch_size, subject.num_features, *positions)
+
+
+def _difference(before: Tensor, after: Tensor) -> float:
+    scale = before.square().mean().sqrt().clamp(min=1e-30)
+    return _digits(float((after - before).square().mean().sqrt() / scale))
+
+
+def _digits(value: float) -> float:
+    """Two digits of a small number, three places of another; 0 for what rounding leaves."""
+    if value < 1e-9:
+        return 0.0
+    return float(f"{value:.2g}") if value < 0.1 else round(value, 3)
+
+
+_BY_SCALE = tuple(partial(scaled, factor) for factor in SCALES)
+TRAITS: Checks = {
+    "mixes samples": in_modes(mixes_samples),
+    "pools channels": in_modes(pools_channels),
+    "pools positions": in_modes(pools_positions),
+    "leaks the future": in_modes(leaks_future),
+    "reads padding": reads_masked,
+    "running state": has_running_state,
+    "invariant to input scale": partial(is_invariant, _BY_SCALE),
+    "invariant to input shift": partial(is_invariant, tuple(partial(shifted, b) for b in SHIFTS)),
+    # One scale for all channels is a special case.
+    "invariant to channel scales": partial(is_invariant, (scaled_by_channel, *_BY_SCALE)),
+    "invariant to weight scale": invariance_to_weights,
+    "effect of eps x10 at std 1": partial(effect_of_eps, 1.0),
+    "effect of eps x10 at std 0.001": partial(effect_of_eps, SMALL_STD),
+    **{f"output size, batch of {size}": partial(output_size, size) for size in BATCHES},
+    **{f"train/eval gap, batch of {size}": partial(gap_between_modes, size) for size in BATCHES},
+}

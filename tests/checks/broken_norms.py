@@ -1,4 +1,4 @@
-"""Norms with one fault each in what they compute, as they are found in the wild."""
+"""Norms with one fault each, in what they compute or in what they keep, as found in the wild."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ class Affine(nn.Module):
     def scaled(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         out = (x - per_channel(mean, x)) * torch.rsqrt(per_channel(var, x) + EPS)
         return (out * per_channel(self.weight, x) + per_channel(self.bias, x)).to(x.dtype)
+
+
+class Bare(nn.Module):
+    """No parameters."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
 
 
 class NaiveVariance(Affine):
@@ -80,23 +88,15 @@ class OtherShape(Affine):
         return out * self.weight.view(shape) + self.bias.view(shape)
 
 
-class NoisyEvaluation(nn.Module):
+class NoisyEvaluation(Bare):
     """Draws in evaluation, too."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + 0.1 * torch.rand_like(x))
 
 
-class WritesItsInput(nn.Module):
+class WritesItsInput(Bare):
     """Centres the caller's tensor."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -111,34 +111,22 @@ class NoEps(Affine):
         return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0) - EPS)
 
 
-class WrongDtype(nn.Module):
+class WrongDtype(Bare):
     """Returns float32 whatever it is given."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
 
     def forward(self, x: Tensor) -> Tensor:
         return x.float() / (x.float().square().mean(dim=1, keepdim=True) + EPS).sqrt()
 
 
-class WrongGradient(nn.Module):
+class WrongGradient(Bare):
     """Lets no gradient through its statistic."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
 
     def forward(self, x: Tensor) -> Tensor:
         return x / (x.detach().square().mean(dim=1, keepdim=True) + EPS).sqrt()
 
 
-class ErasesOnePosition(nn.Module):
+class ErasesOnePosition(Bare):
     """Instance norm without a word about one position, whose output is zero for any input."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
 
     def forward(self, x: Tensor) -> Tensor:
         dims = list(range(2, x.ndim))
@@ -178,4 +166,147 @@ class KeepsItsMean(Affine):
 
     def forward(self, x: Tensor) -> Tensor:
         self.last_mean = x.detach().mean()
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class SwallowedAffine(Affine):
+    """Takes `affine` and has its parameters whatever it says."""
+
+    def __init__(self, num_features: int, affine: bool = True) -> None:
+        del affine
+        super().__init__(num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype != torch.double else x
+        return self.scaled(wide, wide.mean(pooled(x)), wide.var(pooled(x), correction=0)).to(
+            x.dtype
+        )
+
+
+class LazyParameter(nn.Module):
+    """Makes its weight in the first forward."""
+
+    weight: nn.Parameter | None
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.ones(x.shape[1], dtype=x.dtype))
+        return x * per_channel(self.weight, x)
+
+
+class KeptGraph(Affine):
+    """Moves its running averages outside of no_grad."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.scaled(x, self.running_mean, self.running_var)
+        mean, var = x.mean(pooled(x)), x.var(pooled(x), correction=0)
+        self.running_mean = 0.9 * self.running_mean + 0.1 * mean
+        self.running_var = 0.9 * self.running_var + 0.1 * var
+        return self.scaled(x, mean, var)
+
+
+class NoSuper(nn.Module):
+    """Forgets super().__init__()."""
+
+    def __init__(self, num_features: int) -> None:
+        self.weight = nn.Parameter(torch.ones(num_features))
+
+
+class GrowingBuffer(Affine):
+    """A buffer that takes the shape of its batch: no rank knows how much to broadcast."""
+
+    last: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("last", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.last = x.detach().flatten()
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class LateBuffer(Affine):
+    """A buffer that is None until the first forward."""
+
+    running_mean: Tensor | None
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("running_mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(pooled(x))
+        if self.running_mean is None:
+            self.running_mean = mean.detach()
+        return self.scaled(x, mean, x.var(pooled(x), correction=0))
+
+
+class HiddenState(Affine):
+    """A running mean that is no buffer, so that no checkpoint has it."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.running_mean = torch.zeros(num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.running_mean = 0.9 * self.running_mean + 0.1 * x.detach().mean(pooled(x))
+        return self.scaled(x, self.running_mean.to(x.dtype), torch.ones_like(self.running_mean))
+
+
+class EvaluationLearns(Affine):
+    """Moves its running mean in evaluation."""
+
+    running_mean: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("running_mean", torch.zeros(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running_mean.mul_(0.9).add_(0.1 * x.detach().mean(pooled(x)))
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class UnusedParameter(Affine):
+    """A parameter that no output depends on."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.rho = nn.Parameter(torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class PoisonedByOne(Affine):
+    """The unbiased variance of one sample, NaN, goes into the running average for good."""
+
+    running_var: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.scaled(x, torch.zeros_like(self.running_var), self.running_var)
+        with torch.no_grad():
+            self.running_var.mul_(0.9).add_(0.1 * x.var(pooled(x), correction=1))
         return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))

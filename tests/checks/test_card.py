@@ -7,19 +7,30 @@ from functools import partial
 from typing import Any
 
 import broken_norms as broken
-import broken_state
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
-from normexp.checks.card import Line, run_checks
-from normexp.checks.card_invariance import INVARIANCE
-from normexp.checks.card_traits import DEPENDS_ON
-from normexp.checks.compatibility import COMPATIBILITY, with_ddp
-from normexp.checks.cost import COST
-from normexp.checks.subject import Subject, open_subject
+from normexp.checks.card import Card, print_card, print_comparison
+from normexp.checks.compatibility import COMPATIBILITY, COST
+from normexp.checks.contract import ON_SHAPES
+from normexp.checks.subject import Line, Subject, open_subject, run_checks
+from normexp.checks.traits import TRAITS
 from normexp.norms.batch import BatchNorm
 from normexp.norms.causal import CausalGroupNorm
+from normexp.norms.deviations import (
+    BatchNormBiasedAverage,
+    BatchNormEpsOutside,
+    BatchNormFlattened,
+    BatchNormNaiveVariance,
+    BatchNormNoEps,
+    BatchNormUnbiased,
+    LayerNormNoEps,
+    LayerNormOverMap,
+    LayerNormOverTime,
+    LayerNormUnbiased,
+)
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
 from normexp.norms.rms import RMSNorm
@@ -58,7 +69,7 @@ KEEPS = {
     "rms": (YES, NO, NO, YES),
     "none": (NO, NO, NO, NO),
 }
-ALL = {**DEPENDS_ON, **INVARIANCE, **COMPATIBILITY, **COST}
+ALL = {**ON_SHAPES, **TRAITS, **COMPATIBILITY, **COST}
 
 
 class Tanh(nn.Module):
@@ -173,23 +184,13 @@ def test_sequential_state_is_refused_a_split():
 
 
 def test_buffers_put_in_place_of_others_are_named():
-    (line,) = lines_of(broken_state.KeptGraph, "buffers written in place")
+    (line,) = lines_of(broken.KeptGraph, "buffers written in place")
     assert (line.value, line.detail) == ("no", "running_mean is another tensor")
     assert values_of(BatchNorm, "buffers written in place") == ["yes"]
 
 
-def test_cost_counts_numbers_and_bytes():
-    names = ("parameters", "buffers", "bytes saved for backward")
-    assert values_of(Tanh, *names) == [0, 0, 4 * 32 * 64 * 16 * 16]  # its output in float32
-    assert values_of(nn.BatchNorm2d, "parameters", "buffers") == [128, 129]
-
-
-def test_time_is_a_ratio_and_skipped_for_inputs_that_are_refused():
-    features, maps = lines_of(
-        InstanceNorm, "forward vs batch norm, features", "forward vs batch norm, maps"
-    )
-    assert features.status == "skipped"
-    assert maps.value > 0 and "threads: " in maps.detail
+def test_bytes_kept_are_the_output_of_a_tanh():
+    assert values_of(Tanh, "bytes kept for backward") == [4 * 32 * 64 * 16 * 16]  # in float32
 
 
 @pytest.mark.slow
@@ -209,20 +210,93 @@ class Branches(broken.Affine):
         return x
 
 
-@pytest.mark.slow
-def test_two_processes_train_a_sound_norm_and_not_one_with_an_unused_parameter():
-    checks = {"DDP": with_ddp(True)}
-    sound = subject_of(BatchNorm)
-    assert run_checks("compatibility", checks, sound)[0].status == "pass"
-    unused = subject_of(broken_state.UnusedParameter)
-    assert run_checks("compatibility", checks, unused)[0].status == "fail"
-
-
-def test_processes_are_started_on_request_alone():
-    (line,) = run_checks("compatibility", {"DDP": with_ddp(False)}, subject_of(BatchNorm))
-    assert (line.status, line.detail) == ("skipped", "ask for it with ddp=true")
-
-
 def test_draws_are_the_same_where_outputs_are_compared():
     lines = lines_of(broken.NoisyTraining, "ghost = accumulated", "autocast to bfloat16")
     assert [line.status for line in lines] == ["pass", "pass"], lines
+
+
+# The deviation, the sound norm, the line, and what it says of each: a verdict or a number.
+GAIN, GAP, EPS = "output size, batch of 4", "train/eval gap, batch of 4", "effect of eps x10"
+TOLD_BY = [
+    (BatchNormUnbiased, BatchNorm, GAIN, (0.866, 1.0)),  # sqrt(3 / 4)
+    (BatchNormEpsOutside, BatchNorm, f"{EPS} at std 0.001", (0.082, 0.67)),  # 1 - 1.01 / 1.1
+    (BatchNormBiasedAverage, BatchNorm, GAP, (0.747, 0.614)),
+    (BatchNormFlattened, BatchNorm, "pools positions", ("no", "in training")),
+    (BatchNormNaiveVariance, BatchNorm, "exact at mean 1e4", ("fail", "pass")),
+    (BatchNormNoEps, BatchNorm, "finite on constants", ("fail", "pass")),
+    (LayerNormUnbiased, LayerNorm, GAIN, (0.935, 1.0)),  # sqrt(7 / 8)
+    (LayerNormNoEps, LayerNorm, "finite on constants", ("fail", "pass")),
+    (LayerNormOverTime, LayerNorm, "pools channels", ("no", "yes")),
+    (LayerNormOverMap, LayerNorm, "pools channels", ("no", "yes")),
+]
+
+
+def told(norm: Callable[..., Any], name: str) -> Any:
+    (line,) = lines_of(norm, name)
+    return line.value if line.status == "value" else line.status
+
+
+@pytest.mark.parametrize(
+    ("deviation", "sound", "name", "expected"),
+    TOLD_BY,
+    ids=[deviation.__name__ for deviation, *_ in TOLD_BY],
+)
+def test_deviation_is_told_by_its_line(deviation, sound, name, expected):
+    found = told(deviation, name), told(sound, name)
+    assert found == (pytest.approx(expected, rel=0.01) if name in (GAIN, GAP) else expected)
+
+
+class MixedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] - gradients[0].mean(dim=(0, 1), keepdim=True)
+
+
+class Mixes(nn.Module):
+    """The identity, but for its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = MixedGradient.apply(x)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_mixing_in_the_backward_alone_is_on_the_card():
+    samples, channels, positions = lines_of(
+        Mixes, "mixes samples", "pools channels", "pools positions"
+    )
+    assert (samples.value, channels.value, positions.value) == (TRAINING, TRAINING, NO)
+    assert "gradient" in samples.detail
+
+
+class OddPositions(nn.Module):
+    """Each even position of a sequence reads the next one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        if x.ndim == 3 and x.shape[2] > 1:
+            out[..., : x.shape[2] // 2 * 2 : 2] += 0.1 * x[..., 1::2]
+        return out
+
+
+def test_lines_of_a_card_agree():
+    assert values_of(OddPositions, "pools positions", "leaks the future") == [YES, YES]
+
+
+def test_torch_group_norm_is_measured_where_its_groups_have_values():
+    subject = subject_of(partial(nn.GroupNorm, 8))
+    assert subject.num_features == 32
+    names = ("pools channels", "invariant to input scale", "invariant to channel scales")
+    assert values_of(partial(nn.GroupNorm, 8), *names) == [YES, YES, NO]
+
+
+def test_names_with_brackets_are_text(capsys: pytest.CaptureFixture[str]):
+    card = Card("mine", "a.B", 8, "(B, C)", (Line("traits", "shape [/x]", "pass"),))
+    console = Console()
+    print_card(console, card)
+    print_comparison(console, [card, card])
+    assert capsys.readouterr().out.count("shape [/x]") == 2

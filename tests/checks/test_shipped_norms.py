@@ -1,19 +1,23 @@
-"""What every shipped norm mixes, measured: other samples, the future, padding."""
+"""Every shipped norm: its card, and what it mixes in a network, as its formula says."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 from checks_cases import encoder, gpt, padded_data, shipped, text_data
 
-from normexp.checks.causality import find_leak
-from normexp.checks.padding import model_reads_padding, padded_batch, site_reads_padding
-from normexp.checks.probing import mixes_samples, probe_batch
-from normexp.checks.reach import measure_reach
-from normexp.checks.sites import probe_sites
+from normexp.batching.sizes import Sizes
+from normexp.build import norm_maker
+from normexp.checks.card import Card, measure_card
+from normexp.checks.preflight import check_padding, examine
+from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
+from normexp.norms.factory import NormFactory
+from normexp.norms.renorm import BatchRenorm
 from normexp.norms.site import View
+from normexp.norms.slots import resolve
 
 
 class Mixed(NamedTuple):
@@ -21,7 +25,6 @@ class Mixed(NamedTuple):
 
     samples: tuple[bool, bool] = (False, False)
     future: tuple[bool, bool] = (False, False)
-    padding: tuple[bool, bool] = (False, False)
 
 
 SEPARATE = Mixed()
@@ -100,6 +103,7 @@ TABLE: dict[tuple[str, View], Mixed] = {
     ("group_ws", "sequence"): Mixed(future=ALWAYS),
 }
 FAST = ("batch", "batch_per_position", "layer", "instance", "group", "causal_group", "frn", "ghost")
+SHIPPED = {name.rpartition("/")[2]: name for name in group_choices("norm") if name != "custom"}
 CASES = pytest.mark.parametrize(
     ("name", "view"),
     [
@@ -107,42 +111,79 @@ CASES = pytest.mark.parametrize(
         for case in TABLE
     ],
 )
-MODES = (True, False)
 
 
 def test_table_has_every_shipped_norm():
-    assert {name for name, _ in TABLE} == set(group_choices("norm")) - {"custom"}
+    assert {name for name, _ in TABLE} == set(SHIPPED)
 
 
 @CASES
 def test_samples_and_future_that_a_norm_mixes(name: str, view: View):
     data = text_data()
-    network = gpt(shipped(name, data, view))
-    batch = probe_batch(data, 4)
-    sites = probe_sites(network, batch)
-    assert [site.name for site in sites] == [
-        "blocks.0.attn_norm",
-        "blocks.0.mlp_norm",
-        "final_norm",
-    ]
-    for site in sites:
-        reach = tuple(measure_reach(site, training=mode).other_samples for mode in MODES)
-        assert reach == TABLE[name, view].samples
-    whole = tuple(mixes_samples(network, batch, training=mode) for mode in MODES)
-    assert whole == TABLE[name, view].samples
-    leaks = [find_leak(network, sites, batch, data.num_outputs, training=mode) for mode in MODES]
-    assert tuple(leak is not None for leak in leaks) == TABLE[name, view].future
+    traits = examine(
+        gpt(shipped(SHIPPED[name], data, view)), data, Sizes(8), drop_last=True, allow_leak=True
+    )
+    mixes = (traits.mixes_samples, traits.mixes_samples_in_evaluation)
+    leaks = (traits.leaks_future_in_training, traits.leaks_future)
+    assert (mixes, leaks) == TABLE[name, view]
 
 
 @CASES
 def test_no_shipped_norm_reads_padding(name: str, view: View):
     data = padded_data()
-    network = encoder(shipped(name, data, view))
-    batch = padded_batch(data, 4)
-    assert batch is not None and not batch["mask"].all(dim=1).any()
-    sites = probe_sites(network, batch)
-    for site in sites:
-        reads = tuple(site_reads_padding(site, training=mode) for mode in MODES)
-        assert reads == TABLE[name, view].padding
-    whole = (model_reads_padding(network, batch, data.num_outputs, training=m) for m in MODES)
-    assert tuple(whole) == TABLE[name, view].padding
+    check_padding(encoder(shipped(SHIPPED[name], data, view)), data)
+
+
+def test_extreme_renorm_mixes_samples():
+    """Its outputs in training are those of running averages; its gradient is not."""
+    bounds = {"r_max": 1000, "d_max": 1000, "warmup": 0, "r_ramp_end": 0, "d_ramp_end": 0}
+    network = gpt(NormFactory(partial(BatchRenorm, **bounds)))
+    assert examine(network, text_data(), Sizes(8), drop_last=True).mixes_samples
+
+
+def card_of(name: str, *, contract_only: bool = False) -> Card:
+    config = compose_config([f"norm={SHIPPED[name]}"])
+    make, reserved = norm_maker(config)
+    return measure_card(
+        make,
+        name=name,
+        target=config.norm["_target_"],
+        eps=config.eps,
+        slots=resolve({}, reserved),
+        contract_only=contract_only,
+    )
+
+
+# Deviations that are shipped to be seen, and backwards that are an approximation by definition.
+BREAKS = {
+    "bn_naive_var": {"exact at mean 1e3", "exact at mean 1e4"},
+    "no_eps": {"finite on constants", "finite at scale 1e-12"},
+    "ln_no_eps": {"finite on constants"},
+    "moving_average_batch": {"gradient in training"},
+    "power": {"gradient in training"},
+}
+
+
+@pytest.mark.parametrize("name", ["causal_group", "dyt", "power", "group"])
+def test_sampled_norm_breaks_the_lines_that_its_formula_breaks(name: str):
+    failures = card_of(name, contract_only=True).failures
+    assert {line.name for line in failures} == BREAKS.get(name, set()), failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_card_of_a_shipped_norm_has_no_false_line(name: str):
+    card = card_of(name)
+    assert {line.name for line in card.failures} == BREAKS.get(name, set()), card.failures
+    lines = {line.name: line for line in card.lines}
+    expected = [TABLE[case] for case in TABLE if case[0] == name]
+    for mode, place in (("in training", 0), ("in evaluation", 1)):
+        says = {key: line.value in ("yes", mode) for key, line in lines.items()}
+        assert says["mixes samples"] == expected[0].samples[place]
+        assert says["pools positions"] or not says["leaks the future"]
+        assert says["invariant to input scale"] or not says["invariant to channel scales"]
+        assert not says["reads padding"]
+
+
+def test_norms_that_break_lines_are_shipped():
+    assert set(BREAKS) <= set(SHIPPED)

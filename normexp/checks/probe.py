@@ -1,0 +1,311 @@
+"""The one probe engine: what can change this output?
+
+Hold fixed what may legitimately be read, change everything else, and compare outputs, gradients
+and running state. The engine works on any module that maps `x`, or `x` and a mask, to one tensor:
+a lone norm, a site or a whole network.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from normexp.norms.state import State, read_state
+
+TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
+SMALLEST_SCALE = 1e-6  # values below are compared on this scale
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one forward, and a backward if there was one, leave behind.
+
+    Attributes:
+        parameter_gradients: empty without a backward.
+        drew: the forward used torch's global random state, as nn.Dropout does.
+    """
+
+    output: Tensor
+    state: State
+    drew: bool
+    input_gradient: Tensor | None = None
+    parameter_gradients: State = field(default_factory=dict)
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.input_gradient is not None or bool(self.parameter_gradients)
+
+    def of_samples(self, keep: Tensor) -> Observation:
+        """The same of some samples (N,)."""
+        own = None if self.input_gradient is None else self.input_gradient[keep]
+        return replace(self, output=self.output[keep], input_gradient=own)
+
+    def without_parameters(self) -> Observation:
+        return replace(self, parameter_gradients={})
+
+
+class Probe:
+    """Runs a module again and again from one state and one random state; never changes it.
+
+    Args:
+        module: in the mode to be examined. Axes that are held or changed come first in its input
+            and its output alike: samples and positions, or channels of (N, C, *).
+        vocab_size: of a module whose inputs are tokens.
+        ways: how many random replacements are tried at each hold.
+    """
+
+    def __init__(self, module: nn.Module, *, vocab_size: int | None = None, ways: int = 2) -> None:
+        self.module = module
+        self.vocab_size = vocab_size
+        self.ways = ways
+        self._replacements: dict[tuple[torch.Size, int], Tensor] = {}
+
+    def fresh(self) -> nn.Module:
+        """A copy in the original state; it shares the parameters, which are never written."""
+        return copy.deepcopy(self.module, {id(p): p for p in self.module.parameters()})
+
+    def observe(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        upstream: Tensor | None = None,
+        only: Tensor | None = None,
+    ) -> Observation:
+        """One forward and, given `upstream`, one backward.
+
+        Args:
+            upstream: leading axes of the output; random upstream gradients are multiplied by it.
+            only: boolean (N,), the samples to run without the others.
+        """
+        module, num_samples = self.fresh(), len(x)
+        if only is not None:
+            x, mask = x[only], None if mask is None else mask[only]
+        x = x.detach().requires_grad_(upstream is not None and x.is_floating_point())
+        with fixed_draws(), torch.set_grad_enabled(upstream is not None):
+            start = torch.get_rng_state()
+            out = module(x) if mask is None else module(x, mask)
+            drew = not torch.equal(start, torch.get_rng_state())
+            if upstream is None or not out.requires_grad:
+                return Observation(out.detach(), read_state(module), drew)
+            weights = normal((num_samples, *out.shape[1:]), seed=7) * fit(upstream, out)
+            weights = (weights if only is None else weights[only]).to(out.dtype)
+            named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+            wanted = [*([x] if x.requires_grad else []), *named.values()]
+            found = torch.autograd.grad(
+                out, wanted, weights, allow_unused=True, materialize_grads=True
+            )
+        own = found[: len(wanted) - len(named)]
+        slopes = dict(zip(named, found[len(own) :], strict=True))
+        return Observation(out.detach(), read_state(module), drew, own[0] if own else None, slopes)
+
+    def influence(
+        self,
+        x: Tensor,
+        keep: Tensor,
+        mask: Tensor | None = None,
+        *,
+        before: Observation | None = None,
+        state: bool = False,
+        first_way: int = 0,
+    ) -> str | None:
+        """What of the kept region follows a change of everything else; None if nothing does.
+
+        Args:
+            keep: boolean, broadcast to the leading axes of input and output: what is held fixed
+                in the input and compared in the output.
+            before: the observation of `x`. If it has gradients, taken with `keep` as upstream, they
+                are compared too: that of kept inputs and those of parameters.
+            state: also compare buffers, which then may depend on kept inputs alone.
+        """
+        before = before or self.observe(x, mask)
+        for way in range(first_way, first_way + self.ways):
+            changed = torch.where(fit(keep, x), x, self.replacement(x, way))
+            after = self.observe(changed, mask, upstream=keep if before.has_gradients else None)
+            moved = difference(before, after, keep, state=state)
+            if moved is not None:
+                return moved
+        return None
+
+    def replacement(self, x: Tensor, way: int) -> Tensor:
+        """Random values of the kind of `x`, everywhere different; large and moderate in turn.
+
+        A large value moves every statistic that contains it: about the root of the number of
+        values, since a mean over m <= n of them then moves by more than sqrt(n) / m.
+        """
+        if (x.shape, way) not in self._replacements:
+            size = math.sqrt(x.numel()) if way % 2 == 0 else 3.0
+            drawn = 1 + size * normal(x.shape, seed=way + 1)
+            if self.vocab_size is not None:
+                drawn = torch.randint(1, self.vocab_size, x.shape, generator=source(way))
+            self._replacements[x.shape, way] = drawn.to(x.dtype)
+        drawn = self._replacements[x.shape, way]
+        return drawn if self.vocab_size is None else (x + drawn) % self.vocab_size
+
+    def reads_across(
+        self,
+        x: Tensor,
+        axis: int,
+        mask: Tensor | None = None,
+        *,
+        gradients: bool = False,
+        state: bool = False,
+    ) -> str | None:
+        """What of one index of an axis follows other indices, over every pair of indices.
+
+        Args:
+            axis: 0 samples, 1 channels, 2 all positions of (N, C, *) together.
+        """
+        sizes = x.shape[axis : axis + 1] if axis < 2 else x.shape[2:]
+        everything = torch.ones([1] * axis + [1] * len(sizes), dtype=torch.bool)
+        whole = self.observe(x, mask, upstream=everything if gradients else None)
+        for index, hold in enumerate(holds(sizes.numel())):
+            keep = hold.view(*[1] * axis, *sizes)
+            before = self.observe(x, mask, upstream=keep) if gradients else whole
+            moved = self.influence(x, keep, mask, before=before, state=state, first_way=index)
+            # Nor may upstream gradients of the others reach the gradient of a kept input.
+            moved = moved or difference(before, whole.without_parameters(), keep)
+            if moved is not None:
+                return moved
+        return None
+
+    def reads_samples(self, x: Tensor, mask: Tensor | None = None, *, training: bool) -> str | None:
+        """What of a sample follows other samples: their content, or how many there are.
+
+        In training outputs, gradients and state; in evaluation nobody takes gradients.
+        """
+        moved = self.reads_across(x, 0, mask, gradients=training, state=True)
+        return moved or self._reads_number(x, mask, training=training)
+
+    def _reads_number(self, x: Tensor, mask: Tensor | None, *, training: bool) -> str | None:
+        """What differs when half of the samples run without the others."""
+        if len(x) < 2:
+            return None
+        keep = holds(len(x))[0]
+        upstream = keep if training else None
+        before = self.observe(x, mask, upstream=upstream)
+        if before.drew:  # other draws for another number
+            return None
+        try:
+            alone = self.observe(x, mask, upstream=upstream, only=keep)
+        except Exception:  # of foreign code: refuses so few samples
+            return None
+        return difference(before.of_samples(keep), alone, keep[keep])
+
+    def reads_later(self, x: Tensor, axis: int, mask: Tensor | None = None) -> int | None:
+        """A position from which on a change moves an earlier output; None if there is none."""
+        length, before = x.shape[axis], self.observe(x, mask)
+        for index, cut in enumerate(cuts(length)):
+            keep = along(torch.arange(length) < cut, axis)
+            if self.influence(x, keep, mask, before=before, first_way=index) is not None:
+                return cut
+        return None
+
+
+def holds(count: int) -> list[Tensor]:
+    """Boolean masks (count,): for any two indices, one mask holds the first and not the second."""
+    index = torch.arange(count)
+    bits = range(max(count - 1, 0).bit_length())
+    ones = [(index >> bit) & 1 == 1 for bit in bits]
+    return [mask for one in ones for mask in (one, ~one)]
+
+
+def cuts(length: int) -> list[int]:
+    """Positions that cut a sequence into before and after: all, or a spread of a long one."""
+    if length <= 9:
+        return list(range(1, length))
+    return [length // 2, length - 1, 1, length // 3, 2, 3, 2 * length // 3, length - 2]
+
+
+def along(keep: Tensor, axis: int) -> Tensor:
+    """A mask over one axis, with the axes before it."""
+    return keep.view(*[1] * axis, -1)
+
+
+def fit(keep: Tensor, values: Tensor) -> Tensor:
+    """A mask over leading axes, with the axes that follow."""
+    return keep.view(*keep.shape, *[1] * (values.ndim - keep.ndim))
+
+
+def select(values: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(fit(keep, values), values, 0)
+
+
+def difference(
+    before: Observation, after: Observation, keep: Tensor, *, state: bool = False
+) -> str | None:
+    """The name of what differs between two observations; None if nothing does.
+
+    Outputs and input gradients are compared where `keep` is true; gradients only if both have them.
+    """
+    if moves(select(before.output, keep), select(after.output, keep)):
+        return "output"
+    inputs = before.input_gradient, after.input_gradient
+    if None not in inputs and moves(*(select(g, keep) for g in inputs if g is not None)):
+        return "gradient of the input"
+    pairs = {
+        name: (slope, after.parameter_gradients[name])
+        for name, slope in before.parameter_gradients.items()
+        if name in after.parameter_gradients
+        and not torch.equal(slope, after.parameter_gradients[name])
+    }
+    if pairs:  # rounding is relative to the largest of all
+        scale = max(map(_largest, before.parameter_gradients.values()))
+        for name, pair in pairs.items():
+            if moves(*pair, scale=scale):
+                return f"gradient of {name}"
+    return moved_state(before.state, after.state) if state else None
+
+
+def moved_state(before: State, after: State) -> str | None:
+    """The name of a buffer that differs."""
+    for name, value in before.items():
+        if name not in after or moves(value.double(), after[name].double()):
+            return name
+    return None
+
+
+def moves(before: Tensor, after: Tensor, *, scale: float = 0.0) -> bool:
+    """Whether any value differs by more than rounding; NaN equals NaN."""
+    if torch.equal(before, after):  # as nearly always where nothing is read
+        return False
+    return bool(moved_places(before, after, scale=scale).any())
+
+
+def moved_places(
+    before: Tensor, after: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
+) -> Tensor:
+    """Where two tensors differ by more than rounding, relative to the largest value or `scale`."""
+    bound = tolerance * max(_largest(before), scale, SMALLEST_SCALE)
+    same = (after - before).abs() <= bound
+    return ~(same | (before == after) | (before.isnan() & after.isnan()))
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if values.numel() else 0.0
+
+
+def source(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(shape: Sequence[int], *, seed: int = 0) -> Tensor:
+    """Standard normal numbers, the same for one seed, drawn in float64 for every dtype."""
+    return torch.randn(tuple(shape), generator=source(seed), dtype=torch.float64)
+
+
+@contextmanager
+def fixed_draws() -> Iterator[None]:
+    """The global random state of the CPU at a fixed seed while inside, then as it was."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

@@ -1,0 +1,291 @@
+"""The probe engine: what a norm reads is found however it reads it, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normexp.checks.probe import Probe, cuts, holds, moves
+from normexp.norms.batch import BatchNorm
+from normexp.norms.causal import CausalGroupNorm
+from normexp.norms.frozen import FrozenBatchNorm
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
+from normexp.norms.none import NoNorm
+from normexp.norms.renorm import BatchRenorm
+
+
+class OfNeighbour(nn.Module):
+    """Sample i reads sample i + `distance`, if there is one."""
+
+    def __init__(self, distance: int) -> None:
+        super().__init__()
+        self.distance = distance
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = torch.zeros_like(x)
+        read[: -self.distance] = x[self.distance :]
+        return x + 0.01 * read
+
+
+class HalfBatch(nn.Module):
+    """Takes its mean from the first or the second half of the batch."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x[: len(x) // 2] if self.first else x[len(x) // 2 :]
+        return x - half.mean(0, keepdim=True)
+
+
+class Reads(nn.Module):
+    """Adds a little of another sample, by a function of the batch."""
+
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.01 * self.read(x)
+
+
+class _CentredSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, g):
+        return g - g.mean(0, keepdim=True)
+
+
+class _ScaledSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g / (1 + x.square().mean(0, keepdim=True))
+
+
+class _WeightSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight.view(-1, *[1] * (x.ndim - 2))
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        centred = x - x.mean(0, keepdim=True)
+        slope = (g * centred).sum([d for d in range(x.ndim) if d != 1])
+        return g * weight.view(-1, *[1] * (x.ndim - 2)), slope
+
+
+class WeightSlope(nn.Module):
+    """An elementwise scale; its weight's gradient sees the batch mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _WeightSlope.apply(x, self.weight)  # type: ignore[return-value]
+
+
+class Applies(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x)
+
+
+class StateOnly(nn.Module):
+    """Scales by fixed numbers in training, and keeps a mean that evaluation subtracts."""
+
+    running: Tensor
+
+    def __init__(self, read=lambda x: x.mean()) -> None:
+        super().__init__()
+        self.read = read
+        self.register_buffer("running", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.running.lerp_(self.read(x.detach()), 0.1)
+            return 1.0 * x
+        return x - self.running
+
+
+class Counts(nn.Module):
+    """Counts its training steps, which other samples do not change."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return torch.tanh(x)
+
+
+class OneMissing(nn.Module):
+    """NaN for one channel, of every sample alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        out[:, 0] = torch.nan
+        return out
+
+
+def renorm() -> nn.Module:
+    """In training its outputs are those of the running averages: nothing is clipped."""
+    bounds = {"r_max": 1000, "d_max": 1000, "warmup": 0, "r_ramp_end": 0, "d_ramp_end": 0}
+    return BatchRenorm(6, **bounds)
+
+
+MIXING = {
+    "batch": BatchNorm(6),
+    "renorm": renorm(),
+    **{f"neighbour {d}": OfNeighbour(d) for d in (1, 2, 3)},
+    "first half": HalfBatch(first=True),
+    "second half": HalfBatch(first=False),
+    "next": Reads(lambda x: x.roll(1, 0)),
+    "last": Reads(lambda x: x[-1:]),
+    "largest": Reads(lambda x: x.amax(0, keepdim=True)),
+    "bounded": Reads(lambda x: torch.tanh(x).mean(0, keepdim=True)),
+    "number of samples": Reads(lambda x: x / len(x)),
+    "gradient of others": Applies(_CentredSlope),
+    "gradient by values of others": Applies(_ScaledSlope),
+    "gradient of a parameter": WeightSlope(),
+    "state": StateOnly(),
+    "state of the last": StateOnly(lambda x: x[-1].mean()),
+}
+SEPARATE = {
+    "none": NoNorm(6),
+    "layer": LayerNorm(6),
+    "instance": InstanceNorm(6),
+    "group": GroupNorm(6, num_groups=3),
+    "frozen": FrozenBatchNorm(6),
+    "counter": Counts(),
+    "missing values": OneMissing(),
+    "dropout": nn.Dropout(0.5),
+}
+
+
+def inputs(num_samples: int = 4, num_positions: int = 12) -> Tensor:
+    return torch.randn(num_samples, 6, num_positions, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("name", MIXING)
+def test_other_samples_are_found_in_training(name: str, ways: int):
+    assert Probe(MIXING[name].train(), ways=ways).reads_samples(inputs(), training=True)
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_nothing_is_found_where_no_sample_is_read(name: str):
+    for training in (True, False):
+        probe = Probe(SEPARATE[name].train(training))
+        assert probe.reads_samples(inputs(), training=training) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [
+        ("batch", "output"),
+        ("renorm", "gradient of the input"),
+        ("gradient of others", "gradient of the input"),
+        ("gradient of a parameter", "gradient of weight"),
+        ("state", "running"),
+    ],
+)
+def test_what_follows_other_samples_is_named(name: str, moved: str):
+    assert Probe(MIXING[name].train()).reads_samples(inputs(), training=True) == moved
+
+
+def test_running_state_is_no_mixing_in_evaluation():
+    for name in ("batch", "renorm", "state"):
+        assert Probe(MIXING[name].eval()).reads_samples(inputs(), training=False) is None
+
+
+class Later(nn.Module):
+    """Position p reads position p + `distance`, if there is one."""
+
+    def __init__(self, distance: int) -> None:
+        super().__init__()
+        self.distance = distance
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, C, T)
+        read = torch.zeros_like(x)
+        read[..., : -self.distance] = x[..., self.distance :]
+        return x + 0.01 * read
+
+
+class Chunks(nn.Module):
+    """Centres chunks of a sequence, each by itself."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        chunks = x.split(self.size, dim=-1)
+        return torch.cat([chunk - chunk.mean(-1, keepdim=True) for chunk in chunks], dim=-1)
+
+
+@pytest.mark.parametrize("length", [6, 12, 64])
+def test_later_positions_are_found_however_far(length: int):
+    x = inputs(num_positions=length)
+    for distance in {1, 2, length // 2, length - 2, length - 1}:
+        assert Probe(Later(distance)).reads_later(x, 2) is not None, distance
+    for size in (2, 3, 4, length // 2, length):
+        assert Probe(Chunks(size)).reads_later(x, 2) is not None, size
+    for sound in (CausalGroupNorm(6, num_groups=3), NoNorm(6)):
+        assert Probe(sound).reads_later(x, 2) is None
+
+
+@pytest.mark.parametrize("distance", [1, 5, 11])
+def test_positions_and_channels_are_told_apart(distance: int):
+    positions, channels = Probe(Later(distance)), Probe(Reads(lambda x: x.roll(1, 1)))
+    assert positions.reads_across(inputs(), 2) and not positions.reads_across(inputs(), 1)
+    assert channels.reads_across(inputs(), 1) and not channels.reads_across(inputs(), 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 24])
+def test_holds_separate_every_pair(count: int):
+    masks = holds(count)
+    for kept in range(count):
+        for changed in set(range(count)) - {kept}:
+            assert any(mask[kept] and not mask[changed] for mask in masks)
+    assert all(0 < cut < count for cut in cuts(count))
+
+
+def test_module_and_random_state_are_left_alone():
+    norm = BatchNorm(6)
+    norm.calls = []  # type: ignore[assignment]
+    norm.register_forward_hook(lambda module, *_: module.calls.append(1))
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    draws = torch.get_rng_state()
+    Probe(norm).reads_samples(inputs(), training=True)
+    assert torch.equal(draws, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+    assert norm.calls == [] and all(p.grad is None for p in norm.parameters())
+
+
+def test_nan_equals_nan_and_no_number():
+    missing = torch.tensor([1.0, torch.nan, torch.inf])
+    assert not moves(missing, missing.clone())
+    assert moves(missing, torch.tensor([1.0, 0.0, torch.inf]))
+    assert moves(torch.tensor([1.0, 0.0, torch.inf]), missing)
+    assert not moves(torch.tensor([1.0, 0.0]), torch.tensor([1.00001, 0.0]))
