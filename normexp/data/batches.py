@@ -1,4 +1,4 @@
-"""Training batches as gathers from tensors on the device, for every replica at once."""
+"""Training batches: index gathers from tensors on the device, for all replicas at once."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> Tensor:
 
 
 def window_offset(seed: int, epoch: int, block_size: int) -> int:
-    """Where the windows of an epoch begin, in [0, block_size): other cuts of the text each time."""
+    """Offset of the windows of an epoch, in [0, block_size): each epoch cuts the text anew."""
     return int(torch.randint(block_size, (), generator=generator(seed, "order", epoch)))
 
 
 Batch = dict[str, Tensor]
 
-_MOST_AT_ONCE = 2**22  # values of a chunk that are made floats in one go; 16 MB
+_MOST_AT_ONCE = 2**22  # values of a chunk that are converted to float in one go; 16 MB
 
 
 class TrainingBatches:
-    """What each optimizer step sees: replica r draws order and augmentation from `seeds[r]`.
+    """The samples of each optimizer step; replica r draws order and augmentation from `seeds[r]`.
 
-    An epoch is one pass over the training samples in batches of `batch_size`; a ragged last batch
-    is dropped where `drop_last`. Every tensor of a batch leads with the axes (S, N).
+    An epoch is one pass over the training samples in batches of `batch_size`; `drop_last` drops a
+    shorter last batch. Every tensor of a batch leads with the axes (S, N).
     """
 
     def __init__(self, data: Data, seeds: list[int], batch_size: int, *, drop_last: bool) -> None:
         self.data = data
         self.seeds = seeds
         self.batch_size = batch_size
-        self.dtype = torch.float32  # of images as a model receives them
+        self.dtype = torch.float32  # of the images that a model receives
         # Samples of a step's batch that this process takes, given their number; None: all of them.
         self.own_samples: Callable[[int], Tensor] | None = None
         num_samples = len(data.train)
@@ -45,7 +45,7 @@ class TrainingBatches:
         self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
         self._epoch: int | None = None
         self._order = torch.empty(0)
-        self._offset: Tensor | None = None  # (S, 1), of windows alone
+        self._offset: Tensor | None = None  # (S, 1), for Windows only
 
     def chunk(self, first_step: int, num_steps: int) -> list[Batch]:
         """The batches of `num_steps` optimizer steps from `first_step`, all within one epoch."""
@@ -71,11 +71,11 @@ class TrainingBatches:
         return batches
 
     def num_samples_of(self, step: int) -> int:
-        """Samples of one replica that `step` sees, in all processes together."""
+        """Samples of one replica in `step`, all processes together."""
         return self.num_samples_before(step + 1) - self.num_samples_before(step)
 
     def num_samples_before(self, step: int) -> int:
-        """Samples of one replica seen before `step`."""
+        """Samples of one replica before `step`, all processes together."""
         epochs, position = divmod(step, self.steps_per_epoch)
         within = min(position * self.batch_size, self.samples_per_epoch)
         return epochs * self.samples_per_epoch + within
@@ -86,14 +86,14 @@ class TrainingBatches:
         num_samples = len(self.data.train)
         orders = [epoch_order(seed, epoch, num_samples) for seed in self.seeds]
         self._order = torch.stack(orders)  # (S, num_samples)
-        if isinstance(self.data.train, Windows):  # which start anew at another offset each epoch
+        if isinstance(self.data.train, Windows):
             length = self.data.train.block_size
             offsets = [window_offset(seed, epoch, length) for seed in self.seeds]
             self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
         self._epoch = epoch
 
     def _augmented(self, images: Tensor, step: int, own: Tensor | None) -> Tensor:
-        """The images (S, N, ...), those at `own` of a step's, each with the draws of its place."""
+        """The images (S, N, ...) augmented; `own` are their positions in the step, None for all."""
         augmentation = self.data.augmentation
         if augmentation is None:
             return images
