@@ -37,7 +37,7 @@ class TrainingBatches:
         self.data = data
         self.seeds = seeds
         self.batch_size = batch_size
-        self.dtype = torch.float32  # of the images that a model receives
+        self.dtype = torch.float32  # of images as a model receives them
         # Samples of a step's batch that this process takes, given their number; None: all of them.
         self.own_samples: Callable[[int], Tensor] | None = None
         num_samples = len(data.train)
@@ -45,7 +45,7 @@ class TrainingBatches:
         self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
         self._epoch: int | None = None
         self._order = torch.empty(0)
-        self._offset: Tensor | None = None  # (S, 1), for Windows only
+        self._offset: Tensor | None = None  # (S, 1), of windows alone
 
     def chunk(self, first_step: int, num_steps: int) -> list[Batch]:
         """The batches of `num_steps` optimizer steps from `first_step`, all within one epoch."""
@@ -71,11 +71,11 @@ class TrainingBatches:
         return batches
 
     def num_samples_of(self, step: int) -> int:
-        """Samples of one replica in `step`, all processes together."""
+        """Samples of one replica that `step` sees, in all processes together."""
         return self.num_samples_before(step + 1) - self.num_samples_before(step)
 
     def num_samples_before(self, step: int) -> int:
-        """Samples of one replica before `step`, all processes together."""
+        """Samples of one replica seen before `step`."""
         epochs, position = divmod(step, self.steps_per_epoch)
         within = min(position * self.batch_size, self.samples_per_epoch)
         return epochs * self.samples_per_epoch + within
@@ -93,7 +93,7 @@ class TrainingBatches:
         self._epoch = epoch
 
     def _augmented(self, images: Tensor, step: int, own: Tensor | None) -> Tensor:
-        """The images (S, N, ...) augmented; `own` are their positions in the step, None for all."""
+        """The images (S, N, ...), those at `own` of a step's, each with the draws of its place."""
         augmentation = self.data.augmentation
         if augmentation is None:
             return images

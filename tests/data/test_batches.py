@@ -94,12 +94,11 @@ def test_replicas_follow_their_seeds_and_chunks_equal_single_steps(augmentation)
         assert not torch.equal(batch["targets"][0], batch["targets"][1])
 
 
-def test_images_are_normalised_in_the_chosen_precision():
+def test_images_are_normalised():
     batches = TrainingBatches(images(), [0], 5, drop_last=True)
-    batches.dtype = torch.float64
     (batch,) = batches.chunk(0, 1)
-    raw = batches.data.train.gather(epoch_order(0, 0, 10)[:5])["inputs"].double()
-    torch.testing.assert_close(batch["inputs"][0], (raw / 255 - 0.5) / 0.25, rtol=0, atol=1e-14)
+    raw = batches.data.train.gather(epoch_order(0, 0, 10)[:5])["inputs"]
+    torch.testing.assert_close(batch["inputs"][0], (raw / 255 - 0.5) / 0.25)
 
 
 def test_samples_seen_count_a_short_last_batch_if_it_is_kept():
@@ -107,7 +106,6 @@ def test_samples_seen_count_a_short_last_batch_if_it_is_kept():
     dropped = TrainingBatches(images(), [0], 4, drop_last=True)
     assert [kept.num_samples_before(step) for step in range(5)] == [0, 4, 8, 10, 14]
     assert [dropped.num_samples_before(step) for step in range(5)] == [0, 4, 8, 12, 16]
-    assert [kept.num_samples_of(step) for step in range(4)] == [4, 4, 2, 4]
 
 
 def test_windows_of_a_text_start_elsewhere_each_epoch():
