@@ -27,14 +27,15 @@ DATA = """
 import torch
 from normexp.data import Examples, build_image_data
 
-def load_stripes(num_samples, val_fraction, split_seed=0):
+def load_stripes(num_samples, val_fraction, num_classes, split_seed=0):
     targets = torch.arange(num_samples) % 2
     images = torch.zeros(num_samples, 1, 8, 8, dtype=torch.uint8)
     images[targets == 0, :, ::2] = 255
     images[targets == 1, :, :, ::2] = 255
     part = Examples(images, targets)
     return build_image_data(
-        "stripes", part, part, num_classes=2, val_fraction=val_fraction, split_seed=split_seed)
+        "stripes", part, part, num_classes=num_classes, val_fraction=val_fraction,
+        split_seed=split_seed)
 """
 
 
@@ -44,7 +45,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_data.py").write_text(DATA)
     for group, content in {
         "model": "_target_: my_model.TwoLayers\n_partial_: true\nwidth: 8\n",
-        "data": "_target_: my_data.load_stripes\nnum_samples: 64\nval_fraction: 0.25\n",
+        "data": "_target_: my_data.load_stripes\nnum_samples: 64\nnum_classes: 2\n"
+        "val_fraction: 0.25\n",
     }.items():
         (tmp_path / "my_conf" / group).mkdir(parents=True)
         (tmp_path / "my_conf" / group / "mine.yaml").write_text(content)
@@ -52,11 +54,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CUSTOM_DATA = [
-    "data._target_=my_data.load_stripes",
-    "data.num_samples=64",
-    "data.val_fraction=0.25",
-]
+CUSTOM_DATA = ["data._target_=my_data.load_stripes", "data.num_samples=64", "data.num_classes=2"]
+CUSTOM_DATA += ["data.val_fraction=0.25"]
 
 
 @pytest.mark.parametrize(
@@ -77,3 +76,12 @@ def test_own_model_and_data_train(folder: Path, choice: list[str], num_parameter
     content = json.loads(result.read_text())
     assert content["status"] == "finished"
     assert content["num_parameters"] == num_parameters
+
+
+def test_own_data_that_contradict_themselves_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config-dir", str(folder / "my_conf"), "data=mine", "data.num_classes=1"]
+    assert main([*words, "workers=0", f"runs_dir={folder / 'runs'}"]) == 2
+    assert "data=stripes: train.targets has 1; num_outputs=1" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
