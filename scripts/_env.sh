@@ -1,6 +1,6 @@
-# Sourced by ./scripts/*: `make_env` leaves a finished .venv in $root, the repository.
-# A marker names the pyproject.toml and the place that .venv was made for, so that a half-made,
-# outdated or moved one is installed again.
+# Sourced by ./scripts/*. `make_env` makes $root/.venv, where $root is the repository.
+# A marker file in .venv holds the checksum of pyproject.toml and the path of the repository. Without
+# a matching marker, .venv is unfinished, outdated or moved, and is installed again.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python=$root/.venv/bin/python
@@ -24,7 +24,8 @@ stamp() { echo "$(cksum <"$root/pyproject.toml") $root"; }
 
 is_ready() { [ "$(cat "$root/.venv/.normexp-ready" 2>/dev/null)" = "$(stamp)" ]; }
 
-# An environment that somebody made otherwise is kept; one without pip gets it.
+# True if .venv has a suitable Python with pip; adds pip if it is missing. A .venv that was made by
+# another tool is kept.
 has_pip() {
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || return 1
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1
@@ -32,7 +33,7 @@ has_pip() {
 
 install() {
   local pip=("$python" -m pip --disable-pip-version-check)
-  # uv is faster by minutes and reads no pip configuration, hence the index by hand.
+  # uv is faster by minutes. It ignores pip's configuration, so it is told pip's index.
   local index
   index=$("${pip[@]}" config get global.index-url 2>/dev/null) || index=${PIP_INDEX_URL:-}
   if "${pip[@]}" install --quiet uv &&
@@ -48,7 +49,7 @@ install() {
 make_env() {
   is_ready && return
   (
-    # One at a time, where the system has flock; the lock ends with this subshell.
+    # One process at a time, if the system has flock; the lock ends with this subshell.
     exec 9<"$root/pyproject.toml"
     if command -v flock >/dev/null; then flock 9 || true; fi
     is_ready && exit

@@ -1,12 +1,12 @@
-"""How fast normexp is against what one would use in its place: one command, a table, and JSON.
+"""How fast normexp is, compared with what one would use instead: a table, and JSON.
 
     python scripts/bench.py                         every row
-    python scripts/bench.py --only step --quick     rows whose name contains "step", fewer rounds
+    python scripts/bench.py --only step --quick     sections named like "step", fewer rounds
     python scripts/bench.py --json /tmp/bench.json  the numbers as well
 
-What is compared runs alternately in this one process (or in processes started alternately), and a
-row is the median of the ratios of neighbouring measurements, so that a slow minute of the machine
-moves both sides. Rows for a GPU appear only where there is one.
+The candidates of a row run alternately in this process (or in processes started alternately). A row
+is the median of the ratios of neighbouring measurements, so that a slow minute of the machine
+affects both sides. GPU rows appear only on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -14,39 +14,36 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
-import bench_data
-import bench_gpu
 import bench_norms
-import bench_processes
-import bench_steps
-import bench_study
-from bench_measure import Bench, Row, describe_machine
+import bench_training
+import torch
+from bench_measure import Bench, Row
 
-SECTIONS = (bench_steps, bench_data, bench_norms, bench_processes, bench_study, bench_gpu)
+from normexp.records.environment import describe_environment
+
+SECTIONS = bench_training.SECTIONS | bench_norms.SECTIONS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
-    parser.add_argument("--list", action="store_true", help="print the rows' names, measure none")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows there")
+    parser.add_argument("--list", action="store_true", help="print the names of the sections")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    measurements = [entry for section in SECTIONS for entry in section.MEASUREMENTS.items()]
-    chosen = [
-        (name, measure)
-        for name, measure in measurements
-        if not options.only or any(word in name for word in options.only)
-    ]
+    words = options.only or [""]
+    chosen = [name for name in SECTIONS if any(word in name for word in words)]
     if options.list or not chosen:
-        print("\n".join(name for name, _ in measurements))
+        print("\n".join(SECTIONS))
         return 0 if options.list else 2
     machine = describe_machine()
     for line in machine.items():
@@ -54,8 +51,8 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="normexp-bench-") as folder:
         bench = Bench(quick=options.quick, folder=Path(folder))
-        for name, measure in chosen:
-            for row in measure(bench):
+        for name in chosen:
+            for row in SECTIONS[name](bench):
                 print(f"{name:<22} {row}", flush=True)
                 rows.append(row)
             if options.json:
@@ -64,6 +61,13 @@ def main() -> int:
     missed = [row for row in rows if row.met is False]
     print(f"# {len(rows)} rows, {len(missed)} miss their aim")
     return 0
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a reader needs to judge the numbers."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
+    return describe_environment(gpu) | {"threads": torch.get_num_threads(), "load": load}
 
 
 if __name__ == "__main__":

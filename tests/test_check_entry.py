@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from normexp.check import main
-from normexp.cli import parse_command
-from normexp.config.grid import compose_norms
 from normexp.checks.card import Card, as_markdown, print_card, print_comparison
 from normexp.checks.subject import Line
+from normexp.cli import parse_command
+from normexp.config.grid import compose_norms
 
 CONTRACT = "part=contract"
 MODULE = """

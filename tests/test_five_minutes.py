@@ -22,7 +22,7 @@ COMMANDS = re.findall(r"```sh\n(.*?)```", SECTION, flags=re.DOTALL)[0].splitline
 
 def test_the_norm_keeps_the_contract():
     names: dict[str, type] = {}
-    exec(CODE, names)  # as somebody pastes it
+    exec(CODE, names)
     assert_contract(names["AbsNorm"])
 
 

@@ -1,19 +1,8 @@
-"""Data sources and what they return."""
+"""Data sets. Your own source returns `Data`, made by `build_image_data` or `build_text_data`."""
 
 from normexp.data.augment import Augmentation
-from normexp.data.batches import epoch_order, window_offset
-from normexp.data.dataset import Data, Examples, Windows, validate
-from normexp.data.images import build_image_data
+from normexp.data.dataset import Data, Examples, Windows
+from normexp.data.sources import build_image_data
 from normexp.data.text import build_text_data
 
-__all__ = [
-    "Augmentation",
-    "Data",
-    "Examples",
-    "Windows",
-    "build_image_data",
-    "build_text_data",
-    "epoch_order",
-    "validate",
-    "window_offset",
-]
+__all__ = ["Augmentation", "Data", "Examples", "Windows", "build_image_data", "build_text_data"]

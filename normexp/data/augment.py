@@ -1,4 +1,4 @@
-"""Augmentation as gathers over a whole batch: no loop over samples, no state."""
+"""Augmentation as gathers over a whole batch: no loop over samples, no random state."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from normexp.batching.draws import generator
 from normexp.errors import UserError
 
-_RANGE = 2**31  # whole draws, reduced to the range asked for; the bias of the modulo is below 1e-6
+_RANGE = 2**31  # draws are reduced modulo the range asked for; the bias is below 1e-6
 
 
 @dataclass(frozen=True)
 class Augmentation:
     """Random crop of the zero-padded image, then horizontal flip, then cutout; 0 and false are off.
 
-    Black (0) fills both the padding and the cut square. Cutout: DeVries & Taylor 2017,
-    arXiv:1708.04552; the square's centre is uniform over the image, so it may stick out of it.
+    Padding and the cut square are black (0). Cutout: DeVries & Taylor 2017, arXiv:1708.04552; the
+    square's centre is uniform over the image, so the square may stick out of it.
 
     Args:
         crop_padding: pixels added on each side before a crop of the original size.
         flip: mirror left to right with probability 1/2.
-        cutout: side of the square that is blackened, in pixels.
+        cutout: side of the blackened square in pixels.
     """
 
     crop_padding: int
@@ -34,23 +34,21 @@ class Augmentation:
         for key in ("crop_padding", "cutout"):
             value = getattr(self, key)
             if value < 0:
-                raise UserError(
-                    f"data.augmentation.{key}={value} pixels is negative; 0 turns it off"
-                )
+                raise UserError(f"data.augmentation.{key}={value} is negative; 0 turns it off")
 
     @property
     def is_on(self) -> bool:
         return bool(self.crop_padding or self.flip or self.cutout)
 
     def draw(self, seed: int, step: int, num_samples: int) -> dict[str, Tensor]:
-        """Draws of one step, each (num_samples,) int64 or bool on the CPU.
+        """Draws of one step, each (num_samples,), int64 or bool, on the CPU.
 
-        Those of sample i depend on (seed, step, i) alone: not on the number of samples, and not on
-        which of the three are on.
+        The draws of sample i depend on (seed, step, i) only: neither on the number of samples nor
+        on which of the three are on.
         """
         table = torch.randint(
             _RANGE, (num_samples, 5), generator=generator(seed, "augment", step)
-        ).unbind(dim=1)  # filled row by row: sample i has row i whatever num_samples is
+        ).unbind(dim=1)  # filled row by row: sample i has row i for every num_samples
         draws: dict[str, Tensor] = {}
         if self.crop_padding:
             num_shifts = 2 * self.crop_padding + 1
@@ -58,33 +56,36 @@ class Augmentation:
         if self.flip:
             draws["flip"] = table[2] % 2 == 1
         if self.cutout:
-            draws["cut_row"], draws["cut_column"] = table[3], table[4]  # modulo H, W when applied
+            draws["cut_row"], draws["cut_column"] = table[3], table[4]  # modulo H, W in `apply`
         return draws
 
     def apply(self, images: Tensor, draws: dict[str, Tensor]) -> Tensor:
-        """Augmented images, same shape (..., N, C, H, W) and dtype; draws are (..., N)."""
+        """The images (..., N, C, H, W) augmented, in the same shape and dtype; draws are (..., N).
+
+        Every output pixel is gathered from a source row and column, or is black.
+        """
         height, width = images.shape[-2:]
         flat = images.reshape(-1, *images.shape[-3:])  # (M, C, H, W), M = all leading axes
         draws = {name: draw.reshape(-1, 1).to(images.device) for name, draw in draws.items()}
         rows = torch.arange(height, device=images.device).expand(len(flat), -1)  # (M, H)
         columns = torch.arange(width, device=images.device).expand(len(flat), -1)  # (M, W)
-        keep = None
+        black = None  # (M, H, W)
         if "cut_row" in draws:
             cut_rows = self._is_cut(rows, draws["cut_row"] % height)
-            keep = ~_outer_and(cut_rows, self._is_cut(columns, draws["cut_column"] % width))
+            black = _outer(cut_rows, self._is_cut(columns, draws["cut_column"] % width))
         if "flip" in draws:
             columns = torch.where(draws["flip"], width - 1 - columns, columns)
         if "crop_top" in draws:
             rows = rows + draws["crop_top"] - self.crop_padding
             columns = columns + draws["crop_left"] - self.crop_padding
-            inside = _outer_and(_within(rows, height), _within(columns, width))
-            keep = inside if keep is None else keep & inside
+            outside = ~_outer(_is_within(rows, height), _is_within(columns, width))
+            black = outside if black is None else black | outside
             rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
-        source = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)  # (M, H*W)
+        source = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)  # (M, H * W)
         source = source[:, None].expand(-1, flat.shape[1], -1)
         out = flat.flatten(2).gather(2, source).view_as(flat)
-        if keep is not None:
-            out = out * keep[:, None].to(out.dtype)
+        if black is not None:
+            out = out.masked_fill(black[:, None], 0)
         return out.view_as(images)
 
     def _is_cut(self, positions: Tensor, centre: Tensor) -> Tensor:
@@ -92,9 +93,9 @@ class Augmentation:
         return (positions >= first) & (positions < first + self.cutout)
 
 
-def _within(positions: Tensor, size: int) -> Tensor:
+def _is_within(positions: Tensor, size: int) -> Tensor:
     return (positions >= 0) & (positions < size)
 
 
-def _outer_and(rows: Tensor, columns: Tensor) -> Tensor:
+def _outer(rows: Tensor, columns: Tensor) -> Tensor:
     return rows[:, :, None] & columns[:, None, :]  # (M, H), (M, W) -> (M, H, W)

@@ -1,4 +1,4 @@
-"""Training batches as gathers from tensors on the device, for every replica at once."""
+"""Training batches: index gathers from tensors on the device, for all replicas at once."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> Tensor:
 
 
 def window_offset(seed: int, epoch: int, block_size: int) -> int:
-    """Where the windows of an epoch begin, in [0, block_size): other cuts of the text each time."""
+    """Offset of the windows of an epoch, in [0, block_size): each epoch cuts the text anew."""
     return int(torch.randint(block_size, (), generator=generator(seed, "order", epoch)))
 
 
 Batch = dict[str, Tensor]
 
-_MOST_AT_ONCE = 2**22  # values of a chunk that are made floats in one go; 16 MB
+_MOST_AT_ONCE = 2**22  # values of a chunk that are converted to float in one go; 16 MB
 
 
 class TrainingBatches:
-    """What each optimizer step sees: replica r draws order and augmentation from `seeds[r]`.
+    """The samples of each optimizer step; replica r draws order and augmentation from `seeds[r]`.
 
-    An epoch is one pass over the training samples in batches of `batch_size`; a ragged last batch
-    is dropped where `drop_last`. Every tensor of a batch leads with the axes (S, N).
+    An epoch is one pass over the training samples in batches of `batch_size`; `drop_last` drops a
+    shorter last batch. Every tensor of a batch leads with the axes (S, N).
     """
 
     def __init__(self, data: Data, seeds: list[int], batch_size: int, *, drop_last: bool) -> None:
@@ -85,7 +85,7 @@ class TrainingBatches:
         num_samples = len(self.data.train)
         orders = [epoch_order(seed, epoch, num_samples) for seed in self.seeds]
         self._order = torch.stack(orders)  # (S, num_samples)
-        if isinstance(self.data.train, Windows):  # which start anew at another offset each epoch
+        if isinstance(self.data.train, Windows):
             length = self.data.train.block_size
             offsets = [window_offset(seed, epoch, length) for seed in self.seeds]
             self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)

@@ -9,8 +9,7 @@ import torch
 
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples
-from normexp.data.images import build_image_data
-from normexp.errors import UserError
+from normexp.data.sources import build_image_data, downloading
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
@@ -42,34 +41,17 @@ def _load(
     split_seed: int,
     augmentation: Augmentation | None,
 ) -> Data:
-    train, test = (_read(name, source, data_dir, train=train) for train in (True, False))
+    with downloading(name, Path(data_dir) / source.filename):
+        train, test = (source(data_dir, train=train, download=True) for train in (True, False))
     return build_image_data(
         name,
         _examples(train),
         _examples(test),
-        class_names=tuple(train.classes),
+        num_classes=len(train.classes),
         val_fraction=val_fraction,
         split_seed=split_seed,
         augmentation=augmentation,
     )
-
-
-def _read(name: str, source: type[CIFAR10], data_dir: str, *, train: bool) -> CIFAR10:
-    """The torchvision data set; a failed download leaves nothing behind."""
-    folder = Path(data_dir)
-    archive = folder / source.filename
-    had_folder, had_archive = folder.exists(), archive.exists()
-    try:
-        return source(root=data_dir, train=train, download=True)
-    except (OSError, RuntimeError) as error:  # URLError is an OSError
-        if not had_archive:
-            archive.unlink(missing_ok=True)
-        if not had_folder and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        raise UserError(
-            f"data={name} wants {source.filename}, and its download failed ({error}); put the "
-            f"file into {folder.resolve()} or set data_dir to where it is; data=digits needs none"
-        ) from error
 
 
 def _examples(source: CIFAR10) -> Examples:

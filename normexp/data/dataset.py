@@ -1,20 +1,17 @@
-"""What a data source returns, and what is checked of it, a user's own sources included."""
+"""A data set: three splits as tensors on one device, and the checks that it must pass."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from normexp.batching.draws import generator
 from normexp.data.augment import Augmentation
 from normexp.errors import UserError
 
@@ -34,8 +31,12 @@ class Examples:
     def __len__(self) -> int:
         return len(self.targets)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.inputs, self.targets, self.mask) if t is not None]
+
     def gather(self, indices: Tensor, offset: Tensor | None = None) -> dict[str, Tensor]:  # noqa: ARG002
-        """The samples at `indices` (...,), whose shape leads; offset is for Windows alone."""
+        """The samples at `indices` (...,), whose axes lead in the result; `offset` is unused."""
         indices = indices.to(self.targets.device)
         batch = {"inputs": self.inputs[indices], "targets": self.targets[indices]}
         if self.mask is not None:
@@ -43,23 +44,26 @@ class Examples:
         return batch
 
     def to(self, device: torch.device | str) -> Examples:
-        mask = None if self.mask is None else self.mask.to(device)
-        return Examples(self.inputs.to(device), self.targets.to(device), mask)
+        return Examples(*(tensor.to(device) for tensor in self.tensors))
 
 
 @dataclass
 class Windows:
-    """One text of L tokens, int64 (L,), seen in windows of `block_size` T to model language."""
+    """A text of L tokens, int64 (L,), read in windows of `block_size` T for language modelling."""
 
     tokens: Tensor
     block_size: int
 
     def __len__(self) -> int:
-        """Windows that do not overlap and fit for every offset in [0, T), targets included."""
+        """Number of disjoint windows that fit at every offset in [0, T), targets included."""
         return max(len(self.tokens) - self.block_size, 0) // self.block_size
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.tokens]
+
     def gather(self, indices: Tensor, offset: Tensor | None = None) -> dict[str, Tensor]:
-        """Window i begins at i * T + offset; targets are the inputs shifted by one.
+        """Window i starts at i * T + offset; targets are the inputs shifted by one.
 
         Shapes: indices (...,), offset broadcastable to it (None is 0); inputs, targets (..., T).
         """
@@ -74,56 +78,34 @@ class Windows:
         return Windows(self.tokens.to(device), self.block_size)
 
 
-def content_digest(
-    splits: Sequence[Examples | Windows], symbols: tuple[str, ...] | None = None
-) -> str:
-    """First 16 hex digits of the sha256 over dtype, shape and bytes of every tensor."""
-    digest = hashlib.sha256(repr(symbols).encode())
-    for split in splits:
-        for tensor in tensors_of(split):
-            digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.cpu().contiguous().numpy().data)
-    return digest.hexdigest()[:16]
-
-
-def tensors_of(split: Examples | Windows) -> list[Tensor]:
-    """The tensors that hold a split."""
-    if isinstance(split, Windows):
-        return [split.tokens]
-    return [t for t in (split.inputs, split.targets, split.mask) if t is not None]
-
-
-Task = Literal["classification", "language_modeling"]
-
-
 @dataclass
 class Data:
-    """A data set with its three splits and what a model must know of it.
+    """A data set with its three splits and the facts that a model needs about it.
 
-    A source of your own (`data=custom data._target_=my_pkg.load_shapes data.val_fraction=0.1`) is
-    a function that returns one; `build_image_data` splits, measures and checks:
+    A source of your own (`data=custom data._target_=my_pkg.load_shapes data.val_fraction=0.1`) is a
+    function that returns one; `build_image_data` splits off val and computes mean and std:
 
-        def load_shapes(val_fraction: float, split_seed: int) -> Data:
+        def load_shapes(val_fraction: float, split_seed: int = 0) -> Data:
             train = Examples(train_images, train_targets)  # uint8 (N, C, H, W), int64 (N,)
             test = Examples(test_images, test_targets)
             return build_image_data(
-                "shapes", train, test, class_names=("round", "square"),
+                "shapes", train, test, num_classes=2,
                 val_fraction=val_fraction, split_seed=split_seed)
 
     Args:
-        num_outputs: classes, or symbols of the vocabulary for language modelling.
+        num_outputs: classes, or the vocabulary's size for language modelling.
         input_shape: (C, H, W), or (T,) for tokens.
         mean, std: per channel of the train split, in 0..1 units; None for tokens.
-        vocab_size: number of different tokens; None for images.
-        bytes_per_token: UTF-8 bytes per token of each split, language modelling only.
-        augmentation: of training images; None for none.
-        class_names, symbols: names of targets and of tokens, for reports.
-        source_version: of the package that the content comes from, "" where there is none.
-        digest: sha256 of the content, 16 hex digits; computed where it is not given.
+        vocab_size: number of distinct tokens; None for images.
+        bytes_per_token: UTF-8 bytes per token of each split; language modelling only.
+        augmentation: applied to training images; None for none.
+        symbols: the text of each token.
+        source_version: of the package that the content comes from; "" for none.
+        digest: 16 hex digits of the sha256 of the content; computed if not given.
     """
 
     name: str
-    task: Task
+    task: Literal["classification", "language_modeling"]
     train: Examples | Windows
     val: Examples | Windows
     test: Examples | Windows
@@ -134,190 +116,124 @@ class Data:
     vocab_size: int | None = None
     bytes_per_token: dict[str, float] | None = None
     augmentation: Augmentation | None = None
-    class_names: tuple[str, ...] | None = None
     symbols: tuple[str, ...] | None = None
     source_version: str = ""
     digest: str = ""
-    _scale: Tensor | None = field(default=None, init=False, repr=False)
-    _shift: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.digest:
             self.digest = content_digest((self.train, self.val, self.test), self.symbols)
-        if self.mean is not None and self.std is not None:
-            mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
-            device = tensors_of(self.train)[0].device
-            self._scale = (1 / (255 * std)).view(-1, 1, 1).to(device)  # (C, 1, 1)
-            self._shift = (-mean / std).view(-1, 1, 1).to(device)
+
+    @cached_property
+    def _scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """Factor and summand of (x / 255 - mean) / std, float64 (C, 1, 1), on the data's device."""
+        mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
+        device = self.train.tensors[0].device
+        scale, shift = 1 / (255 * std), -mean / std
+        return scale.view(-1, 1, 1).to(device), shift.view(-1, 1, 1).to(device)
 
     def model_inputs(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Images (..., C, H, W) as (x / 255 - mean) / std in `dtype`; tokens unchanged."""
-        if self._scale is None or self._shift is None:
+        if self.mean is None:
             return inputs
-        return inputs.to(dtype) * self._scale.to(dtype) + self._shift.to(dtype)
+        scale, shift = self._scale_and_shift
+        return inputs.to(dtype) * scale.to(dtype) + shift.to(dtype)
 
     def to(self, device: torch.device | str) -> Data:
         train, val, test = (split.to(device) for split in (self.train, self.val, self.test))
         return dataclasses.replace(self, train=train, val=val, test=test)
 
 
-def validate(data: Data) -> Data:
-    """Returns `data`; raises UserError naming the split and what is wrong with it."""
-    if data.task not in ("classification", "language_modeling"):
-        raise _wrong(data, f"task={data.task!r} must be classification or language_modeling")
+def content_digest(
+    splits: Sequence[Examples | Windows], symbols: tuple[str, ...] | None = None
+) -> str:
+    """First 16 hex digits of the sha256 over dtype, shape and bytes of every tensor."""
+    digest = hashlib.sha256(repr(symbols).encode())
+    for tensor in (tensor for split in splits for tensor in split.tensors):
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def validate(data: Data) -> None:
+    """Raises UserError with the first thing in `data` that contradicts the rest."""
+    problem = next(_problems(data), None)
+    if problem:
+        raise UserError(f"data={data.name}: {problem}")
+
+
+def _problems(data: Data) -> Iterator[str]:
+    """What is wrong with `data`; a check may rely on those before it."""
+    kinds = {"classification": Examples, "language_modeling": Windows}
+    if data.task not in kinds:
+        yield f"task={data.task!r} must be {' or '.join(kinds)}"
+    if data.symbols is not None and len(data.symbols) != data.vocab_size:
+        yield f"{len(data.symbols)} symbols for vocab_size={data.vocab_size}"
     for split in ("train", "val", "test"):
-        part = getattr(data, split)
-        if data.task == "language_modeling" and isinstance(part, Windows):
-            _check_windows(data, split, part)
-        elif data.task == "classification" and isinstance(part, Examples):
-            _check_examples(data, split, part)
+        part, kind = getattr(data, split), kinds[data.task]
+        if not isinstance(part, kind):
+            yield f"{split} is {type(part).__name__}; task={data.task} needs {kind.__name__}"
+        elif isinstance(part, Windows):
+            yield from _window_problems(data, split, part)
         else:
-            kind = "Examples" if data.task == "classification" else "Windows"
-            raise _wrong(data, f"{split} is {type(part).__name__}; {data.task} needs {kind}")
-    _check_names(data)
-    return data
+            yield from _example_problems(data, split, part)
 
 
-def _check_examples(data: Data, split: str, part: Examples) -> None:
-    _check_tensor(data, f"{split}.targets", part.targets, torch.int64, (len(part.inputs),))
+def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:
+    yield from _tensor_problems(f"{split}.targets", part.targets, torch.int64, (len(part.inputs),))
     if not len(part):
-        raise _wrong(data, f"{split} is empty")
-    _check_range(data, f"{split}.targets", part.targets, data.num_outputs, "num_outputs")
+        yield f"{split} is empty"
+    limit = ("num_outputs", data.num_outputs)
+    yield from _range_problems(f"{split}.targets", part.targets, limit)
     shape = (len(part), *data.input_shape)
     if data.vocab_size is None:
-        _check_tensor(data, f"{split}.inputs", part.inputs, torch.uint8, shape)
+        yield from _tensor_problems(f"{split}.inputs", part.inputs, torch.uint8, shape)
         if part.mask is not None:
-            raise _wrong(data, f"{split}.mask is given, but vocab_size is not: images have no mask")
-        _check_statistics(data)
+            yield f"{split}.mask needs vocab_size: images have no mask"
+        yield from _statistics_problems(data)
         return
-    _check_tensor(data, f"{split}.inputs", part.inputs, torch.int64, shape)
-    _check_range(data, f"{split}.inputs", part.inputs, data.vocab_size, "vocab_size")
+    yield from _tensor_problems(f"{split}.inputs", part.inputs, torch.int64, shape)
+    yield from _range_problems(f"{split}.inputs", part.inputs, ("vocab_size", data.vocab_size))
     if part.mask is not None:
-        _check_tensor(data, f"{split}.mask", part.mask, torch.bool, shape)
-        if not bool(part.mask.any(dim=1).all()):
-            raise _wrong(data, f"{split}.mask has a sample without a real token")
+        yield from _tensor_problems(f"{split}.mask", part.mask, torch.bool, shape)
+        if not part.mask.any(dim=1).all():
+            yield f"{split}.mask has a sample without a real token"
 
 
-def _check_windows(data: Data, split: str, part: Windows) -> None:
-    _check_tensor(data, f"{split}.tokens", part.tokens, torch.int64, (len(part.tokens),))
-    if data.input_shape != (part.block_size,) or part.block_size < 1:
-        raise _wrong(
-            data,
-            f"{split}.block_size={part.block_size} differs from input_shape={data.input_shape}",
-        )
+def _window_problems(data: Data, split: str, part: Windows) -> Iterator[str]:
+    length, block_size = len(part.tokens), part.block_size
+    yield from _tensor_problems(f"{split}.tokens", part.tokens, torch.int64, (length,))
+    if data.input_shape != (block_size,) or block_size < 1:
+        yield f"{split}.block_size={block_size} differs from input_shape={data.input_shape}"
     if not len(part):
-        raise _wrong(
-            data,
-            f"{split} has {len(part.tokens)} tokens; block_size={part.block_size} needs at least "
-            f"{2 * part.block_size}",
-        )
+        yield f"{split} has {length} tokens; block_size={block_size} needs {2 * block_size} or more"
     if data.vocab_size is None or data.vocab_size != data.num_outputs:
-        raise _wrong(data, f"vocab_size={data.vocab_size} must be num_outputs={data.num_outputs}")
-    sizes = data.bytes_per_token or {}
-    if any(sizes.get(split, 0) <= 0 for split in ("train", "val", "test")):
-        raise _wrong(
-            data, f"bytes_per_token={data.bytes_per_token} must be above 0 for train, val and test"
-        )
-    _check_range(data, f"{split}.tokens", part.tokens, data.vocab_size, "vocab_size")
+        yield f"vocab_size={data.vocab_size} must be num_outputs={data.num_outputs}"
+    if (data.bytes_per_token or {}).get(split, 0) <= 0:
+        yield f"bytes_per_token={data.bytes_per_token} must be above 0 for {split}"
+    yield from _range_problems(f"{split}.tokens", part.tokens, ("vocab_size", data.num_outputs))
 
 
-def _check_statistics(data: Data) -> None:
+def _statistics_problems(data: Data) -> Iterator[str]:
     if len(data.input_shape) != 3:
-        raise _wrong(data, f"input_shape={data.input_shape} of images must be (C, H, W)")
+        yield f"input_shape={data.input_shape} of images must be (C, H, W)"
     num_channels = data.input_shape[0]
     for key, values in (("mean", data.mean), ("std", data.std)):
         if values is None or len(values) != num_channels:
-            raise _wrong(
-                data, f"{key}={values} needs one value for each of {num_channels} channels"
-            )
+            yield f"{key}={values} needs one value for each of {num_channels} channels"
     if data.std is not None and min(data.std) <= 0:
-        raise _wrong(data, f"std={data.std} must be above 0 for train, val and test")
+        yield f"std={data.std} must be above 0"
 
 
-def _check_names(data: Data) -> None:
-    names, symbols = data.class_names, data.symbols
-    if names is not None and len(names) != data.num_outputs:
-        raise _wrong(data, f"{len(names)} class_names for num_outputs={data.num_outputs}")
-    if symbols is not None and len(symbols) != data.vocab_size:
-        raise _wrong(data, f"{len(symbols)} symbols for vocab_size={data.vocab_size}")
-
-
-def _check_tensor(
-    data: Data, what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def _tensor_problems(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Iterator[str]:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise _wrong(
-            data, f"{what} is {tensor.dtype} {tuple(tensor.shape)}, must be {dtype} {shape}"
-        )
+        yield f"{name} is {tensor.dtype} {tuple(tensor.shape)}, must be {dtype} {shape}"
 
 
-def _check_range(data: Data, what: str, values: Tensor, limit: int, limit_name: str) -> None:
+def _range_problems(name: str, values: Tensor, limit: tuple[str, int]) -> Iterator[str]:
     low, high = int(values.min()), int(values.max())
-    if low < 0 or high >= limit:
-        bad = low if low < 0 else high
-        raise _wrong(data, f"{what} has {bad}; {limit_name}={limit} allows 0 to {limit - 1}")
-
-
-def _wrong(data: Data, what: str) -> UserError:
-    return UserError(f"data={data.name}: {what}")
-
-
-def split_off_val(num_samples: int, val_fraction: float, split_seed: int) -> tuple[Tensor, Tensor]:
-    """Indices (train, val) from one seeded permutation, each in rising order.
-
-    Raises:
-        UserError: a fraction that leaves train or val empty.
-    """
-    num_val = round(num_samples * val_fraction)
-    if not 0 < num_val < num_samples:
-        raise UserError(
-            f"data.val_fraction={val_fraction} makes {num_val} of {num_samples} training samples "
-            "validation samples; try data.val_fraction=0.1"
-        )
-    order = torch.randperm(num_samples, generator=generator(split_seed, "split"))
-    return order[num_val:].sort().values, order[:num_val].sort().values
-
-
-def stratified_holdout(targets: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices (rest, held out), the latter with round(fraction * n) samples of each class."""
-    order = torch.randperm(len(targets), generator=generator(seed, "split"))
-    held_out = torch.zeros(len(targets), dtype=torch.bool)
-    for target in targets.unique():
-        members = order[targets[order] == target]
-        held_out[members[: round(fraction * len(members))]] = True
-    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
-
-
-_MEMINFO = Path("/proc/meminfo")
-
-
-def available_memory() -> int | None:
-    """Bytes that can be taken without swapping; None where the system does not say (not Linux)."""
-    if not _MEMINFO.is_file():
-        return None
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def refuse_beyond_memory(what: str, num_bytes: int, remedy: str) -> None:
-    """Raises UserError when `num_bytes` is more than what is available."""
-    available = available_memory()
-    if available is not None and num_bytes > available:
-        raise UserError(
-            f"{what} needs {num_bytes / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB is "
-            f"available; {remedy}"
-        )
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to; it becomes `path` when the block ends well and is removed otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    if low < 0 or high >= limit[1]:
+        key, size = limit
+        yield f"{name} has {low if low < 0 else high}; {key}={size} allows 0 to {size - 1}"

@@ -5,12 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import pickle
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,96 +13,14 @@ import torch
 from torch import Tensor
 
 from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data, Examples, refuse_beyond_memory, whole_file
-from normexp.data.images import build_image_data
+from normexp.data.dataset import Data, Examples
+from normexp.data.sources import build_image_data, refuse_beyond_memory
 from normexp.errors import UserError
-
-_FILES_PER_TASK = 128
-
-
-def decode_images(files: list[Path], size: int | None, what: str) -> Tensor:
-    """All files as RGB, uint8 (N, 3, H, W); `what` names the set in messages.
-
-    Raises:
-        UserError: a file that cannot be decoded, or has another size than the first where `size`
-            is None; more than memory holds.
-    """
-    first = decode_image(files[0], size)
-    refuse_beyond_memory(
-        f"{what}: {len(files)} images of {first.shape[1]}x{first.shape[2]}",
-        2 * len(files) * first.nbytes,  # twice: train is copied when val comes out of it
-        f"try a smaller data.size than {size or max(first.shape[1:])}",
-    )
-    images = np.empty((len(files), *first.shape), dtype=np.uint8)
-
-    def decode_part(start: int) -> int:
-        part = files[start : start + _FILES_PER_TASK]
-        for index, file in enumerate(part, start):
-            image = decode_image(file, size)
-            if image.shape != first.shape:
-                raise _odd_size(file, image, files[0], first)
-            images[index] = image
-        return len(part)
-
-    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    try:
-        tasks = [pool.submit(decode_part, i) for i in range(0, len(files), _FILES_PER_TASK)]
-        with _progress(f"decoding {len(files):,} images of {what}", len(files)) as advance:
-            for task in as_completed(tasks):
-                advance(task.result())
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, do not decode the rest
-    return torch.from_numpy(images)
-
-
-def decode_image(file: Path, size: int | None) -> np.ndarray:
-    """One file as RGB, uint8 (3, H, W); scaled and centre-cropped to a square where size is set."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(file) as opened:
-            image = opened.convert("RGB")
-    except Exception as error:  # bad bytes: Pillow's readers raise half a dozen unrelated types
-        reason = "not an image" if type(error).__name__ == "UnidentifiedImageError" else error
-        raise UserError(f"cannot decode {file} ({reason}); replace or remove the file") from error
-    if size is not None:
-        image = ImageOps.fit(image, (size, size), method=Image.Resampling.BICUBIC)
-    return np.asarray(image).transpose(2, 0, 1)  # HWC -> CHW
-
-
-def _odd_size(file: Path, image: np.ndarray, first_file: Path, first: np.ndarray) -> UserError:
-    return UserError(
-        f"{file} is {image.shape[1]}x{image.shape[2]} pixels, {first_file} is "
-        f"{first.shape[1]}x{first.shape[2]}; set data.size=32 to bring all to one size"
-    )
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function that advances a bar on stderr; a plain line where that is no terminal."""
-    if not sys.stderr.isatty():
-        print(title, file=sys.stderr)
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda count: progress.update(task, advance=count)
-
+from normexp.records.files import open_atomic
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"})
-_log = logging.getLogger(__name__)
 
-
-@dataclass
-class Listing:
-    """The image files of a split with their classes, in a fixed order."""
-
-    files: list[Path]
-    targets: list[int]
-    class_names: tuple[str, ...]
+log = logging.getLogger(__name__)
 
 
 def load_image_folder(
@@ -119,114 +32,146 @@ def load_image_folder(
     split_seed: int,
     augmentation: Augmentation | None,
 ) -> Data:
-    """RGB images, uint8 (N, 3, H, W), decoded once and kept under data_dir/cache.
+    """RGB images, uint8 (N, 3, H, W), decoded once and cached under data_dir/cache.
 
     Args:
         root: folder with train/<class>/ and test/<class>/; other folders (val/) are ignored.
         size: side in pixels that images are scaled and centre-cropped to; None keeps them as they
-            are, and then all must be of one size.
+            are, and then all must have one size.
 
     Raises:
-        UserError: a missing root, an empty class, classes that differ between train and test, a
+        UserError: a missing folder, an empty class, classes that differ between train and test, a
             file that is no image, images of several sizes, more images than memory holds.
     """
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
-    folder = Path(root)
-    if not folder.is_dir():
-        raise UserError(
-            f"data.root={root} is no folder; name one with train/<class>/ and test/<class>/"
-        )
-    train, test = list_images(folder, "train"), list_images(folder, "test")
-    for one, other, split in ((train, test, "train"), (test, train, "test")):
-        extra = sorted(set(one.class_names) - set(other.class_names))
+    files = {split: list_images(Path(root), split) for split in ("train", "test")}
+    for split, other in (("train", "test"), ("test", "train")):
+        extra = sorted(files[split].keys() - files[other].keys())
         if extra:
             raise UserError(
-                f"data.root={root}: class {extra[0]} is in {split}/ alone; train/ and test/ need "
+                f"data.root={root}: class {extra[0]} is in {split}/ only; train/ and test/ need "
                 "the same class folders"
             )
-    images = _load_or_decode(folder, train.files + test.files, size, Path(data_dir))
-    train_images, test_images = images.split([len(train.files), len(test.files)])
+    flat = [file for by_class in files.values() for found in by_class.values() for file in found]
+    images = _load_or_decode(Path(root), flat, size, Path(data_dir))
+    counts = {split: [len(f) for f in by_class.values()] for split, by_class in files.items()}
+    parts = images.split([sum(count) for count in counts.values()])
+    classes = torch.arange(len(files["train"]))
+    train, test = (
+        Examples(part, classes.repeat_interleave(torch.tensor(count)))
+        for part, count in zip(parts, counts.values(), strict=True)
+    )
     return build_image_data(
         "image_folder",
-        Examples(train_images, torch.tensor(train.targets)),
-        Examples(test_images, torch.tensor(test.targets)),
-        class_names=train.class_names,
+        train,
+        test,
+        num_classes=len(classes),
         val_fraction=val_fraction,
         split_seed=split_seed,
         augmentation=augmentation,
     )
 
 
-def list_images(root: Path, split: str) -> Listing:
-    """The images under root/split/<class>/ at any depth; hidden files are left out."""
+def list_images(root: Path, split: str) -> dict[str, list[Path]]:
+    """The images below root/split/<class>/ by class, both sorted; hidden files are left out."""
     folder = root / split
-    if not folder.is_dir():
-        raise UserError(
-            f"data.root={root} has no folder {split}/; it needs {split}/<class>/ with images"
-        )
-    classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    classes = sorted(p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
     if not classes:
-        raise UserError(f"{folder} has no class folders; put images into {folder}/<class>/")
-    files: list[Path] = []
-    targets: list[int] = []
-    for target, class_folder in enumerate(classes):
-        found = sorted(p for p in class_folder.rglob("*") if _is_image(p))
-        if not found:
+        raise UserError(f"data.root={root} has no images in {split}/; it needs {folder}/<class>/")
+    found = {
+        path.name: sorted(file for file in path.rglob("*") if _is_image(file)) for path in classes
+    }
+    for name, files in found.items():
+        if not files:
             raise UserError(
-                f"{class_folder} holds no images ({' '.join(sorted(SUFFIXES))}); add some or "
-                "remove the folder"
+                f"data.root={root}: {folder / name} has no images ({' '.join(sorted(SUFFIXES))}); "
+                "add some or remove the folder"
             )
-        files += found
-        targets += [target] * len(found)
-    return Listing(files, targets, tuple(p.name for p in classes))
+    return found
 
 
 def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
+def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
+    """All files as RGB, uint8 (N, 3, H, W), decoded in parallel; `name` is for messages.
+
+    Raises:
+        UserError: a file that cannot be decoded, or whose size differs from the first one's; more
+            than memory holds.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    first = decode_image(files[0], size)
+    refuse_beyond_memory(
+        f"{name}: {len(files)} images of {first.shape[1]}x{first.shape[2]}",
+        2 * len(files) * first.nbytes,  # twice: splitting off val copies train
+        f"try a smaller data.size than {size or max(first.shape[1:])}",
+    )
+    images = np.empty((len(files), *first.shape), dtype=np.uint8)
+
+    def decode_into(index: int) -> None:
+        image = decode_image(files[index], size)
+        if image.shape != first.shape:
+            raise UserError(
+                f"{files[index]} is {image.shape[1]}x{image.shape[2]} pixels, {files[0]} is "
+                f"{first.shape[1]}x{first.shape[2]}; set data.size=32 to scale all to one size"
+            )
+        images[index] = image
+
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+    done = pool.map(decode_into, range(len(files)))
+    title = f"decoding {len(files):,} images of {name}"
+    try:
+        for _ in track(done, title, total=len(files), console=Console(stderr=True)):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, do not decode the rest
+    return torch.from_numpy(images)
+
+
+def decode_image(file: Path, size: int | None) -> np.ndarray:
+    """One file as RGB, uint8 (3, H, W); with `size`, scaled and centre-cropped to a square."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(file) as opened:
+            image = opened.convert("RGB")
+    except Exception as error:  # for bad bytes, Pillow raises half a dozen unrelated types
+        raise UserError(
+            f"cannot decode {file} ({type(error).__name__}); replace or remove it"
+        ) from error
+    if size is not None:
+        image = ImageOps.fit(image, (size, size), method=Image.Resampling.BICUBIC)
+    return np.asarray(image).transpose(2, 0, 1)  # HWC -> CHW
+
+
 def _load_or_decode(root: Path, files: list[Path], size: int | None, data_dir: Path) -> Tensor:
-    """The images of `files`, uint8 (N, 3, H, W), from the cache where nothing has changed."""
+    """The images of `files`, uint8 (N, 3, H, W), from the cache unless a file has changed."""
     path = data_dir / "cache" / f"{_listing_digest(root, files, size)}.pt"
-    images = _read_cache(path, len(files))
-    if images is not None:
-        return images
+    if path.exists():
+        try:
+            return torch.load(path, weights_only=True)
+        except Exception as error:  # for bad bytes, torch raises half a dozen unrelated types
+            log.warning("cannot read the cache %s (%s); decoding again", path, error)
     images = decode_images(files, size, f"data.root={root}")
     try:
-        with whole_file(path) as part:
-            torch.save(images, part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_atomic(path) as file:
+            torch.save(images, file)
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        _log.warning(
-            "cannot keep the decoded images at %s (%s); the next run decodes again", path, error
-        )
+        log.warning("cannot cache the decoded images in %s (%s)", path, error)
     return images
 
 
 def _listing_digest(root: Path, files: list[Path], size: int | None) -> str:
-    """Changes with the name, size or time of change of any file, so an edit is decoded anew."""
+    """A hash of every file's name, size and modification time, so that edits are decoded again."""
     digest = hashlib.sha256(f"{root.resolve()}|{size}".encode())
     for file in files:
         status = file.stat()
         line = f"\n{file.relative_to(root)}|{status.st_size}|{status.st_mtime_ns}"
         digest.update(line.encode(errors="surrogateescape"))
     return digest.hexdigest()[:16]
-
-
-def _read_cache(path: Path, num_images: int) -> Tensor | None:
-    """The cached tensor; None where there is none, or none that can be used."""
-    if not path.exists():
-        return None
-    try:
-        images = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        _log.warning("the cache %s is unreadable (%s); it is made again", path, reason)
-        return None
-    is_usable = (
-        isinstance(images, Tensor) and images.dtype == torch.uint8 and len(images) == num_images
-    )
-    if not is_usable:
-        _log.warning("the cache %s holds something else; it is made again", path)
-        return None
-    return images

@@ -1,4 +1,4 @@
-"""Name the language of a short string: names from the CLDR data inside Babel, without a network."""
+"""Name the language of a short string. The strings are CLDR data inside Babel: no network."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from normexp.batching.draws import generator
-from normexp.data.dataset import Data, Examples, split_off_val, stratified_holdout, validate
+from normexp.data.dataset import Data, Examples
+from normexp.data.sources import TEST_SEED, split_off_test, split_off_val
 from normexp.errors import UserError
 
 PAD, UNKNOWN = 0, 1
-_TEST_FRACTION = 0.2
-_TEST_SEED = 0  # a constant: samples and test set are the same whatever split_seed is
 
 
 def load_langid(
@@ -27,13 +26,13 @@ def load_langid(
 ) -> Data:
     """Names of territories, languages, scripts, variants, currencies and units, by language.
 
-    A string is cut to `max_length` characters; one that then occurs in two of the languages is
-    dropped from all. Tokens are characters: 0 pads, 1 is one that only test has.
+    A string is cut to `max_length` characters; one that then occurs in two languages is dropped
+    from both. Tokens are characters; 0 is padding, 1 a character that only test has.
 
     Shapes: inputs int64 (N, max_length), mask bool of the same shape, targets int64 (N,).
 
     Raises:
-        UserError: a language Babel does not know, or one with too few strings of its own.
+        UserError: a language that Babel does not know, or that has too few strings of its own.
     """
     import babel
 
@@ -42,34 +41,27 @@ def load_langid(
         raise UserError(f"data.max_length={max_length} must be positive; try data.max_length=32")
     own = read_own_strings(languages, max_length)
     texts, targets = _sample(own, samples_per_language, version)
-    rest, held_out = stratified_holdout(targets, _TEST_FRACTION, _TEST_SEED)
+    rest, test = split_off_test(targets)
+    train, val = (rest[part] for part in split_off_val(len(rest), val_fraction, split_seed))
     symbols = ("<pad>", "<unknown>", *sorted({c for i in rest.tolist() for c in texts[i]}))
     inputs, mask = _encode(texts, symbols, max_length)
-    train, val = split_off_val(len(rest), val_fraction, split_seed)
-    parts = (
-        Examples(inputs[indices], targets[indices], mask[indices])
-        for indices in (rest[train], rest[val], held_out)
-    )
-    return validate(
-        Data(
-            "langid",
-            "classification",
-            *parts,
-            num_outputs=len(own),
-            input_shape=(max_length,),
-            vocab_size=len(symbols),
-            class_names=tuple(own),
-            symbols=symbols,
-            source_version=version,
-        )
+    return Data(
+        "langid",
+        "classification",
+        *(Examples(inputs[part], targets[part], mask[part]) for part in (train, val, test)),
+        num_outputs=len(own),
+        input_shape=(max_length,),
+        vocab_size=len(symbols),
+        symbols=symbols,
+        source_version=version,
     )
 
 
 def read_own_strings(languages: list[str], max_length: int) -> dict[str, list[str]]:
-    """For each language its strings that none of the other languages has, sorted."""
+    """For each language, the strings that no other of the languages has, sorted."""
     strings = {language: set(_read_names(language, max_length)) - {""} for language in languages}
     if len(strings) < 2:
-        raise UserError(f"data.languages={list(languages)} must name at least two languages")
+        raise UserError(f"data.languages={list(languages)} must name two languages or more")
     num_languages = Counter(text for names in strings.values() for text in names)
     return {
         language: sorted(text for text in names if num_languages[text] == 1)
@@ -95,16 +87,16 @@ def _read_names(language: str, max_length: int) -> Iterator[str]:
 
 
 def _sample(own: dict[str, list[str]], per_language: int, version: str) -> tuple[list[str], Tensor]:
-    """As many strings of each language, drawn by a fixed seed, with their targets."""
+    """`per_language` strings of each language, drawn with a fixed seed, and their targets."""
     fewest = min(own, key=lambda language: len(own[language]))
     if not 10 <= per_language <= len(own[fewest]):
         raise UserError(
             f"data.samples_per_language={per_language} must be 10 to {len(own[fewest])}, the "
-            f"strings that only {fewest!r} has in {version}"
+            f"number of strings that only {fewest!r} has in {version}"
         )
     texts: list[str] = []
     for target, names in enumerate(own.values()):
-        order = torch.randperm(len(names), generator=generator(_TEST_SEED, "split", target))
+        order = torch.randperm(len(names), generator=generator(TEST_SEED, "split", target))
         texts += [names[i] for i in order[:per_language].tolist()]
     return texts, torch.arange(len(own)).repeat_interleave(per_language)
 

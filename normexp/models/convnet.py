@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.models.initialization import check_image_shape, check_positive, init_conv_net
+from normexp.models.arguments import check_image_shape, check_positive
+from normexp.models.initialization import init_conv_net
 from normexp.norms.factory import NormFactory
 
 
 def shrink(x: Tensor) -> Tensor:
-    """Halves a map larger than 4x4, so that small images keep positions to pool."""
+    """Halves a map (N, C, H, W) larger than 4x4; smaller ones keep positions to pool over."""
     return F.max_pool2d(x, 2) if min(x.shape[-2:]) > 4 else x
 
 
 class ConvNet(nn.Module):
-    """Three times conv 3x3, norm, activation, then the mean over positions and a linear head.
+    """Three times 3x3 convolution, norm, activation; then the mean over positions, a linear head.
 
     Shapes: (N, C, H, W) -> (N, num_outputs).
 

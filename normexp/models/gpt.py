@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from normexp.models.initialization import check_positive
-from normexp.models.transformer import (
-    Block,
-    Embedding,
-    build_embedding_norm,
-    build_final_norm,
-    init_transformer,
-)
+from normexp.models.arguments import check_positive
+from normexp.models.transformer import Embedding, Transformer
 from normexp.norms.factory import NormFactory
 
 
-class GPT(nn.Module):
+class GPT(Transformer):
     """Predicts each next token from the tokens up to it.
 
     Shapes: (B, T) int64 -> (B, T, V), T at most block_size. Position t sees the positions 0..t,
-    as far as the norm lets it. The output layer has its own weights and no bias.
+    provided that the norm looks no further. The output layer has its own weights and no bias.
 
     Args:
         depth: blocks.
         width: features of a position, a multiple of num_heads.
-        dropout: probability for an element of the embedding or of a branch to be dropped.
+        dropout: probability of dropping an element of the embedding or of a branch's output.
 
     Raises:
         UserError: a width that the heads do not divide; a sequence longer than block_size;
@@ -45,16 +39,9 @@ class GPT(nn.Module):
         super().__init__()
         check_positive(depth=depth, width=width, num_heads=num_heads)
         self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
-        self.embedding_norm = build_embedding_norm(norm, width)
-        self.blocks = nn.ModuleList(
-            Block(width, num_heads, norm, is_causal=True, dropout=dropout) for _ in range(depth)
-        )
-        self.final_norm = build_final_norm(norm, width)
+        self.add_blocks(norm, depth, width, num_heads, is_causal=True, dropout=dropout)
         self.head = nn.Linear(width, vocab_size, bias=False)
-        init_transformer(self, depth)
+        self.init_weights()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x = self.embedding_norm(self.embedding(inputs))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.final_norm(x))
+        return self.head(self.apply_blocks(self.embedding(inputs)))

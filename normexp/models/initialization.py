@@ -1,4 +1,4 @@
-"""Initial weights of a network, drawn from torch's global generator; a norm initialises itself."""
+"""Initial weights, drawn from torch's global generator; norms initialise themselves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from normexp.errors import UserError
 from normexp.norms.site import Site
 
 
 def modules_outside_sites(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and its descendants, without the sites and what is in them."""
+    """The module and its descendants, without sites and their contents."""
     if isinstance(module, Site):
         return
     yield module
@@ -22,7 +21,7 @@ def modules_outside_sites(module: nn.Module) -> Iterator[nn.Module]:
 def init_conv_net(model: nn.Module) -> None:
     """Normal with variance 2 / fan_in before a ReLU (He et al. 2015, arXiv:1502.01852).
 
-    The linear head, which no ReLU follows, has variance 1 / fan_in and a zero bias.
+    The linear head, which no ReLU follows, gets variance 1 / fan_in and a zero bias.
     """
     for module in modules_outside_sites(model):
         if isinstance(module, nn.Conv2d):
@@ -30,25 +29,3 @@ def init_conv_net(model: nn.Module) -> None:
         elif isinstance(module, nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
             nn.init.zeros_(module.bias)
-
-
-def check_positive(**knobs: int) -> None:
-    """Raises UserError unless every knob of the model is a whole number of at least 1."""
-    for key, value in knobs.items():
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"model.{key}={value} is no whole number above 0; try model.{key}=8")
-
-
-def check_image_shape(input_shape: tuple[int, ...], *, smallest: int, model: str) -> None:
-    """Raises UserError unless `input_shape` is (C, H, W) with H and W at least `smallest`."""
-    if len(input_shape) != 3:
-        raise UserError(
-            f"model={model} takes images (C, H, W) and the data has inputs of shape "
-            f"{tuple(input_shape)}; try model=gpt or model=text_encoder"
-        )
-    _, height, width = input_shape
-    if min(height, width) < smallest:
-        raise UserError(
-            f"images of {height}x{width} are too small for model={model}; "
-            f"it needs {smallest}x{smallest} or larger"
-        )

@@ -6,15 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.models.initialization import check_image_shape, check_positive, init_conv_net
+from normexp.models.arguments import check_image_shape, check_positive
+from normexp.models.initialization import init_conv_net
 from normexp.norms.factory import NormFactory
 
 
 class ResidualBlock(nn.Module):
     """relu(x' + residual(norm2(conv2(act(norm1(conv1(x))))))).
 
-    x' is the paper's option A: x at every `stride`-th position, with zeros as its new channels. It
-    has no parameters and no norm. The ReLU of the sum stays whatever the activation behind a norm.
+    x' is the paper's option A, without parameters or norm: x at every `stride`-th position, new
+    channels zero. The ReLU of the sum is not `norm.act`: a slot changes only activations behind a
+    norm.
     """
 
     def __init__(self, in_features: int, num_features: int, stride: int, norm: NormFactory) -> None:
@@ -42,16 +44,16 @@ class ResidualBlock(nn.Module):
 class ResNet(nn.Module):
     """A stem, three stages of (depth - 2) / 6 blocks, the mean over positions, a linear head.
 
-    Shapes: (N, C, H, W) -> (N, num_outputs); the second and third stage halve the map. With
-    depth 20, width 16 and a norm of two parameters a channel it has 0.27 million parameters.
+    Shapes: (N, C, H, W) -> (N, num_outputs); the second and third stage halve the map. Depth 20 and
+    width 16 make 0.27 million parameters, with two per channel in each norm.
 
     Args:
-        depth: layers with weights: 8, 14, 20, 32, 44, 56, 110, any 6n + 2.
+        depth: layers with weights, 6n + 2: 8, 14, 20, 32, 44, 56, 110.
         width: channels of the first stage; the others have twice and four times as many.
 
     Raises:
-        UserError: a depth that is not 6n + 2; images below 5x5, which end as a single
-            position; a width below 1.
+        UserError: a depth that is not 6n + 2; a width below 1; images below 5x5, whose last map
+            would be a single position.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class ResNet(nn.Module):
         check_positive(depth=depth, width=width)
         check_image_shape(input_shape, smallest=5, model="resnet")
         if depth < 8 or (depth - 2) % 6:
-            raise UserError(f"depth={depth} is not 6n + 2; try model.depth=8, 14, 20, 32, 44 or 56")
+            raise UserError(f"model.depth={depth} is not 6n + 2; try 8, 14, 20, 32, 44 or 56")
         self.stem = norm.conv(input_shape[0], width, 3, padding=1, bias=False)
         self.stem_norm = norm(width)
         self.stem_act = norm.act(width)
@@ -87,7 +89,7 @@ class ResNet(nn.Module):
 def build_stage(
     in_features: int, num_features: int, stride: int, num_blocks: int, norm: NormFactory
 ) -> nn.Sequential:
-    """Blocks of one width; the first changes width and resolution."""
+    """Blocks with `num_features` channels; the first one changes width and resolution."""
     first = ResidualBlock(in_features, num_features, stride, norm)
     rest = [ResidualBlock(num_features, num_features, 1, norm) for _ in range(num_blocks - 1)]
     return nn.Sequential(first, *rest)

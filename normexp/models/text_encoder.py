@@ -1,33 +1,27 @@
-"""A small bidirectional encoder for short padded strings, with a pooled head."""
+"""A small bidirectional encoder of short padded strings, with a pooled head."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from normexp.models.initialization import check_positive
-from normexp.models.transformer import (
-    Block,
-    Embedding,
-    build_embedding_norm,
-    build_final_norm,
-    init_transformer,
-)
+from normexp.models.arguments import check_positive
+from normexp.models.transformer import Embedding, Transformer
 from normexp.norms.factory import NormFactory
 
 
-class TextEncoder(nn.Module):
-    """Names the class of a string; neither content nor amount of its padding moves the answer.
+class TextEncoder(Transformer):
+    """Classifies a string; neither content nor amount of its padding moves the answer.
 
     Shapes: inputs (B, T) int64 and mask (B, T) bool, true where real -> (B, num_outputs), T at most
-    block_size. Attention reads real positions only, every site gets the mask, and the head sees the
-    maximum over real positions (a mean would erase a norm that centres each channel over positions,
-    as instance norm does). All shapes are static.
+    block_size. Attention reads real positions only, every site gets the mask, and the head reads
+    the maximum over real positions: a mean would erase a norm that centres each channel over
+    positions, as instance norm does. All shapes are static.
 
     Args:
         depth: blocks.
         width: features of a position, a multiple of num_heads.
-        dropout: probability for an element of the embedding or of a branch to be dropped.
+        dropout: probability of dropping an element of the embedding or of a branch's output.
 
     Raises:
         UserError: a width that the heads do not divide; a sequence longer than block_size;
@@ -49,22 +43,15 @@ class TextEncoder(nn.Module):
         super().__init__()
         check_positive(depth=depth, width=width, num_heads=num_heads)
         self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
-        self.embedding_norm = build_embedding_norm(norm, width)
-        self.blocks = nn.ModuleList(
-            Block(width, num_heads, norm, is_causal=False, dropout=dropout) for _ in range(depth)
-        )
-        self.final_norm = build_final_norm(norm, width)
+        self.add_blocks(norm, depth, width, num_heads, is_causal=False, dropout=dropout)
         self.head = nn.Linear(width, num_outputs)
-        init_transformer(self, depth)
+        self.init_weights()
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
-        x = self.embedding_norm(self.embedding(inputs), mask)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.head(masked_max(self.final_norm(x, mask), mask))
+        return self.head(masked_max(self.apply_blocks(self.embedding(inputs), mask), mask))
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Tensor:
-    """Maximum of x (B, T, C) over the real positions, (B, C); zero for a sample that has none."""
+    """Maximum of x (B, T, C) over the real positions, (B, C); zero for a sample without any."""
     largest = x.masked_fill(~mask[:, :, None], -torch.inf).amax(dim=1)
     return torch.where(mask.any(dim=1, keepdim=True), largest, 0)

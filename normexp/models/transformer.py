@@ -19,8 +19,8 @@ from normexp.models.initialization import modules_outside_sites
 from normexp.norms.factory import NormFactory
 
 
-class Unchanged(nn.Module):
-    """In the place of a site where a placement has none: x (B, T, C) as it is."""
+class NoSite(nn.Module):
+    """Stands where a placement has no site: returns x (B, T, C) unchanged."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         del mask
@@ -28,18 +28,17 @@ class Unchanged(nn.Module):
 
 
 def site_if(wanted: bool, norm: NormFactory, width: int) -> nn.Module:
-    """A site for tokens (B, T, width), or nothing in its place."""
-    return norm.tokens(width) if wanted else Unchanged()
+    """A site for tokens (B, T, width), or none."""
+    return norm.tokens(width) if wanted else NoSite()
 
 
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(C / num_heads)) v per head (Vaswani et al. 2017, arXiv:1706.03762).
 
-    Masked positions are no keys, so nothing reads them; their own outputs mean nothing. With
-    `norm.qk_norm`, q and k pass a norm over the features of their head, one for all heads:
-    norm=layer is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many
-    language models. Henry et al. 2020 (arXiv:2010.04245) have an L2 norm, and a learned scale in
-    the place of the root.
+    No position reads a masked one; the outputs at masked positions mean nothing. With
+    `norm.qk_norm`, q and k pass a norm over the features of a head, shared by all heads: norm=layer
+    is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many language models.
+    Henry et al. 2020 (arXiv:2010.04245) have an L2 norm, and a learned scale instead of the root.
 
     Raises:
         UserError: a width that the heads do not divide.
@@ -49,7 +48,7 @@ class Attention(nn.Module):
         super().__init__()
         if width % num_heads:
             raise UserError(
-                f"num_heads={num_heads} does not divide width={width}; "
+                f"model.num_heads={num_heads} does not divide model.width={width}; "
                 f"try model.width={math.ceil(width / num_heads) * num_heads}"
             )
         self.num_heads = num_heads
@@ -62,7 +61,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def normalize(self, site: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, heads, T, D) through a site, which sees (B, T * heads, D) in the text's order."""
+        """x (B, heads, T, D) through a site, which sees (B, T * heads, D) in text order."""
         x = x.transpose(1, 2)
         if mask is not None:
             mask = mask[:, :, None].expand(-1, -1, self.num_heads).flatten(1, 2)
@@ -74,7 +73,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q, k = self.normalize(self.q_norm, q, mask), self.normalize(self.k_norm, k, mask)
         keys = None if mask is None else mask[:, None, None, :]
-        # The CPU's fused kernel has no batching rule: vmap would warn and loop over the replicas.
+        # The fused CPU kernel has no batching rule: vmap would warn and loop over the replicas.
         plain = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cpu" else nullcontext()
         with plain:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, is_causal=self.is_causal)
@@ -94,17 +93,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP f, each on a residual branch, with norms where `norm.placement` says:
+    """Attention and MLP f, each on a residual branch, with norms where `norm.placement` puts them:
 
         pre       x + f(norm(x))              (Xiong et al. 2020, arXiv:2002.04745)
         post      norm(x + f(x))              (Vaswani et al. 2017, arXiv:1706.03762)
         sandwich  x + norm_out(f(norm(x)))    (Ding et al. 2021, arXiv:2105.13290)
-        peri      as sandwich; the model has a norm on its embedding too (Kim et al. 2025,
+        peri      as sandwich, and the model has a norm on its embedding (Kim et al. 2025,
                   arXiv:2502.02732)
 
-    Dropout and then `norm.residual()` fall on what each branch adds; attention weights have no
-    dropout, since the fused kernels draw noise of their own, which neither vmap nor a split of the
-    batch would leave the same.
+    A branch's output passes dropout, then `norm.residual()`. Attention weights have no dropout: the
+    fused kernels draw their own noise, which would change under vmap and with a split of the batch.
     """
 
     def __init__(
@@ -136,21 +134,11 @@ class Block(nn.Module):
         return x + self.mlp_residual(self.mlp_dropout(y))
 
 
-def build_embedding_norm(norm: NormFactory, width: int) -> nn.Module:
-    """The norm on the embedding, which placement=peri has."""
-    return site_if(norm.placement == "peri", norm, width)
-
-
-def build_final_norm(norm: NormFactory, width: int) -> nn.Module:
-    """The norm behind the last block; placement=post has none, as its last block ends in one."""
-    return site_if(norm.placement != "post", norm, width)
-
-
 class Embedding(nn.Module):
     """Tokens (B, T) to (B, T, C): a learned vector per token plus one per position, dropout.
 
     Raises:
-        UserError: in the forward, for sequences longer than `block_size`.
+        UserError: in forward, for sequences longer than `block_size`.
     """
 
     def __init__(self, vocab_size: int, block_size: int, width: int, *, dropout: float) -> None:
@@ -169,19 +157,54 @@ class Embedding(nn.Module):
         return self.dropout(self.tokens(inputs) + self.positions.weight[:length])
 
 
-def init_transformer(model: nn.Module, depth: int) -> None:
-    """Normal with std 0.02 and zero biases; 0.02 / sqrt(2 depth) where a branch ends (GPT-2).
+class Transformer(nn.Module):
+    """Base of the token models: blocks behind a norm on the embedding and before a final norm.
 
-    The smaller one keeps the variance of the residual stream from growing with the 2 * depth
-    branches that add to it.
+    placement=peri alone has a norm on the embedding; placement=post has no final norm, because its
+    last block ends with one.
     """
-    for module in modules_outside_sites(model):
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, Block):
-                module.attn.out.weight /= math.sqrt(2 * depth)
-                module.mlp.out.weight /= math.sqrt(2 * depth)
+
+    embedding_norm: nn.Module
+    blocks: nn.ModuleList
+    final_norm: nn.Module
+
+    def add_blocks(
+        self,
+        norm: NormFactory,
+        depth: int,
+        width: int,
+        num_heads: int,
+        *,
+        is_causal: bool,
+        dropout: float,
+    ) -> None:
+        """Builds `depth` blocks and the norms around them."""
+        self.embedding_norm = site_if(norm.placement == "peri", norm, width)
+        self.blocks = nn.ModuleList(
+            Block(width, num_heads, norm, is_causal=is_causal, dropout=dropout)
+            for _ in range(depth)
+        )
+        self.final_norm = site_if(norm.placement != "post", norm, width)
+
+    def apply_blocks(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Embedded tokens (B, T, C) to the features that the head reads, same shape."""
+        x = self.embedding_norm(x, mask)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.final_norm(x, mask)
+
+    def init_weights(self) -> None:
+        """Normal with std 0.02, zero biases; 0.02 / sqrt(2 depth) at the end of a branch (GPT-2).
+
+        The smaller value keeps the variance of the residual stream from growing with the 2 * depth
+        branches that add to it.
+        """
+        for module in modules_outside_sites(self):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        with torch.no_grad():
+            for name, parameter in self.blocks.named_parameters():
+                if name.endswith((".attn.out.weight", ".mlp.out.weight")):
+                    parameter /= math.sqrt(2 * len(self.blocks))

@@ -5,27 +5,22 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.models.initialization import check_image_shape, check_positive
-from normexp.models.transformer import (
-    Block,
-    build_embedding_norm,
-    build_final_norm,
-    init_transformer,
-)
+from normexp.models.arguments import check_image_shape, check_positive
+from normexp.models.transformer import Transformer
 from normexp.norms.factory import NormFactory
 
 
-class ViT(nn.Module):
+class ViT(Transformer):
     """Patches become tokens with learned positions; blocks, final norm, maximum over tokens.
 
-    Shapes: (N, C, H, W) -> (N, num_outputs). The maximum takes the place of the
-    paper's class token; a mean would erase a norm that centres each channel over positions.
+    Shapes: (N, C, H, W) -> (N, num_outputs). The paper has a class token instead of the maximum; a
+    mean would erase a norm that centres each channel over positions.
 
     Args:
         patch_size: pixels along a side of a patch; divides H and W.
         depth: blocks.
         width: features of a token, a multiple of num_heads.
-        dropout: probability for an element of what a branch adds to be dropped.
+        dropout: probability of dropping an element of a branch's output.
 
     Raises:
         UserError: an image that the patches do not divide, or of fewer than 2x2 patches; a width
@@ -47,24 +42,16 @@ class ViT(nn.Module):
         super().__init__()
         check_positive(patch_size=patch_size, depth=depth, width=width, num_heads=num_heads)
         check_image_shape(input_shape, smallest=2 * patch_size, model="vit")
+        check_patches(input_shape, patch_size)
+        channels, image_height, image_width = input_shape
+        num_tokens = image_height * image_width // patch_size**2
         self.patch_size = patch_size
-        channels, height, image_width = input_shape
-        if height % patch_size or image_width % patch_size:
-            raise UserError(
-                f"patch_size={patch_size} does not divide images of {height}x{image_width}; "
-                f"try model.patch_size={largest_patch_size(height, image_width, patch_size)}"
-            )
-        num_tokens = (height // patch_size) * (image_width // patch_size)
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
         self.positions = nn.Embedding(num_tokens, width)
-        self.embedding_norm = build_embedding_norm(norm, width)
-        self.blocks = nn.ModuleList(
-            Block(width, num_heads, norm, is_causal=False, dropout=dropout) for _ in range(depth)
-        )
-        self.final_norm = build_final_norm(norm, width)
+        self.add_blocks(norm, depth, width, num_heads, is_causal=False, dropout=dropout)
         self.head = nn.Linear(width, num_outputs)
-        init_transformer(self, depth)
-        # Pixels have unit variance; so shall the tokens made of them.
+        self.init_weights()
+        # Pixels have unit variance, and the tokens made of them should too.
         nn.init.kaiming_normal_(self.patch_embedding.weight, nonlinearity="linear")
 
     def split(self, images: Tensor) -> Tensor:
@@ -75,12 +62,15 @@ class ViT(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.patch_embedding(self.split(inputs)) + self.positions.weight
-        x = self.embedding_norm(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.final_norm(x).amax(dim=1))
+        return self.head(self.apply_blocks(x).amax(dim=1))
 
 
-def largest_patch_size(height: int, width: int, limit: int) -> int:
-    """The largest size below `limit` that divides both sides."""
-    return max(size for size in range(1, limit) if height % size == 0 and width % size == 0)
+def check_patches(input_shape: tuple[int, ...], patch_size: int) -> None:
+    """Raises UserError unless the patches divide both sides, with the largest size that does."""
+    _, height, width = input_shape
+    if height % patch_size or width % patch_size:
+        fitting = (s for s in range(patch_size, 0, -1) if height % s == 0 and width % s == 0)
+        raise UserError(
+            f"model.patch_size={patch_size} does not divide images of {height}x{width}; "
+            f"try model.patch_size={next(fitting)}"
+        )

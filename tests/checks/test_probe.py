@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from normexp.norms.frozen import FrozenBatchNorm
 from torch import Tensor, nn
 
 from normexp.checks.probe import Probe, cuts, holds, moves
 from normexp.norms.batch import BatchNorm
 from normexp.norms.causal import CausalGroupNorm
-from normexp.norms.frozen import FrozenBatchNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
 from normexp.norms.none import NoNorm
 from normexp.norms.renorm import BatchRenorm

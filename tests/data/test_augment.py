@@ -1,3 +1,5 @@
+"""Augmentation: equal to a slow reference, and draws that depend on (seed, step, sample) only."""
+
 from __future__ import annotations
 
 from itertools import product
@@ -14,11 +16,9 @@ EVERYTHING = Augmentation(crop_padding=2, flip=True, cutout=3)
 
 def augment_one(image: Tensor, draws: dict[str, Tensor], i: int, spec: Augmentation) -> Tensor:
     """One image (C, H, W), by padding, slicing and filling."""
-    channels, height, width = image.shape
+    height, width = image.shape[1:]
     if spec.crop_padding:
-        p = spec.crop_padding
-        padded = torch.zeros(channels, height + 2 * p, width + 2 * p, dtype=image.dtype)
-        padded[:, p : p + height, p : p + width] = image
+        padded = torch.nn.functional.pad(image, [spec.crop_padding] * 4)
         top, left = int(draws["crop_top"][i]), int(draws["crop_left"][i])
         image = padded[:, top : top + height, left : left + width]
     if spec.flip and draws["flip"][i]:
@@ -34,16 +34,13 @@ def augment_one(image: Tensor, draws: dict[str, Tensor], i: int, spec: Augmentat
 @pytest.mark.parametrize(
     ("padding", "flip", "cutout"), list(product([0, 2], [False, True], [0, 1, 4]))
 )
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_augmentation_equals_slicing_one_image_at_a_time(
-    padding: int, flip: bool, cutout: int, dtype: torch.dtype
-):
+def test_augmentation_equals_slicing_one_image_at_a_time(padding: int, flip: bool, cutout: int):
     spec = Augmentation(padding, flip, cutout)
-    images = torch.randint(1, 256, (40, 3, 6, 5), generator=torch.manual_seed(0)).to(dtype)
+    images = torch.randint(1, 256, (40, 3, 6, 5), generator=torch.manual_seed(0)).to(torch.uint8)
     draws = spec.draw(seed=1, step=2, num_samples=40)
     expected = torch.stack([augment_one(image, draws, i, spec) for i, image in enumerate(images)])
     out = spec.apply(images, draws)
-    assert out.dtype == dtype
+    assert out.dtype == torch.uint8
     assert torch.equal(out, expected)
 
 
@@ -51,7 +48,6 @@ def test_augmentation_equals_slicing_one_image_at_a_time(
 def test_draws_of_a_sample_do_not_depend_on_the_number_of_samples(num_samples: int):
     long = EVERYTHING.draw(seed=4, step=9, num_samples=1000)
     for name, draw in EVERYTHING.draw(seed=4, step=9, num_samples=num_samples).items():
-        assert draw.shape == (num_samples,)
         assert torch.equal(draw, long[name][:num_samples]), name
 
 
@@ -59,14 +55,14 @@ def test_draws_of_one_kind_do_not_depend_on_the_other_kinds():
     every = EVERYTHING.draw(seed=4, step=9, num_samples=50)
     for alone in (Augmentation(2, False, 0), Augmentation(0, True, 0), Augmentation(0, False, 3)):
         draws = alone.draw(seed=4, step=9, num_samples=50)
-        assert all(torch.equal(draw, every[name]) for name, draw in draws.items())
+        assert draws and all(torch.equal(draw, every[name]) for name, draw in draws.items())
 
 
 def test_draws_change_with_step_and_seed_and_cover_their_range_evenly():
     draws = EVERYTHING.draw(seed=0, step=0, num_samples=5000)
     counts = torch.bincount(draws["crop_top"])
-    assert counts.shape == (5,)
-    assert counts.min() > 900 and counts.max() < 1100  # 5000 / 5, about 3.5 deviations of 28
+    assert len(counts) == 5
+    assert counts.min() > 900 and counts.max() < 1100  # 1000 each, standard deviation 28
     assert abs(draws["flip"].float().mean() - 0.5) < 0.025
     for seed, step in ((0, 1), (1, 0)):
         assert not torch.equal(draws["crop_left"], EVERYTHING.draw(seed, step, 5000)["crop_left"])

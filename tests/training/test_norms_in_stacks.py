@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from normexp.checks.probing import cannot_stack, probe_batch
 from omegaconf import open_dict
 from torch import nn
 from training_cases import (
@@ -22,7 +23,6 @@ from training_cases import (
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-from normexp.checks.probing import cannot_stack, probe_batch
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
 from normexp.norms.factory import NormFactory

@@ -1,0 +1,174 @@
+"""Building and checking a data set: splits, statistics, digest, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from normexp.data import Augmentation, Data, Examples, Windows, build_image_data, sources
+from normexp.data.dataset import content_digest, validate
+from normexp.data.sources import compute_channel_moments, split_off_test, split_off_val
+from normexp.errors import UserError
+
+
+def examples(num_samples: int, num_classes: int = 3) -> Examples:
+    generator = torch.manual_seed(num_samples)
+    images = torch.randint(0, 256, (num_samples, 2, 4, 5), generator=generator, dtype=torch.uint8)
+    images[:, 1] //= 3  # channels differ in mean and spread
+    return Examples(images, torch.arange(num_samples) % num_classes)
+
+
+def build(train: Examples, test: Examples, augmentation: Augmentation | None = None) -> Data:
+    options: dict[str, Any] = {"val_fraction": 0.2, "split_seed": 0, "augmentation": augmentation}
+    return build_image_data("toy", train, test, num_classes=3, **options)
+
+
+def test_val_comes_out_of_train_and_test_stays():
+    train, test = examples(100), examples(20)
+    data = build(train, test)
+    assert (len(data.train), len(data.val), len(data.test)) == (80, 20, 20)
+    rows = torch.cat([data.train.tensors[0], data.val.tensors[0]]).flatten(1).tolist()
+    assert sorted(rows) == sorted(train.inputs.flatten(1).tolist())
+    assert torch.equal(data.test.tensors[0], test.inputs)
+    assert data.input_shape == (2, 4, 5) and data.num_outputs == 3 and data.vocab_size is None
+    assert build(train, test, Augmentation(0, False, 0)).augmentation is None  # all off
+    validate(data)
+
+
+def test_split_depends_on_its_seed_only():
+    train, val = split_off_val(103, 0.1, 0)
+    assert len(val) == 10
+    assert torch.equal(torch.cat([train, val]).sort().values, torch.arange(103))
+    assert torch.equal(val, split_off_val(103, 0.1, 0)[1])
+    assert not torch.equal(val, split_off_val(103, 0.1, 1)[1])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 0.001])
+def test_fraction_that_empties_a_split_is_refused(fraction: float):
+    with pytest.raises(UserError, match=f"data.val_fraction={fraction}.*data.val_fraction=0.1"):
+        split_off_val(100, fraction, 0)
+
+
+def test_test_split_takes_a_fifth_of_each_class():
+    targets = torch.tensor([0] * 50 + [1] * 20 + [2] * 10)
+    rest, test = split_off_test(targets)
+    assert torch.bincount(targets[test]).tolist() == [10, 4, 2]
+    assert torch.equal(torch.cat([rest, test]).sort().values, torch.arange(80))
+
+
+def test_channel_moments_equal_those_of_the_float_images():
+    images = examples(50).inputs
+    mean, std = compute_channel_moments(images)
+    pixels = (images.double() / 255).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(torch.tensor(mean).double(), pixels.mean(dim=1))
+    torch.testing.assert_close(torch.tensor(std).double(), pixels.std(dim=1, correction=0))
+    constant = torch.full((4, 1, 2, 2), 51, dtype=torch.uint8)
+    assert compute_channel_moments(constant) == (pytest.approx((0.2,)), (1.0,))
+
+
+def test_model_inputs_follow_the_formula_under_a_replica_axis():
+    data = build(examples(100), examples(20))
+    images = torch.randint(0, 256, (3, 7, 2, 4, 5), dtype=torch.uint8)
+    mean, std = (torch.tensor(v).view(2, 1, 1) for v in (data.mean, data.std))
+    for shown in (data.model_inputs(images), data.to("cpu").model_inputs(images)):
+        assert shown.dtype == torch.float32
+        torch.testing.assert_close(shown, (images / 255 - mean) / std)
+
+
+def test_digest_depends_on_content_shape_dtype_and_symbols():
+    def digest(tensor: torch.Tensor, symbols: tuple[str, ...] | None = None) -> str:
+        return content_digest([Windows(tensor, 2)], symbols)
+
+    tokens = torch.arange(6)
+    others = [digest(tokens + 1), digest(tokens.int()), digest(tokens.view(2, 3))]
+    others += [digest(tokens, ("a", "b"))]
+    assert digest(tokens) == digest(tokens.clone()) and len(digest(tokens)) == 16
+    assert len({digest(tokens), *others}) == 5
+    train = examples(100)
+    first = build(train, examples(20))
+    assert first.to("cpu").digest == first.digest
+    train.targets[7] = (train.targets[7] + 1) % 3
+    assert build(train, examples(20)).digest != first.digest
+
+
+GOOD = examples(20)
+BAD_IMAGES = {
+    "train.inputs is torch.float32": (Examples(GOOD.inputs.float(), GOOD.targets), GOOD),
+    "20 images and 7 targets": (Examples(GOOD.inputs, GOOD.targets[:7]), GOOD),
+    "targets has 3; num_outputs=3": (examples(20, num_classes=4), GOOD),
+    r"test.inputs is torch.uint8 \(20, 2, 4, 3\)": (
+        GOOD,
+        Examples(GOOD.inputs[..., :3], GOOD.targets),
+    ),
+    "test is empty": (GOOD, Examples(GOOD.inputs[:0], GOOD.targets[:0])),
+    "test.targets is torch.float32": (GOOD, Examples(GOOD.inputs, GOOD.targets.float())),
+    "test.targets has -1": (GOOD, Examples(GOOD.inputs, GOOD.targets - 1)),
+    "test.mask": (GOOD, Examples(GOOD.inputs, GOOD.targets, GOOD.inputs > 3)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_IMAGES)
+def test_inconsistent_images_are_refused(message: str):
+    with pytest.raises(UserError, match=f"data=toy: .*{message}"):
+        validate(build(*BAD_IMAGES[message]))
+
+
+def strings(**changes: Any) -> Data:
+    tokens = (torch.arange(24) % 9).view(6, 4)
+    part = Examples(tokens, torch.tensor([0, 1] * 3), torch.ones(6, 4, dtype=torch.bool))
+    fields: dict[str, Any] = dict.fromkeys(("train", "val", "test"), part)
+    fields |= {"name": "toy", "task": "classification", "input_shape": (4,)}
+    return Data(**fields | {"num_outputs": 2, "vocab_size": 9} | changes)
+
+
+def text(**changes: Any) -> Data:
+    fields: dict[str, Any] = dict.fromkeys(
+        ("train", "val", "test"), Windows(torch.arange(20) % 5, 4)
+    )
+    fields |= {"name": "toy", "task": "language_modeling", "input_shape": (4,)}
+    fields |= {"num_outputs": 5, "vocab_size": 5}
+    fields["bytes_per_token"] = {"train": 1.0, "val": 1.0, "test": 1.0}
+    return Data(**fields | changes)
+
+
+def one_string(mask: torch.Tensor) -> Examples:
+    return Examples(torch.zeros(1, 4).long(), torch.zeros(1).long(), mask)
+
+
+BAD_TOKENS = {
+    "inputs has 8; vocab_size=8": strings(vocab_size=8),
+    r"must be torch.int64 \(6, 5\)": strings(input_shape=(5,)),
+    "1 symbols for vocab_size=9": strings(symbols=("a",)),
+    "task='regression'": strings(task="regression"),
+    "val is Windows": strings(val=text().val),
+    "test.mask has a sample without": strings(test=one_string(torch.zeros(1, 4).bool())),
+    "test.mask is torch.float32": strings(test=one_string(torch.ones(1, 4))),
+    "vocab_size=5 must be num_outputs=6": text(num_outputs=6),
+    "bytes_per_token=None": text(bytes_per_token=None),
+    r"block_size=4 differs from input_shape=\(3,\)": text(input_shape=(3,)),
+    "val has 7 tokens; block_size=4 needs 8": text(val=Windows(torch.arange(7) % 5, 4)),
+    "test.tokens has 5; vocab_size=5": text(test=Windows(torch.arange(20) % 6, 4)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_TOKENS)
+def test_inconsistent_tokens_are_refused(message: str):
+    with pytest.raises(UserError, match=f"data=toy: .*{message}"):
+        validate(BAD_TOKENS[message])
+
+
+def test_consistent_tokens_pass_and_are_shown_unchanged():
+    for data in (strings(), text()):
+        validate(data)
+        tokens = torch.arange(4)
+        assert data.model_inputs(tokens) is tokens
+
+
+def test_memory_is_refused_only_above_what_is_available(monkeypatch: pytest.MonkeyPatch):
+    assert sources.available_memory() is None or sources.available_memory() > 10**6
+    monkeypatch.setattr(sources, "available_memory", lambda: 2_000_000_000)
+    sources.refuse_beyond_memory("data.root=x", 2_000_000_000, "try data.size=32")
+    with pytest.raises(UserError, match="data.root=x needs 2.5 GB .* 2.0 GB .* data.size=32"):
+        sources.refuse_beyond_memory("data.root=x", 2_500_000_000, "try data.size=32")

@@ -1,0 +1,302 @@
+"""What holds for every model of conf/model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from model_cases import (
+    BLOCK_SIZE,
+    MODELS,
+    NUM_OUTPUTS,
+    TRANSFORMERS,
+    VOCAB_SIZE,
+    build,
+    draw_arguments,
+    layer_norm,
+)
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+
+from normexp.batching.draws import Dropout
+from normexp.errors import UserError
+from normexp.models.initialization import modules_outside_sites
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
+from normexp.norms.slots import SLOTS, Slots
+
+PLACEMENTS = ("pre", "post", "sandwich", "peri")
+CHANGED: dict[str, Any] = {
+    "act": "tlu",
+    "conv": "scaled_weight_standardized",
+    "residual_scale": 0.5,
+    "placement": "sandwich",
+    "qk_norm": True,
+}
+EVERY_SLOT = Slots(**CHANGED)
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+class CausalMean(nn.Module):
+    """Subtracts the mean of the positions up to each one of (N, C, T)."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.cumsum(-1) / torch.arange(1, x.shape[-1] + 1)
+
+
+TOKEN_NORMS = {
+    "token": NormFactory(layer_norm),
+    "sequence": NormFactory(CausalMean, view="sequence"),
+}
+
+
+def with_slots(norm: NormFactory, **slots: Any) -> NormFactory:
+    return NormFactory(norm.make, view=norm.view, slots=Slots(**slots))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def block_sites(*roles: str) -> list[str]:
+    return [f"blocks.{index}.{role}" for index in (0, 1) for role in roles]
+
+
+def resnet_sites(blocks: int) -> list[str]:
+    names = [f"stage{stage}.{block}" for stage in (1, 2, 3) for block in range(blocks)]
+    return ["stem_norm", *(f"{name}.{role}" for name in names for role in ("norm1", "norm2"))]
+
+
+SITES = {
+    "convnet": ["norm1", "norm2", "norm3"],
+    "small_resnet": resnet_sites(1),
+    "resnet20": resnet_sites(3),
+    **dict.fromkeys(TRANSFORMERS, [*block_sites("attn_norm", "mlp_norm"), "final_norm"]),
+}
+SANDWICH = block_sites("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+PLACED_SITES = {
+    "pre": SITES["gpt"],
+    "post": block_sites("attn_norm", "mlp_norm"),
+    "sandwich": [*SANDWICH, "final_norm"],
+    "peri": ["embedding_norm", *SANDWICH, "final_norm"],
+}
+
+
+@every_model
+def test_sites_are_named_by_role(name: str) -> None:
+    names = [site for site, _ in named_sites(build(name))]
+    if name == "torchvision":  # test_surgery.py has the names of its networks
+        assert len(names) == 20
+    else:
+        assert names == SITES[name]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_sites_of_a_placement(name: str, placement: str) -> None:
+    model = build(name, with_slots(TOKEN_NORMS["token"], placement=placement))
+    assert [site for site, _ in named_sites(model)] == PLACED_SITES[placement]
+
+
+@every_model
+@pytest.mark.parametrize("slots", [Slots(), EVERY_SLOT], ids=["no slots", "every slot"])
+def test_shape_and_gradients(name: str, slots: Slots) -> None:
+    model = build(name, NormFactory(layer_norm, slots=slots)).double()
+    out = model(*draw_arguments(name, 3))
+    assert out.shape == ((3, BLOCK_SIZE, VOCAB_SIZE) if name == "gpt" else (3, NUM_OUTPUTS))
+    out.square().sum().backward()
+    assert [key for key, p in model.named_parameters() if p.grad is None] == []
+
+
+@every_model
+def test_a_slot_changes_the_model_if_and_only_if_the_model_asks_for_it(name: str) -> None:
+    default = str(build(name))
+    for slot in SLOTS:
+        norm = NormFactory(layer_norm, slots=replace(Slots(), **{slot: CHANGED[slot]}))
+        assert (str(build(name, norm)) != default) == (slot in norm.used), slot
+
+
+@every_model
+def test_one_seed_gives_one_start_for_all_norms_and_slots(name: str) -> None:
+    starts = []
+    for norm in (NormFactory(layer_norm), NormFactory(lambda _: nn.Identity(), slots=EVERY_SLOT)):
+        torch.manual_seed(3)
+        own = modules_outside_sites(build(name, norm))
+        starts.append([m.weight for m in own if isinstance(m, nn.Linear | nn.Conv2d)])
+    assert all(torch.equal(a, b) for a, b in zip(*starts, strict=True))
+
+
+@every_model
+def test_initialisation_leaves_a_norm_alone(name: str) -> None:
+    def make(num_features: int) -> nn.Module:
+        linear = nn.Linear(num_features, num_features)
+        nn.init.constant_(linear.weight, 7)
+        return linear
+
+    for _, site in named_sites(build(name, NormFactory(make))):
+        assert (site.norm.weight == 7).all()
+
+
+@every_model
+def test_stacked_replicas_with_every_slot_equal_a_loop(name: str) -> None:
+    make = nn.BatchNorm1d if name in TRANSFORMERS else nn.BatchNorm2d
+    make = MaskedLayerNorm if name == "text_encoder" else make
+    models = [build(name, NormFactory(make, slots=EVERY_SLOT)).double() for _ in range(2)]
+    arguments = [draw_arguments(name, 4) for _ in models]
+    params, buffers = stack_module_state(models)
+
+    def loss(own_params, own_buffers, own_arguments):
+        out = functional_call(models[0], {**own_params, **own_buffers}, own_arguments)
+        return out.square().mean()
+
+    stacked = tuple(torch.stack(parts) for parts in zip(*arguments, strict=True))
+    vmap(loss)(params, buffers, stacked).sum().backward()
+    for index, (model, own) in enumerate(zip(models, arguments, strict=True)):
+        model(*own).square().mean().backward()
+        for key, parameter in model.named_parameters():
+            own_grad = params[key].grad[index]
+            torch.testing.assert_close(own_grad, parameter.grad, rtol=1e-8, atol=1e-8, msg=key)
+        for key, buffer in model.named_buffers():
+            torch.testing.assert_close(buffers[key][index], buffer, msg=key)
+
+
+class MaskedLayerNorm(nn.LayerNorm):
+    """A norm without a mask would need dynamic shapes, which vmap cannot have."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y if mask is None else y * mask[:, None]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_dropout_noise_does_not_depend_on_the_split_of_the_batch(name: str) -> None:
+    model = build(name, dropout=0.4).double().train()
+    arguments = draw_arguments(name, 6)
+    drops = [module for module in model.modules() if isinstance(module, Dropout)]
+    for index, dropout in enumerate(drops):
+        dropout.key.fill_(1000 + index)
+    whole = model(*arguments)
+    parts = []
+    for first, last in [(0, 1), (1, 4), (4, 6)]:
+        for dropout in drops:
+            dropout.first_sample.fill_(first)
+        parts.append(model(*[a[first:last] for a in arguments]))
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)
+    assert not torch.allclose(whole, model.eval()(*arguments))
+
+
+@every_model
+def test_default_group_norm_pools_two_values_or_more_at_every_site(name: str) -> None:
+    num_groups = 8  # conf/norm/group.yaml
+    knobs = {"depth": 1, "width": 64} if name in TRANSFORMERS else {}
+    model = build(name, NormFactory(lambda c: nn.GroupNorm(num_groups, c)), **knobs).double().eval()
+    pooled: list[int] = []
+    for _, site in named_sites(model):
+        site.norm.register_forward_hook(
+            lambda _module, args, _out: pooled.append(args[0][0].numel() // num_groups)
+        )
+    model(*draw_arguments(name, 2))
+    assert len(pooled) == len(list(named_sites(model))) and min(pooled) >= 2
+
+
+@pytest.mark.parametrize("view", TOKEN_NORMS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gpt_shows_no_position_the_future(placement: str, view: str) -> None:
+    norm = with_slots(TOKEN_NORMS[view], placement=placement, qk_norm=True)
+    model = build("gpt", norm).double()
+    (tokens,) = draw_arguments("gpt", 2)
+    cut = BLOCK_SIZE // 2
+    other = torch.cat([tokens[:, :cut], (tokens[:, cut:] + 1) % VOCAB_SIZE], dim=1)
+    before, after = model(tokens), model(other)
+    torch.testing.assert_close(before[:, :cut], after[:, :cut], rtol=0, atol=1e-12)
+    assert (before[:, cut:] != after[:, cut:]).any(dim=-1).all()
+    torch.testing.assert_close(model(tokens[:, :cut]), before[:, :cut], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("view", TOKEN_NORMS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_padding_moves_no_answer_and_no_gradient(placement: str, view: str) -> None:
+    norm = with_slots(TOKEN_NORMS[view], placement=placement, qk_norm=True)
+    model = build("text_encoder", norm).double()
+    tokens, mask = draw_arguments("text_encoder", 4)
+    tokens, mask = tokens[:, :9], mask[:, :9]
+    more = nn.functional.pad(tokens, (0, 3), value=1), nn.functional.pad(mask, (0, 3))
+    other = torch.where(mask, tokens, (tokens + 3) % VOCAB_SIZE), mask
+    expected = model(tokens, mask)
+    gradients = torch.autograd.grad(expected.square().sum(), [*model.parameters()])
+    for changed in (more, other):
+        out = model(*changed)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        own = torch.autograd.grad(out.square().sum(), [*model.parameters()])
+        for one, two in zip(gradients, own, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+    last = mask.sum(dim=1) - 1  # a real token moves the answer
+    tokens[torch.arange(4), last] = (tokens[torch.arange(4), last] + 1) % VOCAB_SIZE
+    assert (model(tokens, mask) != expected).any(dim=1).all()
+
+
+def transformer_size(depth: int, width: int) -> int:
+    """Weights and biases of qkv, out, hidden, out; two numbers per channel of each norm."""
+    return depth * (12 * width**2 + 9 * width) + 2 * width * (2 * depth + 1)
+
+
+COLOUR = {"input_shape": (3, 32, 32), "num_outputs": 10}
+SIZES: list[tuple[str, dict[str, Any], int]] = [
+    ("convnet", COLOUR, 9 * (3 * 16 + 16 * 32 + 32 * 32) + 2 * (16 + 32 + 32) + 32 * 10 + 10),
+    ("resnet20", COLOUR, 269_722),  # 0.27 M in table 6 of the paper
+    ("resnet20", COLOUR | {"depth": 110}, 1_727_962),  # 1.7 M
+    (
+        "vit",
+        COLOUR | {"depth": 2, "width": 64},
+        (48 + 1 + 64) * 64 + transformer_size(2, 64) + 65 * 10,
+    ),
+    (
+        "gpt",
+        {"vocab_size": 65, "block_size": 64, "depth": 4, "width": 128},
+        (65 + 64 + 65) * 128 + transformer_size(4, 128),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs", "size"), SIZES)
+def test_parameter_count(name: str, knobs: dict[str, Any], size: int) -> None:
+    assert sum(p.numel() for p in build(name, **knobs).parameters()) == size
+
+
+BAD_KNOBS: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (name, {key: 0}, f"model.{key}=0")
+        for name in TRANSFORMERS
+        for key in ("depth", "num_heads")
+    ),
+    *((name, {"width": 0}, "model.width=0") for name in MODELS if name != "torchvision"),
+    *((name, {"width": 1.5}, "model.width=1.5") for name in MODELS if name != "torchvision"),
+    *((name, {"num_heads": 3}, "model.num_heads=3.*model.width=18") for name in TRANSFORMERS),
+    *(("resnet20", {"depth": d}, f"model.depth={d}.*20") for d in (2, 18, 21)),
+    ("vit", {"patch_size": 0}, "model.patch_size=0"),
+    ("vit", {"patch_size": 5, "input_shape": (1, 28, 28)}, "patch_size=5.*28x28.*patch_size=4"),
+    ("vit", {"patch_size": 8}, "8x8.*model=vit.*16x16"),
+    ("convnet", {"input_shape": (3, 3, 8)}, "3x8.*model=convnet.*4x4"),
+    ("resnet20", {"input_shape": (3, 5, 4)}, "5x4.*model=resnet.*5x5"),
+    ("convnet", {"input_shape": (64,)}, r"model=convnet.*\(64,\).*model=gpt"),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs", "message"), BAD_KNOBS)
+def test_knobs_that_do_not_fit_are_refused(name: str, knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.compile(message)):
+        build(name, **knobs)
+
+
+@pytest.mark.parametrize("name", ["gpt", "text_encoder"])
+def test_sequence_longer_than_block_size_is_refused(name: str) -> None:
+    model = build(name, block_size=4).double()
+    with pytest.raises(UserError, match="12 tokens.*block_size=4"):
+        model(*draw_arguments(name, 2))
