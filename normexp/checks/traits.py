@@ -22,7 +22,7 @@ from normexp.checks.subject import (
     skipped,
     values,
 )
-from normexp.norms.convolutions import CONVOLUTIONS
+from normexp.norms.parts import CONVOLUTIONS
 from normexp.norms.site import Site, takes_mask
 
 PADDED = (4, 5)  # samples and positions
