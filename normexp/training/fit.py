@@ -23,7 +23,6 @@ from normexp.records.files import open_atomic
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
-
 # Parts of the Trainer that are not used: checkpoints, progress and results are our own.
 BARE: dict[str, Any] = {
     "enable_checkpointing": False,
