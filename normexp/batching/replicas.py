@@ -20,8 +20,9 @@ from normexp.norms.state import State, merge_state, read_state, write_state
 
 Batch = dict[str, Tensor]
 Measured = dict[str, Tensor]
-Loss = Callable[[Tensor, Batch], Tensor]  # of a model's output and its batch: a scalar
-Measurement = TypeVar("Measurement", Tensor, Measured)
+T = TypeVar("T", Tensor, Measured)
+Measure = Callable[[Tensor, Batch], T]  # from a model's output and its batch
+Loss = Measure[Tensor]  # a scalar
 
 
 def model_arguments(batch: Batch) -> tuple[Tensor, ...]:
@@ -50,17 +51,12 @@ class Replicas(nn.Module, ABC):
         ]
 
     @abstractmethod
-    def measure(
-        self,
-        batch: Batch,
-        function: Callable[[Tensor, Batch], Measurement],
-        *,
-        shared: bool = False,
-    ) -> Measurement:
+    def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
         """Returns `function(output, batch)` of every replica, stacked to (S, ...).
 
         Args:
-            batch: values (S, N, ...), or (N, ...) if all replicas get the same (`shared`).
+            batch: values (S, N, ...), or (N, ...) if `shared` by all replicas.
+            function: of a model's output and its batch; returns a tensor or a dict of tensors.
         """
 
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
@@ -116,13 +112,7 @@ class InTurn(Replicas):
         self.has_foreign_draws = has_foreign_draws
         self._foreign_seeds: Sequence[int] | None = None
 
-    def measure(
-        self,
-        batch: Batch,
-        function: Callable[[Tensor, Batch], Measurement],
-        *,
-        shared: bool = False,
-    ) -> Measurement:
+    def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
         parts = [batch if shared else _batch_of(batch, i) for i in range(self.num_replicas)]
         rows = [function(self._run(i, part), part) for i, part in enumerate(parts)]
         return _stack_rows(rows)
@@ -171,18 +161,12 @@ class Stacked(Replicas):
     def network(self) -> nn.Module:
         return self.trees[0]
 
-    def measure(
-        self,
-        batch: Batch,
-        function: Callable[[Tensor, Batch], Measurement],
-        *,
-        shared: bool = False,
-    ) -> Measurement:
+    def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
         network = self.network
         buffers = dict(network.named_buffers())
         tensors = {**dict(network.named_parameters()), **buffers}
 
-        def run_one(own: dict[str, Tensor], own_batch: Batch) -> tuple[Measurement, State]:
+        def run_one(own: dict[str, Tensor], own_batch: Batch) -> tuple[T, State]:
             before = {name: own[name] for name in buffers}
             output = functional_call(network, own, model_arguments(own_batch))
             replaced = {name: own[name] for name in buffers if own[name] is not before[name]}
@@ -225,7 +209,7 @@ def _batch_of(batch: Batch, index: int) -> Batch:
     return {name: value[index] for name, value in batch.items()}
 
 
-def _stack_rows(rows: list[Measurement]) -> Measurement:
+def _stack_rows(rows: list[T]) -> T:
     first = rows[0]
     if isinstance(first, Tensor):
         return torch.stack(rows)  # type: ignore[arg-type]
