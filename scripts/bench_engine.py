@@ -13,8 +13,8 @@ from bench_measure import Bench
 from omegaconf import OmegaConf
 
 from normexp.batching.replicas import suitable_threads
+from normexp.cells.assembly import build_module, build_replicas
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.stack import build_replicas, build_task
 from normexp.config.compose import compose_cell
 from normexp.records.metrics import MetricsWriter
 from normexp.training.fit import fit
@@ -70,11 +70,11 @@ def seconds_per_step(bench: Bench, cell: Cell, seeds: list[int], *, records: boo
     if records:
         sinks = [[MetricsWriter(folder / f"{seed}.csv")] for seed in seeds]
         callbacks.insert(0, TrainingProgress(cell.title, cell.plan.epochs))
-    task = build_task(cell, seeds, replicas, Recorder(sinks))
+    module = build_module(cell, seeds, replicas, Recorder(sinks))
     trainer: Any = OmegaConf.to_container(cell.cfg.trainer, resolve=True)
     with suitable_threads(cell.elements_per_forward):
         fit(
-            task,
+            module,
             checkpoint=folder / "none.ckpt",
             epochs=cell.plan.epochs,
             val_every_epochs=NEVER,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from normexp.batching.replicas import suitable_threads
+from normexp.cells.assembly import build_recipe, build_replicas
 from normexp.cells.cell import Cell
-from normexp.cells.stack import build_recipe, build_replicas
 from normexp.training.fit import quiet_lightning
 
 BATCH_SIZES = (2, 16, 128)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from normexp.records.history import read_commands, read_index
+from normexp.records.history import read_history
 from normexp.records.metrics import read_metrics
 
 
@@ -85,5 +85,4 @@ def check_nothing_torn(study: Path) -> None:
     for path in study.glob("*/seed-*/metrics.csv"):
         read_metrics(path)
     if study.is_dir():
-        assert all("command" in command for command in read_commands(study))
-        read_index(study)
+        read_history(study)

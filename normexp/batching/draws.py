@@ -1,7 +1,7 @@
 """Randomness without state: every draw is a function of (seed, stream, index).
 
-A resumed run needs no generator in its checkpoint, a run's draws do not depend on its neighbours in
-a stack, and one seed means the same draws for every norm, so norms can be compared in pairs.
+So checkpoints need no generator state, the draws of a run do not depend on its neighbours in a
+stack, and one seed means the same draws for every norm: norms can be compared in pairs.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def derive_seed(seed: int, stream: Stream, index: int = 0) -> int:
-    """A 63-bit seed for one draw, well mixed, so that neighbouring seeds share nothing."""
+    """Returns a 63-bit seed for one draw, hashed so that neighbouring seeds are independent."""
     digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def generator(seed: int, stream: Stream, index: int = 0) -> torch.Generator:
-    """A CPU generator for one draw: devices differ in their generators, the draws must not."""
+    """Returns a CPU generator for one draw, so that draws are the same on every device."""
     return torch.Generator().manual_seed(derive_seed(seed, stream, index))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Hash of 32-bit integers held in int64 (Wellons' lowbias32), as plain tensor arithmetic."""
+    """Hashes 32-bit integers held in int64 (Wellons' lowbias32) with plain tensor arithmetic."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW_32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW_32
     return x ^ (x >> 16)
 
 
 class Dropout(nn.Module):
-    """Dropout whose noise is computed from a key, so that it may run under vmap and in parts.
+    """Dropout with noise computed from a key, so that it can run under vmap and in parts.
 
-    y = x * keep / (1 - p), with keep a hash of (key, sample, element). The training step writes
-    `key` and `first_sample` (where this part of the batch begins in the step's batch), so the noise
-    of a sample does not depend on how the batch is split. Shape (N, *) in and out.
+    y = x * keep / (1 - p), where keep is a hash of (key, sample, element). The training step sets
+    `key` and `first_sample`, the index of the first sample of x within the step's batch, so the
+    noise of a sample does not depend on how the batch is split. Shape (N, *) in and out.
     """
 
     key: Tensor
@@ -49,7 +49,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ValueError(f"dropout={p} is no probability below 1; try dropout=0.1")
+            raise ValueError(f"dropout={p} must be at least 0 and below 1; try dropout=0.1")
         self.p = p
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("first_sample", torch.zeros((), dtype=torch.int64), persistent=False)

@@ -1,4 +1,4 @@
-"""One step by several processes, a device each, as one process would take it."""
+"""Several processes, one per device, that share each optimizer step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from normexp.norms.state import State, write_state
 
 
 class Processes:
-    """This process among those that train together; every call is made by all of them.
+    """Exchanges sums between the processes of a training; all of them must make every call.
 
     Gradients are summed here and not by DistributedDataParallel. Its hooks average over processes
-    at every backward, and wait for one that has no sample of a short last forward; a step wants
-    one sum at its end, of losses that each process has divided by the whole step's targets.
+    at every backward, and hang if a process has no sample of a short last forward. Here every
+    process divides its losses by the targets of the whole step, and one sum ends the step.
 
     Args:
-        device: where tensors that travel must be.
+        share: of this process.
+        device: of all tensors that are exchanged.
     """
 
     def __init__(self, share: Share, device: torch.device) -> None:
@@ -26,11 +27,11 @@ class Processes:
         self.device = device
 
     def agree(self, number: int) -> int:
-        """The first process's number: clocks differ, and all must take the same path."""
+        """Returns the first process's number in all processes."""
         return int(self._reduce(number if self.share.index == 0 else 0, distributed.ReduceOp.SUM))
 
     def highest(self, number: int) -> int:
-        """The largest of the processes' numbers."""
+        """Returns the largest of the processes' numbers."""
         return int(self._reduce(number, distributed.ReduceOp.MAX))
 
     def _reduce(self, number: int, how: distributed.ReduceOp.RedOpType) -> Tensor:
@@ -40,14 +41,13 @@ class Processes:
 
     @torch.no_grad()
     def sum_gradients(self, replicas: Replicas, losses: Tensor, taken: list[int]) -> Tensor:
-        """Leaves the step's whole gradient in each process; returns the step's losses (S,).
+        """Sums the gradients and losses (S,) of all processes; returns the losses.
 
         Args:
-            losses: of this process's samples.
-            taken: samples of the step that each process had.
+            taken: number of samples of the step in each process.
         """
         trained = [p for p in replicas.parameters() if p.requires_grad]
-        if 0 in taken:  # a process without samples does not know which parameters a forward uses
+        if 0 in taken:  # a process without samples cannot know which parameters get a gradient
             trained = self._used(trained)
         trained = [p for p in trained if p.grad is not None]
         gradients: list[Tensor] = [p.grad for p in trained if p.grad is not None]
@@ -60,7 +60,7 @@ class Processes:
         return losses
 
     def _used(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that the first process has a gradient of; where missing, it starts at zero."""
+        """Returns the parameters with a gradient in the first process; fills in missing ones."""
         flags = torch.tensor([p.grad is not None for p in parameters], device=self.device).int()
         distributed.broadcast(flags, 0)
         used = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
@@ -71,10 +71,9 @@ class Processes:
 
     @torch.no_grad()
     def merge_buffers(self, replicas: Replicas, start: list[State], taken: list[int]) -> None:
-        """Ends a step that all processes began at `start`: their buffers become the merged ones.
+        """Merges the buffers of a step that all processes began at `start`, like ghost sub-batches.
 
-        The processes' parts are merged as ghost sub-batches are. What a norm that spans devices has
-        measured is of all samples already.
+        Norms that span devices are left alone: they have seen all samples already.
         """
         own = replicas.read_buffers()
         ends = self._gather(own)
@@ -86,7 +85,7 @@ class Processes:
             write_state(tree, _of_spanning(tree, state))
 
     def _gather(self, states: list[State]) -> list[list[State]]:
-        """The buffers of each process, by the trees of its replicas."""
+        """Returns the buffers of each process, for each tree of its replicas."""
         gathered: list[list[State]] = [[{} for _ in states] for _ in range(self.share.count)]
         places = [(tree, name) for tree, state in enumerate(states) for name in state]
         for dtype in dict.fromkeys(states[tree][name].dtype for tree, name in places):
@@ -102,13 +101,13 @@ class Processes:
 
 
 def spans_devices(norm: object) -> bool:
-    """Whether a norm, or the class of one, takes its statistics over all devices of a step."""
+    """True if a norm, or a norm's class, takes its statistics over all devices."""
     is_torchs = isinstance(norm, nn.SyncBatchNorm) or norm is nn.SyncBatchNorm
     return is_torchs or bool(getattr(norm, "spans_devices", False))
 
 
 def _of_spanning(tree: nn.Module, state: State) -> State:
-    """The part of a tree's buffers that belongs to norms that span devices."""
+    """Returns the buffers that belong to norms that span devices."""
     paths = [f"{path}." for path, module in tree.named_modules() if spans_devices(module)]
     return {name: value for name, value in state.items() if name.startswith(tuple(paths))}
 

@@ -1,14 +1,15 @@
 """Several networks of one cell trained together: stacked under vmap, or one after another.
 
-Both forms answer to the same few calls, and values they return lead with the replica axis S.
+Both forms offer the same calls. Results lead with the replica axis S.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,51 +20,77 @@ from normexp.norms.state import State, merge_state, read_state, write_state
 
 Batch = dict[str, Tensor]
 Measured = dict[str, Tensor]
-Measure = Callable[[Tensor, Batch], Measured]
+Loss = Callable[[Tensor, Batch], Tensor]  # of a model's output and its batch: a scalar
+Measurement = TypeVar("Measurement", Tensor, Measured)
 
 
 def model_arguments(batch: Batch) -> tuple[Tensor, ...]:
-    """What a model's forward receives of a batch: its inputs, and its mask where it has one."""
+    """The arguments of a model's forward: inputs, and the mask if the batch has one."""
     mask = batch.get("mask")
     return (batch["inputs"],) if mask is None else (batch["inputs"], mask)
 
 
 class Replicas(nn.Module, ABC):
-    """S networks trained together. `trees` are the modules that hold their tensors."""
+    """S networks trained together.
+
+    Attributes:
+        trees: the modules that hold the tensors: one per network, or one for the whole stack.
+        has_foreign_draws: a module draws from torch's global generator in its training forward.
+    """
 
     is_stacked: bool
-    foreign_seeds: list[int] | None = None  # one per replica, where a module draws for itself
+    has_foreign_draws = False
 
     def __init__(self, trees: list[nn.Module], num_replicas: int) -> None:
         super().__init__()
         self.trees = nn.ModuleList(trees)
         self.num_replicas = num_replicas
+        self._dropouts = [  # of each tree; those with p = 0 draw nothing
+            [m for m in tree.modules() if isinstance(m, Dropout) and m.p > 0] for tree in trees
+        ]
 
     @abstractmethod
-    def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
-        """`measure(output, batch)` of every replica, stacked to (S, ...).
+    def measure(
+        self,
+        batch: Batch,
+        function: Callable[[Tensor, Batch], Measurement],
+        *,
+        shared: bool = False,
+    ) -> Measurement:
+        """Returns `function(output, batch)` of every replica, stacked to (S, ...).
 
-        Values of `batch` are (S, N, ...), or (N, ...) where it is `shared` by the replicas.
+        Args:
+            batch: values (S, N, ...), or (N, ...) if all replicas get the same (`shared`).
         """
 
-    def add_gradient(self, batch: Batch, measure: Measure, weight: float) -> Tensor:
-        """Adds the gradient of `weight` times each replica's measured "loss"; those losses (S,)."""
-        return backward(self.measure(batch, measure)["loss"], weight)
+    def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
+        """Adds the gradient of `weight` times each replica's loss; returns the losses (S,)."""
+        return backward(self.measure(batch, loss), weight)
 
     @abstractmethod
     def replica(self, index: int) -> nn.Module:
-        """Replica `index` as a plain module of its own."""
+        """A copy of replica `index` as a plain module."""
 
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> None:
         """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
 
+    @property
+    def num_dropouts(self) -> int:
+        """Active dropout modules in one network."""
+        return len(self._dropouts[0])
+
     @abstractmethod
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        """Hands each dropout its keys, (num_dropouts, S), and where this part begins."""
+        """Sets the noise of the next forward.
+
+        Args:
+            keys: one per dropout and replica, int64 (num_dropouts, S).
+            first_sample: index of the forward's first sample within the optimizer step.
+        """
 
     def read_buffers(self) -> list[State]:
-        """A copy of the buffers of each tree."""
+        """Copies of the buffers of each tree."""
         return [read_state(tree) for tree in self.trees]
 
     def write_buffers(self, states: list[State]) -> None:
@@ -73,7 +100,7 @@ class Replicas(nn.Module, ABC):
     def merge_buffers(
         self, start: list[State], parts: list[list[State]], shares: list[float]
     ) -> None:
-        """Ends a step run in parts: buffers become what `merge_state` makes of them."""
+        """Writes the buffers of a step that was run in parts, see `merge_state`."""
         for index, tree in enumerate(self.trees):
             ends = [part[index] for part in parts]
             write_state(tree, merge_state(tree, start[index], ends, shares))
@@ -84,29 +111,39 @@ class InTurn(Replicas):
 
     is_stacked = False
 
-    def __init__(self, networks: list[nn.Module]) -> None:
+    def __init__(self, networks: list[nn.Module], *, has_foreign_draws: bool = False) -> None:
         super().__init__(networks, len(networks))
+        self.has_foreign_draws = has_foreign_draws
+        self._foreign_seeds: Sequence[int] | None = None
 
-    def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
-        owns = [batch if shared else _of_replica(batch, i) for i in range(self.num_replicas)]
-        rows = [self._measure_one(index, own, measure) for index, own in enumerate(owns)]
-        if len(rows) == 1:
-            return {name: value.unsqueeze(0) for name, value in rows[0].items()}
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    def measure(
+        self,
+        batch: Batch,
+        function: Callable[[Tensor, Batch], Measurement],
+        *,
+        shared: bool = False,
+    ) -> Measurement:
+        parts = [batch if shared else _batch_of(batch, i) for i in range(self.num_replicas)]
+        rows = [function(self._run(i, part), part) for i, part in enumerate(parts)]
+        return _stack_rows(rows)
 
-    def add_gradient(self, batch: Batch, measure: Measure, weight: float) -> Tensor:
-        """A network's backward follows its forward: memory for the activations of one."""
+    def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
+        """As the base class, but holds the activations of one network at a time."""
         losses = []
         for index in range(self.num_replicas):
-            row = self._measure_one(index, _of_replica(batch, index), measure)
-            losses.append(backward(row["loss"], weight))
+            own = _batch_of(batch, index)
+            losses.append(backward(loss(self._run(index, own), own), weight))
         return torch.stack(losses)
 
-    def _measure_one(self, index: int, batch: Batch, measure: Measure) -> Measured:
+    def _run(self, index: int, batch: Batch) -> Tensor:
         network = self.trees[index]
-        if self.foreign_seeds is not None and network.training:
-            torch.manual_seed(self.foreign_seeds[index])
-        return measure(network(*model_arguments(batch)), batch)
+        if self._foreign_seeds is not None and network.training:
+            torch.manual_seed(self._foreign_seeds[index])
+        return network(*model_arguments(batch))
+
+    def seed_foreign_draws(self, seeds: Sequence[int]) -> None:
+        """Seeds torch's global generator before each training forward of replica r by seeds[r]."""
+        self._foreign_seeds = seeds
 
     def replica(self, index: int) -> nn.Module:
         return copy.deepcopy(self.trees[index])
@@ -116,9 +153,9 @@ class InTurn(Replicas):
             nn.utils.clip_grad_norm_(network.parameters(), max_norm)
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        for index, network in enumerate(self.trees):
-            for own, dropout in zip(keys, dropouts(network), strict=True):
-                dropout.key.copy_(own[index])
+        for index, modules in enumerate(self._dropouts):
+            for key, dropout in zip(keys, modules, strict=True):
+                dropout.key.copy_(key[index])
                 dropout.first_sample.fill_(first_sample)
 
 
@@ -134,20 +171,26 @@ class Stacked(Replicas):
     def network(self) -> nn.Module:
         return self.trees[0]
 
-    def measure(self, batch: Batch, measure: Measure, *, shared: bool = False) -> Measured:
+    def measure(
+        self,
+        batch: Batch,
+        function: Callable[[Tensor, Batch], Measurement],
+        *,
+        shared: bool = False,
+    ) -> Measurement:
         network = self.network
         buffers = dict(network.named_buffers())
         tensors = {**dict(network.named_parameters()), **buffers}
 
-        def one(own: dict[str, Tensor], own_batch: Batch) -> tuple[Measured, State]:
-            given = {name: own[name] for name in buffers}
+        def run_one(own: dict[str, Tensor], own_batch: Batch) -> tuple[Measurement, State]:
+            before = {name: own[name] for name in buffers}
             output = functional_call(network, own, model_arguments(own_batch))
-            changed = {name: own[name] for name in buffers if own[name] is not given[name]}
-            return measure(output, own_batch), changed
+            replaced = {name: own[name] for name in buffers if own[name] is not before[name]}
+            return function(output, own_batch), replaced
 
-        run = vmap(one, in_dims=(0, None if shared else 0))
-        measured, reassigned = run(tensors, batch)  # buffers written in place are so already
-        for name, value in reassigned.items():
+        run = vmap(run_one, in_dims=(0, None if shared else 0))
+        measured, replaced = run(tensors, batch)
+        for name, value in replaced.items():  # buffers written in place need no copy
             buffers[name].copy_(value.detach())
         return measured
 
@@ -160,31 +203,33 @@ class Stacked(Replicas):
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
         squares = [g.reshape(len(g), -1).square().sum(dim=1) for g in gradients]  # each (S,)
         norm = torch.stack(squares).sum(dim=0).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of clip_grad_norm_
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        for own, dropout in zip(keys, dropouts(self.network), strict=True):
-            dropout.key.copy_(own)
+        for key, dropout in zip(keys, self._dropouts[0], strict=True):
+            dropout.key.copy_(key)
             dropout.first_sample.fill_(first_sample)
 
 
 def backward(losses: Tensor, weight: float) -> Tensor:
-    """Adds the gradient of `weight` times the losses' sum; returns them without their graph."""
-    # Not Lightning's manual_backward: its hooks cost more than a small step's optimizer, and none
-    # of the precisions here scales a loss.
+    """Adds the gradient of `weight` times the sum of `losses`; returns the losses, detached."""
+    # Not Lightning's manual_backward: its hooks cost more than a small step's optimizer, and no
+    # supported precision scales the loss.
     losses.backward(torch.full_like(losses, weight))
     return losses.detach()
 
 
-def _of_replica(batch: Batch, index: int) -> Batch:
+def _batch_of(batch: Batch, index: int) -> Batch:
     return {name: value[index] for name, value in batch.items()}
 
 
-def dropouts(network: nn.Module) -> list[Dropout]:
-    """The network's dropout modules, those that would drop nothing left out."""
-    return [m for m in network.modules() if isinstance(m, Dropout) and m.p > 0]
+def _stack_rows(rows: list[Measurement]) -> Measurement:
+    first = rows[0]
+    if isinstance(first, Tensor):
+        return torch.stack(rows)  # type: ignore[arg-type]
+    return {name: torch.stack([row[name] for row in rows]) for name in first}  # type: ignore[index]
 
 
 def stack_networks(networks: list[nn.Module]) -> nn.Module:
@@ -203,7 +248,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _replace_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
-    """Swaps every parameter and buffer in place of the module tree; shared ones stay shared."""
+    """Replaces every parameter and buffer of a module; shared parameters stay shared."""
     done: dict[int, Tensor] = {}
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
@@ -215,18 +260,18 @@ def _replace_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> 
             setattr(child, name, replace(buffer))  # keeps a buffer's persistence
 
 
-# Up to this many normalized elements in one replica's forward pass, a CPU gains from stacking and
-# loses from a second thread; beyond it, the other way round. On two cores with the shipped convnet
-# and 8 replicas, one thread: stacked against in turn 1.4x at half of it, 1.0x at it, 0.8x at twice.
+# With up to this many normalized elements in one replica's forward pass, a CPU gains from stacking
+# and loses from a second thread; with more, the opposite. Measured on two cores (shipped convnet,
+# 8 replicas, one thread): stacking is 1.4x faster at half the limit, 1.0x at it, 0.8x at twice.
 SMALL_FORWARD = 2**17
 
 
 def stacks(device_type: str, num_replicas: int, elements_per_forward: int) -> bool:
-    """Whether to stack replicas rather than run one after another.
+    """Returns True if stacking replicas is faster than running them one after another.
 
     Args:
         device_type: "cpu", "cuda" and so on.
-        elements_per_forward: values that reach all sites of one replica in one forward pass.
+        elements_per_forward: values entering all sites of one replica in one forward pass.
     """
     if num_replicas == 1:
         return False
@@ -235,7 +280,7 @@ def stacks(device_type: str, num_replicas: int, elements_per_forward: int) -> bo
 
 @contextmanager
 def suitable_threads(elements_per_forward: int) -> Iterator[None]:
-    """One CPU thread while inside for a network too small to share; else what torch was given."""
+    """Limits torch to one CPU thread inside the block if the network is too small for several."""
     before = torch.get_num_threads()
     if elements_per_forward <= SMALL_FORWARD:
         torch.set_num_threads(1)

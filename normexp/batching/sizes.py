@@ -1,4 +1,4 @@
-"""The three batch sizes: what an optimizer step, a forward pass and a statistic see."""
+"""The three batch sizes: samples per optimizer step, per forward pass and per statistic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Bounds = tuple[int, int]
 
 @dataclass(frozen=True)
 class Share:
-    """What device `index` of `count` takes of a step: an equal run of each forward's samples."""
+    """The samples of device `index` of `count`: an equal contiguous part of each forward."""
 
     index: int = 0
     count: int = 1
@@ -36,7 +36,7 @@ class Sizes:
         for key in ("batch_size", "micro_batch_size", "norm_batch_size"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                raise UserError(f"{key}={value} is not positive; try {key}=1 or more")
+                raise UserError(f"{key}={value} must be positive; try {key}=1 or more")
         _check_divides("micro_batch_size", self.micro, "batch_size", self.batch_size)
         above = "batch_size" if self.micro_batch_size is None else "micro_batch_size"
         _check_divides("norm_batch_size", self.norm, above, self.micro)
@@ -53,17 +53,17 @@ class Sizes:
 
     @property
     def label(self) -> str:
-        """The literature's name for this split: full, accumulated, ghost, or both of the latter."""
+        """The literature's name: full, accumulated, ghost or accumulated ghost."""
         accumulated, ghost = self.micro < self.batch_size, self.norm < self.micro
         if accumulated and ghost:
             return "accumulated ghost"
         return "accumulated" if accumulated else "ghost" if ghost else "full"
 
     def shared_by(self, count: int, *, synchronized: bool = False) -> Sizes:
-        """The sizes with which one process trains as `count` devices do, each with its share.
+        """Returns the sizes with which one process trains exactly as `count` devices would.
 
-        A device sees micro / count samples of a forward, so no more of them share statistics,
-        unless the norm is `synchronized`: then all of a forward's do.
+        A device sees micro / count samples of a forward, so at most that many share statistics.
+        With a `synchronized` norm all samples of a forward do.
 
         Raises:
             UserError: a forward cannot be shared evenly.
@@ -80,9 +80,10 @@ class Sizes:
         return Sizes(self.batch_size, self.micro_batch_size, norm)
 
     def micro_bounds(self, num_samples: int, share: Share = WHOLE) -> list[Bounds]:
-        """First and last index of each forward pass over a batch; the last one may be short.
+        """Returns the bounds [first, last) of each forward pass over a batch.
 
-        With a `share`, of that device's part of each: the last parts of a short one may be missing.
+        With a `share`, only that device's part of each forward. The last part of a short batch may
+        be short, or missing.
         """
         width = self.micro // share.count
         firsts = range(share.index * width, num_samples, self.micro)

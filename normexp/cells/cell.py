@@ -41,14 +41,14 @@ from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.optim import parameter_groups
 
-MOST = 2  # data sets: the cells of a grid use them in turn
+MAX_KEPT = 2  # data sets that the cells of a sweep use in turn
 
-_kept: dict[str, Data] | None = None  # by config, the latest last; None outside of `keeping_data`
+_kept: dict[str, Data] | None = None  # by config, the latest last; None outside `keeping_data`
 
 
 @contextmanager
 def keeping_data() -> Iterator[None]:
-    """`load_data` loads each data set once while inside. Files that change meanwhile go unseen."""
+    """Lets `load_data` load each data set once inside the block, even if its files change."""
     global _kept
     before, _kept = _kept, {} if _kept is None else _kept
     try:
@@ -58,13 +58,13 @@ def keeping_data() -> Iterator[None]:
 
 
 def load_data(cfg: DictConfig) -> Data:
-    """The data set that `data` names, see `build_data`; nobody writes to its tensors."""
+    """Returns the data set of a config, see `build_data`. Do not write to its tensors."""
     if _kept is None:
         return build_data(cfg)
     name = json.dumps(OmegaConf.to_container(cfg.data, resolve=True), sort_keys=True, default=str)
     data = _kept.pop(name, None) or build_data(cfg)
     _kept[name] = data
-    while len(_kept) > MOST:
+    while len(_kept) > MAX_KEPT:
         del _kept[next(iter(_kept))]
     return data
 
@@ -102,7 +102,7 @@ def plan_evaluation(
 
 
 def _check_batch_sizes(batch_sizes: tuple[int, ...], data: Data) -> None:
-    """Every split must fill at least one batch."""
+    """Raises UserError unless every split fills at least one batch."""
     for split in ("val", "test"):
         num_samples = len(getattr(data, split))
         if max(batch_sizes) > num_samples:
@@ -156,7 +156,7 @@ class Cell:
 
     @property
     def num_devices(self) -> int:
-        """Devices that train this cell together, on all nodes."""
+        """The number of devices that train this cell together, over all nodes."""
         return num_devices_of(self.cfg)
 
     @property
@@ -165,22 +165,25 @@ class Cell:
 
     @property
     def elements_per_forward(self) -> int:
-        """Values that reach all sites of one replica in one forward pass."""
+        """The number of values that reach all sites of one replica in one forward pass."""
         return self.plan.sizes.micro * self.traits.elements_per_sample
 
     @property
     def invalid(self) -> str | None:
-        """Why no number of this cell may be compared; None where all may."""
+        """Why the numbers of this cell must not be compared; None if they may."""
         leak = self.traits.leak
         return None if leak is None else f"leaks the future at {leak.where}"
 
 
-@suitable_threads(0)  # probes are small: two threads wait for each other longer than they save
+@suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
-    """Builds and probes what `cfg` asks for; a user's mistake is raised here, before any work.
+    """Builds, probes and names a cell. Every mistake of the user's is raised here, before any work.
 
     Args:
-        choices: the name chosen in each config group, for the record.
+        choices: the name chosen in each config group.
+
+    Raises:
+        UserError: a value that cannot be trained, with the key and the remedy.
     """
     check_trainer(cfg)
     data = load_data(cfg)

@@ -37,9 +37,8 @@ def _train(order: Order, told: TextIO) -> int:
     from omegaconf import OmegaConf
 
     from normexp.cells.cell import prepare_cell
-    from normexp.cells.notes import notes_to_stderr
-    from normexp.cells.run import follow_stack
-    from normexp.cells.stack import train_stack
+    from normexp.cells.logs import messages_to_stderr
+    from normexp.cells.stack import follow_stack, train_stack
     from normexp.training.stopping import Interrupted, StopRequest
 
     def on_steps(step: int, num_steps: int) -> None:
@@ -52,7 +51,7 @@ def _train(order: Order, told: TextIO) -> int:
             if os.environ["RANK"] != "0":
                 follow_stack(cell, order.seeds, stop)
             else:
-                with notes_to_stderr(heard=order.notes):  # told as the cell was prepared
+                with messages_to_stderr(known=order.notes):  # printed as the cell was prepared
                     progress = None if order.shows_progress else on_steps
                     train_stack(cell, order.seeds, order.notes, stop, progress)
     except (Interrupted, KeyboardInterrupt):

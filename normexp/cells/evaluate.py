@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from normexp.build import plain
+from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.load import find_cell, load_config, load_weights
 from normexp.cells.naming import GROUPS
 from normexp.cells.plan import place_on_one_device
-from normexp.cells.stack import arrange_replicas, build_task
+from normexp.config.rules import OPTIONS
 from normexp.errors import UserError
-from normexp.records.files import refusing_denied, write_evaluation
+from normexp.records.files import read_json, refusing_denied, write_evaluation
 from normexp.records.paths import (
     EVALUATION_FILE,
     RESULT_FILE,
@@ -28,36 +31,37 @@ from normexp.records.paths import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import Result, read_json, read_run
-from normexp.training.evaluation import EvaluationPlan, StatisticsEvaluation, evaluate
+from normexp.records.result import Result, read_run
+from normexp.training.evaluation import EvaluationPlan
+from normexp.training.fit import evaluate
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-Contents = dict[int, dict[str, Any]]  # evaluation.json by seed
+Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
 
 
 def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
-    """Evaluates every finished run of a cell as `asked`, adds to its evaluation.json, and shows it.
+    """Evaluates every finished run of a cell, adds to its evaluation.json, and prints a table.
 
     Args:
-        asked: evaluate_with and its companions, in the place of what the training had.
+        asked: evaluate_with and its companions; they replace the values of the training.
 
     Raises:
-        UserError: no finished cell, changed code or data, or evaluations that it cannot answer.
+        UserError: no finished cell, changed code or data, or an evaluation that is not possible.
     """
     find_cell(cell_dir)
     results = finished_results(cell_dir)
     choices = {group: results[0].config[group] for group in GROUPS}
     cfg = DictConfig(OmegaConf.merge(load_config(cell_dir), asked))
-    place_on_one_device(cfg)  # wherever it was trained
+    place_on_one_device(cfg)  # whatever trained it
     if not torch.cuda.is_available():
         cfg.trainer.accelerator = "cpu"
     cell = prepare_cell(cfg, choices)
     if cell.id != results[0].cell_id:
         raise UserError(
-            f"{cell_dir}: its norm, model or data has changed since it was trained, the same "
-            f"config is now {cell.id}; train it again"
+            f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
+            f"config now means {cell.id}; train that cell"
         )
     contents = _evaluate(cell, cell_dir, [result.seed for result in results])
     print_evaluations(cell, contents)
@@ -65,28 +69,47 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
 
 
 def finished_results(cell_dir: Path) -> list[Result]:
-    """The results of the runs that can be evaluated: finished, with weights."""
+    """Returns the results of the runs that can be evaluated: finished, with weights."""
     folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
     ended = [folder for folder in folders if (folder / RESULT_FILE).is_file()]
     results = [read_run(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
     finished = [result for result in results if result.status == "finished"]
     if not finished:
         why = "kept its weights (save_weights=true)" if ended else "has ended: train it first"
-        raise UserError(f"{cell_dir} is no finished run: none of its seeds {why}")
+        raise UserError(f"{cell_dir} has no finished run: none of its seeds {why}")
     if len(finished) < len(folders):
-        left_out = len(folders) - len(finished)
         logger.info(
-            "%d of %d runs are left out: not finished, or no weights", left_out, len(folders)
+            "skipping %d of %d runs: not finished, or without weights",
+            *(len(folders) - len(finished), len(folders)),
         )
     return finished
 
 
 def save_evaluations(cell_dir: Path, contents: Contents) -> None:
-    """Adds to the evaluation.json of each run. Raises UserError where nothing can be written."""
+    """Adds to the evaluation.json of each run. Raises UserError if it cannot be written."""
     for seed, content in contents.items():
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
         with refusing_denied(path, "the numbers are printed, but not saved"):
             write_evaluation(path.parent, (read_json(path) if path.exists() else {}) | content)
+
+
+def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
+    """Logs the command that adds the evaluations that are asked for and that recorded runs lack."""
+    folders = [seed_dir(cell.directory, seed) for seed in seeds]
+    if not cell.evaluation.adds or all((each / EVALUATION_FILE).is_file() for each in folders):
+        return
+    if not any((each / WEIGHTS_FILE).is_file() for each in folders):
+        logger.info("recorded without these statistics, and without weights to measure them from")
+        return
+    words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
+    for key in ("precise_samples", "evaluate_batch_sizes"):
+        value = plain(cell.cfg)[key]
+        if value != OPTIONS["evaluate"][key].default:
+            words.append(f"{key}={value}".replace(" ", ""))
+    logger.info(
+        "recorded without these statistics; to add them: python -m normexp.evaluate %s",
+        join(words),
+    )
 
 
 def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
@@ -94,15 +117,15 @@ def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
     networks = [cell.build(seed) for seed in seeds]
     for seed, network in zip(seeds, networks, strict=True):
         load_weights(network, seed_dir(cell_dir, seed), precision=precision)
-    replicas = arrange_replicas(cell, seeds, networks)
-    task = build_task(cell, seeds, replicas, Recorder([]))
-    evaluation = StatisticsEvaluation(cell.evaluation)
-    evaluate(task, evaluation, accelerator=cell.cfg.trainer.accelerator, precision=precision)
-    return {seed: evaluation.content(task, index) for index, seed in enumerate(seeds)}
+    replicas = arrange_replicas(cell, networks)
+    module = build_module(cell, seeds, replicas, Recorder([]))
+    evaluate(module, accelerator=cell.cfg.trainer.accelerator, precision=precision)
+    content = module.evaluator.content
+    return {seed: content(module.metrics, index) for index, seed in enumerate(seeds)}
 
 
 def print_evaluations(cell: Cell, contents: Contents) -> None:
-    """A table, a row for each kind of statistics: mean over seeds, with the standard deviation."""
+    """Prints a table with a row per kind of statistics: mean and standard deviation over seeds."""
     kinds = list(dict.fromkeys(kind for c in contents.values() for kind in c if kind != "gap"))
     names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
     console = Console(highlight=False)
@@ -117,7 +140,7 @@ def print_evaluations(cell: Cell, contents: Contents) -> None:
     metrics = [name for name in names if name != "num_samples"]
     table = Table("statistics", box=None)
     for name in metrics:
-        table.add_column(Text(name))  # names may have brackets, which are no markup
+        table.add_column(Text(name))  # Text, because a name may hold brackets
     for kind in kinds:
         row = [kind, *(_cell(contents, kind, name) for name in metrics)]
         table.add_row(*map(Text, row))
@@ -125,10 +148,10 @@ def print_evaluations(cell: Cell, contents: Contents) -> None:
 
 
 def _why_nothing(plan: EvaluationPlan) -> str:
-    """Of statistics that were asked for and gave no number."""
-    lacks = {"batch": "mixes no samples", "precise": "keeps no running moments"}
-    if plan.batch_sizes:  # they were evaluated, so no number was finite
-        reason = "no number of them is finite"
+    """Says why the statistics that were asked for gave no number."""
+    lacks = {"batch": "does not mix samples", "precise": "keeps no running moments"}
+    if plan.batch_sizes:  # batch statistics were evaluated
+        reason = "none of the numbers is finite"
     else:
         reason = "the norm " + " and ".join(
             lacks[kind] for kind in lacks if kind in plan.statistics

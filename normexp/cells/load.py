@@ -1,4 +1,4 @@
-"""From a run directory back to the network that was trained in it."""
+"""Loads the network of a run directory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ REMEDY = "remove the cell's folder and train it again"
 
 
 def load_run(run_dir: Path) -> nn.Module:
-    """The trained network of `runs/<study>/<cell_id>/seed-<k>`, in evaluation mode on the CPU.
+    """Returns the trained network of a run, in evaluation mode on the CPU.
 
-    Rebuilt from the cell's config.yaml, so its data set must be there, for its shapes. The folder
-    of a cell will do where it has one seed.
+    Rebuilds the network from the cell's config.yaml; needs the data set, for its shapes.
+
+    Args:
+        run_dir: `runs/<study>/<cell_id>/seed-<k>`, or the folder of a cell with a single seed.
 
     Raises:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
@@ -46,7 +48,7 @@ def load_run(run_dir: Path) -> nn.Module:
 
 
 def load_config(cell_dir: Path) -> DictConfig:
-    """The resolved config of a cell, as its training had it. Raises UserError for another file."""
+    """Reads the resolved config of a cell. Raises UserError for any other file."""
     path = cell_dir / CONFIG_FILE
     try:
         cfg = OmegaConf.load(path)
@@ -59,7 +61,7 @@ def load_config(cell_dir: Path) -> DictConfig:
 
 
 def load_weights(network: nn.Module, run_dir: Path, *, precision: str) -> None:
-    """Puts the weights of a run into its network, with the precision it was trained in."""
+    """Loads the weights of a run into its network, in the precision of the training."""
     path = run_dir / WEIGHTS_FILE
     if not path.is_file():
         raise UserError(
@@ -69,7 +71,7 @@ def load_weights(network: nn.Module, run_dir: Path, *, precision: str) -> None:
         network.double()
     try:
         network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # torn or foreign: torch raises many kinds
+    except Exception as error:  # torch raises many kinds for a torn or foreign file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{path} does not fit its config.yaml, or is torn ({reason}); train the run again"
@@ -77,7 +79,7 @@ def load_weights(network: nn.Module, run_dir: Path, *, precision: str) -> None:
 
 
 def find_cell(run: Path) -> Path:
-    """`run`, if it is the folder of a cell; UserError with what is near where it is not."""
+    """Returns `run` if it is the folder of a cell. Raises UserError, with near names, if not."""
     if (run / CONFIG_FILE).is_file():
         return run
     if run.is_dir() and seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
@@ -94,7 +96,7 @@ def find_cell(run: Path) -> Path:
 
 
 def _find_run(run_dir: Path) -> tuple[Path, int]:
-    """The folder of the cell, and the seed."""
+    """Returns the folder of the cell, and the seed."""
     seed = seed_of(run_dir)
     if seed is not None and run_dir.is_dir():
         return find_cell(run_dir.parent), seed

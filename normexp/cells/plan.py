@@ -1,4 +1,4 @@
-"""The numbers of a training that follow from others: steps, learning rate, momenta."""
+"""The plan of a training: sizes, number of steps, learning rate, momenta."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from normexp.errors import UserError
 
 
 def count_steps_per_epoch(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Optimizer steps in one pass over the training samples."""
+    """Returns the number of optimizer steps in one pass over the training samples."""
     steps = num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
     if steps == 0:
         raise UserError(
@@ -33,9 +33,9 @@ def count_steps(
     samples: int | None,
     samples_per_epoch: int,
 ) -> int:
-    """Optimizer steps of a whole training; `steps` or `samples`, where set, take epochs' place."""
+    """Returns the optimizer steps of a whole training; `steps` or `samples` override `epochs`."""
     if steps is not None and samples is not None:
-        raise UserError(f"steps={steps} and samples={samples} are both set; take one of them")
+        raise UserError(f"steps={steps} and samples={samples} are both set; set only one of them")
     if steps is not None:
         return steps
     if samples is not None:
@@ -52,20 +52,20 @@ RULES = ("none", "linear", "sqrt", "momentum_aware")
 def scale_learning_rate(
     rule: str, *, lr: float, momentum: float | None, batch_size: int, base_batch_size: int
 ) -> tuple[float, float | None]:
-    """Learning rate and momentum at `batch_size`, given those that suit `base_batch_size`.
+    """Returns learning rate and momentum for `batch_size`, given those for `base_batch_size`.
 
     With k = batch_size / base_batch_size:
-        none            as given
+        none            unchanged
         linear          lr * k (Goyal et al., arXiv:1706.02677)
         sqrt            lr * sqrt(k) (Hoffer et al., arXiv:1705.08741)
-        momentum_aware  m' = m^k, lr * k * (1 - m') / (1 - m): past samples weigh the same whatever
-                        the batch size (Chiley et al., arXiv:1905.05894)
+        momentum_aware  m' = m^k, lr * k * (1 - m') / (1 - m): past samples have the same weight
+                        at every batch size (Chiley et al., arXiv:1905.05894)
 
     Raises:
         UserError: an unknown rule, or momentum_aware for an optimizer without momentum.
     """
     if rule not in RULES:
-        raise UserError(f"lr_rule={rule} is none of {', '.join(RULES)}")
+        raise UserError(f"lr_rule={rule} is not one of {', '.join(RULES)}")
     k = batch_size / base_batch_size
     if rule == "momentum_aware":
         if momentum is None:
@@ -77,10 +77,10 @@ def scale_learning_rate(
 
 
 def momentum_of_half_life(half_life: float, batch_size: int) -> float:
-    """Weight of the new value in a running average that forgets half of the past in `half_life`.
+    """Returns the momentum (weight of the new value) that halves the past in `half_life` samples.
 
-    1 - 2^(-batch_size / half_life), in samples: the same memory at every batch size, where one
-    momentum would mean another at each.
+    1 - 2^(-batch_size / half_life): the running average remembers equally many samples at every
+    batch size.
     """
     if half_life <= 0:
         raise UserError(f"norm.half_life={half_life} is not positive; try norm.half_life=1000")
@@ -98,19 +98,20 @@ class Plan:
     steps_per_epoch: int
     num_steps: int
     lr: float
-    optimizer_momentum: float | None  # None where the optimizer has none
-    norm_momentum: float | None  # of a norm's running averages; None where half_life is not set
+    optimizer_momentum: float | None  # None for an optimizer without momentum
+    norm_momentum: float | None  # of the running averages; None unless norm.half_life is set
 
     @property
     def epochs(self) -> int:
-        """Passes over the training samples, the last of which may end early."""
+        """The number of passes over the training samples; the last one may be partial."""
         return math.ceil(self.num_steps / self.steps_per_epoch)
 
 
 def plan_training(cfg: DictConfig, num_train: int) -> Plan:
-    """The plan of a cell. Raises UserError for values that contradict each other.
+    """Returns the plan of a cell, with the sizes for which one device trains the same.
 
-    Its sizes are those with which one device trains the same.
+    Raises:
+        UserError: values that contradict each other.
     """
     sizes = sizes_of(cfg)
     if synchronized(cfg):
@@ -118,7 +119,7 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
     steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=cfg.drop_last)
     left_out = num_train - steps_per_epoch * sizes.batch_size
     if left_out > 0:
-        logger.info("drop_last leaves out %d of %d samples an epoch", left_out, num_train)
+        logger.info("drop_last=true drops %d of %d samples per epoch", left_out, num_train)
     lr, momentum = scale_learning_rate(
         cfg.lr_rule,
         lr=cfg.lr,
@@ -128,7 +129,7 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
     )
     if lr != cfg.lr:
         logger.info(
-            "lr_rule=%s takes lr from %g at base_batch_size=%d to %g at batch_size=%d",
+            "lr_rule=%s changes lr=%g at base_batch_size=%d to lr=%g at batch_size=%d",
             *(cfg.lr_rule, cfg.lr, cfg.base_batch_size, lr, sizes.batch_size),
         )
     return Plan(
@@ -149,12 +150,12 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
 
 
 def num_devices_of(cfg: DictConfig) -> int:
-    """Devices that train a cell together, on all nodes."""
+    """Returns the number of devices that train a cell together, over all nodes."""
     return cfg.trainer.devices * cfg.trainer.num_nodes
 
 
 def sizes_of(cfg: DictConfig) -> Sizes:
-    """The sizes of a cell as one device would have them. Raises UserError, see `Sizes`."""
+    """Returns the sizes for which one device trains the same. Raises UserError, see `Sizes`."""
     asked = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
     num_devices, is_synchronized = num_devices_of(cfg), synchronized(cfg)
     if num_devices > 1 and is_synchronized and asked.norm < asked.micro:
@@ -166,14 +167,14 @@ def sizes_of(cfg: DictConfig) -> Sizes:
 
 
 def place_on_one_device(cfg: DictConfig) -> None:
-    """Makes `cfg` the same training on one device."""
+    """Changes `cfg` to the same training on one device."""
     cfg.norm_batch_size = sizes_of(cfg).norm_batch_size
     cfg.trainer.devices = cfg.trainer.num_nodes = 1
     cfg.trainer.strategy = "auto"
 
 
 def check_norm_batch_size(cfg: DictConfig, sizes: Sizes) -> None:
-    """Refuses statistics over samples of several devices, for a norm that mixes samples."""
+    """Raises UserError if a norm that mixes samples needs statistics over several devices."""
     if cfg.norm_batch_size is not None and cfg.norm_batch_size > sizes.norm:
         raise UserError(
             f"norm_batch_size={cfg.norm_batch_size}: each of {num_devices_of(cfg)} devices has "
@@ -182,7 +183,7 @@ def check_norm_batch_size(cfg: DictConfig, sizes: Sizes) -> None:
 
 
 def _check_presence(cfg: DictConfig, sizes: Sizes, num_train: int) -> None:
-    """Refuses a last batch of which a device gets nothing: its peers would wait for it."""
+    """Raises UserError if a device gets nothing of the last batch: the others would wait for it."""
     rest = 0 if cfg.drop_last else num_train % sizes.batch_size
     count = num_devices_of(cfg)
     last_device = Share(count - 1, count)

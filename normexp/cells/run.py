@@ -1,499 +1,273 @@
-"""One composed cell in this process: what is recorded is not trained again, what fails is a row."""
+"""Trains one task: claims its cells, trains the runs that are missing, records them.
+
+A task is one cell, or several cells that differ in their learning rate alone and fit in one stack.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
-from shlex import join
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
-from omegaconf import OmegaConf
-
-from normexp.batching.replicas import suitable_threads
-from normexp.build import plain
-from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.device_processes import Order, run_processes
-from normexp.cells.naming import GROUPS
-from normexp.cells.notes import collected_notes
-from normexp.cells.peers import Peers, meet
-from normexp.cells.recorded import (
-    attempts_of,
+from normexp.cells.assembly import OnSteps, will_stack
+from normexp.cells.attempts import (
+    CellRecords,
     full_disk,
+    read_records,
     record_failure,
-    recorded_runs,
     stacks_of,
 )
-from normexp.cells.stack import (
-    Stack,
-    build_callbacks,
-    build_task,
-    fitting_replicas,
-    resumed_replicas,
-    train_stack,
-    train_together,
-    will_stack,
-)
-from normexp.config.place import place_among
-from normexp.config.rules import OPTIONS, validate
-from normexp.config.spec import (
-    CellSpec,
-    CellStatus,
-    Listener,
-    Outcome,
-    Start,
-    name_of,
-    one_line,
-)
-from normexp.errors import INTERRUPTED, UserError
-from normexp.records.committed import publish_results
-from normexp.records.files import StackLock, ensure_writable, remove_leftovers
-from normexp.records.paths import (
-    CHECKPOINT_FILE,
-    ENDED_FILE,
-    EVALUATION_FILE,
-    LOCK_FILE,
-    LOG_FILE,
-    RESULT_FILE,
-    WEIGHTS_FILE,
-    seed_dir,
-    stack_dir,
-)
-from normexp.records.result import Result, interrupted_stacks, read_result
-from normexp.training.evaluation import StatisticsEvaluation
-from normexp.training.fit import fit
-from normexp.training.pruning import Pruned
-from normexp.training.recorder import Recorder
+from normexp.cells.cell import Cell, prepare_cell
+from normexp.cells.devices import train_on_devices
+from normexp.cells.evaluate import suggest_evaluation
+from normexp.cells.logs import collected_messages
+from normexp.cells.stack import Stack
+from normexp.config.rules import validate
+from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
+from normexp.errors import UserError
+from normexp.records.committed import interrupted_stacks, publish_results
+from normexp.records.files import FileLock, ensure_writable, remove_leftovers
+from normexp.records.paths import CHECKPOINT_FILE, ENDED_FILE, LOCK_FILE, LOG_FILE
 from normexp.training.stopping import Interrupted, StopRequest
-
-OnSteps = Callable[[int, int], None]
-
-
-def train_on_devices(
-    cell: Cell,
-    seeds: list[int],
-    notes: Sequence[str] = (),
-    stop: StopRequest | None = None,
-    on_steps: OnSteps | None = None,
-) -> list[Result]:
-    """As `train_stack`, by as many processes as the cell has devices.
-
-    Where these have been started already, this is the first of them; else they are started here,
-    and this process waits for them. Only the first one writes. No result of a run that was ended
-    early.
-
-    Raises:
-        ProcessFailed: one of the processes that were started here failed, or died.
-        Interrupted: as in `train_stack`; or the other processes cannot go on.
-    """
-    if cell.num_devices == 1:
-        return train_stack(cell, seeds, notes, stop, on_steps)
-    # Sets aside one that does not fit, before two processes look at it.
-    fitting_replicas(cell, seeds, _checkpoint(cell, seeds))
-    order = Order(
-        cfg=plain(cell.cfg),
-        choices={group: cell.record[group] for group in GROUPS},
-        seeds=seeds,
-        notes=list(notes),
-        shows_progress=on_steps is None,
-    )
-    place = place_among(cell.num_devices)
-    if place is not None:
-        peers = meet(place, cell.num_devices)
-        peers.tell(order)
-        with peers.training():
-            return train_stack(cell, seeds, notes, stop, on_steps)
-    stop = stop or StopRequest()
-    with stop.listening():
-        run_processes(order, cell.num_devices, stop, on_steps)
-    paths = [seed_dir(cell.directory, seed) / RESULT_FILE for seed in seeds]
-    return [read_result(path) for path in paths if path.is_file()]
-
-
-def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
-    """What every process but the first does of `train_stack`: the same, and writes nothing."""
-    checkpoint = _checkpoint(cell, seeds)
-    with suitable_threads(cell.elements_per_forward):
-        replicas = resumed_replicas(cell, seeds, checkpoint)
-        task = build_task(cell, seeds, replicas, Recorder([[] for _ in seeds]))
-        with suppress(Pruned):  # in all processes at once; the first one tells
-            fit(
-                task,
-                checkpoint=checkpoint,
-                epochs=cell.plan.epochs,
-                val_every_epochs=cell.cfg.val_every_epochs,
-                trainer_options=plain(cell.cfg.trainer),
-                loggers=[],
-                callbacks=[
-                    *build_callbacks(cell, on_steps=lambda *_: None),
-                    StatisticsEvaluation(cell.evaluation),
-                ],
-                stop=stop,
-            )
-
-
-def follow(peers: Peers) -> int:
-    """What every process but the first does of a command; returns its exit code.
-
-    It says nothing: what is refused or recorded, the first one tells.
-    """
-    try:
-        while (order := peers.hear()) is not None:
-            try:
-                with peers.training():
-                    cell = prepare_cell(OmegaConf.create(order.cfg), order.choices)
-                    follow_stack(cell, order.seeds)
-            except Interrupted:
-                return INTERRUPTED
-            except Exception:
-                if peers.is_apart:
-                    raise
-        return 0
-    finally:
-        peers.leave()
-
-
-def _checkpoint(cell: Cell, seeds: list[int]) -> Path:
-    return stack_dir(cell.directory, seeds[0], seeds[-1]) / CHECKPOINT_FILE
-
 
 logger = logging.getLogger(__name__)
 
+OnBegin = Callable[[int, Outcome], None]
 
-def run_cell(
-    composed: CellSpec, listener: Listener | None = None, stop: StopRequest | None = None
-) -> Outcome:
-    """Trains the runs of a cell that are missing.
 
-    A mistake of the user's is a `refused` outcome and a failure a `failed` one; neither raises.
+def run_task(
+    specs: Sequence[CellSpec],
+    on_begin: OnBegin | None = None,
+    on_steps: OnSteps | None = None,
+    stop: StopRequest | None = None,
+) -> list[Outcome]:
+    """Trains the missing runs of a task; returns the outcome of each cell, in their order.
+
+    Nothing that a cell raises passes through: a mistake of the user's is a `refused` outcome, any
+    other error a `failed` one. If another process trains one of the cells, nothing is trained and
+    all are `busy`. A cell that is `alone` has to be trained as a task of its own, because it does
+    not stack with the others or because their stack failed.
 
     Args:
-        listener: is told of the begin and of progress.
-        stop: where somebody else may ask this process to stop; Ctrl-C does in any case.
+        on_begin: called before a cell trains, with its position in the task and its outcome so far.
+        on_steps: called with (step, num_steps) of a stack now and then; None shows a progress bar.
+        stop: lets another thread request a stop. Ctrl-C is noticed in any case.
     """
     started = time.monotonic()
     try:
-        if composed.cfg is None:
-            raise UserError(composed.error)
-        validate(composed.cfg)
-        with collected_notes() as notes:
-            cell = prepare_cell(composed.cfg, composed.choices)
-        training = Training(
-            cell, composed.seeds, notes, listener or Listener(), stop or StopRequest()
-        )
-        outcome = training.outcome()
-    except Exception as error:  # also of foreign code, as it was built; the other cells go on
-        outcome = _outcome_of(error, composed)
-    outcome.seconds = time.monotonic() - started
-    return outcome
+        outcomes = _run(specs, on_begin or (lambda *_: None), on_steps, stop or StopRequest())
+    except Exception as error:  # user code may raise anything, and the other cells go on
+        outcomes = _outcomes_of_error(error, specs)
+    settled = [outcome for outcome in outcomes if outcome.status != "alone"]
+    for outcome in settled:
+        outcome.seconds = (time.monotonic() - started) / len(settled)
+    return outcomes
 
 
-def _outcome_of(error: Exception, composed: CellSpec) -> Outcome:
-    title = name_of(composed)
-    full = full_disk(error, composed.study_dir)
-    if full is not None:
-        return Outcome("failed", title, error=full, halts=True)
-    if isinstance(error, UserError):
-        return Outcome("refused", title, error=str(error))
-    logger.error("%s: %s", composed.title, "".join(traceback.format_exception(error)))
-    return Outcome("failed", title, error=one_line(error))
+def _run(
+    specs: Sequence[CellSpec], on_begin: OnBegin, on_steps: OnSteps | None, stop: StopRequest
+) -> list[Outcome]:
+    first = _prepare(0, specs[0])
+    if len(specs) > 1 and not will_stack(first.cell, sum(len(spec.seeds) for spec in specs)):
+        return [Outcome("alone", name_of(spec)) for spec in specs]
+    cells = [first, *(_prepare(position, spec) for position, spec in enumerate(specs[1:], start=1))]
+    if cells[0].cell.cfg.dry_run:
+        return [each.outcome("planned") for each in cells]
+    open_cells = _open_cells(cells)
+    trained: set[str] = set()
+    error = ""
+    if open_cells:
+        with _claimed(open_cells) as busy:
+            if busy is not None:
+                return [busy] * len(specs)
+            for each in open_cells:
+                each.clean_up()
+            open_cells = _open_cells(cells)  # another process may have recorded runs meanwhile
+            trained = {each.cell.id for each in open_cells}
+            try:
+                error = _train(open_cells, on_begin, on_steps, stop)
+            except Interrupted:
+                return [each.outcome("stopped") for each in cells]
+    return [_settle(each, error, trained, is_alone=len(cells) == 1) for each in cells]
 
 
-class Training:
-    """A prepared cell and what is to be done with it.
+@dataclass(frozen=True)
+class TaskCell:
+    """A prepared cell of a task, and what is on disk of the seeds that are asked for.
 
     Attributes:
-        blank: its outcome, as long as nothing has come of it.
+        messages: what was logged while the cell was prepared; for the log of its stack.
     """
 
-    def __init__(
-        self,
-        cell: Cell,
-        seeds: list[int],
-        notes: Sequence[str],
-        listener: Listener,
-        stop: StopRequest,
-    ) -> None:
-        self.cell = cell
-        self.seeds = seeds
-        self.notes = notes
-        self.listener = listener
-        self.stop = stop
-        self.blank = Outcome(
-            "skipped", cell.title, cell.id, cell.directory, cell.record, invalid=cell.invalid
+    position: int
+    cell: Cell
+    seeds: list[int]
+    messages: list[str]
+
+    def records(self) -> CellRecords:
+        return read_records(self.cell.directory, self.seeds)
+
+    def missing(self) -> list[int]:
+        """The seeds to train."""
+        cfg = self.cell.cfg
+        return self.records().missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
+
+    def outcome(self, status: CellStatus, error: str = "", holder: int | None = None) -> Outcome:
+        """The outcome with what is recorded now; if a run has failed, so has an ended cell."""
+        records = self.records()
+        if records.failed and status in ("finished", "skipped"):
+            status, error = "failed", error or self._last_failure(records)
+        return Outcome(
+            *(status, self.cell.title, self.cell.id, self.cell.directory, self.cell.record),
+            results=sorted(records.ended + records.failed, key=lambda run: run.seed),
+            error=error,
+            invalid=self.cell.invalid,
+            missing=self.missing(),
+            holder=holder,
         )
 
-    def outcome(self) -> Outcome:
-        """Trains what is missing."""
-        cell = self.cell
-        recorded = recorded_runs(cell.directory, self.seeds)
-        todo = self.todo()
-        if cell.cfg.dry_run:
-            return replace(self.blank, status="planned", results=recorded.ended, missing=todo)
-        if not todo:
-            self._clear_ended()
-            _tell_of_evaluation(cell, self.seeds)
-            return self.outcome_by_now("skipped")
-        ensure_writable(cell.study_dir)
-        cell.directory.mkdir(parents=True, exist_ok=True)
-        lock = StackLock(cell.directory / LOCK_FILE)
-        with lock as held:
-            if not held:
-                return replace(self.blank, status="busy", holder=lock.holder(), missing=todo)
-            return self._train_missing()
+    def _last_failure(self, records: CellRecords) -> str:
+        """Why a run failed that is not tried again, and how to try it again."""
+        attempts = max(run.attempts for run in records.failed)
+        can_retry = self.cell.cfg.retry_failed
+        remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
+        return f"{records.failed[0].error} (attempt {attempts}; {remedy} tries again)"
 
-    def todo(self) -> list[int]:
-        """Seeds to train, as far as is recorded by now."""
-        cfg = self.cell.cfg
-        recorded = recorded_runs(self.cell.directory, self.seeds)
-        return recorded.missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
+    def fits_shared_stack(self) -> bool:
+        """True if runs are missing, and none of them has failed or begun in a stack of the cell."""
+        records = self.records()
+        has_begun = any(self.cell.directory.glob(f"stacks/*/{CHECKPOINT_FILE}"))
+        return bool(records.new) and not records.failed and not has_begun
+
+    def lock(self) -> FileLock:
+        self.cell.directory.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.cell.directory / LOCK_FILE)
 
     def clean_up(self) -> None:
-        """With the lock: what a killed process left; results that it had not handed out yet."""
+        """Removes what a killed process left and publishes its results. Needs the lock."""
         folder = self.cell.directory
         for each in (folder, *folder.glob("*"), *folder.glob("stacks/*")):
             remove_leftovers(each)
         publish_results(folder)
 
-    def _clear_ended(self) -> None:
-        """What is left of a stack where a process was killed after the last result."""
-        ended = f"stacks/*/{ENDED_FILE}"
-        if any([*self.cell.directory.glob(ended), *self.cell.study_dir.glob(ended)]):
-            with StackLock(self.cell.directory / LOCK_FILE) as held:
-                if held:
-                    self.clean_up()
 
-    def start(self, todo: list[int]) -> Start:
-        cell = self.cell
-        return Start(cell.id, cell.directory, cell.record, todo, cell.plan.num_steps)
-
-    def outcome_by_now(self, status: CellStatus, error: str = "") -> Outcome:
-        """With what is recorded by now; a failed run makes the cell a failed one."""
-        recorded = recorded_runs(self.cell.directory, self.seeds)
-        results = sorted(recorded.ended + recorded.failed, key=lambda run: run.seed)
-        if recorded.failed and status != "stopped":
-            status, error = "failed", error or self._given_up(recorded.failed)
-        return replace(
-            self.blank, status=status, results=results, error=error, missing=recorded.new
-        )
-
-    def _given_up(self, failed: Sequence[Result]) -> str:
-        attempts = max(map(attempts_of, failed))
-        can_retry = self.cell.cfg.retry_failed
-        remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
-        return f"{failed[0].error} (attempt {attempts}; {remedy} tries again)"
-
-    def _train_missing(self) -> Outcome:
-        """With the lock: what another process has recorded meanwhile is not trained again."""
-        cell = self.cell
-        self.clean_up()
-        todo = self.todo()
-        if not todo:
-            return self.outcome_by_now("skipped")
-        start = self.start(todo)
-        self.listener.begins(start)
-        error = ""
-        for stack in stacks_of(cell.directory, todo):
-            try:
-                train_on_devices(cell, stack, self.notes, self.stop, self.listener.on_steps)
-            except UserError:
-                raise
-            except Interrupted:
-                return self.outcome_by_now("stopped")
-            except Exception as problem:
-                if full_disk(problem, cell.directory):
-                    raise
-                failure = self._failed(start, stack, problem)
-                error = error or failure
-        return self.outcome_by_now("finished", error)
-
-    def _failed(self, start: Start, stack: Sequence[int], error: Exception) -> str:
-        """Records the failure of a stack: the traceback in its log, a line in each result."""
-        log = stack_dir(start.directory, stack[0], stack[-1]) / LOG_FILE
-        with open(log, "a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
-        reason = one_line(error)
-        record_failure(start, stack, reason)
-        return f"{reason} (see {log})"
+def _prepare(position: int, spec: CellSpec) -> TaskCell:
+    if spec.cfg is None:
+        raise UserError(spec.error)
+    validate(spec.cfg)
+    with collected_messages() as messages:
+        cell = prepare_cell(spec.cfg, spec.choices)
+    return TaskCell(position, cell, spec.seeds, messages)
 
 
-def _tell_of_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
-    """Runs that were recorded without an evaluation that is asked for now can be given one."""
-    folders = [seed_dir(cell.directory, seed) for seed in seeds]
-    if not cell.evaluation.adds or all((each / EVALUATION_FILE).is_file() for each in folders):
-        return
-    if not any((each / WEIGHTS_FILE).is_file() for each in folders):
-        logger.info("recorded without other statistics, and without weights to measure them from")
-        return
-    asked = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
-    for key in ("precise_samples", "evaluate_batch_sizes"):
-        value = plain(cell.cfg)[key]
-        if value != OPTIONS["evaluate"][key].default:
-            asked.append(f"{key}={value}".replace(" ", ""))
-    logger.info(
-        "recorded without other statistics; they can be added: python -m normexp.evaluate %s",
-        join(asked),
-    )
+def _open_cells(cells: Sequence[TaskCell]) -> list[TaskCell]:
+    """The cells that this task trains; of several cells, only those that share a stack."""
+    if len(cells) == 1:
+        return [each for each in cells if each.missing()]
+    fitting = [each for each in cells if each.fits_shared_stack()]
+    return fitting if len(fitting) > 1 else []
 
 
-@dataclass
-class TaskEnd:
-    """What became of a task.
-
-    Attributes:
-        outcomes: of each cell; None where it is still to be trained, as a task of its own. Where
-            another process trains one of them it is `busy`, and the task is to be put off.
-        error: why a stack of several cells failed.
-    """
-
-    outcomes: list[Outcome | None]
-    error: str = ""
-
-
-def run_task(
-    task: Sequence[CellSpec],
-    listener: Listener | None = None,
-    stop: StopRequest | None = None,
-) -> TaskEnd:
-    """Trains the missing runs of a task; raises as little as `run_cell` does."""
-    listener, stop = listener or Listener(), stop or StopRequest()
-    if len(task) == 1:
-        return TaskEnd([run_cell(task[0], listener, stop)])
-    started = time.monotonic()
-    end = TaskEnd([None] * len(task))
-    try:
-        _Rates(task, listener, stop, end).train()
-    except UserError:
-        pass  # each alone tells its own
-    except Exception as error:  # also of foreign code, as it was built
-        full = full_disk(error, task[0].study_dir)
-        if full is not None:
-            return TaskEnd([Outcome("failed", name_of(c), error=full, halts=True) for c in task])
-        end.error = one_line(error)
-        logger.warning("each learning rate is trained alone: %s", end.error)
-    settled = [outcome for outcome in end.outcomes if outcome is not None]
-    for outcome in settled:
-        outcome.seconds = (time.monotonic() - started) / len(settled)
-    return end
-
-
-class _Rates:
-    """Cells that differ in `lr` alone, on their way to `end`."""
-
-    def __init__(
-        self, task: Sequence[CellSpec], listener: Listener, stop: StopRequest, end: TaskEnd
-    ) -> None:
-        self.task = task
-        self.listener = listener
-        self.stop = stop
-        self.end = end
-        self.cells: dict[str, Training] = {}  # by id, in the order of the task
-        self.positions: dict[str, int] = {}  # in the task, of each of these
-
-    def train(self) -> None:
-        """Raises what a training raises."""
-        for position in range(len(self.task)):
-            self._prepare(position)
-            if position == 0 and not self._pays():
+@contextmanager
+def _claimed(cells: Sequence[TaskCell]) -> Iterator[Outcome | None]:
+    """Yields None holding the locks of all cells, or a `busy` outcome holding none of them."""
+    ensure_writable(cells[0].cell.study_dir)
+    with ExitStack() as held:
+        for each in sorted(cells, key=lambda each: each.cell.id):  # one order for all processes
+            lock = each.lock()
+            if not held.enter_context(lock):
+                held.close()
+                yield each.outcome("busy", holder=lock.holder())
                 return
-        fitting = [cell_id for cell_id, training in self.cells.items() if _fits(training)]
-        trained: set[str] = set()
-        if len(fitting) > 1:
-            with self._locked(fitting) as is_free:
-                if not is_free:
-                    return
-                trained = self._train_stacks(fitting)
-        self._settle(trained)
-
-    @property
-    def _first(self) -> Cell:
-        return next(iter(self.cells.values())).cell
-
-    def _pays(self) -> bool:
-        """Whether these cells are ever stacked; they do not differ in it."""
-        return will_stack(self._first, sum(len(cell.seeds) for cell in self.task))
-
-    def _prepare(self, position: int) -> None:
-        composed = self.task[position]
-        assert composed.cfg is not None
-        validate(composed.cfg)
-        with collected_notes() as notes:
-            cell = prepare_cell(composed.cfg, composed.choices)
-        self.cells[cell.id] = Training(cell, composed.seeds, notes, self.listener, self.stop)
-        self.positions[cell.id] = position
-
-    @contextmanager
-    def _locked(self, ids: Sequence[str]) -> Iterator[bool]:
-        """With the locks of all these cells; without any, where another process has one."""
-        ensure_writable(self._first.study_dir)
-        with ExitStack() as held:
-            for cell_id in sorted(ids):  # every process in the same order
-                training = self.cells[cell_id]
-                training.cell.directory.mkdir(parents=True, exist_ok=True)
-                lock = StackLock(training.cell.directory / LOCK_FILE)
-                if not held.enter_context(lock):
-                    busy = replace(training.blank, status="busy", holder=lock.holder())
-                    self.end.outcomes[self.positions[cell_id]] = busy
-                    held.close()
-                    yield False
-                    return
-            yield True
-
-    def _train_stacks(self, ids: Sequence[str]) -> set[str]:
-        """With their locks; the ids of the cells of which something was trained."""
-        for cell_id in ids:
-            self.cells[cell_id].clean_up()
-        trained: set[str] = set()
-        for stack in self._stacks([i for i in ids if _fits(self.cells[i])]):
-            remove_leftovers(stack.directory)
-            for cell, seeds in stack.parts:
-                self.listener.begins(self.cells[cell.id].start(seeds), self.positions[cell.id])
-            trained.update(cell.id for cell, _ in stack.parts)
-            notes = self.cells[stack.cell.id].notes
-            try:
-                train_together(stack, notes, self.stop, self.listener.on_steps)
-            except Interrupted:
-                for cell_id, position in self.positions.items():
-                    self.end.outcomes[position] = self.cells[cell_id].outcome_by_now("stopped")
-                break
-        return trained
-
-    def _stacks(self, ids: Sequence[str]) -> list[Stack]:
-        """Interrupted stacks as they were, then one of all other missing runs."""
-        missing = {cell_id: self.cells[cell_id].todo() for cell_id in ids}
-        stacks = []
-        for _, members in interrupted_stacks(self._first.study_dir):
-            parts: dict[str, list[int]] = {}
-            for cell_id, seed in members:
-                parts.setdefault(cell_id, []).append(seed)
-            if all(set(seeds) <= set(missing.get(i, [])) for i, seeds in parts.items()):
-                stacks.append(self._stack_of(parts))
-                for cell_id, seeds in parts.items():
-                    missing[cell_id] = [s for s in missing[cell_id] if s not in seeds]
-        rest = {cell_id: seeds for cell_id, seeds in missing.items() if seeds}
-        return [*stacks, self._stack_of(rest)] if len(rest) > 1 else stacks
-
-    def _stack_of(self, parts: Mapping[str, list[int]]) -> Stack:
-        return Stack([(self.cells[cell_id].cell, seeds) for cell_id, seeds in parts.items()])
-
-    def _settle(self, trained: Set[str]) -> None:
-        """Cells that miss nothing any more have their outcome."""
-        for cell_id, position in self.positions.items():
-            training = self.cells[cell_id]
-            if self.end.outcomes[position] is not None or training.todo():
-                continue
-            is_new = cell_id in trained
-            self.end.outcomes[position] = (
-                training.outcome_by_now("finished") if is_new else training.outcome()
-            )
+        yield None
 
 
-def _fits(training: Training) -> bool:
-    """Whether a cell misses runs, none of which has failed before or was begun alone."""
-    directory = training.cell.directory
-    recorded = recorded_runs(directory, training.seeds)
-    was_begun = any(directory.glob(f"stacks/*/{CHECKPOINT_FILE}"))
-    return bool(recorded.new) and not recorded.failed and not was_begun
+def _train(
+    cells: Sequence[TaskCell], on_begin: OnBegin, on_steps: OnSteps | None, stop: StopRequest
+) -> str:
+    """Trains all stacks of a task; returns the first failure. Needs the locks.
+
+    The failure of a stack of one cell is recorded. A stack of several cells raises its failure.
+    """
+    for each in cells:
+        on_begin(each.position, each.outcome("running"))
+    failures = []
+    for stack in _stacks_of(cells):
+        remove_leftovers(stack.directory)
+        try:
+            train_on_devices(stack, cells[0].messages, stop, on_steps)
+        except (UserError, Interrupted):
+            raise
+        except Exception as error:
+            if len(cells) > 1 or full_disk(error, stack.cell.directory):
+                raise
+            failures.append(_record_failure(cells[0], stack, error))
+    return failures[0] if failures else ""
+
+
+def _stacks_of(cells: Sequence[TaskCell]) -> list[Stack]:
+    """Interrupted stacks as they were, then the other missing runs."""
+    by_id = {each.cell.id: each for each in cells}
+    missing = {cell_id: each.missing() for cell_id, each in by_id.items()}
+
+    def stack_of(parts: Mapping[str, list[int]]) -> Stack:
+        return Stack([(by_id[cell_id].cell, seeds) for cell_id, seeds in parts.items()])
+
+    if len(cells) == 1:
+        (cell_id,) = missing
+        split = stacks_of(cells[0].cell.directory, missing[cell_id])
+        return [stack_of({cell_id: seeds}) for seeds in split]
+    stacks = []
+    for _, members in interrupted_stacks(cells[0].cell.study_dir):
+        parts: dict[str, list[int]] = {}
+        for cell_id, seed in members:
+            parts.setdefault(cell_id, []).append(seed)
+        if all(set(seeds) <= set(missing.get(cell_id, [])) for cell_id, seeds in parts.items()):
+            stacks.append(stack_of(parts))
+            for cell_id, seeds in parts.items():
+                missing[cell_id] = [seed for seed in missing[cell_id] if seed not in seeds]
+    rest = {cell_id: seeds for cell_id, seeds in missing.items() if seeds}
+    return [*stacks, stack_of(rest)] if len(rest) > 1 else stacks
+
+
+def _record_failure(each: TaskCell, stack: Stack, error: Exception) -> str:
+    """Puts the traceback into the log of a stack and one line into each result."""
+    log = stack.directory / LOG_FILE
+    with open(log, "a", encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    record_failure(each.outcome("running"), stack.seeds, one_line(error))
+    return f"{one_line(error)} (see {log})"
+
+
+def _settle(each: TaskCell, error: str, trained: set[str], *, is_alone: bool) -> Outcome:
+    """The outcome of a cell when its task has ended."""
+    if not is_alone and each.missing():
+        return Outcome("alone", each.cell.title)
+    if each.cell.id in trained:
+        return each.outcome("finished", error)
+    cell = each.cell
+    ended = f"stacks/*/{ENDED_FILE}"
+    if any([*cell.directory.glob(ended), *cell.study_dir.glob(ended)]):
+        with each.lock() as held:  # a process was killed between its last result and cleaning up
+            if held:
+                each.clean_up()
+    suggest_evaluation(cell, each.seeds)
+    return each.outcome("skipped")
+
+
+def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outcome]:
+    full = full_disk(error, specs[0].study_dir)
+    if full is not None:
+        return [Outcome("failed", name_of(spec), error=full, halts=True) for spec in specs]
+    if len(specs) > 1:
+        if isinstance(error, UserError):  # each cell will be refused for its own reason
+            return [Outcome("alone", name_of(spec)) for spec in specs]
+        logger.warning("each learning rate is trained alone: %s", one_line(error))
+        return [Outcome("alone", name_of(spec), error=one_line(error)) for spec in specs]
+    if isinstance(error, UserError):
+        return [Outcome("refused", name_of(specs[0]), error=str(error))]
+    logger.error("%s: %s", specs[0].title, "".join(traceback.format_exception(error)))
+    return [Outcome("failed", name_of(specs[0]), error=one_line(error))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,9 @@ from normexp.records.result import Result
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CellStatus = Literal["finished", "skipped", "refused", "failed", "stopped", "busy", "planned"]
+CellStatus = Literal[
+    "running", "finished", "skipped", "refused", "failed", "stopped", "busy", "alone", "planned"
+]
 
 
 LAUNCHER = "hydra/launcher="
@@ -106,30 +108,20 @@ class NormSpec:
     config: DictConfig
 
 
-@dataclass(frozen=True)
-class Start:
-    """What is known of a cell as it begins to train: enough to record its failure from outside."""
-
-    cell_id: str
-    directory: Path
-    record: dict[str, Any]
-    seeds: list[int]  # that are to be trained
-    num_steps: int
-
-
 @dataclass
 class Outcome:
-    """What became of one cell of a command; plain values that travel between processes.
+    """The outcome of one cell of a command; plain values that travel between processes.
 
     Attributes:
         status: `finished` has trained something, `skipped` nothing; `busy`: another process trains
-            it; `stopped` before its end; `planned` in a dry run.
-        title: norm and data, as the closing table names it.
-        results: of its runs that have ended, by seed.
-        missing: seeds that are still to train.
-        seconds: from its begin to its end, as a clock on the wall shows.
-        holder: the process that trains it, where busy.
-        halts: nothing else can be trained either: the disk is full.
+            it; `stopped` before its end; `alone`: to be trained as a task of its own; `planned` in
+            a dry run; `running` as its training begins.
+        title: norm and data, as the closing table names the cell.
+        results: of its recorded runs, by seed.
+        missing: the seeds that are still to train.
+        seconds: wall-clock time of its training.
+        holder: the process that trains it, if busy.
+        halts: nothing else can be trained either, because the disk is full.
     """
 
     status: CellStatus
@@ -144,24 +136,6 @@ class Outcome:
     seconds: float = 0.0
     holder: int | None = None
     halts: bool = False
-
-
-class Listener:
-    """What a cell tells while it is on its way; this one keeps it to itself.
-
-    Attributes:
-        on_steps: called with (step, num_steps) of a stack now and then; None: the training shows
-            its progress itself.
-    """
-
-    on_steps: Callable[[int, int], None] | None = None
-
-    def begins(self, start: Start, position: int = 0) -> None:
-        """Before anything is trained, and after everything was checked.
-
-        Args:
-            position: of the cell among those that one worker was given together.
-        """
 
 
 def place_of_command(cells: Sequence[CellSpec]) -> tuple[int, int] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -37,9 +35,7 @@ class TrainingBatches:
         self.data = data
         self.seeds = seeds
         self.batch_size = batch_size
-        self.dtype = torch.float32  # of images as a model receives them
-        # Samples of a step's batch that this process takes, given their number; None: all of them.
-        self.own_samples: Callable[[int], Tensor] | None = None
+        self.drop_last = drop_last
         num_samples = len(data.train)
         self.samples_per_epoch = num_samples - (num_samples % batch_size if drop_last else 0)
         self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
@@ -47,8 +43,19 @@ class TrainingBatches:
         self._order = torch.empty(0)
         self._offset: Tensor | None = None  # (S, 1), of windows alone
 
-    def chunk(self, first_step: int, num_steps: int) -> list[Batch]:
-        """The batches of `num_steps` optimizer steps from `first_step`, all within one epoch."""
+    def to(self, device: torch.device | str) -> TrainingBatches:
+        """The same batches of a copy of the data on another device."""
+        data = self.data.to(device)
+        return TrainingBatches(data, self.seeds, self.batch_size, drop_last=self.drop_last)
+
+    def chunk(
+        self, first_step: int, num_steps: int, dtype: torch.dtype = torch.float32
+    ) -> list[Batch]:
+        """The batches of `num_steps` optimizer steps from `first_step`, all within one epoch.
+
+        Args:
+            dtype: of images as the model receives them.
+        """
         epoch, position = divmod(first_step, self.steps_per_epoch)
         assert position + num_steps <= self.steps_per_epoch, "a chunk ends with its epoch"
         self._enter(epoch)
@@ -57,25 +64,17 @@ class TrainingBatches:
         batch = self.data.train.gather(self._order[:, first:last], self._offset)  # (S, K*N, ...)
         at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MOST_AT_ONCE
         if at_once:
-            batch["inputs"] = self.data.model_inputs(batch["inputs"], self.dtype)
+            batch["inputs"] = self.data.model_inputs(batch["inputs"], dtype)
         parts = {name: value.split(self.batch_size, dim=1) for name, value in batch.items()}
         batches = [{name: value[k] for name, value in parts.items()} for k in range(num_steps)]
-        for step, one in enumerate(batches, start=first_step):
-            own = None
-            if self.own_samples is not None:
-                own = self.own_samples(one["targets"].shape[1])
-                one.update({name: value[:, own] for name, value in one.items()})
-            if not at_once:
-                augmented = self._augmented(one["inputs"], step, own)
-                one["inputs"] = self.data.model_inputs(augmented, self.dtype)
+        if not at_once:
+            for step, one in enumerate(batches, start=first_step):
+                augmented = self._augmented(one["inputs"], step)
+                one["inputs"] = self.data.model_inputs(augmented, dtype)
         return batches
 
-    def num_samples_of(self, step: int) -> int:
-        """Samples of one replica that `step` sees, in all processes together."""
-        return self.num_samples_before(step + 1) - self.num_samples_before(step)
-
     def num_samples_before(self, step: int) -> int:
-        """Samples of one replica seen before `step`."""
+        """Samples of one replica seen before `step`, by all processes together."""
         epochs, position = divmod(step, self.steps_per_epoch)
         within = min(position * self.batch_size, self.samples_per_epoch)
         return epochs * self.samples_per_epoch + within
@@ -92,14 +91,11 @@ class TrainingBatches:
             self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
         self._epoch = epoch
 
-    def _augmented(self, images: Tensor, step: int, own: Tensor | None) -> Tensor:
-        """The images (S, N, ...), those at `own` of a step's, each with the draws of its place."""
+    def _augmented(self, images: Tensor, step: int) -> Tensor:
+        """The images (S, N, ...) of a step, each with the draws of its place in it."""
         augmentation = self.data.augmentation
         if augmentation is None:
             return images
-        num_samples = self.num_samples_of(step)
-        rows = [augmentation.draw(seed, step, num_samples) for seed in self.seeds]
+        rows = [augmentation.draw(seed, step, images.shape[1]) for seed in self.seeds]
         draws = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        if own is not None:
-            draws = {name: draw[:, own] for name, draw in draws.items()}
         return augmentation.apply(images, draws)

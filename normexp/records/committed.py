@@ -1,31 +1,67 @@
-"""ended.json: the results of a whole stack in one file, before each becomes its run's own.
+"""What a stack leaves in its folder: its members and, for a moment, the results of all of them.
 
-Runs of a stack end together. Were a process killed after the first result.json and before the
-last, the others would be trained once more, without the neighbours that they were trained with.
+The runs of a stack end together. If a process were killed between the first and the last
+result.json, the rest would be trained again without their neighbours. So ended.json, one atomic
+file, holds all results before each run gets its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.files import write_json
-from normexp.records.paths import CHECKPOINT_FILE, ENDED_FILE, RESULT_FILE, seed_dir
+from normexp.records.files import read_json, write_json
+from normexp.records.paths import (
+    CHECKPOINT_FILE,
+    ENDED_FILE,
+    MEMBERS_FILE,
+    RESULT_FILE,
+    seed_dir,
+)
 from normexp.records.result import Result, read_result, write_result
+
+Member = tuple[str, int]  # cell id and seed
+
+
+def shared_dir(study_dir: Path, members: Iterable[Member]) -> Path:
+    """The directory of a stack of several cells; depends on the order of its members."""
+    text = json.dumps([list(member) for member in members])
+    return study_dir / "stacks" / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_members(stack_dir: Path, members: Iterable[Member]) -> None:
+    """Writes the members of a stack; before its first checkpoint."""
+    write_json(stack_dir / MEMBERS_FILE, {"members": [list(member) for member in members]})
+
+
+def interrupted_stacks(study_dir: Path) -> Iterator[tuple[Path, list[Member]]]:
+    """Yields the stacks of several cells that have a checkpoint, with their members, by name.
+
+    Raises:
+        UserError: a members.json that cannot be read.
+    """
+    for checkpoint in sorted(study_dir.glob(f"stacks/*/{CHECKPOINT_FILE}")):
+        path = checkpoint.parent / MEMBERS_FILE
+        try:
+            members = [(str(cell_id), int(seed)) for cell_id, seed in read_json(path)["members"]]
+        except (UserError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} cannot be read; remove its folder and run again") from error
+        yield checkpoint.parent, members
 
 
 def commit_results(stack_dir: Path, results: Sequence[Result]) -> None:
-    """From here on the stack has ended, whatever happens to this process."""
+    """Writes ended.json: from here on the stack has ended, whatever happens to this process."""
     write_json(stack_dir / ENDED_FILE, {"results": [result.to_dict() for result in results]})
 
 
 def publish_results(cell_dir: Path) -> None:
-    """Gives the results of all ended stacks to the runs of a cell; their checkpoints go.
+    """Gives the results of all ended stacks to the runs of a cell; removes their checkpoints.
 
-    Only for the one who holds the cell's lock. A result that is there already stays as it is,
-    unless it is of a failure. A stack of several cells stays until each of them was here.
+    The caller must hold the cell's lock. Replaces results of failures and no others. A stack of
+    several cells stays until each of them has its results.
 
     Raises:
         UserError: an ended.json was edited by hand.
@@ -37,7 +73,7 @@ def publish_results(cell_dir: Path) -> None:
     for path in sorted(cell_dir.parent.glob(f"stacks/*/{ENDED_FILE}")):
         try:
             results = _read_ended(path)
-        except FileNotFoundError:  # the process that publishes another cell of it was the last one
+        except FileNotFoundError:  # the process that published its last cell has removed it
             continue
         for result in results:
             if result.cell_id == cell_dir.name:

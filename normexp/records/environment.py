@@ -1,4 +1,4 @@
-"""What a result was made with: versions, processor, and the code itself."""
+"""The environment of a result: versions, processor, and the code itself."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DISTRIBUTIONS = ("normexp", "torch", "pytorch-lightning", "torchvision", "numpy"
 
 
 def describe_environment(gpu: str | None = None) -> dict[str, Any]:
-    """Plain values for `result.json`; whatever cannot be found out is absent.
+    """Returns plain values for result.json; unknown ones are absent.
 
     Args:
-        gpu: name of the device, from the caller, since nothing here imports torch.
+        gpu: name of the GPU; an argument because this package does not import torch.
     """
     found = {
         "python": platform.python_version(),
@@ -37,7 +37,7 @@ def describe_environment(gpu: str | None = None) -> dict[str, Any]:
 
 @cache
 def code_version() -> str:
-    """Digest of normexp's own sources: two runs with one digest were made by one code."""
+    """Digest of normexp's own sources: runs with the same digest were made by the same code."""
     return digest_of_source(PACKAGE)
 
 
@@ -45,8 +45,8 @@ def code_version() -> str:
 def git_commit() -> str | None:
     """The commit of the checkout that normexp runs from; None for an installed copy."""
     if is_installed(PACKAGE):
-        return None  # a checkout around a virtual environment is somebody else's
-    # A git hook sets GIT_DIR, which would answer for another repository.
+        return None  # a checkout around a virtual environment is not normexp's
+    # Inside a git hook, GIT_DIR names another repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     command = ["git", "-C", str(PACKAGE), "rev-parse", "--verify", "--quiet", "HEAD"]
     try:
@@ -75,7 +75,7 @@ def _cpu_model() -> str | None:
 
 
 def _cpu_count() -> int | None:
-    """Cores this process may use, which a container or scheduler may have cut."""
+    """Cores that this process may use; a container or scheduler may have limited them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()

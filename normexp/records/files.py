@@ -1,4 +1,4 @@
-"""Writing so that a reader sees a whole file or none, whenever the writer dies."""
+"""Files that stay whole whenever their writer dies: atomic writes, appended lines, locks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,10 +19,10 @@ from normexp.records.paths import CONFIG_FILE, EVALUATION_FILE
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when the block ends well, synced to disk.
+    """Yields a binary file that replaces `path`, synced to disk, when the block succeeds.
 
-    On an exception `path` is as it was and nothing is left beside it. A killed process may leave
-    its temporary file: `remove_leftovers`. For weights: `torch.save(state, file)`.
+    After an exception `path` is unchanged and no temporary file is left. A killed process may leave
+    its temporary file, see `remove_leftovers`. For weights: `torch.save(state, file)`.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -37,6 +37,21 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
     _sync_directory(path.parent)
 
 
+def _sync_directory(directory: Path) -> None:
+    """Makes a rename survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes the temporary files of killed writers. The caller must hold the directory's lock."""
+    for path in directory.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` atomically, in UTF-8."""
     with open_atomic(path) as file:
@@ -44,19 +59,64 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces `path` atomically; ValueError for a number that is not finite (JSON has none)."""
+    """Replaces `path` atomically. Raises ValueError for a number that is not finite."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def append_whole(descriptor: int, content: bytes) -> None:
-    """Appends all of `content`, synced to disk; after an OSError (a full disk) none of it.
-
-    The file is open with O_APPEND, and nobody else appends meanwhile.
-    """
-    end = os.fstat(descriptor).st_size
-    rest = memoryview(content)
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises UserError, with the file and the remedy, if it cannot be read."""
     try:
-        while rest:  # one round, but for a disk that fills up: its next write says why
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist: the run has not ended; run it again") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
+        raise UserError(
+            f"{path} is not valid JSON ({error}); remove it, and the same command trains the run "
+            "again"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object, so normexp did not write it; move it away")
+    return content
+
+
+def write_evaluation(seed_dir: Path, content: Mapping[str, Any]) -> None:
+    """Writes evaluation.json: statistics to metrics, {"precise": {"test/accuracy": 0.9}, ...}."""
+    write_json(seed_dir / EVALUATION_FILE, content)
+
+
+def write_config(cell_dir: Path, config: str) -> None:
+    """Writes config.yaml of a cell, given as YAML text."""
+    write_text(cell_dir / CONFIG_FILE, config)
+
+
+# Appended lines.
+
+
+@contextmanager
+def open_append(path: Path) -> Iterator[int]:
+    """Yields a descriptor for `append_lines`, locked against other writers of the file.
+
+    A last line that a killed writer left incomplete is removed first.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released by close
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            os.ftruncate(descriptor, os.pread(descriptor, size, 0).rfind(b"\n") + 1)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def append_lines(descriptor: int, lines: Sequence[str]) -> None:
+    """Appends all lines, synced to disk. After an OSError, such as a full disk, none is there."""
+    end = os.fstat(descriptor).st_size
+    rest = memoryview("".join(f"{line}\n" for line in lines).encode())
+    try:
+        while rest:  # a write is short when the disk fills up; the next one raises
             rest = rest[os.write(descriptor, rest) :]
     except OSError:
         os.ftruncate(descriptor, end)
@@ -64,32 +124,24 @@ def append_whole(descriptor: int, content: bytes) -> None:
     os.fsync(descriptor)
 
 
-def write_evaluation(seed_dir: Path, content: Mapping[str, Any]) -> None:
-    """evaluation.json: metrics by statistics, {"precise": {"test/accuracy": 0.9, ...}, ...}."""
-    write_json(seed_dir / EVALUATION_FILE, content)
+def read_lines(path: Path) -> list[str]:
+    """Returns the complete lines of a file; a last line that is still being written is left out."""
+    return path.read_bytes().decode(errors="replace").split("\n")[:-1]
 
 
-def write_config(cell_dir: Path, config: str) -> None:
-    """config.yaml of a cell, as the caller's YAML text."""
-    write_text(cell_dir / CONFIG_FILE, config)
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Removes temporary files of killed writers; only for the one who may write there now."""
-    for path in directory.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+# Permissions.
 
 
 def ensure_writable(directory: Path, *, key: str = "runs_dir") -> None:
-    """Refuses a directory in which nothing can be written, before any work; creates nothing.
+    """Raises UserError if nothing can be written to a directory. Creates nothing.
 
-    Where it does not exist, its nearest existing parent is tried.
+    If the directory does not exist, its nearest existing parent is tried.
     """
     existing = directory.absolute()
     try:
         while not existing.exists():
             existing = existing.parent
-        tempfile.TemporaryFile(dir=existing).close()  # without a name that others would meet
+        tempfile.TemporaryFile(dir=existing).close()  # has no name that others could see
     except OSError as error:
         raise UserError(
             f"{key}={directory} cannot be written ({error.strerror}: {existing}); "
@@ -99,7 +151,7 @@ def ensure_writable(directory: Path, *, key: str = "runs_dir") -> None:
 
 @contextmanager
 def refusing_denied(path: Path, remedy: str) -> Iterator[None]:
-    """Turns a file or folder that may not be read or written into a UserError of one line."""
+    """Turns an error for lack of permission into a UserError of one line."""
     try:
         yield
     except OSError as error:
@@ -110,30 +162,25 @@ def refusing_denied(path: Path, remedy: str) -> Iterator[None]:
 
 
 def is_denied(error: OSError) -> bool:
-    """Whether an error is for lack of permission, or of a file system that is read-only."""
+    """True for lack of permission and for a read-only file system."""
     return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename last through a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+# Locks.
+
+LOCK_REMEDY = (
+    "it is the lock of a cell: make it readable and writable, or remove it if nothing runs"
+)
 
 
-REMEDY = "it is the lock of a cell: make it readable and writable, or remove it if nothing runs"
+class FileLock:
+    """An exclusive lock by `flock` on a file (Linux and macOS, not Windows).
 
+    The kernel releases the lock when its holder dies, so the file of a killed process locks
+    nothing. A forked child shares the lock, a spawned one does not. The file holds the holder's
+    process id, for messages; `release` removes it.
 
-class StackLock:
-    """Exclusive use of a directory, by `flock` on a file in it (Linux and macOS, not Windows).
-
-    The kernel drops the lock when its holder ends, however it ends, so a file left by a killed
-    process holds nothing. It is tied to the open file: a child made by fork shares it, one made by
-    spawn does not. The file has the holder's process id, for messages; `release` removes it.
-
-        with StackLock(cell_dir / LOCK_FILE) as held:
+        with FileLock(cell_dir / LOCK_FILE) as held:
             if not held: ...
     """
 
@@ -142,25 +189,21 @@ class StackLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """Takes the lock without waiting; False where somebody else holds it.
+        """Takes the lock without waiting; returns False if another holder has it.
 
         Raises:
-            UserError: the file may not be written.
+            UserError: the file cannot be written.
         """
         assert self._descriptor is None, "this lock is already held"
         while True:
-            with refusing_denied(self.path, REMEDY):
+            with refusing_denied(self.path, LOCK_REMEDY):
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            if not _lock(descriptor, fcntl.LOCK_EX):
                 os.close(descriptor)
-                if isinstance(error, BlockingIOError):
-                    return False
-                raise
+                return False
             if self._is_current(descriptor):
                 break
-            os.close(descriptor)  # a lock on a file that its last holder removed excludes nobody
+            os.close(descriptor)  # its last holder removed the file: a lock on it excludes nobody
         self._descriptor = descriptor
         try:
             os.ftruncate(descriptor, 0)
@@ -171,7 +214,7 @@ class StackLock:
         return True
 
     def release(self) -> None:
-        """Gives the lock back; nothing to do where it is not held."""
+        """Releases the lock. Does nothing if it is not held."""
         if self._descriptor is None:
             return
         if self._is_current(self._descriptor):
@@ -180,7 +223,7 @@ class StackLock:
         self._descriptor = None
 
     def holder(self) -> int | None:
-        """The process id in the file, for a message; None where there is none."""
+        """The process id in the file, for a message; None without one."""
         try:
             return int(self.path.read_text())
         except (OSError, ValueError):
@@ -193,6 +236,7 @@ class StackLock:
         self.release()
 
     def _is_current(self, descriptor: int) -> bool:
+        """True if the file at the path is still the one that was opened."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
         except FileNotFoundError:
@@ -200,20 +244,28 @@ class StackLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock at this moment; takes nothing and creates nothing.
+    """True if a process holds the lock at this moment. Creates nothing.
 
-    Who tries to acquire it in the very moment of the question is told that it is held. Raises
-    UserError where the file may not be read.
+    Takes a shared lock for an instant; a process that tries to acquire then finds the lock held.
+
+    Raises:
+        UserError: the file cannot be read.
     """
     try:
-        with refusing_denied(path, REMEDY):
+        with refusing_denied(path, LOCK_REMEDY):
             descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
-    return False
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Locks without waiting; returns False if another process has the lock."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,145 +1,42 @@
-"""study.yaml: the commands of a study, one YAML document each, only ever appended to.
+"""study.jsonl: what was asked of a study, one JSON object a line, only ever appended to.
 
-JSON is YAML, so each document is lines of `key: <JSON>`: no YAML library is needed to write or
-read it, and any YAML library reads it.
+A line is a command or an entry of a cell. Results do not depend on this file.
 """
 
 from __future__ import annotations
 
-import csv
-import fcntl
-import io
 import json
-import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from normexp.errors import UserError
-from normexp.records.files import append_whole, refusing_denied
-from normexp.records.paths import INDEX_FILE, STUDY_FILE
-
-START = "---\n"
-
-
-def append_command(
-    study_dir: Path,
-    command: Sequence[str],
-    grid: Mapping[str, Any],
-    code_version: str,
-    cells: Mapping[str, Sequence[int]] | None = None,
-) -> None:
-    """Adds one document to study.yaml; safe while other processes add theirs.
-
-    Args:
-        cells: the seeds that are asked for of each cell, by its digest in cells.csv.
-
-    Raises:
-        ValueError: a value of the grid is not plain, or not finite.
-        OSError: nothing was written; the file is as before.
-    """
-    document = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": list(command),
-        "grid": grid,
-        "code_version": code_version,
-        **({} if cells is None else {"cells": cells}),
-    }
-    lines = [f"{key}: {_encode(value)}\n" for key, value in document.items()]
-    content = (START + "".join(lines)).encode()
-    descriptor = os.open(study_dir / STUDY_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until close
-        _cut_torn_line(descriptor)
-        append_whole(descriptor, content)
-    finally:
-        os.close(descriptor)
-
-
-def read_commands(study_dir: Path) -> list[dict[str, Any]]:
-    """The documents of study.yaml, oldest first; none where there is no such file.
-
-    Raises:
-        UserError: the file may not be read, or was edited by hand into something else.
-    """
-    path = study_dir / STUDY_FILE
-    documents: list[dict[str, Any]] = []
-    with refusing_denied(path, "make it readable (the results do not depend on it)"):
-        content = path.read_bytes() if path.exists() else b""
-    lines = content.split(b"\n")[:-1]  # without a torn last line
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line == START.strip().encode():
-                documents.append({})
-            else:
-                key, text = line.decode().split(": ", maxsplit=1)
-                value = json.loads(text)
-                _check(key, value)
-                documents[-1][key] = value
-        except (ValueError, IndexError) as error:
-            raise UserError(
-                f"{path} line {number} is not as normexp writes it; mend the line, or move "
-                "the file away (the results do not depend on it)"
-            ) from error
-    return documents
-
-
-def _check(key: str, value: Any) -> None:
-    """ValueError for a value that is not of its key's kind."""
-    if key == "command":
-        is_ours = _is_list_of(value, str)
-    elif key == "cells":
-        is_ours = isinstance(value, dict) and all(_is_list_of(v, int) for v in value.values())
-    else:
-        is_ours = key not in ("time", "code_version") or isinstance(value, str)
-    if not is_ours:
-        raise ValueError(f"{key} of another kind")
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
-
-
-def _cut_torn_line(descriptor: int) -> None:
-    """Removes what a killed writer left after the last line break."""
-    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        os.ftruncate(descriptor, end)
-
-
-def _encode(value: Any) -> str:
-    """JSON that YAML 1.1 reads the same way: floats have a dot, strings are printable."""
-    if isinstance(value, Mapping):
-        items = [f"{_encode(str(key))}: {_encode(item)}" for key, item in value.items()]
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_encode(item) for item in value) + "]"
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{value!r} is not a finite number")
-        mantissa, _, exponent = repr(value).partition("e")
-        dotted = mantissa if "." in mantissa else f"{mantissa}.0"
-        return f"{dotted}e{exponent}" if exponent else dotted
-    if value is None or isinstance(value, str | int):
-        return _escape(json.dumps(value, ensure_ascii=False))
-    raise ValueError(f"{value!r} is not a plain value")
-
-
-def _escape(text: str) -> str:
-    """Printable ASCII and the astral planes as they are (JSON would write a surrogate pair)."""
-    return "".join(c if " " <= c <= "~" or c > "\uffff" else f"\\u{ord(c):04x}" for c in text)
-
-
-FIELDS = ("digest", "title", "seeds", "cell_id", "error")
+from normexp.records.files import append_lines, open_append, read_lines, refusing_denied
+from normexp.records.paths import STUDY_FILE
 
 
 @dataclass(frozen=True)
-class News:
-    """One line: that a cell is asked for, what its id is, or why it cannot be trained."""
+class CommandEntry:
+    """One command that was run for a study.
+
+    Attributes:
+        command: the words that were typed, program first.
+        grid: the values that the command spans, by key.
+        cells: the seeds asked for, by the digest of the cell.
+    """
+
+    time: str
+    command: list[str]
+    grid: Mapping[str, Any]
+    code_version: str
+    cells: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class CellEntry:
+    """One line on a cell: that it was asked for, its id, or why it cannot be trained."""
 
     digest: str
     title: str
@@ -149,11 +46,11 @@ class News:
 
 
 @dataclass
-class Asked:
-    """All that the lines say of one cell; the latest counts, and seeds add up.
+class CellHistory:
+    """All entries of one cell: seeds add up, of everything else the latest counts.
 
     Attributes:
-        earlier_ids: those it had before its source or data changed.
+        earlier_ids: the ids that the cell had before its source or data changed.
     """
 
     title: str
@@ -162,76 +59,115 @@ class Asked:
     error: str = ""
     earlier_ids: set[str] = field(default_factory=set)
 
-    def hear(self, news: News) -> None:
-        self.title = news.title
-        self.seeds |= set(news.seeds)
-        if news.cell_id or news.error:
-            if news.cell_id:
-                self.earlier_ids = (self.earlier_ids | {self.cell_id}) - {news.cell_id, ""}
-                self.cell_id = news.cell_id
-            self.error = news.error
+    def add(self, entry: CellEntry) -> None:
+        self.title = entry.title
+        self.seeds |= set(entry.seeds)
+        if entry.cell_id:
+            self.earlier_ids = (self.earlier_ids | {self.cell_id}) - {entry.cell_id, ""}
+            self.cell_id = entry.cell_id
+        if entry.cell_id or entry.error:
+            self.error = entry.error
 
-    def knows(self, news: News) -> bool:
-        """Whether a line would say nothing new."""
-        is_known = set(news.seeds) <= self.seeds
-        if news.cell_id or news.error:
-            is_known &= (news.cell_id or self.cell_id, news.error) == (self.cell_id, self.error)
-        return is_known
-
-
-def append_news(study_dir: Path, all_news: Iterable[News]) -> None:
-    """Adds the lines that are new to cells.csv; safe while other processes add theirs."""
-    all_news = list(all_news)
-    cells = read_index(study_dir)
-    if all(news.digest in cells and cells[news.digest].knows(news) for news in all_news):
-        return  # so that a study that is only read need not be writable
-    descriptor = os.open(study_dir / INDEX_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until close
-        content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        whole = content[: content.rfind(b"\n") + 1]  # a killed writer may have torn its last line
-        if len(whole) < len(content):
-            os.ftruncate(descriptor, len(whole))
-        cells = _read(whole.decode(errors="replace"))
-        new = []
-        for news in all_news:
-            asked = cells.setdefault(news.digest, Asked(news.title))
-            if not asked.knows(news):
-                asked.hear(news)
-                new.append(_line(news))
-        header = "" if whole else ",".join(FIELDS) + "\n"
-        if new:
-            append_whole(descriptor, (header + "".join(new)).encode())
-    finally:
-        os.close(descriptor)
+    def has(self, entry: CellEntry) -> bool:
+        """True if the entry says nothing new."""
+        if not set(entry.seeds) <= self.seeds:
+            return False
+        if not (entry.cell_id or entry.error):
+            return True
+        return (entry.cell_id or self.cell_id, entry.error) == (self.cell_id, self.error)
 
 
-def read_index(study_dir: Path) -> dict[str, Asked]:
-    """The cells that were asked for, by digest, in the order of their first line."""
-    path = study_dir / INDEX_FILE
-    if not path.is_file():
-        return {}
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return _read(text[: text.rfind("\n") + 1])
+@dataclass
+class History:
+    """The content of study.jsonl: commands, oldest first, and cells by digest."""
+
+    commands: list[CommandEntry] = field(default_factory=list)
+    cells: dict[str, CellHistory] = field(default_factory=dict)
+
+    def add(self, entry: CellEntry) -> None:
+        self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
+
+    def has(self, entry: CellEntry) -> bool:
+        return entry.digest in self.cells and self.cells[entry.digest].has(entry)
 
 
-def _read(text: str) -> dict[str, Asked]:
-    """Lines that are not as `_line` writes them are passed over: results do not depend on them."""
-    cells: dict[str, Asked] = {}
-    for row in csv.reader(io.StringIO(text)):
-        if len(row) != len(FIELDS) or tuple(row) == FIELDS:
-            continue
-        digest, title, seeds, cell_id, error = row
-        if seeds and not seeds.replace(" ", "").isdecimal():
-            continue
-        news = News(digest, title, [int(seed) for seed in seeds.split()], cell_id, error)
-        cells.setdefault(digest, Asked(title)).hear(news)
-    return cells
+def read_history(study_dir: Path) -> History:
+    """Reads study.jsonl; an empty history without the file.
+
+    Raises:
+        UserError: the file cannot be read, or a line of it was edited by hand.
+    """
+    path = study_dir / STUDY_FILE
+    history = History()
+    with refusing_denied(path, "make it readable (results do not depend on it)"):
+        lines = read_lines(path) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = _parse(line)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{path} line {number} is not as normexp writes it; correct the line, or move the "
+                "file away (results do not depend on it)"
+            ) from error
+        if isinstance(entry, CommandEntry):
+            history.commands.append(entry)
+        else:
+            history.add(entry)
+    return history
 
 
-def _line(news: News) -> str:
-    seeds = " ".join(map(str, sorted(news.seeds)))
-    row = [news.digest, news.title, seeds, news.cell_id, news.error]
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerow([" ".join(value.split()) for value in row])
-    return file.getvalue()
+def append_command(
+    study_dir: Path,
+    command: Sequence[str],
+    grid: Mapping[str, Any],
+    code_version: str,
+    cells: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Appends a command, with the present time; see `CommandEntry` for the arguments.
+
+    Raises:
+        ValueError: a value of the grid is not finite.
+        TypeError: a value of the grid is not plain.
+        OSError: the file could not be written, and is unchanged.
+    """
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    line = _line(CommandEntry(time, list(command), grid, code_version, cells or {}))
+    with open_append(study_dir / STUDY_FILE) as descriptor:
+        append_lines(descriptor, [line])
+
+
+def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
+    """Appends the entries that say something new. Needs no write access if none does."""
+    entries = list(entries)
+    history = read_history(study_dir)
+    if all(history.has(entry) for entry in entries):
+        return
+    with open_append(study_dir / STUDY_FILE) as descriptor:
+        history = read_history(study_dir)  # with the lock: others may have written meanwhile
+        lines = []
+        for entry in entries:
+            if not history.has(entry):
+                history.add(entry)
+                lines.append(_line(entry))
+        append_lines(descriptor, lines)
+
+
+def _line(entry: CommandEntry | CellEntry) -> str:
+    return json.dumps(asdict(entry), allow_nan=False)
+
+
+def _parse(line: str) -> CommandEntry | CellEntry:
+    """Raises TypeError or ValueError for a line that `_line` did not write."""
+    content = json.loads(line)
+    kind = CommandEntry if isinstance(content, dict) and "command" in content else CellEntry
+    entry = kind(**content)
+    if any(not isinstance(getattr(entry, part.name), _TYPES[part.name]) for part in fields(entry)):
+        raise TypeError
+    return entry
+
+
+_TYPES = {
+    **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error"), str),
+    **dict.fromkeys(("command", "seeds"), list),
+    **dict.fromkeys(("grid", "cells"), dict),
+}

@@ -1,16 +1,18 @@
-"""Where things lie: runs/<study>/<cell_id>/seed-<k>/ and stacks/<first>-<last>/.
+"""The layout of a study: runs/<study>/<cell_id>/seed-<k>/ and stacks/<first>-<last>/.
 
-A stack of several cells lies beside them: runs/<study>/stacks/<digest of its members>/.
+A stack that spans several cells has its folder in runs/<study>/stacks/<digest of its members>/.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-STUDY_FILE = "study.yaml"
-INDEX_FILE = "cells.csv"
+from normexp.errors import UserError
+
+STUDY_FILE = "study.jsonl"
 CONFIG_FILE = "config.yaml"
 RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.csv"
@@ -28,7 +30,7 @@ _STACK_DIR = re.compile(r"(0|[1-9][0-9]*)-(0|[1-9][0-9]*)")
 
 @dataclass(frozen=True)
 class Study:
-    """A study on disk; nothing here creates a directory."""
+    """A study on disk. Creates nothing."""
 
     root: Path
 
@@ -44,35 +46,45 @@ class Study:
         return self.root / cell_id
 
     def list_cells(self) -> list[Path]:
-        """Folders with a config or a run in them, by name; other folders are not cells."""
+        """The folders that hold a config or a run, sorted by name."""
         if not self.root.is_dir():
             return []
         folders = sorted(path for path in self.root.iterdir() if path.is_dir())
         return [path for path in folders if (path / CONFIG_FILE).exists() or list_seeds(path)]
 
     def list_runs(self) -> list[Path]:
-        """The run directories of all cells, by cell and seed, ended or not."""
+        """The run directories of all cells, ended or not, sorted by cell and seed."""
         return [seed_dir(cell, seed) for cell in self.list_cells() for seed in list_seeds(cell)]
 
 
+def find_study(runs_dir: Path, name: str) -> Path:
+    """Returns the directory of a study. Raises UserError, with near names, if it is missing."""
+    folders = [path for path in runs_dir.iterdir() if path.is_dir()] if runs_dir.is_dir() else []
+    studies = [Study(path) for path in sorted(folders)]
+    known = [study.name for study in studies if study.file.exists() or study.list_cells()]
+    if name in known:
+        return runs_dir / name
+    if not known:
+        raise UserError(f"study={name} not found: {runs_dir} has no studies yet; train one first")
+    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:5]
+    raise UserError(f"study={name} not found in {runs_dir}; nearest: {', '.join(nearest)}")
+
+
 def seed_dir(cell_dir: Path, seed: int) -> Path:
-    """The directory of one run: of (cell, seed)."""
+    """The directory of the run (cell, seed)."""
     return cell_dir / f"seed-{seed}"
 
 
 def stack_dir(cell_dir: Path, first: int, last: int) -> Path:
-    """The directory of a stack of seeds `first` to `last`, both included, while it runs."""
+    """The directory of a stack of seeds `first` to `last`, both included."""
     return cell_dir / "stacks" / f"{first}-{last}"
 
 
 def checkpointed_stacks(cell_dir: Path) -> dict[Path, range]:
-    """The directories of stacks of one cell that have a checkpoint, by name, with their seeds.
-
-    Folders of other names, as of a copy by hand, are not stacks.
-    """
+    """Maps each stack directory of a cell that has a checkpoint to its seeds, sorted by name."""
     stacks = {}
     for path in sorted(cell_dir.glob(f"stacks/*/{CHECKPOINT_FILE}")):
-        match = _STACK_DIR.fullmatch(path.parent.name)
+        match = _STACK_DIR.fullmatch(path.parent.name)  # a copy such as 0-3.bak does not match
         seeds = range(int(match[1]), int(match[2]) + 1) if match else range(0)
         if seeds:
             stacks[path.parent] = seeds
@@ -86,6 +98,6 @@ def seed_of(run_dir: Path) -> int | None:
 
 
 def list_seeds(cell_dir: Path) -> list[int]:
-    """The seeds that have a run directory, in order of number."""
+    """The seeds that have a run directory, in ascending order."""
     seeds = [seed_of(path) for path in cell_dir.iterdir() if path.is_dir()]
     return sorted(seed for seed in seeds if seed is not None)

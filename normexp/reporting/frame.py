@@ -12,8 +12,9 @@ from typing import Any
 import pandas as pd
 
 from normexp.errors import UserError
-from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, seed_of
-from normexp.records.result import find_study, read_json, read_run
+from normexp.records.files import read_json
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, find_study, seed_of
+from normexp.records.result import read_run
 from normexp.reporting.metric import Metric, format_interval
 from normexp.stats import Interval, mean
 

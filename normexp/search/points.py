@@ -1,4 +1,4 @@
-"""What a search varies: Hydra's own sweep grammar read as a search space. Knows no Optuna."""
+"""The space of a search, read from Hydra's sweep grammar, and its points. No Optuna."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from normexp.config.spec import CellSpec, Command, config_dir_words
 from normexp.errors import UserError
 from normexp.search.storage import storage_path
 
-Point = Mapping[str, str]  # key to the value as it is typed on the command line
-EDGE = 0.05  # the part of an interval at either end that counts as its edge
+Point = Mapping[str, str]  # key to value, as typed on the command line
+EDGE = 0.05  # the fraction of an interval at each end that counts as its edge
 DIGITS = 4  # significant digits of a value that is drawn from an interval
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`choice(a,b)` or `range(1,4)`: the values as texts, in their order."""
+    """`choice(a,b)` or `range(1,4)`: the values as texts, in order."""
 
     key: str
     texts: tuple[str, ...]
@@ -42,7 +42,7 @@ class Choice:
         return self.texts[0], self.texts[-1]
 
     def is_at_edge(self, text: str) -> bool:
-        """Whether a number is the least or greatest of at least three; words have no edge."""
+        """True for the least and the greatest of at least three numbers; words have no edge."""
         try:
             numbers = sorted(float(value) for value in self.texts)
             return len(numbers) > 2 and float(text) in (numbers[0], numbers[-1])
@@ -55,7 +55,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Range:
-    """`interval(low,high)`, both ends included: `log` draws evenly in log(x), `whole` integers."""
+    """`interval(low,high)`, both ends included; `log`: uniform in log(x); `whole`: integers."""
 
     key: str
     low: float
@@ -67,14 +67,14 @@ class Range:
         return self.text_of(self.low), self.text_of(self.high)
 
     def text_of(self, value: float) -> str:
-        """The value as typed: four significant digits, never beyond the ends."""
+        """Returns the value as typed: four significant digits, never beyond the ends."""
         if self.whole:
             return str(int(value))
         rounded = float(f"{value:.{DIGITS}g}")
         return repr(min(max(rounded, self.low), self.high))
 
     def is_at_edge(self, text: str) -> bool:
-        """Whether a value lies in the outermost 5 % of the interval, on its own scale."""
+        """True if a value lies in the outermost 5 % of the interval, on the interval's scale."""
         scale = math.log if self.log else float
         low, high, value = scale(self.low), scale(self.high), scale(float(text))
         return not EDGE <= (value - low) / (high - low) <= 1 - EDGE
@@ -99,18 +99,18 @@ class Space:
         return tuple(dimension.key for dimension in self.dimensions)
 
     def num_points(self) -> int | None:
-        """How many points a space of choices alone has; None where there is an interval."""
+        """The number of points; None if a dimension is an interval."""
         if not all(isinstance(dimension, Choice) for dimension in self.dimensions):
             return None
         return math.prod(len(d.texts) for d in self.dimensions if isinstance(d, Choice))
 
     def points(self) -> Iterator[dict[str, str]]:
-        """Every point of a space of choices alone; the first key slowest."""
+        """Yields every point of a space without intervals; the first key changes slowest."""
         texts = [d.texts for d in self.dimensions if isinstance(d, Choice)]
         yield from (dict(zip(self.keys, point, strict=True)) for point in itertools.product(*texts))
 
     def probes(self) -> Iterator[dict[str, str]]:
-        """The low point, then it with one key at another of its choices or at its upper end."""
+        """Yields the low point, then that point with one key at another choice or its upper end."""
         low = {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
         yield low
         for dimension in self.dimensions:
@@ -118,7 +118,7 @@ class Space:
             yield from (low | {dimension.key: text} for text in others)
 
     def edges(self, point: Point) -> list[Dimension]:
-        """The dimensions in which a point lies at the edge of what was searched."""
+        """The dimensions in which a point lies at the edge of the space."""
         return [d for d in self.dimensions if d.is_at_edge(point[d.key])]
 
     def describe(self) -> str:
@@ -126,7 +126,7 @@ class Space:
 
 
 def read_space(overrides: Sequence[Override]) -> Space:
-    """The space of those overrides that are searched. Raises UserError for one without values."""
+    """Reads the space of the searched overrides. Raises UserError for one without values."""
     return Space(tuple(_dimension(override) for override in overrides))
 
 
@@ -135,18 +135,18 @@ def _dimension(override: Override) -> Dimension:
     assert isinstance(value, ChoiceSweep | RangeSweep | IntervalSweep)
     unknown = sorted(value.tags - {"log"})
     if unknown:
-        raise UserError(f"{text}: tag {unknown[0]} is unknown; the one tag is log")
+        raise UserError(f"{text}: unknown tag {unknown[0]}; the only tag is log")
     if isinstance(value, IntervalSweep):
         return _interval(value, key, text)
     if value.tags:
-        raise UserError(f"{text}: only an interval has a log scale; take the tag away")
+        raise UserError(f"{text}: only an interval has a log scale; remove the tag")
     if isinstance(value, RangeSweep):
         texts = [_number_text(number) for number in value.range()]
     else:
         texts = list(override.sweep_string_iterator())
     unique = tuple(dict.fromkeys(texts))
     if len(unique) < 2:
-        raise UserError(f"{text}: {len(unique)} value to search in; name two or more, or {key}=...")
+        raise UserError(f"{text}: {len(unique)} values to search; name two or more, or {key}=...")
     return Choice(key, unique)
 
 
@@ -171,12 +171,12 @@ SPLIT = "val/"  # nothing is chosen on test
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """One search: a space, and the overrides that stay the same in it.
+    """One search: a space, and the overrides that all of its points share.
 
     Attributes:
-        fixed: overrides of every cell, the values of the grid among them.
-        grid: those that tell this search from the others of the line.
-        base: the config at the low end of the space.
+        fixed: the overrides of every cell, including `grid`.
+        grid: the overrides that distinguish this search from the others of the command.
+        base: the config at the low point of the space.
     """
 
     fixed: tuple[str, ...]
@@ -202,11 +202,11 @@ class SearchPlan:
         return (*self.fixed, *(f"{key}={text}" for key, text in point.items()))
 
     def search_cell(self, point: Point, metric: str, thresholds: Mapping[int, float]) -> CellSpec:
-        """The cell of a trial: seeds and study of the search, evaluated with what it needs.
+        """Returns the cell of a trial, with the seeds and the study of the search.
 
         Args:
-            metric: on validation, that counts.
-            thresholds: by epoch, what the metric must reach, or the trial ends early.
+            metric: the validation metric of the search.
+            thresholds: epoch to the value that the metric must reach, or the trial ends early.
         """
         tune = self.base.tune
         own = {"study": self.search_study, "seed": tune.first_seed, "replicas": tune.seeds}
@@ -217,7 +217,7 @@ class SearchPlan:
         return self._compose(point, own)
 
     def report_cell(self, point: Point) -> CellSpec:
-        """The cell of fresh seeds at a point."""
+        """Returns the cell that trains fresh seeds at a point."""
         return self._compose(point, {})
 
     def _compose(self, point: Point, own: Mapping[str, object]) -> CellSpec:
@@ -233,7 +233,7 @@ class SearchPlan:
         return CellSpec(cfg, choices, title, overrides=overrides)
 
     def command(self, point: Point) -> str:
-        """The line that repeats the report's cell."""
+        """Returns the command that trains the report's cell again."""
         words = [word for word in self.overrides(point) if not word.startswith("tune.")]
         return (
             f"python -m normexp.train {shlex.join([*config_dir_words(self.config_dirs), *words])}"
@@ -241,7 +241,7 @@ class SearchPlan:
 
 
 def plan_searches(command: Command) -> list[SearchPlan]:
-    """The searches of a line, one for each point of its grid; nothing is written.
+    """Returns the searches of a command, one for each point of its grid. Writes nothing.
 
     Raises:
         UserError: nothing to search, a value that cannot be used, overlapping seeds, no Optuna.
@@ -279,14 +279,14 @@ def _plan(
 
 
 def _check_probes(plan: SearchPlan) -> None:
-    """Composes each end and each choice once, so that a typo is told before the first training."""
+    """Composes each end and each choice once, to find a typo before the first training."""
     for point in plan.space.probes():
         config, _ = compose_cell(plan.overrides(point), plan.config_dirs)
         validate_keys(config, [key for key in plan.space.keys if key in KEYS])
 
 
 def _refuse_bookkeeping(override: Override) -> None:
-    """Several values of what is no part of a training: its seeds, its study, the search itself."""
+    """Raises UserError for several values of a key that does not define the training."""
     key = override.key_or_group
     if override.is_sweep_override() and not in_identity(key) and key != "experiment":
         raise UserError(
@@ -295,15 +295,15 @@ def _refuse_bookkeeping(override: Override) -> None:
 
 
 def check_settings(config: DictConfig) -> None:
-    """The keys under `tune` against each other and the report's seeds. Raises UserError."""
+    """Raises UserError for `tune` keys that contradict each other or the report's seeds."""
     validate_keys(config, [key for key in KEYS if key.startswith("tune.")])
     validate_keys(config, ["seed", "replicas", "study", "runs_dir"])
     storage_path(config.tune.storage, Path(config.runs_dir))
     validate_keys(config, ["trainer.devices", "trainer.num_nodes"])
     if place_among(config.trainer.devices * config.trainer.num_nodes) is not None:
         raise UserError(
-            "a search is one process, which starts those of each training: run normexp.tune "
-            "without srun or torchrun"
+            "a search starts the processes of each training itself: run normexp.tune without "
+            "srun or torchrun"
         )
     tune = config.tune
     if tune.metric is not None and not str(tune.metric).startswith(SPLIT):

@@ -1,4 +1,4 @@
-"""Runs searches on validation, then fresh seeds at the best point of each."""
+"""Runs searches on validation data, then trains fresh seeds at the best point of each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.cells.cell import Cell, keeping_data, prepare_cell
-from normexp.cells.notes import collected_notes
+from normexp.cells.logs import collected_messages
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
-from normexp.records.history import read_index
+from normexp.records.history import read_history
 from normexp.reporting.metric import choose_metric, describe_metric, format_interval
 from normexp.search.objective import choose_objective
 from normexp.search.points import SearchPlan
@@ -32,14 +32,15 @@ from normexp.sweeps.sweep import STOPPED, Session, is_interrupted, train_cells
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-WIDTH = 200  # of a log file, which has no edge
+WIDTH = 200  # columns of a log file
 
 
 @dataclass(frozen=True)
 class Row:
-    """A search with its best trial and the outcome of the fresh seeds; None where there is none.
+    """A search, its best trial and the outcome of the fresh seeds; None if missing.
 
-    reported_before: earlier bests that have fresh seeds of their own in the same study.
+    Attributes:
+        reported_before: earlier best trials with fresh seeds of their own in the same study.
     """
 
     search: Search
@@ -53,7 +54,7 @@ class Row:
 
 
 def tell(search: Search, trial: Trial, value: float | None, error: str) -> None:
-    """One line on stderr as soon as a trial has ended."""
+    """Prints a line on stderr when a trial has ended."""
     best = search.best()
     shown = "stopped early" if value is None else f"{search.objective.name} {value:.4f}"
     if error:
@@ -64,7 +65,7 @@ def tell(search: Search, trial: Trial, value: float | None, error: str) -> None:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Searches with their best values, the lines that repeat them, and warnings."""
+    """Prints the best value of each search, warnings, and commands that repeat the best."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
@@ -120,7 +121,7 @@ def _warnings(row: Row) -> list[str]:
     plan = row.search.plan
     earlier = [
         f"{plan.title}: study={plan.base.study} also has the fresh seeds of {_words(trial.point)}, "
-        "the best of fewer trials; they are no part of the result above"
+        "the best of fewer trials; the result above does not include them"
         for trial in row.reported_before
     ]
     return earlier + [
@@ -135,13 +136,13 @@ def _words(point: dict[str, str]) -> str:
 
 
 def tune(plans: Sequence[SearchPlan], words: Sequence[str]) -> int:
-    """Searches until each plan has its trials, trains the report's seeds, prints; the exit code.
+    """Searches, trains fresh seeds at the best points, prints a table; returns the exit code.
 
-    The searches of a grid take turns: what each wants to try next is trained together.
+    The searches of a grid take turns: their next trials are trained together.
 
     Raises:
         UserError: a storage that is locked or unreadable, or a metric that the task lacks.
-        KeyboardInterrupt: the user stopped it; the same line goes on.
+        KeyboardInterrupt: the user stopped the search; the same command continues.
     """
     import optuna
 
@@ -161,7 +162,9 @@ def tune(plans: Sequence[SearchPlan], words: Sequence[str]) -> int:
         if is_interrupted(cells, outcomes):
             raise KeyboardInterrupt(STOPPED)
     reported = {s.name: outcome for (s, _), outcome in zip(found, outcomes, strict=True)}
-    others = set(read_index(Path(base.runs_dir) / base.study)) - {cell.digest for cell in cells}
+    others = set(read_history(Path(base.runs_dir) / base.study).cells) - {
+        cell.digest for cell in cells
+    }
     rows = [
         Row(search, search.best(), reported.get(search.name), _reported_before(search, others))
         for search in searches
@@ -171,10 +174,10 @@ def tune(plans: Sequence[SearchPlan], words: Sequence[str]) -> int:
 
 
 def name_searches(plans: Sequence[SearchPlan], storage: BaseStorage) -> list[Search]:
-    """The different searches among `plans`: sizes that come to one cell share one search.
+    """Returns the different searches of `plans`; sizes that mean the same cell share a search.
 
-    A search is named after the identity of a cell in its space, so that an edited norm or other
-    data is another search.
+    A search is named after the identity of a cell in its space, so an edited norm or other data
+    starts another search.
     """
     searches: dict[str, Search] = {}
     for plan in plans:
@@ -194,14 +197,14 @@ def name_searches(plans: Sequence[SearchPlan], storage: BaseStorage) -> list[Sea
 
 
 def _prepare_one(plan: SearchPlan) -> Cell:
-    """The first cell of the space that can be trained; UserError of the first where none can."""
+    """Returns a cell of the space that can be trained. Raises the first UserError if none can."""
     refusal: UserError | None = None
     for point in plan.space.probes():
         composed = plan.report_cell(point)
         try:
             if composed.cfg is None:
                 raise UserError(composed.error)
-            with collected_notes():
+            with collected_messages():
                 return prepare_cell(composed.cfg, composed.choices)
         except UserError as error:
             refusal = refusal or error
@@ -210,23 +213,23 @@ def _prepare_one(plan: SearchPlan) -> Cell:
 
 
 def _search(searches: Sequence[Search], words: Sequence[str], session: Session) -> tuple[int, bool]:
-    """Trains what the searches propose until none proposes more.
+    """Trains the trials that the searches propose until none proposes more.
 
     Returns:
-        How many trials failed, and whether that ended the searches early, under fail_fast.
+        The number of failed trials, and True if fail_fast ended the searches.
     """
     failed, fails_fast = 0, searches[0].plan.base.fail_fast
     while wanted := [(search, trial) for search in searches for trial in search.propose()]:
         cells = [_cell_of(search, trial) for search, trial in wanted]
         outcomes = train_cells(cells, words, session=session)
         for (search, trial), outcome in zip(wanted, outcomes, strict=True):
-            if outcome.status != "stopped":  # else it goes on with the next command
+            if outcome.status != "stopped":  # the next command continues a stopped trial
                 failed += _tell(search, trial, outcome)
         if is_interrupted(cells, outcomes):
             raise KeyboardInterrupt(STOPPED)
         if fails_fast and any(outcome.status == "failed" for outcome in outcomes):
             print(
-                "fail_fast: nothing more is searched, and no fresh seeds are trained",
+                "fail_fast: the search ends here, and no fresh seeds are trained",
                 file=sys.stderr,
             )
             return failed, True
@@ -240,7 +243,7 @@ def _cell_of(search: Search, trial: Trial) -> CellSpec:
 
 
 def _tell(search: Search, trial: Trial, outcome: Outcome) -> bool:
-    """Records what a trial came to; whether it failed.
+    """Records the outcome of a trial; returns True if it failed.
 
     Raises:
         UserError: another process trains it, or the disk is full.
@@ -263,12 +266,12 @@ def _tell(search: Search, trial: Trial, outcome: Outcome) -> bool:
 
 
 def _reported_before(search: Search, others: Set[str]) -> list[Trial]:
-    """Earlier bests, of a command with fewer trials, whose fresh seeds are in the report's study.
+    """Returns earlier best trials, of fewer trials, whose fresh seeds are in the report's study.
 
-    A report finds them beside those of the best, as another learning rate of the same norm.
+    A report shows them beside those of the best, as another learning rate of the same norm.
 
     Args:
-        others: the digests of all cells in that study that are not the result of this command.
+        others: the digests of the cells in that study that this command did not train.
     """
     if not others:
         return []
@@ -276,7 +279,7 @@ def _reported_before(search: Search, others: Set[str]) -> list[Trial]:
 
 
 def _list(plans: Sequence[SearchPlan]) -> int:
-    """What a command would search; nothing is written."""
+    """Prints a dry run: what the command would search. Writes nothing."""
     from optuna.storages import InMemoryStorage
 
     for search in name_searches(plans, InMemoryStorage()):

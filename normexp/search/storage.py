@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normexp.errors import UserError
-from normexp.records.files import StackLock, ensure_writable
+from normexp.records.files import FileLock, ensure_writable
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -34,7 +34,7 @@ def open_storage(setting: str | None, folder: Path) -> Iterator[BaseStorage]:
     path = storage_path(setting, folder)
     ensure_writable(path.parent, key="runs_dir" if setting is None else "tune.storage")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = StackLock(path.with_name(f".{path.name}.lock"))
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
     with lock as held:
         if not held:
             raise UserError(

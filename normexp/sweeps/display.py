@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: one live view on a terminal, elsewhere a line per cell."""
+"""What a sweep shows while it runs: a live view on a terminal, otherwise a line per cell."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group
@@ -15,19 +16,19 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from normexp.cells.notes import Unheard
+from normexp.cells.logs import OnceFilter, messages_to
 from normexp.config.rules import in_identity
 from normexp.config.spec import Outcome
 
 if TYPE_CHECKING:
     from normexp.config.spec import CellSpec
 
-SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal: that something is going on
+SECONDS_BETWEEN_LINES = 60.0  # without a terminal, between two lines on the progress
 COUNTED = ("finished", "skipped", "failed", "refused", "stopped", "planned")
 
 
 class AtWork(Protocol):
-    """What the display reads of a worker."""
+    """What the display needs to know of a worker: its cells, steps done and total, its start."""
 
     task: tuple[int, ...]
     steps: tuple[int, int]
@@ -36,40 +37,34 @@ class AtWork(Protocol):
 
 
 class Display(logging.Handler):
-    """Counts what has ended and says how long the rest will take. Writes to stderr.
+    """Counts the cells that have ended and estimates the time left. Writes to stderr.
 
-    Also takes the notes of normexp's own log while it is open, each once.
+    While open it also prints the log messages of normexp's modules, each once.
 
     Args:
-        titles: of all cells.
+        titles: one for each cell.
         num_places: how many cells are trained at once.
     """
 
     def __init__(self, titles: Sequence[str], num_places: int = 1) -> None:
         super().__init__()
-        self.addFilter(Unheard())
+        self.addFilter(OnceFilter())
         self.titles = titles
         self.num_places = max(1, num_places)
         self.counts: Counter[str] = Counter()
-        self.seconds: list[float] = []  # of each cell that was trained to its end
-        self.is_stopping = False  # what waits is not trained by this command
+        self.seconds: list[float] = []  # training time of each finished cell
+        self.is_stopping = False  # true: waiting cells will not be trained by this command
         self.began = self._line_at = time.monotonic()
         self.console = Console(stderr=True, highlight=False)
         self.live: Live | None = None
+        self._messages = ExitStack()
 
     def __enter__(self) -> Display:
-        package = logging.getLogger("normexp")
-        package.addHandler(self)
-        self._before = package.level, package.propagate
-        package.setLevel(logging.INFO)
-        package.propagate = False
+        self._messages.enter_context(messages_to(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        package = logging.getLogger("normexp")
-        package.removeHandler(self)
-        package.setLevel(self._before[0])
-        package.propagate = self._before[1]
+        self._messages.close()
         if self.live is not None:
             self.live.stop()
             self.live = None
@@ -78,18 +73,18 @@ class Display(logging.Handler):
         self.print(record.getMessage())
 
     def print(self, text: str) -> None:
-        """A line above the live view."""
+        """Prints a line above the live view."""
         if self.live is not None:
             self.live.console.print(text, markup=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
 
     def ended(self, title: str, outcome: Outcome) -> None:
-        """One line per cell: how far the study is, what became of the cell, and why."""
+        """Prints a line: how many cells have ended, the outcome of this one, and why."""
         self.counts[outcome.status] += 1
         if outcome.status == "finished" and outcome.seconds:
             self.seconds.append(outcome.seconds)
-        if outcome.status == "planned" or len(self.titles) == 1:  # what is printed says it
+        if outcome.status == "planned" or len(self.titles) == 1:  # the summary says it
             return
         done = sum(self.counts.values())
         count = f"[{done}/{len(self.titles)}]"
@@ -100,9 +95,9 @@ class Display(logging.Handler):
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{rest}")
 
     def time_left(self, num_cells: int, at_work: Sequence[AtWork] = ()) -> str:
-        """From the mean time of the cells that were trained; empty before the first of them.
+        """Estimated from the mean time of finished cells; empty before the first one.
 
-        Also empty while a worker's process starts, of which no cell tells how long it takes.
+        Also empty while a worker's process starts, because that time is not known.
         """
         is_known = self.seconds and not self.is_stopping and all(w.is_ready for w in at_work)
         if not is_known or not (num_cells or at_work):
@@ -112,7 +107,7 @@ class Display(logging.Handler):
         return spoken(rest / self.num_places)
 
     def update(self, workers: Sequence[AtWork], num_waiting: int) -> None:
-        """What is going on at this moment."""
+        """Shows what the workers are doing now."""
         busy = [worker for worker in workers if worker.task]
         if self.console.is_terminal:
             self._draw(busy, num_waiting)
@@ -146,7 +141,7 @@ class Display(logging.Handler):
 
 
 def _rest_of(worker: AtWork, mean: float) -> float:
-    """Seconds that a cell still takes: from its own speed where it has steps to show."""
+    """Seconds that a cell still takes: from its own speed once it has done 5 % of its steps."""
     elapsed = time.monotonic() - worker.since
     done, total = worker.steps
     if total and done / total > 0.05:
@@ -168,10 +163,10 @@ SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 
 
 def title_of(cell: CellSpec) -> str:
-    """What a cell is: norm, sizes, and what else was typed of its training.
+    """The norm, the sizes and the typed overrides of a cell.
 
-    `norm=batch batch_size=32 norm_batch_size=2 epochs=3`, whatever the other cells of its command
-    are, and without the study, the folders and the seeds.
+    Such as `norm=batch batch_size=32 norm_batch_size=2 epochs=3`: does not depend on the other
+    cells of the command, and leaves out the study, the folders and the seeds.
     """
     if cell.cfg is None:
         return " ".join(text for text in cell.overrides if not _is_apart(text)) or cell.title
@@ -186,19 +181,19 @@ def _key_of(text: str) -> str:
 
 
 def _is_apart(text: str) -> bool:
-    """Whether an override says where, when or how a cell is trained, and not what."""
+    """True if an override says where, when or how a cell is trained, but not what."""
     key = re.split(r"[/@]", _key_of(text))[0]
     return key == "trainer" or not in_identity(key)
 
 
 def shared_words(titles: Sequence[str]) -> str:
-    """What all titles of one cell say; `norm=none` where it was asked for at several sizes."""
+    """The words that all titles of one cell share, such as `norm=none` for several sizes."""
     first, *others = [title.split() for title in titles]
     return " ".join(word for word in first if all(word in other for other in others)) or titles[0]
 
 
 def tell_apart(titles: Sequence[str]) -> tuple[str, list[str]]:
-    """The words that all titles share, and each title without them; norms stay where they are."""
+    """Returns the words that all titles share, and each title without them. Norms are kept."""
     rows = [title.split() for title in titles]
     if len(rows) < 2:
         return "", list(titles)

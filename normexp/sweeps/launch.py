@@ -1,7 +1,7 @@
-"""A sweep through one of Hydra's launchers, as `hydra/launcher=ray`: a job for each cell.
+"""A sweep through one of Hydra's launchers, such as `hydra/launcher=ray`: a job for each cell.
 
-Hydra composes and submits; a job trains its cell as any other command would, with the same records,
-locks and resumption. So the folder of the study must be reachable from where jobs run.
+Hydra composes and submits. A job trains its cell as any other command does, with the same records,
+locks and checkpoints, so it needs access to the folder of the study.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from normexp.cells.notes import notes_to_stderr
+from normexp.cells.logs import messages_to_stderr
 from normexp.config.compose import VERSION_BASE, quoted, register_custom
 from normexp.config.grid import compose_cells
 from normexp.config.help import GROUPS, conf_dir
@@ -30,7 +30,7 @@ from normexp.sweeps.log import StudyLog
 from normexp.sweeps.summary import print_closing_table
 from normexp.sweeps.sweep import run_cells
 
-# For each launcher the extra of normexp and the module that brings it.
+# Launcher to the extra of normexp that installs it, and the module that holds it.
 LAUNCHERS = {
     "ray": ("ray", "hydra_plugins.hydra_ray_launcher"),
     "ray_aws": ("ray", "hydra_plugins.hydra_ray_launcher"),
@@ -39,11 +39,11 @@ LAUNCHERS = {
     "joblib": ("joblib", "hydra_plugins.hydra_joblib_launcher"),
 }
 ADDRESS = "hydra.launcher.ray.init.address"
-FOLDER = "launched"  # of a study: what Hydra, the launcher and jobs leave there
+FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
 def check_launcher(name: str, overrides: Sequence[str]) -> None:
-    """Raises UserError where a launcher is not installed or its cluster does not answer."""
+    """Raises UserError if a launcher is not installed or its cluster does not answer."""
     if name not in LAUNCHERS:
         known = ", ".join(["basic", *LAUNCHERS])
         raise UserError(f"{LAUNCHER}{name}: no such launcher (choices: {known})")
@@ -62,7 +62,7 @@ def is_installed(module: str) -> bool:
 
 
 def _check_address(overrides: Sequence[str]) -> None:
-    """Refuses a Ray cluster that does not answer: Ray itself tries for a minute, then aborts."""
+    """Raises UserError if a Ray cluster does not answer; Ray itself would try for a minute."""
     given = [text.lstrip("+").split("=", 1) for text in overrides]
     addresses = [pair[1] for pair in given if pair[0] == ADDRESS and len(pair) == 2]
     address = addresses[-1] if addresses else os.environ.get("RAY_ADDRESS", "")
@@ -80,9 +80,9 @@ def _check_address(overrides: Sequence[str]) -> None:
 
 
 def launch(command: Command, words: Sequence[str]) -> int:
-    """Has every cell trained by a job, waits for all, and prints what came out; the exit code.
+    """Trains every cell in a job, waits for all, prints the closing table; returns the exit code.
 
-    A job that dies leaves no outcome: its cell is a failed row, and the same line tries again.
+    A job that dies leaves no outcome. Its cell is a failed row, and the same command tries again.
 
     Raises:
         UserError: no such launcher or cluster, or a cell that does not compose.
@@ -93,17 +93,17 @@ def launch(command: Command, words: Sequence[str]) -> int:
     if len(cells) == 1 and not command.multirun:
         raise UserError(f"{LAUNCHER}{command.launcher} runs sweeps; add -m")
     for cell in cells:
-        if cell.cfg is None:  # Hydra would refuse the sweep as a whole
+        if cell.cfg is None:  # Hydra would refuse the whole sweep
             raise UserError(f"{cell.error} (in the cell {cell.title})")
     cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
     if cfgs[0].dry_run:
         return run_cells(cells, words)
     log = StudyLog(cells, words)
-    with notes_to_stderr():
+    with messages_to_stderr():
         log.check()
     for cell in cells:
         if cell.study_dir is not None:
-            log.begin(cell.study_dir)
+            log.open(cell.study_dir)
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
     for cell in cells:
         _outcome_file(folder, cell).unlink(missing_ok=True)
@@ -116,9 +116,9 @@ def launch(command: Command, words: Sequence[str]) -> int:
 
 
 def _run_hydra(command: Command, folder: Path) -> str:
-    """Hydra's multirun of the command line; what the launcher raised, in one line."""
+    """Runs Hydra's multirun; returns the error of the launcher in one line, empty without one."""
     overrides = [*command.overrides, f"hydra.sweep.dir={quoted(str(folder))}"]
-    if command.launcher == "ray":  # set by the plugin, refused by a running cluster
+    if command.launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
     folders = [quoted(f"file://{Path(each).resolve()}") for each in command.config_dirs]
     search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
@@ -126,7 +126,7 @@ def _run_hydra(command: Command, folder: Path) -> str:
     try:
         with _as_program(["-m", *search, *overrides]):
             hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(job)()
-    except Exception as error:  # of a job that died, or of the launcher itself
+    except Exception as error:  # a job died, or the launcher itself failed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"normexp: the launcher stopped: {reason}", file=sys.stderr)
         return reason
@@ -135,7 +135,7 @@ def _run_hydra(command: Command, folder: Path) -> str:
 
 @contextmanager
 def _as_program(argv: list[str]) -> Iterator[None]:
-    """Hydra's command line is `argv` while inside, and its errors reach the caller."""
+    """Gives Hydra the command line `argv` inside the block, and lets its errors through."""
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [before[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -150,9 +150,9 @@ def _as_program(argv: list[str]) -> Iterator[None]:
 
 
 def job(cfg: DictConfig) -> str:
-    """Trains the cell of one of Hydra's jobs, wherever it runs; returns how that ended."""
+    """Trains the cell of one of Hydra's jobs; returns the status of its outcome."""
     settings = HydraConfig.get()
-    with suppress(OSError):  # elsewhere: relative folders then start where the job does
+    with suppress(OSError):  # on another machine, relative folders start where the job does
         os.chdir(settings.runtime.cwd)
     chosen = settings.runtime.choices
     choices = {group: str(chosen[group]) for group in GROUPS if chosen.get(group) is not None}
@@ -160,10 +160,10 @@ def job(cfg: DictConfig) -> str:
     overrides = list(settings.overrides.task)
     composed = CellSpec(cfg, choices, " ".join(overrides), overrides=overrides)
 
-    from normexp.cells.run import run_cell
+    from normexp.cells.run import run_task
 
-    with notes_to_stderr():
-        outcome = run_cell(composed)
+    with messages_to_stderr():
+        (outcome,) = run_task([composed])
     with open_atomic(_outcome_file(Path(settings.sweep.dir), composed)) as file:
         pickle.dump(outcome, file)
     return outcome.status
@@ -174,11 +174,11 @@ def _outcome_file(folder: Path, cell: CellSpec) -> Path:
 
 
 def _outcome_of(folder: Path, cell: CellSpec, error: str) -> Outcome:
-    """What a job left; read once."""
+    """Reads and removes the outcome that a job left."""
     path = _outcome_file(folder, cell)
     if not path.is_file():
         reason = "the launcher stopped before its job ended" if error else "its job died"
-        return Outcome("failed", name_of(cell), error=f"{reason}; the same line goes on")
+        return Outcome("failed", name_of(cell), error=f"{reason}; the same command continues")
     with open(path, "rb") as file:
         outcome = pickle.load(file)
     path.unlink()

@@ -1,4 +1,4 @@
-"""What a command writes to a study beside its runs: study.yaml and cells.csv, each line once."""
+"""Writes a command, its cells and their outcomes to the history of a study, each once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied
 from normexp.records.history import (
-    Asked,
-    News,
+    CellEntry,
+    CellHistory,
+    append_cells,
     append_command,
-    append_news,
-    read_commands,
-    read_index,
+    read_history,
 )
 from normexp.sweeps.display import title_of
 
@@ -45,7 +44,7 @@ class StudyLog:
         self.words = list(words)
         self._begun: set[Path] = set()
         self._checked: set[Path] = set()
-        self._recorded: set[Path] = set()  # studies whose study.yaml has the command
+        self._recorded: set[Path] = set()  # studies whose history has the command
 
     def further(self, cells: Sequence[CellSpec]) -> StudyLog:
         """This log, for the next cells of the same command."""
@@ -57,7 +56,7 @@ class StudyLog:
         """Tells once of a study that was begun with other code.
 
         Raises:
-            UserError: a study that is a file, or whose study.yaml cannot be read.
+            UserError: a study that is a file, or whose history cannot be read.
         """
         for study_dir in dict.fromkeys(cell.study_dir for cell in self.cells):
             if study_dir is None or study_dir in self._checked:
@@ -68,17 +67,23 @@ class StudyLog:
                     f"study={study_dir.name}: {study_dir} is a file; take another name, or move "
                     "the file away"
                 )
-            commands = read_commands(study_dir)
-            before = commands[-1].get("code_version") if commands else None
+            commands = read_history(study_dir).commands
+            before = commands[-1].code_version if commands else None
             if before not in (None, code_version()):
                 logger.info(
-                    "study=%s was trained by other code (%s, now %s); what it has is kept, "
-                    "what is missing is trained by the code of now",
+                    "study=%s was trained with other code (%s, now %s): its results are kept, and "
+                    "missing runs are trained with the present code",
                     *(study_dir.name, before[:7], code_version()[:7]),
                 )
 
-    def begin(self, study_dir: Path) -> None:
-        """Before the first training of a study: the command, and all cells it asks for."""
+    def begin(self, cell: CellSpec, begun: Outcome) -> None:
+        """Records that a cell begins to train, in a study that has the command."""
+        assert cell.study_dir is not None
+        self.open(cell.study_dir)
+        self.tell(cell, cell_id=begun.cell_id)
+
+    def open(self, study_dir: Path) -> None:
+        """Records the command and all cells it asks for, before the first training of a study."""
         if study_dir in self._begun:
             return
         self._begun.add(study_dir)
@@ -87,7 +92,7 @@ class StudyLog:
         others = self._only_study()
         cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
         with refusing_denied(study_dir, "take another study=..."):
-            append_news(study_dir, [_news_of(cell) for cell in cells])
+            append_cells(study_dir, [_entry_of(cell) for cell in cells])
             if study_dir not in self._recorded:
                 asked = {cell.digest: cell.seeds for cell in cells}
                 append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
@@ -98,14 +103,14 @@ class StudyLog:
         study_dir = cell.study_dir or self._only_study()
         if self.writes and study_dir is not None and study_dir.is_dir():
             try:
-                before = read_index(study_dir).get(cell.digest)
+                before = read_history(study_dir).cells.get(cell.digest)
                 if before is not None and _is_another(cell_id, before):
                     logger.info(
-                        "%s: the source of its norm, model or data has changed, so it is another "
-                        "cell than before, %s; earlier results stay",
+                        "%s: the source of its norm, model or data has changed, so it is a new "
+                        "cell, %s; earlier results are kept",
                         *(cell.title, cell_id),
                     )
-                append_news(study_dir, [_news_of(cell, cell_id, error)])
+                append_cells(study_dir, [_entry_of(cell, cell_id, error)])
             except OSError as denied:  # no result depends on it
                 if not is_denied(denied):
                     raise
@@ -123,13 +128,13 @@ class StudyLog:
             self.tell(cell, error=f"{outcome.status}: {outcome.error}")
 
 
-def _is_another(cell_id: str, before: Asked) -> bool:
+def _is_another(cell_id: str, before: CellHistory) -> bool:
     """Whether a cell of the same config was known by other ids so far."""
     return bool(cell_id and before.cell_id) and cell_id not in {before.cell_id, *before.earlier_ids}
 
 
-def _news_of(cell: CellSpec, cell_id: str = "", error: str = "") -> News:
-    return News(cell.digest, title_of(cell), cell.seeds, cell_id, error)
+def _entry_of(cell: CellSpec, cell_id: str = "", error: str = "") -> CellEntry:
+    return CellEntry(cell.digest, title_of(cell), cell.seeds, cell_id, " ".join(error.split()))
 
 
 def grid_of(cells: Sequence[CellSpec]) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""How many cells are trained at once on this machine, and what each worker gets of it. No torch."""
+"""How many workers this machine runs at once, and which cores and GPU each one gets. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Place:
     gpu: str | None = None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment of the worker; a number of threads that the user set is not raised."""
+        """Returns the environment of the worker; keeps a lower OMP_NUM_THREADS of the user's."""
         asked = inherited.get("OMP_NUM_THREADS", "")
         threads = (
             min(self.threads, int(asked)) if asked.isdecimal() and int(asked) else self.threads
@@ -42,12 +42,12 @@ class Place:
 def places_for(
     cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None
 ) -> list[Place]:
-    """One place per worker; none where the calling process trains.
+    """Returns one place per worker; none if the calling process trains.
 
     Args:
-        cfgs: of the cells that compose; their `workers` must agree.
-        num_cells: never more workers than that.
-        workers: in place of that key.
+        cfgs: the configs of all cells; they must agree on `workers`.
+        num_cells: the highest useful number of workers.
+        workers: overrides the configs; None takes their value.
     """
     asked = shared_value(cfgs, "workers") if workers is None else workers
     if asked == 0 or any(needs_whole_machine(cfg) for cfg in cfgs):
@@ -61,10 +61,10 @@ def places_for(
 
 
 def shared_value(cfgs: Sequence[DictConfig], key: str) -> Any:
-    """A value that belongs to the command and not to a cell. None without a cell.
+    """Returns a value that all cells of a command must share; None without a cell.
 
     Raises:
-        UserError: it varies.
+        UserError: the value varies.
     """
     values = list(dict.fromkeys(cfg[key] for cfg in cfgs))
     if len(values) > 1:
@@ -73,12 +73,12 @@ def shared_value(cfgs: Sequence[DictConfig], key: str) -> Any:
 
 
 def needs_whole_machine(cfg: DictConfig) -> bool:
-    """Whether a cell is trained by several processes of Lightning's own."""
+    """True if a cell is trained by several processes, one for each device."""
     return cfg.trainer.get("devices", 1) not in (1, "1") or cfg.trainer.get("num_nodes", 1) != 1
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: of its affinity, and of a container's quota."""
+    """The number of cores that this process may use, by its affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     for files in CGROUP_LIMITS:
@@ -93,7 +93,7 @@ def usable_cores() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """GPUs as CUDA_VISIBLE_DEVICES names them; none for a torch that was built without CUDA."""
+    """The GPUs as CUDA_VISIBLE_DEVICES names them; none if torch was built without CUDA."""
     try:
         if version("torch").endswith("+cpu"):
             return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from normexp.config.spec import Outcome, Start
+from normexp.config.spec import Outcome
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Begins:
-    """From a worker: a cell of its task, the one at `position`, is checked and starts to train."""
+    """From a worker: the cell at this position of its task starts to train."""
 
-    start: Start
     position: int
+    begun: Outcome
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Note:
 class Ended:
     """From a worker: its task has ended; one that is `spent` takes no other.
 
-    outcomes: of each cell; None where it is still to be trained, as a task of its own.
+    outcomes: of each cell, in the order of the task.
     """
 
-    outcomes: list[Outcome | None]
+    outcomes: list[Outcome]
     spent: bool

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from typing import Any
 
-from normexp.config.spec import CellSpec, Start
+from normexp.config.spec import CellSpec, Outcome
 from normexp.sweeps.grouping import Task
 from normexp.sweeps.machine import Place
 from normexp.sweeps.messages import Stop
@@ -27,7 +27,7 @@ class Worker:
     Attributes:
         number: its place, from 0.
         task: indices of the cells that it has; none while it has none.
-        start: of the cell of a task of one, once it trains.
+        begun: outcome of the cell of a task of one, once it trains.
     """
 
     module = "normexp.sweeps.worker"
@@ -37,7 +37,7 @@ class Worker:
         self.place = place
         self.is_ready = False
         self.task: Task = ()
-        self.start: Start | None = None
+        self.begun: Outcome | None = None
         self.steps = (0, 0)
         self.since = time.monotonic()
         self.connection, theirs = Pipe()
@@ -56,13 +56,13 @@ class Worker:
             )
 
     def give(self, task: Task, cells: Sequence[CellSpec]) -> None:
-        self.task, self.start, self.steps = task, None, (0, 0)
+        self.task, self.begun, self.steps = task, None, (0, 0)
         self.since = time.monotonic()
         self._send(tuple(cells))
 
     def take_back(self) -> None:
         """Its task has ended."""
-        self.task, self.start = (), None
+        self.task, self.begun = (), None
 
     def ask_to_stop(self) -> None:
         self._send(Stop())

@@ -1,4 +1,4 @@
-"""What a command prints when it has ended: the result with its spread, and where to go next."""
+"""What a command prints at its end: results with their spread, and commands to type next."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.spec import CellSpec, Outcome
-from normexp.records.paths import LOG_FILE
-from normexp.records.result import Result
+from normexp.errors import UserError
+from normexp.records.paths import LOG_FILE, Study
+from normexp.records.result import Result, read_result
 from normexp.sweeps.display import shared_words, spoken
-from normexp.sweeps.status import expected_seconds, read_timed
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
-WIDE = 110  # columns of a terminal that has room for the folders
-# Norms to compare with: those that an image model takes, and those that keep the future unread.
+WIDE = 110  # columns that a terminal needs to show the folder of each cell
+# Norms to compare with: for images, and for language models (these do not read future tokens).
 OF_IMAGES = ("batch", "layer", "instance", "group")
 OF_LANGUAGE = ("batch", "layer", "causal_instance", "causal_group")
 MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
 
 
 def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
-    """Metrics of one cell over its seeds, its directory, and commands worth typing.
+    """Prints the metrics of one cell over its seeds, its directory, and commands to type next.
 
     Args:
         words: what was typed, program first.
@@ -65,20 +65,20 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
 
 
 def shown_metrics(results: Sequence[Result]) -> list[str]:
-    """The recorded metrics worth a row, each with its other evaluation statistics below it."""
+    """The metrics that get a row, each followed by its values with other evaluation statistics."""
     names = {name for result in results for name in result.metrics}
     return [name for base in SHOWN for name in sorted(names) if name.partition("@")[0] == base]
 
 
 def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
-    """Commands that train what was just trained with other norms, and at other norm batch sizes.
+    """Commands that train the same with other norms, and at other norm batch sizes.
 
     Args:
-        words: what was typed, program first: all of it stays but the norm and its own knobs.
+        words: what was typed, program first; everything but the norm and its knobs is kept.
     """
     record = outcome.record
     kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
-    has_knobs = any(re.match(r"\+*norm\.", word) for word in words)  # a list has no room for them
+    has_knobs = any(re.match(r"\+*norm\.", word) for word in words)  # a list of norms drops knobs
     own = [] if has_knobs else [record["norm"]]
     is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
     ours = OF_LANGUAGE if is_text else OF_IMAGES
@@ -96,7 +96,7 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
 
 
 def _norm_batch_sizes(record: Mapping[str, Any]) -> list[int]:
-    """The smallest above 1, a middle and the largest that a device's share of a forward takes."""
+    """The smallest size above 1, a middle and the largest that divide a device's samples."""
     share = (record["micro_batch_size"] or record["batch_size"]) // record["devices"]
     sizes = [size for size in range(2, share + 1) if share % size == 0]
     return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
@@ -107,13 +107,13 @@ def _runs_dir(study: Path) -> list[str]:
 
 
 def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """One row per cell of a sweep; sizes that came to one cell share its row.
+    """Prints a row per cell of a sweep. Different sizes can mean the same cell; these share a row.
 
-    The folder of each cell is left out on a terminal that is too narrow for it.
+    A narrow terminal does not show the folders of the cells.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a log file has no edge
+        console = Console(highlight=False, width=200)  # for a log file
     rows: dict[str, tuple[list[str], Outcome]] = {}
     for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
         key = outcome.cell_id or str(position)
@@ -125,7 +125,9 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     for titles, outcome in rows.values():
         shown, count = _shown(outcome, in_header=metric), _num_values(outcome)
         row = ["/".join(_statuses_of(outcome)), shared_words(titles), shown, count]
-        table.add_row(*map(Text, [*row, *[outcome.cell_id] * has_place]))  # [...] is no markup
+        table.add_row(
+            *map(Text, [*row, *[outcome.cell_id] * has_place])
+        )  # Text: [...] is no markup
     console.print(table)
     counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
@@ -144,7 +146,7 @@ def _num_values(outcome: Outcome) -> str:
 
 
 def _shown(outcome: Outcome, *, in_header: str) -> str:
-    """The main metric, or why there is none."""
+    """The main metric, or why it is missing."""
     name = _main_metric(outcome)
     values = values_of(outcome.results, name)
     label = "" if name == in_header else f"{name} "
@@ -159,7 +161,7 @@ def _shown(outcome: Outcome, *, in_header: str) -> str:
 
 
 def _statuses_of(outcome: Outcome) -> list[str]:
-    """The outcome, and `diverged` where all of its runs that ended did."""
+    """The status of the outcome; `diverged` if all of its runs have diverged."""
     ended = [run for run in outcome.results if run.status != "failed"]
     all_diverged = bool(ended) and all(run.status == "diverged" for run in ended)
     if outcome.status in ("finished", "skipped") and all_diverged:
@@ -168,7 +170,7 @@ def _statuses_of(outcome: Outcome) -> list[str]:
 
 
 def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
-    """Where to look next: the log of each failure, and the study as a whole."""
+    """Commands that show the log of each failure, the status and the report of the study."""
     logs = [
         f"less {quote(str(outcome.directory))}/stacks/*/{LOG_FILE}"
         for outcome in outcomes
@@ -182,10 +184,10 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """A dry run: what is recorded, what would be trained, and how long it would take."""
+    """Prints a dry run: what is recorded, what would be trained, and how long it would take."""
     timed: dict[Path, list[Result]] = {}
     total, num_unknown = 0.0, 0
-    rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}  # sizes that came to one cell: one
+    rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
     for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
         key = (str(outcome.directory), outcome.cell_id or str(position))
         rows.setdefault(key, ([], outcome))[0].append(cell.title)
@@ -197,18 +199,60 @@ def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
         study_dir = outcome.directory.parent
         if study_dir not in timed:
             timed[study_dir] = read_timed(study_dir)
-        num_done, num_missing = len(outcome.results), len(outcome.missing)
-        seconds = expected_seconds(outcome, timed[study_dir]) if num_missing else 0.0
+        seconds = expected_seconds(outcome, timed[study_dir]) if outcome.missing else 0.0
         total, num_unknown = total + (seconds or 0.0), num_unknown + (seconds is None)
-        expected = "unknown time" if seconds is None else f"about {spoken(seconds)}"
-        print(
-            f"{title}: {_counted(num_missing, 'run')} to do, {num_done} done, "
-            f"{outcome.record['num_steps']} steps each" + (f", {expected}" if num_missing else "")
-        )
+        print(f"{title}: {_planned(outcome, seconds)}")
     parts = [f"{spoken(total)} of training in one process"] if total or not num_unknown else []
     if num_unknown:
         parts.append(f"{_counted(num_unknown, 'cell')} of unknown time")
     print("expected: " + ", and ".join(parts))
+
+
+def _planned(outcome: Outcome, seconds: float | None) -> str:
+    num_done = sum(run.status != "failed" for run in outcome.results)
+    parts = [f"{_counted(len(outcome.missing), 'run')} to do", f"{num_done} done"]
+    parts.append(f"{outcome.record['num_steps']} steps each")
+    if outcome.missing:
+        parts.append("unknown time" if seconds is None else f"about {spoken(seconds)}")
+    return ", ".join(parts)
+
+
+# The config keys in which a recorded run must agree with a planned one; the strictest rule first.
+ALIKE = (
+    ("model", "data", "norm", "batch_size", "micro_batch_size", "norm_batch_size"),
+    ("model", "data", "norm", "batch_size"),
+    ("model", "data", "batch_size"),
+)
+
+
+def read_timed(study_dir: Path) -> list[Result]:
+    """The runs of a study that have a timing; unreadable ones are skipped."""
+    timed = []
+    for run_dir in Study(study_dir).list_runs():
+        try:
+            result = read_result(run_dir)
+        except UserError:
+            continue
+        if result.timing.get("step_ms") and result.timing.get("stack_size"):
+            timed.append(result)
+    return timed
+
+
+def expected_seconds(planned: Outcome, timed: Sequence[Result]) -> float | None:
+    """The training time of a cell's missing runs; None if nothing like it is recorded.
+
+    The median step time of one replica among the runs most alike, times steps and replicas.
+    """
+    for keys in ALIKE:
+        step_ms = [
+            run.timing["step_ms"] / run.timing["stack_size"]
+            for run in timed
+            if all(run.config.get(key) == planned.record.get(key) for key in keys)
+        ]
+        if step_ms:
+            steps = planned.record["num_steps"] * len(planned.missing)
+            return statistics.median(step_ms) * steps / 1000
+    return None
 
 
 def _counted(number: int, word: str) -> str:
@@ -216,7 +260,7 @@ def _counted(number: int, word: str) -> str:
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:
-    """A metric over the runs that have it; a missing value stays missing."""
+    """The values of a metric over the runs that have it."""
     return [result.metrics[name] for result in results if name in result.metrics]
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from normexp.cells.recorded import full_disk, record_death
+from normexp.cells.attempts import full_disk, record_death
 from normexp.config.place import is_under_agent
 from normexp.config.rules import validate_keys
-from normexp.config.spec import CellSpec, Outcome, Start, name_of
+from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.errors import UserError
 from normexp.sweeps.display import Display
 from normexp.sweeps.grouping import Task, group_cells
@@ -147,9 +147,9 @@ class Sweep:
                 worker.is_ready = True
                 worker.since = time.monotonic()  # its process took the time before
                 self._failed_starts = 0
-            case Begins(start, position):
-                worker.start = start if len(worker.task) == 1 else None
-                self._record_begin(self.cells[worker.task[position]], start)
+            case Begins(position, begun):
+                worker.begun = begun if len(worker.task) == 1 else None
+                self.log.begin(self.cells[worker.task[position]], begun)
             case Steps(done, total):
                 worker.steps = (done, total)
             case Note(level, text):
@@ -160,11 +160,6 @@ class Sweep:
                 self._end(task, outcomes)
                 if spent:
                     self.pool.dismiss(worker, PATIENCE)
-
-    def _record_begin(self, cell: CellSpec, start: Start) -> None:
-        assert cell.study_dir is not None
-        self.log.begin(cell.study_dir)
-        self.log.tell(cell, cell_id=start.cell_id)
 
     def _relay_output(self, worker: Worker) -> None:
         text = worker.read_output() if worker in self.pool.workers else ""
@@ -179,7 +174,7 @@ class Sweep:
             self._end(task, [Outcome("stopped", name_of(self.cells[index])) for index in task])
         elif len(task) > 1 and worker.is_ready:  # perhaps the fault of one of them
             logger.warning("each learning rate is trained alone: %s", reason)
-            self._end(task, [None] * len(task))
+            self._end(task, [Outcome("alone", "")] * len(task))
         elif task and worker.is_ready:
             self._end(task, [self._death_of(worker, reason)])
         elif not worker.is_ready:  # not the fault of its cell
@@ -192,25 +187,25 @@ class Sweep:
         self.pool.dismiss(worker, 0)
 
     def _death_of(self, worker: Worker, reason: str) -> Outcome:
-        cell, start = self.cells[worker.task[0]], worker.start
-        if start is None:
+        cell, begun = self.cells[worker.task[0]], worker.begun
+        if begun is None:
             return Outcome("failed", name_of(cell), error=f"{reason}, before it was trained")
-        results = record_death(start, cell.seeds, reason, worker.last_output())
+        results = record_death(begun, cell.seeds, reason, worker.last_output())
         return Outcome(
-            *("failed", name_of(cell), start.cell_id, start.directory, start.record, results),
+            *("failed", name_of(cell), begun.cell_id, begun.directory, begun.record, results),
             error=reason,
         )
 
-    def _end(self, task: Task, outcomes: Sequence[Outcome | None]) -> None:
-        """Records what became of the cells of a task; where that is None, each goes on alone."""
+    def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
+        """Records the outcomes of a task."""
         for outcome in outcomes:
-            if outcome is not None and outcome.status == "busy":
+            if outcome.status == "busy":
                 self.queue.put_off(task, outcome)
                 return
         ended = dict(zip(task, outcomes, strict=True))
-        self.queue.put_back_apart([index for index in task if ended[index] is None])
+        self.queue.put_back_apart([index for index in task if ended[index].status == "alone"])
         for index, outcome in ended.items():
-            if outcome is not None:
+            if outcome.status != "alone":
                 self._end_cell(index, outcome)
 
     def _end_cell(self, index: int, outcome: Outcome) -> None:
@@ -250,15 +245,15 @@ class Session:
 
 
 COMMAND_KEYS = ("study", "workers", "fail_fast", "retry_failed", "max_attempts", "dry_run")
-STOPPED = "stopped; the same line goes on from here"
+STOPPED = "stopped; the same command continues"
 
 
 def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
-    """Trains what is missing of each cell and prints what came out; returns the exit code.
+    """Trains the missing runs of each cell and prints the outcomes; returns the exit code.
 
     Raises:
-        UserError: all cells are refused for one reason; else that is a row of the closing table.
-        KeyboardInterrupt: the user stopped it; the same line goes on.
+        UserError: all cells are refused for the same reason; otherwise a refusal is a row.
+        KeyboardInterrupt: the user stopped the command; the same command continues.
     """
     refuse_many_cells(cells)
     try:
@@ -289,7 +284,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
 
 
 def is_interrupted(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> bool:
-    """Whether the user stopped a command before its end, and not a failure under `fail_fast`."""
+    """True if the user stopped a command, not a failure under `fail_fast`."""
     statuses = {outcome.status for outcome in outcomes}
     fails_fast = any(cell.cfg is not None and cell.cfg.fail_fast for cell in cells)
     return "stopped" in statuses and not (fails_fast and "failed" in statuses)
@@ -302,10 +297,10 @@ def train_cells(
     workers: int | None = None,
     session: Session | None = None,
 ) -> list[Outcome]:
-    """Trains what is missing of each cell; outcomes in the order of the cells. For Python callers.
+    """Trains the missing runs of each cell; returns the outcomes in the order of the cells.
 
     Args:
-        words: the command, as study.yaml records it.
+        words: the command, as study.jsonl records it.
         workers: how many cells at once, in place of the config's key.
         session: of a command that calls this several times.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from normexp.cells.devices import follow
 from normexp.cells.peers import meet
-from normexp.cells.run import follow
 from normexp.config.spec import CellSpec, place_of_command
 from normexp.sweeps.sweep import run_cells
 

@@ -1,8 +1,8 @@
-"""Under a W&B agent: one W&B run per command, with the mean over seeds of everything recorded.
+"""Logging under a W&B agent: one W&B run per command, with means over the seeds.
 
-An agent names the run of each command it starts, so that a second run of the command would be
-refused. The run is written when the cell has ended, from its records: so also where everything was
-recorded before, as an agent may propose a point twice.
+An agent names the run of each command that it starts and refuses a second run of the command. The
+run is written from the records when the cell has ended. So it is also written if everything was
+recorded before, because an agent may propose a point twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from normexp.training.recorder import resolve_mode
 
 
 def refuse_many_cells(cells: Sequence[CellSpec]) -> None:
-    """An agent's run stands for one cell."""
+    """Raises UserError if an agent's command has several cells: its run stands for one."""
     if is_under_agent() and len(cells) > 1:
         raise UserError(
             f"a W&B agent's command trains one cell, not {len(cells)}: name one value per key in "
@@ -30,10 +30,10 @@ def refuse_many_cells(cells: Sequence[CellSpec]) -> None:
 
 
 def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
-    """Writes the agent's run: curves of the seed mean, and the final means as its summary.
+    """Writes the agent's run: mean curves over the seeds, and the final means as its summary.
 
-    A cell of which a run failed or is missing has neither: a mean over the others is another
-    cell's. Its run is marked as failed.
+    If a run of the cell failed or is missing, writes no means and marks the run as failed: a mean
+    over the other seeds would not compare with other cells.
     """
     import wandb
 
@@ -59,9 +59,9 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
 
 
 def mean_rows(directory: Path, results: Sequence[Result]) -> list[tuple[int, dict[str, float]]]:
-    """Optimizer step and the mean over those seeds that have a value there, from metrics.csv.
+    """Returns (optimizer step, mean over the seeds that have a value there) from metrics.csv.
 
-    Where a seed diverged, no loss of an evaluation: the others' mean would look too good.
+    If a seed diverged, evaluation losses are left out: the mean of the others would look too good.
     """
     found: dict[int, dict[str, list[float]]] = {}
     for result in results:
@@ -81,7 +81,7 @@ def mean_rows(directory: Path, results: Sequence[Result]) -> list[tuple[int, dic
 
 
 def mean_metrics(results: Sequence[Result]) -> dict[str, float]:
-    """The final metrics over seeds; a diverged one has accuracy 0, and leaves no mean of a loss."""
+    """The final means over seeds. A diverged seed counts as accuracy 0 and removes mean losses."""
     finished = [result for result in results if result.status == "finished"]
     lost = len(results) - len(finished)
     means = {"seeds": float(len(results)), "diverged_seeds": float(lost)}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from normexp.config.spec import CellSpec, Listener, Outcome, Start, name_of
+from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.sweeps.display import Display
 from normexp.sweeps.grouping import Task
 from normexp.sweeps.log import StudyLog
@@ -64,33 +64,35 @@ class Link(logging.Handler):
         self.send(Note(record.levelno, record.getMessage()))
 
 
-class Telling(Listener):
-    """Passes on what a cell tells; it can be stopped with a checkpoint once it trains."""
+class TaskReport:
+    """Reports on one task to the sweep's process; takes stops from it as soon as a cell trains."""
 
     def __init__(self, link: Link, stop: StopRequest) -> None:
         self.link = link
         self.stop = stop
-        self.on_steps = lambda done, total: link.send(Steps(done, total))
 
-    def begins(self, start: Start, position: int = 0) -> None:
+    def on_begin(self, position: int, begun: Outcome) -> None:
         self.link.stop = self.stop
-        if not self.link.tasks.empty():  # a stop, told as this task was taken
+        if not self.link.tasks.empty():  # a stop that arrived together with this task
             self.stop.requested = True
-        self.link.send(Begins(start, position))
+        self.link.send(Begins(position, begun))
+
+    def on_steps(self, done: int, total: int) -> None:
+        self.link.send(Steps(done, total))
 
 
 def main() -> int:
-    """Exit code: 0 where all cells were given, 130 where it was stopped."""
+    """Exit code: 0 after the last task, 130 after a stop."""
     link = open_link(int(sys.argv[1]))
     import torch
 
     from normexp.cells.cell import keeping_data
-    from normexp.cells.run import TaskEnd, run_task
+    from normexp.cells.run import run_task
 
-    def run(task: tuple[CellSpec, ...], listener: Listener, stop: StopRequest) -> Ended:
-        end: TaskEnd = run_task(task, listener, stop)
-        errors = [each.error for each in end.outcomes if each and each.status == "failed"]
-        return Ended(end.outcomes, _is_spent([*errors, end.error]))
+    def run(task: tuple[CellSpec, ...], report: TaskReport, stop: StopRequest) -> Ended:
+        outcomes = run_task(task, report.on_begin, report.on_steps, stop)
+        errors = [each.error for each in outcomes if each.status in ("failed", "alone")]
+        return Ended(outcomes, _is_spent(errors))
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with keeping_data():
@@ -109,7 +111,7 @@ def open_link(descriptor: int) -> Link:
     return link
 
 
-def serve(link: Link, run: Callable[[tuple[CellSpec, ...], Listener, StopRequest], Ended]) -> int:
+def serve(link: Link, run: Callable[[tuple[CellSpec, ...], TaskReport, StopRequest], Ended]) -> int:
     """Runs the tasks that come, until none comes any more or a stop is asked for."""
     link.send(Ready())
     while True:
@@ -120,7 +122,7 @@ def serve(link: Link, run: Callable[[tuple[CellSpec, ...], Listener, StopRequest
             return 0
         stop = StopRequest()
         try:
-            ended = run(task, Telling(link, stop), stop)
+            ended = run(task, TaskReport(link, stop), stop)
         finally:
             link.stop = None
         link.send(ended)
@@ -141,20 +143,6 @@ if __name__ == "__main__":
 
 
 TICK = 0.5  # seconds between two looks at the locks of others
-
-
-class Recording(Listener):
-    """Writes the command to its study as a cell begins."""
-
-    def __init__(self, task: Sequence[CellSpec], log: StudyLog) -> None:
-        self.task = task
-        self.log = log
-
-    def begins(self, start: Start, position: int = 0) -> None:
-        cell = self.task[position]
-        assert cell.study_dir is not None
-        self.log.begin(cell.study_dir)
-        self.log.tell(cell, cell_id=start.cell_id)
 
 
 def run_in_turn(
@@ -200,13 +188,17 @@ def _run(
             time.sleep(TICK)
             continue
         given = [cells[index] for index in task]
-        ended = dict(zip(task, run_task(given, Recording(given, log)).outcomes, strict=True))
-        new = {index: outcome for index, outcome in ended.items() if outcome is not None}
-        busy = [outcome for outcome in new.values() if outcome.status == "busy"]
+
+        def on_begin(position: int, begun: Outcome, given: list[CellSpec] = given) -> None:
+            log.begin(given[position], begun)
+
+        ended = dict(zip(task, run_task(given, on_begin), strict=True))
+        busy = [outcome for outcome in ended.values() if outcome.status == "busy"]
         if busy:
             queue.put_off(task, busy[0])
             continue
-        queue.put_back_apart([index for index in task if index not in new])
+        queue.put_back_apart([index for index in task if ended[index].status == "alone"])
+        new = {index: outcome for index, outcome in ended.items() if outcome.status != "alone"}
         outcomes |= new
         ends_all = any(_ends_all(outcome, fail_fast=fail_fast) for outcome in new.values())
         display.is_stopping = ends_all

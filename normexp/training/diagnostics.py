@@ -1,4 +1,4 @@
-"""What happens at each norm site as training goes on, recorded beside the metrics of each run."""
+"""Numbers that describe each norm site during training, recorded beside the metrics of a run."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from normexp.batching.replicas import Batch, Measure, model_arguments
+from normexp.batching.replicas import Batch, Loss, model_arguments
 from normexp.norms.moments import widen
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 from normexp.norms.state import State, read_state
-from normexp.training.module import TrainingTask
+from normexp.training.module import TrainingModule
+from normexp.training.statistics import gather
 
-FLAT = 1e-2  # of the largest slope: below it a bounded function counts as saturated
+FLAT = 1e-2  # share of the largest slope, below which a bounded function counts as saturated
 
 
 class Diagnostics(pl.Callback):
-    """Records `diagnostics/<site>/<name>` for every replica each few epochs, and at the end.
+    """Records `diagnostics/<site>/<name>` for every replica every few epochs and at the end.
 
-    The names are those of `measure_sites`. One forward and backward of a copy of each replica, in
-    training mode on the first samples of the training split without augmentation, as many as a
-    forward of training has: the training itself is not touched.
+    See `measure_sites` for the names. A copy of each replica runs one forward and backward in
+    training mode, on the first training samples without augmentation, as many as a forward of
+    training has. The training itself is not affected.
 
     Args:
         every: epochs between two records.
-        elementwise: the norm takes no statistic, so `saturated` is a question to ask of it.
+        elementwise: the norm acts on each value by itself, so `saturated` is defined.
     """
 
     def __init__(self, every: int, *, elementwise: bool) -> None:
@@ -35,69 +36,71 @@ class Diagnostics(pl.Callback):
         self.elementwise = elementwise
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, TrainingTask)
+        assert isinstance(pl_module, TrainingModule)
         if self._is_due(pl_module):
             self._record(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, TrainingTask)
+        assert isinstance(pl_module, TrainingModule)
         if not self._is_due(pl_module):
             self._record(trainer, pl_module)
 
-    def _is_due(self, task: TrainingTask) -> bool:
-        return task.step % (self.every * task.batches.steps_per_epoch) == 0
+    def _is_due(self, module: TrainingModule) -> bool:
+        return module.step % (self.every * module.batches.steps_per_epoch) == 0
 
-    def _record(self, trainer: pl.Trainer, task: TrainingTask) -> None:
-        num_samples = min(task.recipe.sizes.micro, len(task.data.train))
-        batch = task.data.train.gather(torch.arange(num_samples, device=task.device))
-        batch["inputs"] = task.data.model_inputs(batch["inputs"], task.batches.dtype)
-        devices = [task.device] if task.device.type == "cuda" else []
+    def _record(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        data, replicas = module.batches.data, module.replicas
+        num_samples = min(module.recipe.sizes.micro, len(data.train))
+        batch = gather(replicas, data, "train", torch.arange(num_samples))
+        devices = [module.device] if module.device.type == "cuda" else []
         rows = []
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            for index in range(task.replicas.num_replicas):
-                network = task.replicas.replica(index)
+            for index in range(replicas.num_replicas):
+                network = replicas.replica(index)
                 with trainer.precision_plugin.forward_context():
-                    rows.append(
-                        measure_sites(network, batch, task.measure, elementwise=self.elementwise)
+                    row = measure_sites(
+                        network, batch, module.criterion.loss, elementwise=self.elementwise
                     )
+                rows.append(row)
         values = {f"diagnostics/{name}": [row[name] for row in rows] for name in rows[0]}
-        task.recorder.record(task.position(task.step), values)
+        module.recorder.record(module.position(module.step), values)
 
 
 def measure_sites(
-    network: nn.Module, batch: Batch, measure: Measure, *, elementwise: bool
+    network: nn.Module, batch: Batch, loss: Loss, *, elementwise: bool
 ) -> dict[str, float]:
-    """`<site>/<name>` to a number, from one training forward and backward; the network changes.
+    """Returns `<site>/<name>` to a number, from one training forward and backward of `network`.
 
-    For each site, over the real values of its input x (N, C, P) and output y:
+    Over the real values of each site's input x (N, C, P) and output y:
 
         input_mean, input_std   of x
         output_rms              sqrt(mean y^2)
         dead                    share of channels with y <= 0 everywhere, dead to a ReLU
         running_gap             mean over channels of |mean x - running_mean| / running std
         saturated               share of values whose slope |dy/dx| is below 1 % of the channel's
-                                largest, that at x = 0 included; where `elementwise`
-        weight_mean, weight_std of the parameter `weight`, and so for every other one
+                                largest slope, including the one at x = 0; if `elementwise`
+        weight_mean, weight_std of the parameter `weight`; the same for every other parameter
         grad_norm               2-norm of the loss gradient over the norm's parameters
     """
     network.train()
+    sites = dict(named_sites(network))
     calls: dict[str, _Call] = {}
-    states = {name: read_state(site) for name, site in named_sites(network)}
+    states = {name: read_state(site) for name, site in sites.items()}
     hooks = [
         site.register_forward_hook(partial(_keep_first, calls, name), with_kwargs=True)
-        for name, site in named_sites(network)
+        for name, site in sites.items()
     ]
-    loss = measure(network(*model_arguments(batch)), batch)["loss"] / batch["targets"].numel()
-    loss.backward()
+    output = network(*model_arguments(batch))
+    (loss(output, batch) / batch["targets"].numel()).backward()
     for hook in hooks:
         hook.remove()
     found: dict[str, Tensor] = {}
-    for name, site in named_sites(network):
-        rows = describe_parameters(site)
+    for name, site in sites.items():
+        rows = _describe_parameters(site)
         if name in calls:
-            rows |= describe_values(site, calls[name], states[name])
+            rows |= _describe_values(site, calls[name], states[name])
             if elementwise:
-                rows["saturated"] = share_of_flat(site, calls[name])
+                rows["saturated"] = _share_of_flat(site, calls[name])
         found |= {f"{name}/{key}": value for key, value in rows.items()}
     if not found:  # a model without norms
         return {}
@@ -106,7 +109,7 @@ def measure_sites(
 
 
 class _Call(NamedTuple):
-    """One forward of a site; tensors as it received and returned them."""
+    """Input and output of one forward of a site."""
 
     x: Tensor
     mask: Tensor | None
@@ -120,8 +123,8 @@ def _keep_first(
     calls.setdefault(name, _Call(x.detach(), mask, y.detach()))
 
 
-def describe_values(site: Site, call: _Call, state: State) -> dict[str, Tensor]:
-    """The rows of `measure_sites` on input and output; `state` is from before the forward."""
+def _describe_values(site: Site, call: _Call, state: State) -> dict[str, Tensor]:
+    """Returns the numbers about input and output; `state` is from before the forward."""
     x, y = (as_maps(widen(value), site) for value in (call.x, call.y))
     real = torch.ones_like(x[:, :1]) if call.mask is None else call.mask[:, None].to(x.dtype)
     num_real = real.sum()
@@ -142,17 +145,19 @@ def describe_values(site: Site, call: _Call, state: State) -> dict[str, Tensor]:
 
 
 def _find(state: State, name: str) -> Tensor | None:
-    """The buffer of this name, however deep the norm holds it."""
+    """Returns the buffer of this name at any depth of the norm."""
     return next((value for path, value in state.items() if path.split(".")[-1] == name), None)
 
 
-def describe_parameters(site: Site) -> dict[str, Tensor]:
-    """Mean and std of each parameter, and the norm of all gradients."""
+def _describe_parameters(site: Site) -> dict[str, Tensor]:
+    """Returns mean and std of each parameter, and the norm of all gradients."""
     rows: dict[str, Tensor] = {}
     squares = []
     for path, parameter in site.named_parameters():
         values = widen(parameter.detach())
-        name = path.removeprefix("norm.").removeprefix("norm.")  # a wrapped norm lies one deeper
+        name = path.removeprefix("norm.").removeprefix(
+            "norm."
+        )  # a wrapped norm is one level deeper
         rows[f"{name}_mean"] = values.mean()
         rows[f"{name}_std"] = values.std(correction=0)
         if parameter.grad is not None:
@@ -162,8 +167,8 @@ def describe_parameters(site: Site) -> dict[str, Tensor]:
     return rows
 
 
-def share_of_flat(site: Site, call: _Call) -> Tensor:
-    """Share of values where an elementwise norm is nearly flat, as a saturated tanh is."""
+def _share_of_flat(site: Site, call: _Call) -> Tensor:
+    """Returns the share of values where an elementwise norm is nearly flat."""
     at_zero = torch.zeros_like(call.x[:1])
     slopes = [_slopes(site, x, mask) for x, mask in ((call.x, call.mask), (at_zero, None))]
     steepest = torch.cat([s.amax(dim=2).amax(dim=0, keepdim=True) for s in slopes]).amax(dim=0)
@@ -175,7 +180,7 @@ def share_of_flat(site: Site, call: _Call) -> Tensor:
 
 
 def _slopes(site: Site, x: Tensor, mask: Tensor | None) -> Tensor:
-    """|dy/dx| (N, C, P) of a norm that acts on each value by itself."""
+    """Returns |dy/dx| (N, C, P) of an elementwise norm."""
     x = x.detach().requires_grad_()
     (slopes,) = torch.autograd.grad(site(x, mask).sum(), x)
     return as_maps(widen(slopes), site).abs()

@@ -1,4 +1,4 @@
-"""Training a stack to its end through Lightning, from its checkpoint where there is one."""
+"""Runs a training through Lightning: the Trainer, devices, checkpoints and stopping."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,137 +20,19 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 
 from normexp.records.files import open_atomic
-from normexp.training.module import TrainingTask
+from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
-NONE, DUE, STOP = range(3)  # reasons for a checkpoint
-
-
-class WholeCheckpoints(TorchCheckpointIO):
-    """Checkpoints that are there whole or not at all, whenever the process is killed.
-
-    Lightning's own go through the folder of temporary files, which may be another disk.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
-    ) -> None:
-        assert storage_options is None, "for checkpoints in the cloud, which are not written here"
-        with open_atomic(Path(path)) as file:
-            torch.save(checkpoint, file)
-
-
-class Checkpointer(pl.Callback):
-    """Saves the stack every `interval` seconds, and once more where a stop was requested.
-
-    Never after the last chunk of an epoch: validation comes next, and a run that resumed between
-    the two would skip it. There the checkpoint follows validation. Nor once training is over: a run
-    that resumed there would skip what ends a training, which is short.
-    """
-
-    def __init__(self, path: Path, stop: StopRequest, interval: float = 60.0) -> None:
-        self.path = path
-        self.stop = stop
-        self.interval = interval
-        self._saved_at = time.monotonic()
-
-    # As a stage begins, Lightning puts a handler of its own before ours. Of several processes it
-    # answers SIGTERM with a broadcast at whatever step each is, and their exchanges no longer meet.
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        del trainer, pl_module
-        self.stop.keep_listening()
-
-    on_validation_start = on_test_start = on_train_start
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
-    ) -> None:
-        assert isinstance(pl_module, TrainingTask)
-        if pl_module.step % pl_module.batches.steps_per_epoch:
-            self._save_if_due(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, TrainingTask)
-        self._save_if_due(trainer, pl_module)
-
-    def _save_if_due(self, trainer: pl.Trainer, task: TrainingTask) -> None:
-        if trainer.should_stop or task.step >= task.recipe.schedule.total_steps:
-            return
-        due = time.monotonic() - self._saved_at >= self.interval
-        reason = STOP if self.stop.requested else DUE if due else NONE
-        if task.processes is not None:  # signals and clocks differ; all save, or none
-            reason = task.processes.highest(reason)
-        if reason == NONE:
-            return
-        trainer.save_checkpoint(self.path, weights_only=False)
-        self._saved_at = time.monotonic()
-        if reason == STOP:
-            raise Interrupted
-
-
-class Replicated(DDPStrategy):
-    """One process a device, each with the whole network; the task sums gradients itself.
-
-    Lightning brings the processes together, places devices, and lets the first one write; it does
-    not wrap the network, see `batching.processes`.
-
-    Args:
-        stop: what answers signals.
-    """
-
-    def __init__(self, stop: StopRequest | None, **options: Any) -> None:
-        super().__init__(**options)
-        self.stop = stop
-
-    def configure_ddp(self) -> None:
-        pass
-
-    def barrier(self, name: str | None = None) -> None:
-        """Before a stage begins, processes meet here with Lightning's handler just put in place."""
-        if self.stop is not None:
-            self.stop.keep_listening()
-        super().barrier(name)
-
-
-class Told(LightningEnvironment):
-    """Processes that environment variables tell their place, for all trainings of a command."""
-
-    def teardown(self) -> None:
-        pass
-
-
-def device_type(accelerator: str) -> str:
-    """`cuda` or `cpu`; what other accelerators there are, Lightning's check knows.
-
-    `auto` is never `mps`, which has no float64 for sums over a data set.
-    """
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if accelerator == "gpu" else accelerator
-
-
-def placed(options: dict[str, Any], stop: StopRequest | None = None) -> dict[str, Any]:
-    """The Trainer's options, with what `accelerator: auto` and `strategy: ddp` stand for."""
-    options = options | {"accelerator": device_type(options["accelerator"])}
-    if options.get("strategy") != "ddp":
-        return options
-    if options["devices"] * options.get("num_nodes", 1) == 1:
-        return options | {"strategy": "auto"}
-    # Processes that were told their place by environment variables, as torchrun does, and not by
-    # SLURM, which Lightning would find wherever it runs below a SLURM job.
-    told = Told() if "RANK" in os.environ else None
-    return options | {"strategy": Replicated(stop, cluster_environment=told)}
-
-
-NOTES = (
-    "pytorch_lightning.utilities.rank_zero",
-    "lightning_fabric.utilities.rank_zero",
-    "lightning_fabric.utilities.distributed",
-)
+# Parts of the Trainer that are not used: checkpoints, progress and results are our own.
+BARE: dict[str, Any] = {
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def fit(
-    task: TrainingTask,
+    module: TrainingModule,
     *,
     checkpoint: Path,
     epochs: int,
@@ -159,15 +42,15 @@ def fit(
     callbacks: list[pl.Callback],
     stop: StopRequest | None = None,
 ) -> bool:
-    """Trains, validates as it goes, and tests once at the end; `task.final` holds the metrics.
+    """Trains, validates at intervals, and tests once at the end; fills `module.metrics`.
 
     Args:
-        checkpoint: file to resume from where it exists, and to save to.
-        trainer_options: accelerator, devices, num_nodes, strategy, precision, for the Trainer.
-        stop: where somebody beside Ctrl-C may ask to stop.
+        checkpoint: file to save to, and to resume from if it exists.
+        trainer_options: accelerator, devices, num_nodes, strategy and precision of the Trainer.
+        stop: a stop request that others than Ctrl-C can set.
 
     Returns:
-        Whether a stop was requested too late to stop this training, which is whole.
+        True if a stop was requested too late: this training is complete.
 
     Raises:
         Interrupted: a stop was requested and the checkpoint written.
@@ -181,38 +64,175 @@ def fit(
             num_sanity_val_steps=0,
             logger=loggers or False,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
-            enable_checkpointing=False,
-            plugins=[WholeCheckpoints()],
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            plugins=[AtomicCheckpointIO()],
+            **BARE,
             **placed(trainer_options, stop),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
-            trainer.fit(task, ckpt_path=resume, weights_only=True)
-        except SystemExit:  # what Lightning makes of the KeyboardInterrupt of a second request
+            trainer.fit(module, ckpt_path=resume, weights_only=True)
+        except SystemExit:  # Lightning's translation of the second request's KeyboardInterrupt
             raise KeyboardInterrupt from None
-        if task.validated_at != task.step:  # the last epoch had no validation of its own
-            trainer.validate(task, verbose=False)
-        trainer.test(task, verbose=False)
+        if module.validated_at != module.step:  # the last epoch had no validation
+            trainer.validate(module, verbose=False)
+        trainer.test(module, verbose=False)
     return stop.requested
+
+
+def evaluate(module: TrainingModule, *, accelerator: str, precision: str) -> None:
+    """Validates and tests a module without training; fills `module.metrics`."""
+    options = placed({"accelerator": accelerator, "precision": precision})
+    with quiet_lightning():
+        trainer = pl.Trainer(devices=1, logger=False, **BARE, **options)
+        trainer.validate(module, verbose=False)
+        trainer.test(module, verbose=False)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints atomically, so that a kill never leaves half a file.
+
+    Lightning's own way writes to the system's temporary folder, possibly on another disk.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        del storage_options  # for remote file systems
+        with open_atomic(Path(path)) as file:
+            torch.save(checkpoint, file)
+
+
+class Reason(IntEnum):
+    """Why to write a checkpoint; of several processes the highest counts."""
+
+    NONE = 0
+    DUE = 1
+    STOP = 2
+
+
+class Checkpointer(pl.Callback):
+    """Saves a checkpoint every `interval` seconds, and when a stop is requested.
+
+    It does not save after the last chunk of an epoch but only after the validation that follows,
+    which a resumed run would otherwise skip. Nor does it save at the end of training: what comes
+    after is short, and a resumed run would skip it too.
+    """
+
+    def __init__(self, path: Path, stop: StopRequest, interval: float = 60.0) -> None:
+        self.path = path
+        self.stop = stop
+        self.interval = interval
+        self._saved_at = time.monotonic()
+
+    # At the start of each stage Lightning installs its own handler for SIGTERM. With several
+    # processes it broadcasts in the middle of a step, where the other processes do not expect it.
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        del trainer, pl_module
+        self.stop.keep_listening()
+
+    on_validation_start = on_test_start = on_train_start
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        if pl_module.step % pl_module.batches.steps_per_epoch:
+            self._save_if_due(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        self._save_if_due(trainer, pl_module)
+
+    def _save_if_due(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        if trainer.should_stop or module.step >= module.recipe.schedule.total_steps:
+            return
+        reason = self._reason()
+        if module.processes is not None:  # signals and clocks differ between processes
+            reason = module.processes.highest(reason)
+        if reason == Reason.NONE:
+            return
+        trainer.save_checkpoint(self.path, weights_only=False)
+        self._saved_at = time.monotonic()
+        if reason == Reason.STOP:
+            raise Interrupted
+
+    def _reason(self) -> Reason:
+        if self.stop.requested:
+            return Reason.STOP
+        is_due = time.monotonic() - self._saved_at >= self.interval
+        return Reason.DUE if is_due else Reason.NONE
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """One process per device, each with the whole network; gradients are summed by the module.
+
+    Lightning connects the processes, places devices and lets the first one write. It does not wrap
+    the network in DistributedDataParallel, see `batching.processes`.
+    """
+
+    def __init__(self, stop: StopRequest | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.stop = stop
+
+    def configure_ddp(self) -> None:
+        pass
+
+    def barrier(self, name: str | None = None) -> None:
+        """Also restores our signal handlers: processes wait here after Lightning set its own."""
+        if self.stop is not None:
+            self.stop.keep_listening()
+        super().barrier(name)
+
+
+class LastingEnvironment(LightningEnvironment):
+    """Processes placed by environment variables (RANK ...), which several trainings in turn use."""
+
+    def teardown(self) -> None:
+        pass  # Lightning's own removes the variables
+
+
+def device_type(accelerator: str) -> str:
+    """Returns "cuda" or "cpu"; any other accelerator is left for Lightning to check.
+
+    `auto` is never "mps", which has no float64 for sums over a data set.
+    """
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if accelerator == "gpu" else accelerator
+
+
+def placed(options: dict[str, Any], stop: StopRequest | None = None) -> dict[str, Any]:
+    """Returns the Trainer's options with `accelerator=auto` and `strategy=ddp` resolved."""
+    options = options | {"accelerator": device_type(options["accelerator"])}
+    if options.get("strategy") != "ddp":
+        return options
+    if options["devices"] * options.get("num_nodes", 1) == 1:
+        return options | {"strategy": "auto"}
+    # Without an explicit environment Lightning would prefer SLURM's wherever a job runs below it.
+    environment = LastingEnvironment() if "RANK" in os.environ else None
+    return options | {"strategy": ReplicatedStrategy(stop, cluster_environment=environment)}
+
+
+CHATTY_LOGGERS = (
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+    "lightning_fabric.utilities.distributed",
+)
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Without Lightning's notes on hardware, loader workers (none here) and its own internals."""
-    notes = [logging.getLogger(name) for name in NOTES]
-    levels = [each.level for each in notes]
-    for each in notes:
-        each.setLevel(logging.WARNING)
+    """Silences Lightning's notes and warnings that do not apply here."""
+    loggers = [logging.getLogger(name) for name in CHATTY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
             warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
-            # Every process evaluates in full, so their values are the same already.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
             yield
     finally:
-        for each, level in zip(notes, levels, strict=True):
-            each.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

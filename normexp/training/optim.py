@@ -1,13 +1,12 @@
-"""Optimizers over a stack of replicas, and the learning rate as a function of the step.
+"""Parameter groups, the learning rate as a function of the step, and one rate per replica.
 
-SGD and AdamW act element by element, so on a stack they do what they would do on each run alone.
+SGD and AdamW are elementwise, so one optimizer trains a stack as it would train each run alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,7 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 class Schedule:
     """Factor on the learning rate at each of `total_steps` optimizer steps.
 
-    Linear warm-up over the first `warmup` share of the steps, then
+    Linear warm-up over the first `warmup` (a share of the steps), then
         constant    1
         cosine      (1 + cos(pi u)) / 2, u from 0 to 1 over the rest (arXiv:1608.03983)
         one_cycle   linear from 1/25 to 1 over the warm-up, then cosine to 1e-4 (arXiv:1708.07120)
@@ -36,9 +35,13 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "cosine", "one_cycle"):
-            raise UserError(f"optim.schedule={self.kind} is none of constant, cosine, one_cycle")
+            raise UserError(
+                f"optim.schedule={self.kind} is unknown; try constant, cosine or one_cycle"
+            )
         if not 0 <= self.warmup < 1:
-            raise UserError(f"optim.warmup={self.warmup} is no share of the steps; try 0.1")
+            raise UserError(
+                f"optim.warmup={self.warmup} must be in [0, 1), a share of the steps; try 0.1"
+            )
 
     def factor(self, step: int) -> float:
         warmup_steps = round(self.warmup * self.total_steps)
@@ -55,10 +58,10 @@ class Schedule:
 def parameter_groups(
     model: nn.Module, *, weight_decay: float, decay_norm: bool
 ) -> list[dict[str, object]]:
-    """Two groups, with and without weight decay, which a norm's parameters go without.
+    """Returns groups with and without weight decay: norms' parameters have none by default.
 
-    Decided by owner and not by number of dimensions, which a stack shifts and which misses norms
-    with affine parameters of several dimensions.
+    Decided by owner and not by number of dimensions: a stack adds a dimension, and some norms have
+    affine parameters with several.
     """
     of_norms = {id(p) for p in norm_parameters(model)}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -71,40 +74,39 @@ def parameter_groups(
 
 
 class ReplicaRates:
-    """A learning rate of its own for each replica of a stack, around the step of one optimizer.
+    """Trains each replica of a stack at its own learning rate with one optimizer.
 
-    The optimizer steps at one common rate lr, and each replica r then keeps s_r of its update:
-    p_r = old_r + s_r (new_r - old_r), which is a step at s_r lr for every optimizer whose update is
-    linear in its rate given the gradients: SGD with momentum, Adam, AdamW with its decoupled decay,
-    and torch's other ones that act value by value. Their state does not hold the rate.
+    The optimizer steps at the common rate lr, then replica r keeps the share s_r of its update:
+    p_r = old_r + s_r (new_r - old_r). This equals a step at the rate s_r lr for every optimizer
+    whose update is linear in its rate given the gradients, and whose state does not contain the
+    rate: SGD with momentum, Adam, AdamW with its decoupled decay, and the other elementwise
+    optimizers of torch.
 
     Args:
-        scales: s_r in (0, 1]; the common rate is the largest one, so that no rounding is magnified.
+        scales: s_r in (0, 1]. The common rate is the largest, so rounding is never magnified.
     """
 
     def __init__(self, replicas: Replicas, scales: Sequence[float]) -> None:
-        if len(scales) != replicas.num_replicas or not all(0 < scale <= 1 for scale in scales):
-            raise ValueError(f"{scales} are no {replicas.num_replicas} scales in (0, 1]")
+        assert len(scales) == replicas.num_replicas and all(0 < scale <= 1 for scale in scales)
         device = next(replicas.parameters()).device
         each = torch.tensor(scales, dtype=torch.float64, device=device)
         trees = [each] if replicas.is_stacked else list(each)
         self._scaled = [
-            (parameter, _shaped_as(parameter, scale))
+            (parameter, _shaped_like(parameter, scale))
             for tree, scale in zip(replicas.trees, trees, strict=True)
             for parameter in tree.parameters()
             if parameter.requires_grad
         ]
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Around the optimizer's step."""
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes a step of the optimizer, and scales it for each replica."""
         before = [parameter.detach().clone() for parameter, _ in self._scaled]
-        yield
-        with torch.no_grad():
-            for old, (parameter, scale) in zip(before, self._scaled, strict=True):
-                parameter.copy_(old.lerp_(parameter, scale))  # a scale of 1 leaves it to the bit
+        optimizer.step()
+        for old, (parameter, scale) in zip(before, self._scaled, strict=True):
+            parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
 
 
-def _shaped_as(parameter: Tensor, scale: Tensor) -> Tensor:
-    """A scale, or those (S,) of a stack, to multiply a parameter by."""
+def _shaped_like(parameter: Tensor, scale: Tensor) -> Tensor:
+    """Returns a scale () or (S,) shaped to multiply a parameter."""
     return scale.to(parameter.dtype).view(scale.shape + (1,) * (parameter.ndim - scale.ndim))

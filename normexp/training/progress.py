@@ -1,4 +1,4 @@
-"""How far a training is: a bar with epoch, loss and accuracy, or reports to one who shows it."""
+"""Progress of a training: a live bar on a terminal, or reports to a function."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import pytorch_lightning as pl
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from normexp.training.module import TrainingTask
+from normexp.training.module import TrainingModule
 from normexp.training.recorder import finite_mean
 
 SECONDS_BETWEEN_REPORTS = 0.25
-SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal to draw on
+SECONDS_BETWEEN_LINES = 10.0  # without a terminal
 
 
 class StepReports(pl.Callback):
-    """Tells somebody else, who shows it, how far a stack is; a few times a second at most."""
+    """Calls `on_steps(step, total_steps)` a few times a second at most."""
 
     def __init__(self, on_steps: Callable[[int, int], None]) -> None:
         self.on_steps = on_steps
-        self._told_at = -math.inf
+        self._reported_at = -math.inf
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
     ) -> None:
         del trainer
-        assert isinstance(pl_module, TrainingTask)
-        if time.monotonic() - self._told_at > SECONDS_BETWEEN_REPORTS:
-            self._told_at = time.monotonic()
+        assert isinstance(pl_module, TrainingModule)
+        if time.monotonic() - self._reported_at > SECONDS_BETWEEN_REPORTS:
+            self._reported_at = time.monotonic()
             self.on_steps(pl_module.step, pl_module.recipe.schedule.total_steps)
 
 
 class TrainingProgress(pl.Callback):
-    """A live bar on a terminal; elsewhere a plain line now and then. Both go to stderr."""
+    """Shows epoch, loss and score on stderr: a live bar on a terminal, else a line now and then."""
 
     def __init__(self, title: str, epochs: int) -> None:
         self.title = title
@@ -51,7 +51,7 @@ class TrainingProgress(pl.Callback):
         del trainer
         if not sys.stderr.isatty():
             return
-        assert isinstance(pl_module, TrainingTask)
+        assert isinstance(pl_module, TrainingModule)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -69,7 +69,7 @@ class TrainingProgress(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
     ) -> None:
         del trainer
-        assert isinstance(pl_module, TrainingTask)
+        assert isinstance(pl_module, TrainingModule)
         if self.bar is not None:
             description = self._describe(pl_module)
             self.bar.update(self._row, completed=pl_module.step, description=description)
@@ -84,14 +84,14 @@ class TrainingProgress(pl.Callback):
             self.bar.stop()
             self.bar = None
 
-    def _describe(self, task: TrainingTask) -> str:
-        epoch = task.position(task.step).epoch + 1
+    def _describe(self, module: TrainingModule) -> str:
+        epoch = module.position(module.step).epoch + 1
         parts = [self.title, f"epoch {epoch}/{self.epochs}"]
-        loss = finite_mean(task.losses.latest or [])
+        loss = finite_mean(module.losses.latest or [])
         if loss is not None:
             parts.append(f"loss {loss:.3f}")
         for name in ("val/accuracy", "val/bits_per_byte"):
-            mean = finite_mean(task.final.get(name, []))
+            mean = finite_mean(module.metrics.get(name, []))
             if mean is not None:
                 parts.append(f"{name} {mean:.3f}")
         return "  ".join(parts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from normexp.training.module import TrainingTask
+from normexp.training.module import TrainingModule
 
 
 class Pruned(Exception):
@@ -35,10 +35,10 @@ class Pruner(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         del trainer
-        assert isinstance(pl_module, TrainingTask)
+        assert isinstance(pl_module, TrainingModule)
         if pl_module.validated_at != pl_module.step:
             return
-        known = [self.sign * v for v in pl_module.final[self.metric]]
+        known = [self.sign * v for v in pl_module.metrics[self.metric]]
         finite = [v if math.isfinite(v) else self.worst for v in known]
         self.best = max(self.best, sum(finite) / len(finite))
         epoch = pl_module.position(pl_module.step).epoch

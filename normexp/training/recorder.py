@@ -1,4 +1,4 @@
-"""One writer of per-run rows: metrics.csv and W&B get each run, Lightning's loggers the mean."""
+"""Records metrics: metrics.csv and W&B get the rows of each run, Lightning's loggers the mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytorch_lightning.loggers import Logger
 
 @dataclass(frozen=True)
 class Position:
-    """Where in training a value belongs; `step` counts optimizer steps done."""
+    """A position in training; `step` counts optimizer steps done."""
 
     step: int
     epoch: int
@@ -24,7 +24,7 @@ class Position:
 
 
 class RunSink(Protocol):
-    """What takes the rows of one run; `records.MetricsWriter` is one."""
+    """Takes the rows of one run, like `records.MetricsWriter`."""
 
     def add(
         self, step: int, epoch: int, samples_seen: int, metrics: Mapping[str, float]
@@ -34,11 +34,11 @@ class RunSink(Protocol):
 
 
 class Recorder:
-    """Hands each run's values to its sinks and the mean over the stack to Lightning's loggers.
+    """Passes each run's values to its sinks, and the mean over the stack to Lightning's loggers.
 
     Args:
-        sinks: for each replica, the sinks of its run.
-        loggers: Lightning loggers, for the stack as a whole.
+        sinks: of each replica's run.
+        loggers: Lightning loggers of the whole stack.
     """
 
     def __init__(self, sinks: Sequence[Sequence[RunSink]], loggers: Sequence[Logger] = ()) -> None:
@@ -46,7 +46,7 @@ class Recorder:
         self.loggers = loggers
 
     def record(self, position: Position, values: dict[str, list[float]]) -> None:
-        """`values` maps a metric to a number per replica; one that is not finite is absent."""
+        """Records a number per replica by metric; leaves out what is not finite."""
         for index, run_sinks in enumerate(self.sinks):
             row = {name: column[index] for name, column in values.items()}
             finite = {name: value for name, value in row.items() if math.isfinite(value)}
@@ -58,30 +58,30 @@ class Recorder:
             logger.log_metrics(present, step=position.step)
 
     def flush(self) -> None:
-        """Everything recorded so far reaches the disk: called before a checkpoint."""
+        """Writes everything recorded so far to disk; called before a checkpoint."""
         for sink in (sink for run_sinks in self.sinks for sink in run_sinks):
             sink.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Forgets rows beyond `step`, as training resumes from there."""
+        """Removes the rows after `step`, from which training resumes."""
         for sink in (sink for run_sinks in self.sinks for sink in run_sinks):
             sink.truncate_after(step)
 
 
 def finite_mean(column: Sequence[float]) -> float | None:
-    """Mean over the replicas that have a finite value; None where none has."""
+    """Returns the mean of the finite values; None if there are none."""
     finite = [value for value in column if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
 
 
 class WandbRun:
-    """A sink that logs one run to Weights & Biases; offline unless a login is there.
+    """A sink that logs one run to Weights & Biases.
 
     Args:
-        mode: auto, online, offline or disabled; auto is online where a login is there.
-        directory: where W&B keeps its files.
-        id_file: holds the W&B id of this run, so that one resumed is the same W&B run.
-        group: the cell, so that W&B's own grouping shows mean and spread over seeds.
+        mode: auto, online, offline or disabled; see `resolve_mode`.
+        directory: for W&B's own files.
+        group: the cell, so that W&B's grouping shows mean and spread over seeds.
+        id_file: keeps the W&B id of this run, so that a resumed run continues in W&B.
     """
 
     def __init__(
@@ -122,25 +122,25 @@ class WandbRun:
         self.run.log({**metrics, "epoch": epoch, "samples_seen": samples_seen}, step=step)
 
     def flush(self) -> None:
-        """W&B writes as it goes."""
+        """W&B writes on its own."""
 
     def truncate_after(self, step: int) -> None:
-        """W&B keeps no second value of a step: it takes the first and goes on from there."""
+        """W&B itself ignores a second value of a step, so nothing needs removing."""
 
     def finish(self, *, failed: bool) -> None:
-        """Ends the run; without this, the next run of the process would be merged into it."""
+        """Ends the run; otherwise W&B would merge the next run of this process into it."""
         self.run.finish(exit_code=1 if failed else 0)
 
 
 def resolve_mode(mode: str) -> str:
-    """`auto` as online where a login is there, else offline; any other mode as it is."""
+    """Resolves `auto` to `online` if there is a login, else to `offline`."""
     if mode != "auto":
         return mode
     return "online" if has_login() else "offline"
 
 
 def has_login() -> bool:
-    """Whether W&B would find a key: in the environment or in the user's netrc file."""
+    """True if W&B would find an API key, in the environment or in the user's netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

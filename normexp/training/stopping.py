@@ -1,4 +1,4 @@
-"""A Ctrl-C that waits for a checkpoint. No torch."""
+"""A Ctrl-C that waits for a checkpoint. Imports no torch: parents of workers use it too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from types import FrameType
 
 
 class Interrupted(Exception):
-    """Training was asked to stop and left a checkpoint."""
+    """Training was asked to stop and has written a checkpoint."""
 
 
 class StopRequest:
-    """Whether the user asked to stop; a second Ctrl-C stops at once.
+    """Whether a stop was requested; a second Ctrl-C stops at once.
 
-    `requested` may also be set from another thread, by one who asks in the user's place.
+    `requested` may also be set by another thread.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes SIGINT and SIGTERM as requests while inside; only a main thread can."""
+        """Inside the block SIGINT and SIGTERM are requests; no effect outside the main thread."""
         try:
             previous = {
                 number: signal.signal(number, self._request)
                 for number in (signal.SIGINT, signal.SIGTERM)
             }
-        except ValueError:  # not the main thread: signals go elsewhere
+        except ValueError:  # not the main thread
             previous = {}
         try:
             yield
@@ -38,8 +38,8 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def keep_listening(self) -> None:
-        """Inside `listening`: takes the signals back from whoever has taken them since."""
-        with suppress(ValueError):  # as above
+        """Inside `listening`, reinstalls the handlers if other code has replaced them."""
+        with suppress(ValueError):  # not the main thread
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._request)
 

@@ -55,6 +55,6 @@ def test_dropout_does_nothing_in_evaluation():
     assert torch.equal(dropout(0.5).eval()(x), x)
 
 
-def test_dropout_refuses_what_is_no_probability():
-    with pytest.raises(ValueError, match=r"dropout=1\.0 is no probability"):
+def test_dropout_refuses_a_value_outside_of_0_to_1():
+    with pytest.raises(ValueError, match=r"dropout=1\.0"):
         Dropout(1.0)

@@ -23,8 +23,8 @@ def networks(count: int = 3) -> list[nn.Module]:
     return made
 
 
-def measure(output, batch):
-    return {"loss": nn.functional.cross_entropy(output, batch["targets"], reduction="sum")}
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch["targets"], reduction="sum")
 
 
 def batch(count: int = 3):
@@ -54,7 +54,7 @@ def test_clipping_of_a_stack_is_clipping_of_each_replica():
     stacked, in_turn = Stacked(given), InTurn(others)
     for replicas in (stacked, in_turn):
         replicas.eval()  # torch's batch norm cannot write its running mean under vmap
-        replicas.measure(whole, measure)["loss"].sum().backward()
+        replicas.add_gradient(whole, loss, 1.0)
         replicas.clip_gradients(0.5)
     for index, network in enumerate(in_turn.trees):
         for name, parameter in network.named_parameters():
@@ -68,7 +68,7 @@ def test_clipping_of_a_stack_is_clipping_of_each_replica():
 def test_shared_batch_reaches_every_replica():
     whole = {name: value[0] for name, value in batch().items()}
     stacked, in_turn = Stacked(networks()).eval(), InTurn(networks()).eval()
-    a, b = (r.measure(whole, measure, shared=True)["loss"] for r in (stacked, in_turn))
+    a, b = (r.measure(whole, loss, shared=True) for r in (stacked, in_turn))
     assert a.shape == (3,)
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

@@ -61,7 +61,7 @@ def test_first_process_tells_no_note_that_was_told_before(
         for note in [*notes, "a new one"]:
             logging.getLogger("normexp.cells.stack").info(note)
 
-    monkeypatch.setattr("normexp.cells.run.follow_stack", None)  # for the others
+    monkeypatch.setattr("normexp.cells.stack.follow_stack", None)  # for the others
     monkeypatch.setattr("normexp.cells.stack.train_stack", train_stack)
     monkeypatch.setattr("normexp.cells.cell.prepare_cell", lambda *_: None)
     monkeypatch.setenv("RANK", "0")

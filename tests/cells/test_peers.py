@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from normexp.cells import peers
-from normexp.cells import run as devices
+from normexp.cells import devices, peers
 from normexp.cells.device_processes import Order
 from normexp.cells.peers import Peers
 from normexp.config.place import environment_of

@@ -1,20 +1,23 @@
-"""Cells that differ in their learning rate alone, trained as one stack: as if each were alone."""
+"""Tasks of one cell and of several rates: trained as if alone, skipped, busy, failed, tidied."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from normexp.cells import run as run_task
-from normexp.cells import stack as assembly
+from normexp.cells import assembly
+from normexp.cells import run as run_module
 from normexp.cells.cell import prepare_cell
-from normexp.cli import parse_command
+from normexp.cells.run import run_task
+from normexp.cli import parse_command, read_options
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec, Command
-from normexp.records.files import StackLock, is_held
+from normexp.records.committed import commit_results, shared_dir
+from normexp.records.files import FileLock, is_held
 from normexp.records.metrics import read_metrics
-from normexp.records.paths import LOCK_FILE
+from normexp.records.paths import CHECKPOINT_FILE, ENDED_FILE, LOCK_FILE, LOG_FILE
 from normexp.records.result import Result, read_result
 from normexp.train import main
 
@@ -32,7 +35,7 @@ def results_of(tmp_path: Path, study: str = "s") -> dict[tuple[float, int], Resu
     return {(result.config["lr"], result.seed): result for result in found}
 
 
-def composed(tmp_path: Path, *words: str) -> list[CellSpec]:
+def specs_of(tmp_path: Path, *words: str) -> list[CellSpec]:
     arguments = parse_command(["-m", *QUICK, *RATES, *words, f"runs_dir={tmp_path}", "study=s"])
     assert isinstance(arguments, Command)
     return compose_cells(arguments)
@@ -71,28 +74,31 @@ def test_more_seeds_and_rates_train_what_is_missing(tmp_path: Path):
     assert {path: path.stat().st_ino for path in before} == before
 
 
-@pytest.mark.slow
-def test_failing_stack_is_trained_cell_by_cell(
+def test_failing_stack_of_rates_is_trained_cell_by_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def fail(*_: object) -> None:
-        raise RuntimeError("no more")
+    train_on_devices = run_module.train_on_devices
 
-    monkeypatch.setattr(run_task, "train_together", fail)
+    def fail(stack, *arguments: object) -> None:
+        if len(stack.parts) > 1:
+            raise RuntimeError("no more")
+        train_on_devices(stack, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_on_devices", fail)
     assert train(tmp_path, *RATES) == 0
-    assert "each learning rate is trained alone: RuntimeError: no more" in capsys.readouterr().err
+    assert "RuntimeError: no more" in capsys.readouterr().err
     assert {run.timing["stack_size"] for run in results_of(tmp_path).values()} == {2}
 
 
-def test_refused_cells_are_told_as_that_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_refused_cells_are_told_as_if_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert train(tmp_path, *RATES, "norm_batch_size=5") == 2
     told = capsys.readouterr()
-    assert "norm_batch_size=5 does not divide" in told.err
+    assert "norm_batch_size=5" in told.err
     assert "trained alone" not in told.err
 
 
 @pytest.mark.slow
-def test_cells_train_one_after_another_where_the_rule_says_so(
+def test_cells_train_one_after_another_where_stacking_does_not_pay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(assembly, "stacks", lambda *_: False)
@@ -101,17 +107,63 @@ def test_cells_train_one_after_another_where_the_rule_says_so(
     assert not (tmp_path / "s" / "stacks").exists()
 
 
-@pytest.mark.slow
-def test_task_of_which_somebody_trains_a_cell_is_busy_and_holds_nothing(tmp_path: Path):
-    cells = composed(tmp_path)
-    first, second = (prepare_cell(each.cfg, each.choices).directory for each in cells if each.cfg)
+def test_task_is_busy_and_holds_nothing_while_another_process_trains_one_cell(tmp_path: Path):
+    specs = specs_of(tmp_path)
+    first, second = (prepare_cell(each.cfg, each.choices).directory for each in specs if each.cfg)
     second.mkdir(parents=True)
-    lock = StackLock(second / LOCK_FILE)
+    lock = FileLock(second / LOCK_FILE)
     assert lock.acquire()
-    end = run_task.run_task(cells)
-    assert [outcome and outcome.status for outcome in end.outcomes] == [None, "busy"]
+    outcomes = run_task(specs)
+    assert [outcome.status for outcome in outcomes] == ["busy", "busy"]
+    assert {(each.cell_id, each.holder) for each in outcomes} == {(second.name, lock.holder())}
     assert not is_held(first / LOCK_FILE)
     assert not results_of(tmp_path)
     lock.release()
-    end = run_task.run_task(cells)
-    assert [outcome and outcome.status for outcome in end.outcomes] == ["finished", "finished"]
+    begun: list[tuple[int, str, list[int]]] = []
+    outcomes = run_task(specs, lambda i, each: begun.append((i, each.cell_id, each.missing)))
+    assert [outcome.status for outcome in outcomes] == ["finished", "finished"]
+    assert begun == [(0, first.name, [0, 1]), (1, second.name, [0, 1])]
+    assert not is_held(first / LOCK_FILE) and not (first / LOCK_FILE).exists()
+
+
+def train_one(tmp_path: Path, *words: str) -> Path:
+    line = ["norm=group", "steps=2", "replicas=1", *words, f"runs_dir={tmp_path}"]
+    assert main(line) == 0
+    (cell,) = tmp_path.glob("default/group-*")
+    return cell
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_checkpoint_of_an_ended_stack_is_removed_by_the_next_command(
+    tmp_path: Path, is_shared: bool
+):
+    """As a process leaves it that is killed between the last result.json and cleaning up."""
+    cell = train_one(tmp_path)
+    before = (cell / "seed-0/result.json").stat().st_ino
+    stack = shared_dir(cell.parent, [(cell.name, 0)]) if is_shared else cell / "stacks" / "0-0"
+    stack.mkdir(parents=True, exist_ok=True)
+    commit_results(stack, [read_result(cell / "seed-0")])
+    for name in (CHECKPOINT_FILE, LOG_FILE):
+        (stack / name).touch()
+    train_one(tmp_path, "dry_run=true")
+    assert (stack / ENDED_FILE).exists()  # a dry run writes nothing
+    train_one(tmp_path)
+    assert [path.name for path in stack.iterdir()] == [LOG_FILE]
+    assert (cell / "seed-0/result.json").stat().st_ino == before
+
+
+def test_recorded_cell_names_the_command_that_adds_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "my runs"
+    cell = train_one(folder)
+    train_one(folder, "evaluate_with=[running,precise]", "precise_samples=64")
+    _, _, line = capsys.readouterr().err.partition("python -m normexp.evaluate ")
+    options = read_options("evaluate", shlex.split(line.splitlines()[0]))
+    assert Path(options["run"]) == cell
+    assert options["evaluate_with"] == ["running", "precise"]
+    assert options["precise_samples"] == 64
+    (cell / "seed-0/weights.pt").unlink()
+    train_one(folder, "evaluate_with=[running,precise]")
+    told = capsys.readouterr().err
+    assert "without weights" in told and "normexp.evaluate" not in told

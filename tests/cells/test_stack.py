@@ -1,4 +1,4 @@
-"""What a stack makes of a checkpoint that another stack, another form or a torn write left."""
+"""A stack: which checkpoints it takes, what it records, and its W&B runs."""
 
 from __future__ import annotations
 
@@ -6,25 +6,75 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from normexp.cells.stack import remove_superseded
+from normexp.cells.cell import prepare_cell
+from normexp.cells.stack import gpu_name, peak_memory, remove_superseded, train_stack
+from normexp.config.compose import compose_cell
 from normexp.records.result import read_result
 from normexp.train import main
+from normexp.training.stopping import Interrupted, StopRequest
 
 
-def test_unreadable_checkpoint_is_kept_aside_and_the_stack_starts_over(tmp_path: Path):
-    words = ["norm=none", "steps=3", "replicas=1", f"runs_dir={tmp_path}"]
-    assert main([*words, "dry_run=true"]) == 0
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, bytes]:
+    """A command line, and path and content of the checkpoint that its first step left."""
+    words = ["norm=none", "steps=3", "replicas=1", f"runs_dir={tmp_path_factory.mktemp('runs')}"]
+    cell = prepare_cell(*compose_cell(words))
+    stop = StopRequest()
+    stop.requested = True
+    with pytest.raises(Interrupted):
+        train_stack(cell, [0], stop=stop)
+    checkpoint = cell.directory / "stacks" / "0-0" / "last.ckpt"
+    return words, checkpoint, checkpoint.read_bytes()
+
+
+def other_networks(content: dict) -> dict:
+    name = next(iter(content["state_dict"]))
+    content["state_dict"][name] = torch.zeros(1)
+    return content
+
+
+def other_optimizer(content: dict) -> dict:
+    content["optimizer_states"][0]["param_groups"] = []
+    return content
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (None, None),
+        (b"torn", "Error"),
+        (lambda _: [], "TypeError"),
+        (lambda _: {"state_dict": {}}, "normexp"),
+        (other_networks, "other networks"),
+        (other_optimizer, "param"),
+    ],
+    ids=["whole", "torn", "no_mapping", "foreign", "other_networks", "other_optimizer"],
+)
+def test_checkpoint_is_resumed_or_kept_aside_with_the_reason(stopped, spoil, reason, capfd):
+    words, checkpoint, content = stopped
+    if isinstance(spoil, bytes):
+        content = spoil
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_bytes(content)
+    if callable(spoil):
+        torch.save(spoil(torch.load(checkpoint, weights_only=True)), checkpoint)
+        content = checkpoint.read_bytes()
     assert main(words) == 0
-    (cell,) = (p for p in (tmp_path / "default").iterdir() if p.is_dir())
-    recorded = read_result(cell / "seed-0").metrics
-    (cell / "seed-0" / "result.json").unlink()
-    checkpoint = cell / "stacks" / "0-0" / "last.ckpt"
-    checkpoint.write_bytes(b"torn")
-    assert main(words) == 0
-    assert read_result(cell / "seed-0").metrics == recorded
+    log = capfd.readouterr().err
+    result = checkpoint.parents[2] / "seed-0" / "result.json"
+    assert read_result(result).status == "finished"
+    result.unlink()
     assert not checkpoint.exists()
-    assert (checkpoint.parent / "last.unreadable").read_bytes() == b"torn"
+    aside = checkpoint.with_suffix(".unreadable")
+    if reason is None:
+        assert "continues from step 1 of 3" in log
+        assert not aside.exists()
+    else:
+        assert reason in log and "continues" not in log
+        assert aside.read_bytes() == content
+        aside.unlink()
 
 
 def test_checkpoints_of_other_stacks_with_one_of_the_seeds_go(tmp_path: Path):
@@ -34,6 +84,36 @@ def test_checkpoints_of_other_stacks_with_one_of_the_seeds_go(tmp_path: Path):
     remove_superseded(tmp_path, [2, 3, 4, 5], tmp_path / "stacks" / "2-5")
     left = sorted(path.parent.name for path in tmp_path.glob("stacks/*/last.ckpt"))
     assert left == ["0-1", "2-5", "6-7"]
+
+
+NOISY = """import torch
+
+class Noisy(torch.nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, 0.2, self.training)
+"""
+
+
+def test_modules_that_draw_for_themselves_draw_by_seed_and_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "noisy_norm_of_a_test.py").write_text(NOISY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["norm=custom", "norm._target_=noisy_norm_of_a_test.Noisy", "steps=3", "log_every=1"]
+    try:
+        assert main([*words, "replicas=2", f"runs_dir={tmp_path / 'pair'}"]) == 0
+        torch.manual_seed(7)  # must not matter
+        assert main([*words, "seed=1", "replicas=1", f"runs_dir={tmp_path / 'alone'}"]) == 0
+    finally:
+        sys.modules.pop("noisy_norm_of_a_test", None)
+    pair, alone = (
+        torch.load(next(tmp_path.glob(f"{name}/default/*/seed-1/weights.pt")), weights_only=True)
+        for name in ("pair", "alone")
+    )
+    assert all(torch.equal(value, alone[name]) for name, value in pair.items())
 
 
 def test_run_that_its_last_update_broke_is_diverged(tmp_path: Path):
@@ -87,7 +167,16 @@ def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path,
         def finish(self, *, failed: bool) -> None:
             finished.append((self.seed, failed))
 
-    monkeypatch.setattr("normexp.cells.stack.WandbRun", Run)
+    monkeypatch.setattr("normexp.cells.trackers.WandbRun", Run)
     words = ["norm=none", "steps=1", "replicas=3", "logger=wandb", f"runs_dir={tmp_path}"]
     assert main(words) == 1
     assert finished == [(0, True), (1, True)]
+
+
+def test_only_a_gpu_has_a_name_and_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 812_500_000)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    assert (gpu_name(cpu), peak_memory(cpu)) == (None, {})
+    assert (gpu_name(gpu), peak_memory(gpu)) == ("GPU 1", {"peak_memory_mb": 812.5})

@@ -49,8 +49,7 @@ def test_chunk_is_the_same_steps_one_by_one():
 
 def test_images_come_normalised_in_the_asked_precision():
     batches = TrainingBatches(images(), [0], 5, drop_last=True)
-    batches.dtype = torch.float64
-    (batch,) = batches.chunk(0, 1)
+    (batch,) = batches.chunk(0, 1, torch.float64)
     raw = batches.data.train.inputs[epoch_order(0, 0, 10)[:5]].double()
     torch.testing.assert_close(batch["inputs"][0], (raw / 255 - 0.5) / 0.25, rtol=0, atol=1e-14)
 

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.committed import commit_results, publish_results
-from normexp.records.paths import seed_dir, stack_dir
-from normexp.records.result import (
-    Result,
+from normexp.records.committed import (
+    commit_results,
     interrupted_stacks,
-    read_result,
+    publish_results,
     shared_dir,
     write_members,
-    write_result,
 )
+from normexp.records.paths import seed_dir, stack_dir
+from normexp.records.result import Result, read_result, write_result
 
 
 def result(seed: int, accuracy: float) -> Result:

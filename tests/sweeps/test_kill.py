@@ -1,4 +1,4 @@
-"""A study that is killed again and again comes out as one that nobody disturbed."""
+"""A study that is killed, shared, or out of disk space ends as one that nothing disturbed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def die_at_some_moment(
     """At a random time; or when a file appears; or soon after a Ctrl-C, for a checkpoint.
 
     Returns:
-        Whether it was still alive.
+        True if it was still alive.
     """
     if kill % 3 == 0:
         wait_for(pid, study, MOMENTS[kill // 3 % 7], seconds)
@@ -98,7 +98,7 @@ def die_at_some_moment(
 
 
 def wait_for(pid: int, study: Path, pattern: str, seconds: float) -> None:
-    """Until a file of this form is there that was not, or in vain."""
+    """Waits until a new file matches, or `seconds` have passed."""
     before = found(study, pattern)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and is_alive(pid):
@@ -108,7 +108,7 @@ def wait_for(pid: int, study: Path, pattern: str, seconds: float) -> None:
 
 
 def found(study: Path, pattern: str) -> set[Path]:
-    """Files of this form in the cells of a study; while folders come and go, perhaps none."""
+    """The files of a study that match; none while folders come and go."""
     try:
         return set(study.glob(f"**/{pattern}"))
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def found(study: Path, pattern: str) -> set[Path]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be asked for its exit code does not."""
+    """True if a process runs and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_killed_workers_and_their_sweep(tmp_path: Path, seed: int):
-    """The whole group of processes, from imports to the end, as by a machine that loses power."""
+    """Kills all processes at once, as when a machine loses power."""
     draw = random.Random(seed)
     runs, study = f"runs_dir={tmp_path / 'runs'}", tmp_path / "runs" / "cut"
     command = [sys.executable, "-m", "normexp.train", *GRID, "workers=2", runs]
@@ -147,3 +147,75 @@ def test_killed_workers_and_their_sweep(tmp_path: Path, seed: int):
 
 def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+SHARED_GRID = ["norm=batch,group,layer", "norm_batch_size=4,32", "epochs=3"]
+SHARED_GRID += ["replicas=2", "log_every=5"]
+
+
+def command(tmp_path: Path, study: str, workers: int) -> list[str]:
+    own = [f"workers={workers}", f"runs_dir={tmp_path / 'runs'}", f"study={study}"]
+    return [sys.executable, "-m", "normexp.train", "-m", *SHARED_GRID, *own]
+
+
+def test_two_sweeps_at_once_train_each_run_once(tmp_path: Path):
+    subprocess.run(command(tmp_path, "whole", 0), check=True, capture_output=True)
+    both = [
+        subprocess.Popen(
+            command(tmp_path, "shared", workers),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for workers in (0, 1)
+    ]
+    answers = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], answers
+    study = tmp_path / "runs" / "shared"
+    assert numbers_of(study) == numbers_of(tmp_path / "runs" / "whole")
+    cells = [path.name for path in study.iterdir() if path.is_dir()]
+    assert len(cells) == 4
+    for out, _ in answers:  # a closing table of all cells, whoever trained them
+        assert all(name in out for name in cells)
+    lines = [line for _, err in answers for line in err.splitlines() if line.startswith("[")]
+    trained = [line.split()[2] for line in lines if line.split()[1] == "finished"]
+    assert len(lines) == 12
+    assert len(trained) == 4  # each of the four cells by one of the two
+
+
+DISK_GRID = ["-m", "norm=batch,group,layer", "steps=30", "replicas=2", "log_every=5"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_full_disk_is_one_message_and_the_rerun_completes(
+    tmp_path: Path, small_disk: Path, workers: int
+):
+    entry = [sys.executable, "-m", "normexp.train", *DISK_GRID, f"workers={workers}"]
+    whole = subprocess.run([*entry, f"runs_dir={tmp_path}"], capture_output=True, check=True)
+    assert whole.returncode == 0
+    size = sum(path.stat().st_size for path in (tmp_path / "default").rglob("*") if path.is_file())
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"\0" * (4 * 2**20 - size // 2))  # room for half of the study
+    command = [*entry, f"runs_dir={small_disk / 'runs'}"]
+    full = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert full.returncode == 1
+    assert "Traceback" not in full.stderr
+    (message,) = [line for line in full.stderr.splitlines() if line.startswith("normexp: ")]
+    assert "the disk is full" in message
+    study = small_disk / "runs" / "default"
+    check_nothing_torn(study)
+    assert 0 < len(numbers_of(study)) < 6  # no run that failed for want of room
+    ballast.unlink()
+    subprocess.run(command, capture_output=True, check=True)
+    assert numbers_of(study) == numbers_of(tmp_path / "default")

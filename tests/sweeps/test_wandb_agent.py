@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,19 +32,6 @@ SWEEP_FILE = Path(__file__).parents[2] / "scripts" / "wandb_sweep.yaml"
 
 def sweep() -> dict:
     return yaml.safe_load(SWEEP_FILE.read_text())
-
-
-def test_definition_holds_to_the_schema_of_wandb():
-    """The schema is in W&B's package `sweeps`, not in `wandb`; it pins another NumPy than ours."""
-    found = find_spec("sweeps")
-    if found is None or found.origin is None:
-        pytest.skip("W&B's schema is in the package sweeps: pip install --no-deps sweeps")
-    import jsonschema
-
-    schema = json.loads((Path(found.origin).parent / "config" / "schema.json").read_text())
-    validator = jsonschema.validators.validator_for(schema)(schema)
-    assert list(validator.iter_errors(sweep())) == []
-    assert list(validator.iter_errors(sweep() | {"method": "guess"})) != []
 
 
 @pytest.mark.slow  # imports wandb
@@ -139,7 +125,7 @@ def test_sweep_of_cells_under_an_agent_is_refused(monkeypatch: pytest.MonkeyPatc
     refuse_many_cells(cells)
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
     refuse_many_cells(cells[:1])
-    with pytest.raises(UserError, match="trains one cell, not 2"):
+    with pytest.raises(UserError, match="one cell, not 2"):
         refuse_many_cells(cells)
 
 

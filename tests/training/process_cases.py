@@ -14,22 +14,21 @@ import torch
 from test_splits import StrangerNorm
 from torch import Tensor, nn
 from training_cases import (
-    EPOCHS,
     batch_norm,
-    build_task,
+    build_module,
     image_data,
     resnet20,
     rows_of,
     state_of,
     text_data,
     text_encoder,
+    train,
 )
 
 from normexp.batching.sizes import Sizes
 from normexp.norms.group import GroupNorm
 from normexp.norms.sharing import SyncBatchNorm
-from normexp.training.fit import fit
-from normexp.training.module import TrainingTask
+from normexp.training.module import TrainingModule
 
 
 def sync_norm(num_features: int) -> nn.Module:
@@ -62,45 +61,31 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, *, num_processes: int) -> TrainingTask:
+def build(name: str) -> TrainingModule:
     case = {"lr": 0.01, "make_norm": batch_norm} | CASES[name]
     sizes = case.pop("sizes").shared_by(2, synchronized=case.pop("synchronized", False))
-    assert num_processes in (1, 2)
-    return build_task(sizes=sizes, **case)
+    return build_module(sizes=sizes, **case)
 
 
-def train(task: TrainingTask, checkpoint: Path, *, num_processes: int) -> None:
-    placement = {"strategy": "ddp", "devices": 2} if num_processes == 2 else {"devices": 1}
-    fit(
-        task,
-        checkpoint=checkpoint,
-        epochs=EPOCHS,
-        val_every_epochs=1,
-        trainer_options={"accelerator": "cpu", "precision": "64-true", **placement},
-        loggers=[],
-        callbacks=[],
-    )
-
-
-def outcome_of(task: TrainingTask) -> dict[str, Any]:
+def outcome_of(module: TrainingModule) -> dict[str, Any]:
     """State, rows and final metrics of every replica."""
-    replicas = range(task.replicas.num_replicas)
+    replicas = range(module.replicas.num_replicas)
     states: list[dict[str, Tensor]] = [
-        {name: value.detach() for name, value in state_of(task, index).items()}
+        {name: value.detach() for name, value in state_of(module, index).items()}
         for index in replicas
     ]
     return {
         "states": states,
-        "rows": [rows_of(task, index) for index in replicas],
-        "final": task.final,
+        "rows": [rows_of(module, index) for index in replicas],
+        "metrics": module.metrics,
     }
 
 
 def main(folder: Path) -> None:
     for name in CASES:
-        task = build(name, num_processes=2)
-        train(task, folder / f"{name}.ckpt", num_processes=2)
-        torch.save(outcome_of(task), folder / f"{name}.{task.global_rank}.pt")
+        module = build(name)
+        train(module, folder / f"{name}.ckpt", strategy="ddp", devices=2)
+        torch.save(outcome_of(module), folder / f"{name}.{module.global_rank}.pt")
 
 
 if __name__ == "__main__":

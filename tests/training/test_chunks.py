@@ -1,8 +1,12 @@
+"""Chunks of optimizer steps, and the rows of losses that they leave."""
+
 from __future__ import annotations
 
 import time
 
-from normexp.training.module import ChunkLoader, IndexBlocks
+import torch
+
+from normexp.training.chunks import ChunkLoader, LossHistory
 
 
 def steps_of(loader: ChunkLoader) -> list[int]:
@@ -16,27 +20,36 @@ def test_chunks_cover_the_epoch_and_end_with_it():
     assert max(c.stop - c.start for c in chunks) <= 4
 
 
-def test_chunks_begin_where_training_stands_and_end_with_the_budget():
+def test_chunks_begin_at_the_current_step_and_end_with_the_budget():
     loader = ChunkLoader(lambda: 13, steps_per_epoch=10, total_steps=17, max_steps=8)
     assert steps_of(loader) == [13, 14, 15, 16]
 
 
-def test_quick_steps_are_taken_in_growing_chunks():
+def test_chunks_grow_until_one_takes_the_target_time():
     loader = ChunkLoader(lambda: 0, steps_per_epoch=31, total_steps=31, max_steps=16)
     assert [c.stop - c.start for c in loader] == [1, 2, 4, 8, 16]
-
-
-def test_slow_steps_are_taken_one_by_one():
-    loader = ChunkLoader(lambda: 0, steps_per_epoch=4, total_steps=4, max_steps=16)
-    loader.target_seconds = 0.01
+    slow = ChunkLoader(lambda: 0, steps_per_epoch=4, total_steps=4, max_steps=16)
+    slow.target_seconds = 0.01
     sizes = []
-    for chunk in loader:
+    for chunk in slow:
         time.sleep(0.02 * (chunk.stop - chunk.start))
         sizes.append(chunk.stop - chunk.start)
     assert sizes == [1, 1, 1, 1]
 
 
-def test_blocks_cover_a_split_once():
-    blocks = IndexBlocks(10, 4)
-    assert [(b.start, b.stop) for b in blocks] == [(0, 4), (4, 8), (8, 10)]
-    assert len(blocks) == 3
+def test_rows_do_not_depend_on_when_they_are_taken_or_saved():
+    losses = [torch.tensor([float(step), -float(step)]) for step in range(1, 9)]
+    losses[6][1] = torch.inf
+    found = []
+    for interval in (1, 2, 8):
+        history, rows = LossHistory(2, every=3), []
+        for step, loss in enumerate(losses, start=1):
+            history.add(loss)
+            if step % interval == 0:
+                rows += list(history.take_rows())
+                state, history = history.state_dict(), LossHistory(2, every=3)
+                history.load_state_dict(state, torch.device("cpu"))
+        history.finish()
+        found.append((rows, history.num_steps, history.diverged_at))
+    rows = [(3, [2.0, -2.0]), (6, [5.0, -5.0])]
+    assert found == [(rows, 8, [None, 7])] * 3

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from training_cases import build_task, state_of, train
+from training_cases import assert_same_state, build_module, train
 
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.models.convnet import ConvNet
 from normexp.training import compilation
 from normexp.training.compilation import make_channels_last, set_matmul_precision
-from normexp.training.module import TrainingTask
-
-
-def compiling(**options) -> TrainingTask:
-    task = build_task(**options)
-    task.recipe = dataclasses.replace(task.recipe, compile=True)
-    return task
-
-
-def assert_same(a: TrainingTask, b: TrainingTask, atol: float) -> None:
-    for name, value in state_of(a).items():
-        torch.testing.assert_close(value, state_of(b)[name], rtol=0, atol=atol, msg=name)
 
 
 def test_channels_last_changes_memory_and_no_result(tmp_path: Path):
-    last, first = build_task(), build_task()
+    last, first = build_module(), build_module()
     make_channels_last(last.replicas)
     weight = last.replicas.trees[0].conv2.weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert not weight.is_contiguous()
-    for index, task in enumerate((last, first)):
-        train(task, tmp_path / f"{index}.ckpt")
+    for index, module in enumerate((last, first)):
+        train(module, tmp_path / f"{index}.ckpt")
     assert last.replicas.trees[0].conv2.weight is weight  # the optimizer's parameter
-    assert_same(last, first, atol=1e-12)
+    assert_same_state(last, first, 1e-12)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
 def test_bf16_trains_float32_parameters_to_nearly_the_same_loss(tmp_path: Path, stacked: bool):
-    tasks = {
+    modules = {
         precision: train(
-            build_task(seeds=(0, 1), stacked=stacked, sizes=Sizes(8, 4, 2)),
+            build_module(seeds=(0, 1), stacked=stacked, sizes=Sizes(8, 4, 2)),
             tmp_path / f"{precision}.ckpt",
             precision=precision,
         )
         for precision in ("bf16-mixed", "32-true")
     }
-    mixed, full = tasks.values()
+    mixed, full = modules.values()
     assert {p.dtype for p in mixed.replicas.parameters()} == {torch.float32}
-    assert mixed.final["val/loss"] == pytest.approx(full.final["val/loss"], rel=0.05)
-    assert mixed.final["val/loss"] != full.final["val/loss"]
+    assert mixed.metrics["val/loss"] == pytest.approx(full.metrics["val/loss"], rel=0.05)
+    assert mixed.metrics["val/loss"] != full.metrics["val/loss"]
 
 
 @pytest.fixture
@@ -83,7 +70,7 @@ def test_network_that_cannot_be_compiled_is_refused_with_the_reason(tmp_path: Pa
     with pytest.raises(
         UserError, match=r"^compile=true: .*\(no compiler here\); try compile=false"
     ):
-        train(compiling(), tmp_path / "a.ckpt")
+        train(build_module(compile=True), tmp_path / "a.ckpt")
 
 
 def test_too_little_memory_is_no_fault_of_the_compiler(tmp_path: Path, monkeypatch):
@@ -92,7 +79,7 @@ def test_too_little_memory_is_no_fault_of_the_compiler(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(compilation.torch, "compile", lambda *_, **__: failing)
     with pytest.raises(torch.OutOfMemoryError):
-        train(compiling(), tmp_path / "a.ckpt")
+        train(build_module(compile=True), tmp_path / "a.ckpt")
 
 
 @pytest.mark.slow
@@ -112,8 +99,10 @@ def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
     for index in range(10):  # torch gives up on a function that it compiled 8 times
         before = len(compiled)
         width = 4 + index
-        task = compiling(model=lambda norm, width=width: ConvNet(norm, (1, 8, 8), 4, width=width))
-        train(task, tmp_path / f"{index}.ckpt")
+        module = build_module(
+            model=lambda norm, width=width: ConvNet(norm, (1, 8, 8), 4, width=width), compile=True
+        )
+        train(module, tmp_path / f"{index}.ckpt")
         assert len(compiled) > before, index
 
 
@@ -122,7 +111,7 @@ def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_compiled_training_equals_the_plain_one(tmp_path: Path, stacked: bool):
     options = {"seeds": (0, 1), "stacked": stacked}
-    a = train(compiling(**options), tmp_path / "a.ckpt")
-    b = train(build_task(**options), tmp_path / "b.ckpt")
-    assert_same(a, b, atol=1e-9)
-    assert a.final["test/loss"] == pytest.approx(b.final["test/loss"], abs=1e-9)
+    a = train(build_module(compile=True, **options), tmp_path / "a.ckpt")
+    b = train(build_module(**options), tmp_path / "b.ckpt")
+    assert_same_state(a, b, 1e-9)
+    assert a.metrics["test/loss"] == pytest.approx(b.metrics["test/loss"], abs=1e-9)

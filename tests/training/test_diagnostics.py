@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from training_cases import (
+    assert_same_state,
     batch_norm,
-    build_task,
+    build_module,
     image_data,
     rows_of,
-    state_of,
     text_data,
     text_encoder,
     train,
 )
 
-from normexp.batching.replicas import Batch, Measured
+from normexp.batching.replicas import Batch
 from normexp.norms.factory import NormFactory
 from normexp.norms.none import NoNorm
 from normexp.training.diagnostics import Diagnostics, measure_sites
@@ -51,9 +51,9 @@ class OneSite(nn.Module):
         return self.gain * self.norm(inputs, *mask)
 
 
-def squares(output: Tensor, batch: Batch) -> Measured:
+def squares(output: Tensor, batch: Batch) -> Tensor:
     del batch
-    return {"loss": output.square().sum()}
+    return output.square().sum()
 
 
 def measure_one(make, x: Tensor, mask: Tensor | None = None, **options) -> dict[str, float]:
@@ -119,15 +119,13 @@ def test_padding_is_left_out_of_every_number():
 )
 def test_training_is_the_same_with_and_without(tmp_path: Path, choices):
     seeds = (0, 1)
-    plain = train(build_task(seeds=seeds, **choices), tmp_path / "a.ckpt")
-    watched = build_task(seeds=seeds, **choices)
+    plain = train(build_module(seeds=seeds, **choices), tmp_path / "a.ckpt")
+    watched = build_module(seeds=seeds, **choices)
     generator = torch.get_rng_state()
     train(watched, tmp_path / "b.ckpt", [Diagnostics(1, elementwise=False)])
     assert torch.equal(generator, torch.get_rng_state())
     for index in range(len(seeds)):
-        state = state_of(watched, index)
-        for name, value in state_of(plain, index).items():
-            assert torch.equal(value, state[name]), name
+        assert_same_state(plain, watched, 0, replica=index)
         kept = [row for row in rows_of(watched, index) if not is_diagnostic(row)]
         assert kept == rows_of(plain, index)
 
@@ -138,15 +136,15 @@ def is_diagnostic(row) -> bool:
 
 def test_rows_come_at_each_interval_and_at_the_end(tmp_path: Path):
     for every, steps in ((1, [5, 10]), (2, [10]), (3, [10])):  # two epochs of five steps
-        task = build_task(seeds=(0, 1), data=image_data(40))
-        train(task, tmp_path / f"{every}.ckpt", [Diagnostics(every, elementwise=False)])
+        module = build_module(seeds=(0, 1), data=image_data(40))
+        train(module, tmp_path / f"{every}.ckpt", [Diagnostics(every, elementwise=False)])
         for index in range(2):
-            rows = [row for row in rows_of(task, index) if is_diagnostic(row)]
+            rows = [row for row in rows_of(module, index) if is_diagnostic(row)]
             assert [row[0] for row in rows] == steps
             assert all(math.isfinite(value) for row in rows for value in row[3].values())
             sites = {name.split("/")[1] for name in rows[0][3]}
             assert sites == {"norm1", "norm2", "norm3"}
-        first, second = (rows_of(task, index)[-1][3] for index in range(2))
+        first, second = (rows_of(module, index)[-1][3] for index in range(2))
         assert first != second  # each replica has its own
 
 

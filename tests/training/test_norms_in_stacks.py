@@ -9,8 +9,16 @@ import pytest
 import torch
 from omegaconf import open_dict
 from torch import nn
-from training_cases import SGD, build_task, convnet, image_data, state_of, text_data, text_encoder
-from training_cases import train as train_task
+from training_cases import (
+    SGD,
+    assert_same_state,
+    build_module,
+    convnet,
+    image_data,
+    text_data,
+    text_encoder,
+    train,
+)
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
@@ -18,7 +26,7 @@ from normexp.checks.probing import cannot_stack, probe_batch
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
 from normexp.norms.factory import NormFactory
-from normexp.training.module import TrainingTask
+from normexp.training.module import TrainingModule
 
 FAST = ("batch", "group_ws", "batch_renorm", "ghost", "power", "frn", "batch_per_position")
 NORMS = [name for name in group_choices("norm") if name != "custom"]
@@ -38,7 +46,7 @@ def build(
     *,
     num_train: int,
     stacked: bool = False,
-) -> TrainingTask:
+) -> TrainingModule:
     """A convnet on images, or for norms of text alone an encoder with dropout."""
     config = compose_config([f"norm={name}"])
     if not takes_maps(name):
@@ -54,7 +62,7 @@ def build(
     if stacked and cannot_stack(model(NormFactory(nn.Identity)), probe_batch(data, 4)):
         stacked = False
     make, lr = OPTIMIZERS[optimizer]
-    return build_task(
+    return build_module(
         model=model, data=data, seeds=seeds, stacked=stacked, sizes=sizes, optimizer=make, lr=lr
     )
 
@@ -63,12 +71,10 @@ def assert_replica_equals_the_run_alone(tmp_path: Path, *arguments, num_train: i
     name, *rest = arguments
     stack = build(name, (3, 4), *rest, num_train=num_train, stacked=True)
     alone = build(name, (4,), *rest, num_train=num_train)
-    for index, task in enumerate((stack, alone)):
-        train_task(task, tmp_path / f"{index}.ckpt")
+    for index, module in enumerate((stack, alone)):
+        train(module, tmp_path / f"{index}.ckpt")
     assert stack.step == alone.step == num_train // 8 * 2
-    for key, value in state_of(alone).items():
-        found = state_of(stack, 1)[key]
-        torch.testing.assert_close(found, value, rtol=0, atol=1e-9, msg=key, equal_nan=True)
+    assert_same_state(stack, alone, 1e-9, replica=1, other=0)
 
 
 def splits_of(name: str) -> list[Sizes]:

@@ -9,22 +9,9 @@ from pathlib import Path
 
 import pytest
 from pytorch_lightning.loggers import Logger
+from training_cases import MemorySink
 
 from normexp.training.recorder import Position, Recorder, WandbRun, finite_mean, resolve_mode
-
-
-class Rows:
-    def __init__(self) -> None:
-        self.rows: list[tuple] = []
-
-    def add(self, step, epoch, samples_seen, metrics):
-        self.rows.append((step, epoch, samples_seen, dict(metrics)))
-
-    def flush(self):
-        pass
-
-    def truncate_after(self, step):
-        pass
 
 
 class MeanLogger(Logger):
@@ -41,26 +28,15 @@ class MeanLogger(Logger):
         pass
 
 
-def test_a_run_gets_its_own_values_and_loggers_the_mean():
-    sinks, logger = [Rows(), Rows()], MeanLogger()
+def test_each_run_gets_its_own_finite_values_and_loggers_the_mean():
+    sinks, logger = [MemorySink(), MemorySink()], MeanLogger()
     recorder = Recorder([[sink] for sink in sinks], [logger])
     recorder.record(Position(6, 1, 48), {"val/loss": [1.0, 3.0]})
-    assert [sink.rows for sink in sinks] == [
-        [(6, 1, 48, {"val/loss": 1.0})],
-        [(6, 1, 48, {"val/loss": 3.0})],
-    ]
-    assert logger.rows == [(6, {"val/loss": 2.0})]
-
-
-def test_a_value_that_is_not_finite_is_absent_and_never_zero():
-    sinks, logger = [Rows(), Rows()], MeanLogger()
-    recorder = Recorder([[sink] for sink in sinks], [logger])
-    recorder.record(
-        Position(1, 0, 8), {"val/loss": [math.nan, 3.0], "val/accuracy": [math.nan] * 2}
-    )
-    assert sinks[0].rows == [(1, 0, 8, {})]
-    assert sinks[1].rows == [(1, 0, 8, {"val/loss": 3.0})]
-    assert logger.rows == [(1, {"val/loss": 3.0})]
+    missing = {"val/loss": [math.nan, 3.0], "val/accuracy": [math.nan] * 2}
+    recorder.record(Position(7, 1, 56), missing)
+    assert sinks[0].rows == [(6, 1, 48, {"val/loss": 1.0}), (7, 1, 56, {})]
+    assert sinks[1].rows == [(6, 1, 48, {"val/loss": 3.0}), (7, 1, 56, {"val/loss": 3.0})]
+    assert logger.rows == [(6, {"val/loss": 2.0}), (7, {"val/loss": 3.0})]
 
 
 def test_mean_is_over_finite_values():

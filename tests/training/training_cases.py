@@ -1,4 +1,4 @@
-"""Small trainings for the tests of the engine: real data flow, real Trainer, seconds in all."""
+"""Small trainings through the real Trainer, shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-import normexp.training.fit
 from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
@@ -22,8 +21,9 @@ from normexp.models.resnet import ResNet
 from normexp.models.text_encoder import TextEncoder
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
+from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import fit
-from normexp.training.module import Classification, Recipe, TrainingTask
+from normexp.training.module import Recipe, TrainingModule
 from normexp.training.optim import Schedule
 from normexp.training.recorder import Recorder
 from normexp.training.stopping import Interrupted, StopRequest
@@ -110,7 +110,10 @@ def text_encoder(norm: NormFactory, dropout: float = 0.0) -> nn.Module:
     return TextEncoder(norm, 6, 7, 5, depth=1, width=16, num_heads=2, dropout=dropout)
 
 
-def build_task(
+RUNNING_ONLY = EvaluationPlan(("running",), 2, 2, (), every_epoch=False)
+
+
+def build_module(
     *,
     model: Callable[[NormFactory], nn.Module] = convnet,
     make_norm: Callable[[int], nn.Module] = batch_norm,
@@ -124,7 +127,11 @@ def build_task(
     max_grad_norm: float | None = None,
     drop_last: bool = True,
     eval_group: int | None = None,
-) -> TrainingTask:
+    lr_scales: tuple[float, ...] | None = None,
+    compile: bool = False,
+    plan: EvaluationPlan = RUNNING_ONLY,
+) -> TrainingModule:
+    """Two epochs of five steps by default; everything but the tested choice has a default."""
     data = data or image_data()
     sizes = sizes or Sizes(8)
     norm = NormFactory(make_norm, view="token", norm_batch_size=sizes.norm_batch_size)
@@ -145,72 +152,79 @@ def build_task(
         eval_group=eval_group,
         log_every=3,
         max_chunk=max_chunk,
+        lr_scales=lr_scales,
+        compile=compile,
     )
-    return Classification(
-        replicas, data, batches, recipe, Recorder([[MemorySink()] for _ in seeds])
+    return TrainingModule(
+        replicas, batches, recipe, plan, Recorder([[MemorySink()] for _ in seeds])
     )
 
 
 def train(
-    task: TrainingTask,
+    module: TrainingModule,
     checkpoint: Path,
     callbacks: list[pl.Callback] | None = None,
     precision: str = "64-true",
-) -> TrainingTask:
-    options = {"accelerator": "cpu", "devices": 1, "precision": precision}
+    stop: StopRequest | None = None,
+    **placement: object,
+) -> TrainingModule:
     fit(
-        task,
+        module,
         checkpoint=checkpoint,
         epochs=EPOCHS,
         val_every_epochs=1,
-        trainer_options=options,
+        trainer_options={"accelerator": "cpu", "devices": 1, "precision": precision, **placement},
         loggers=[],
         callbacks=callbacks or [],
+        stop=stop,
     )
-    return task
+    return module
 
 
-def rows_of(task: TrainingTask, replica: int = 0) -> list[Row]:
-    sink = task.recorder.sinks[replica][0]
+def rows_of(module: TrainingModule, replica: int = 0) -> list[Row]:
+    sink = module.recorder.sinks[replica][0]
     assert isinstance(sink, MemorySink)
     return sink.rows
 
 
-def state_of(task: TrainingTask, replica: int = 0) -> dict[str, torch.Tensor]:
-    """Parameters and all buffers of one replica, those that a state_dict leaves out too."""
-    network = task.replicas.replica(replica)
+def state_of(module: TrainingModule, replica: int = 0) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers of one replica, also those that a state_dict leaves out."""
+    network = module.replicas.replica(replica)
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
+def assert_same_state(
+    a: TrainingModule, b: TrainingModule, atol: float, *, replica: int = 0, other: int | None = None
+) -> None:
+    """Compares replica `replica` of a with replica `other` of b; to the bit if atol is 0."""
+    found = state_of(a, replica)
+    expected = state_of(b, replica if other is None else other)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=atol, equal_nan=True, msg=name
+        )
+
+
 class StopAt(pl.Callback):
-    """Asks for a stop once a number of steps is done."""
+    """Requests a stop once a number of steps is done."""
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.stop: StopRequest | None = None
-
-    def request(self) -> StopRequest:
-        """Stands in for the request that `fit` makes."""
-        self.stop = StopRequest()
-        return self.stop
+        self.request = StopRequest()
 
     def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
-        if pl_module.step >= self.step and self.stop is not None:
-            self.stop.requested = True
+        if pl_module.step >= self.step:
+            self.request.requested = True
 
 
 def stopped_and_resumed(
-    build: Callable[[], TrainingTask],
-    stop_at: int,
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> TrainingTask:
-    """A training in float32 that was stopped once `stop_at` steps were done, and taken up again."""
+    build: Callable[[], TrainingModule], stop_at: int, checkpoint: Path
+) -> TrainingModule:
+    """A training in float32 that was stopped once `stop_at` steps were done, then resumed."""
     first, second, stopper = build(), build(), StopAt(stop_at)
-    with monkeypatch.context() as patch:
-        patch.setattr(normexp.training.fit, "StopRequest", stopper.request)
-        with pytest.raises(Interrupted):
-            train(first, checkpoint, [stopper], precision="32-true")
+    with pytest.raises(Interrupted):
+        train(first, checkpoint, [stopper], precision="32-true", stop=stopper.request)
     assert stop_at <= first.step < 10
     for sink, old in zip(second.recorder.sinks, first.recorder.sinks, strict=True):
         sink[0].rows = list(old[0].rows)  # what is on the disk

@@ -1,4 +1,4 @@
-"""Slots on the command line: what is refused, what is noted, and which cells are one."""
+"""Preparing a cell: its slots, and the data that the cells of a process share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import logging
 from functools import cache
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
-from normexp.cells.cell import Cell, prepare_cell
+from normexp.cells import cell as cell_module
+from normexp.cells.cell import Cell, keeping_data, load_data, prepare_cell
 from normexp.config.compose import compose_config
 from normexp.config.rules import validate
+from normexp.data.dataset import Data
 from normexp.errors import UserError
 
 
@@ -87,3 +90,49 @@ def test_a_default_of_a_norm_that_has_no_place_is_no_other_training():
 def test_number_of_a_residual_scale_counts_by_value():
     whole, real = (prepare("model=vit", "norm=none", f"residual_scale={v}") for v in ("0", "0.0"))
     assert whole.id == real.id != prepare("model=vit", "norm=none").id
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+
+    def build(cfg: DictConfig) -> object:
+        names.append(cfg.data.name)
+        return object.__new__(Data)
+
+    monkeypatch.setattr(cell_module, "build_data", build)
+    return names
+
+
+def config(name: str) -> DictConfig:
+    return OmegaConf.create({"data": {"name": name, "dir": "${folder}"}, "folder": "here"})
+
+
+def test_same_config_is_the_same_object_while_two_are_kept(loaded: list[str]):
+    with keeping_data():
+        first, second = load_data(config("a")), load_data(config("b"))
+        assert load_data(config("a")) is first
+        assert load_data(config("b")) is second
+        load_data(config("c"))  # `a` has waited longest
+        assert load_data(config("b")) is second
+        assert load_data(config("a")) is not first
+    assert loaded == ["a", "b", "c", "a"]
+
+
+def test_what_the_config_refers_to_counts(loaded: list[str]):
+    there = OmegaConf.merge(config("a"), {"folder": "there"})
+    assert isinstance(there, DictConfig)
+    with keeping_data():
+        assert load_data(config("a")) is not load_data(there)
+    assert loaded == ["a", "a"]
+
+
+def test_nothing_is_kept_outside(loaded: list[str]):
+    with keeping_data():
+        with keeping_data():
+            load_data(config("a"))
+        load_data(config("a"))  # of the inner block
+    load_data(config("a"))
+    with keeping_data():
+        load_data(config("a"))
+    assert loaded == ["a"] * 3

@@ -1,15 +1,17 @@
-"""How many workers, and what each gets of the machine."""
+"""How a command is spread: workers, their cores and GPUs, and the cells that make one task."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.errors import UserError
-from normexp.sweeps import machine as placement
+from normexp.config.spec import CellSpec
+from normexp.sweeps import machine
+from normexp.sweeps.grouping import group_cells
 from normexp.sweeps.machine import Place, places_for, usable_cores, visible_gpus
 
 
@@ -20,7 +22,7 @@ def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
 
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -34,7 +36,7 @@ def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, t
 
 @pytest.mark.usefixtures("eight_cores")
 def test_gpus_take_turns_and_a_cpu_training_gets_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(placement, "visible_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1", "2"])
     gpus = [place.gpu for place in places_for([cfg(accelerator="auto")], 100)]
     assert gpus == ["0", "1", "2"]
     gpus = [place.gpu for place in places_for([cfg(6, accelerator="gpu")], 100)]
@@ -45,11 +47,6 @@ def test_gpus_take_turns_and_a_cpu_training_gets_none(monkeypatch: pytest.Monkey
 def test_no_worker_where_asked_and_where_a_cell_takes_the_whole_machine():
     assert places_for([cfg(0)], 9) == []
     assert places_for([cfg(), cfg(devices=2)], 9) == []
-
-
-def test_one_number_of_workers_for_a_sweep():
-    with pytest.raises(UserError, match="workers=1,2: one value for all"):
-        places_for([cfg(1), cfg(2)], 9)
 
 
 def test_threads_that_the_user_set_are_not_raised():
@@ -64,7 +61,7 @@ def test_threads_that_the_user_set_are_not_raised():
 
 def test_a_containers_quota_cuts_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "cpu.max"
-    monkeypatch.setattr(placement, "CGROUP_LIMITS", ((str(file),),))
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", ((str(file),),))
     affinity = len(os.sched_getaffinity(0))
     assert usable_cores() == affinity  # no such file
     file.write_text("max 100000\n")
@@ -82,7 +79,7 @@ def test_gpus_are_named_as_the_environment_names_them(
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(placement, "version", lambda _: "2.11.0+cu128")
+    monkeypatch.setattr(machine, "version", lambda _: "2.11.0+cu128")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -90,5 +87,48 @@ def test_gpus_are_named_as_the_environment_names_them(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(placement, "version", lambda _: "2.11.0+cpu")
+    monkeypatch.setattr(machine, "version", lambda _: "2.11.0+cpu")
     assert visible_gpus() == []
+
+
+CONFIG = {
+    **{"lr": 0.1, "seed": 0, "replicas": 2, "batch_size": 32, "stack": "auto", "dry_run": False},
+    **{"trainer": {"devices": 1}, "logger": {"csv": {}}, "tune": {"metric": None}},
+}
+
+
+def cell(lr: float | None, norm: str = "batch", **own: Any) -> CellSpec:
+    if lr is None:
+        return CellSpec(None, {}, "norm=bad", "no such norm")
+    config = OmegaConf.create({**CONFIG, "lr": lr, **own})
+    return CellSpec(config, {"norm": norm}, f"lr={lr}")
+
+
+def test_cells_that_differ_in_lr_alone_are_one_task():
+    cells = [cell(0.1), cell(None), cell(0.1, norm="group"), cell(1.0), cell(1.0, norm="group")]
+    cells += [cell(3.0, batch_size=16), cell(3.0)]
+    assert group_cells(cells) == [(0, 3, 6), (1,), (2, 4), (5,)]
+
+
+def test_a_task_has_sixteen_runs_at_most():
+    rates = [0.01 * (index + 1) for index in range(5)]
+    assert group_cells([cell(lr, replicas=8) for lr in rates]) == [(0, 1), (2, 3), (4,)]
+    assert group_cells([cell(lr, replicas=9) for lr in rates[:2]]) == [(0,), (1,)]
+
+
+def test_the_same_rate_twice_is_not_stacked_with_itself():
+    assert group_cells([cell(0.1), cell(0.1)]) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"stack": False},
+        {"dry_run": True},
+        {"trainer": {"devices": 2}},
+        {"logger": {"csv": {}, "tensorboard": {}}},
+        {"tune": {"metric": None, "thresholds": {3: 0.5}}},
+    ],
+)
+def test_what_cannot_mix_rates_trains_alone(own: dict[str, Any]):
+    assert group_cells([cell(0.1, **own), cell(1.0, **own)]) == [(0,), (1,)]

@@ -1,0 +1,181 @@
+"""From a cell to what trains it: replicas (new or from a checkpoint), module, callbacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from pytorch_lightning.callbacks import Callback
+from torch import nn
+
+from normexp.batching.replicas import InTurn, Replicas, Stacked, stacks
+from normexp.build import build_optimizer, synchronized
+from normexp.cells.cell import Cell
+from normexp.config.spec import one_line
+from normexp.data.batches import TrainingBatches
+from normexp.reporting.metric import describe_metric
+from normexp.training.compilation import set_matmul_precision
+from normexp.training.diagnostics import Diagnostics
+from normexp.training.fit import device_type
+from normexp.training.module import Recipe, TrainingModule
+from normexp.training.optim import Schedule
+from normexp.training.progress import StepReports, TrainingProgress
+from normexp.training.pruning import Pruner
+from normexp.training.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+# Optimizers of torch that update every value from its own history alone.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+
+OnSteps = Callable[[int, int], None]  # gets (step, num_steps) now and then
+
+
+def build_module(
+    cell: Cell,
+    seeds: list[int],
+    replicas: Replicas,
+    recorder: Recorder,
+    lrs: Sequence[float] | None = None,
+) -> TrainingModule:
+    """Builds the module that trains and evaluates replicas of these seeds.
+
+    Args:
+        lrs: the learning rate of each replica; None: the cell's.
+    """
+    size = cell.plan.sizes.batch_size
+    batches = TrainingBatches(cell.data, seeds, size, drop_last=cell.cfg.drop_last)
+    return TrainingModule(replicas, batches, build_recipe(cell, lrs), cell.evaluation, recorder)
+
+
+def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
+    """Builds the recipe of a cell; with `lrs`, for replicas with these learning rates."""
+    cfg = cell.cfg
+    return Recipe(
+        sizes=cell.plan.sizes,
+        optimizer=build_optimizer(cfg, momentum=cell.plan.optimizer_momentum),
+        schedule=Schedule(cfg.optim.schedule, cfg.optim.warmup, cell.plan.num_steps),
+        lr=cell.plan.lr if lrs is None else max(lrs),
+        lr_scales=None if lrs is None else tuple(lr / max(lrs) for lr in lrs),
+        weight_decay=cfg.optim.weight_decay,
+        decay_norm=cfg.optim.decay_norm,
+        max_grad_norm=cfg.max_grad_norm,
+        eval_group=cell.plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
+        log_every=cfg.log_every,
+        max_chunk=cfg.chunk,
+        compile=cfg.get("compile", False),
+    )
+
+
+def build_callbacks(cell: Cell, on_steps: OnSteps | None = None) -> list[Callback]:
+    """Builds the callbacks of a training.
+
+    Args:
+        on_steps: shows the progress; None: a progress bar does.
+    """
+    bar = TrainingProgress(cell.title, cell.plan.epochs)
+    callbacks: list[Callback] = [bar if on_steps is None else StepReports(on_steps)]
+    if cell.cfg.diagnostics:
+        callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
+    if cell.cfg.tune.get("thresholds"):  # of a search that ends trials early
+        metric = describe_metric(cell.cfg.tune.metric)
+        higher = metric.higher_is_better
+        callbacks.append(Pruner(metric.name, cell.cfg.tune.thresholds, higher_is_better=higher))
+    return callbacks
+
+
+def build_replicas(cell: Cell, seeds: list[int], *, is_stacked: bool | None = None) -> Replicas:
+    """Builds one new network per seed, see `arrange_replicas`."""
+    networks = [cell.build(seed) for seed in seeds]
+    return arrange_replicas(cell, networks, is_stacked=is_stacked)
+
+
+def arrange_replicas(
+    cell: Cell, networks: list[nn.Module], *, is_stacked: bool | None = None
+) -> Replicas:
+    """Stacks networks of one cell if they can be stacked and it pays, see `will_stack`."""
+    device = device_type(cell.cfg.trainer.accelerator)
+    set_matmul_precision(cell.cfg.get("matmul_precision", "high"), device)
+    if will_stack(cell, len(networks), is_stacked=is_stacked):
+        return Stacked(networks)
+    return InTurn(networks, has_foreign_draws=cell.traits.draws_for_itself)
+
+
+def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None) -> bool:
+    """Returns True if so many replicas will be stacked; logs the reason if they cannot.
+
+    Args:
+        is_stacked: the form in a checkpoint, which decides; None without a checkpoint.
+    """
+    wanted = cell.cfg.stack if is_stacked is None else is_stacked
+    if wanted == "auto":
+        device = device_type(cell.cfg.trainer.accelerator)
+        wanted = stacks(device, num_replicas, cell.elements_per_forward)
+    if not wanted or num_replicas == 1:
+        return False
+    obstacle = _stacking_obstacle(cell)
+    if obstacle is not None:
+        logger.info("replicas run one after another: %s", obstacle)
+    return obstacle is None
+
+
+def _stacking_obstacle(cell: Cell) -> str | None:
+    if cell.num_devices > 1 and synchronized(cell.cfg):
+        return "the norm takes statistics over all devices"  # no communication under vmap
+    if cell.traits.stacking_obstacle is not None:
+        return cell.traits.stacking_obstacle
+    optimizer = str(cell.cfg.optim._target_).rpartition(".")[2]
+    if optimizer not in ELEMENTWISE:
+        return f"the optimizer {optimizer} is not known to be elementwise"
+    return None
+
+
+def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
+    """Builds one new network per seed, in the form of the checkpoint if there is a usable one.
+
+    Lightning loads the weights later.
+    """
+    found = fitting_replicas(cell, seeds, checkpoint)
+    if found is None:
+        return build_replicas(cell, seeds)
+    replicas, step = found
+    logger.info("%s continues from step %d of %d", cell.title, step, cell.plan.num_steps)
+    return replicas
+
+
+def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Replicas, int] | None:
+    """Builds new networks that a checkpoint fits; returns them and its step.
+
+    None if there is no checkpoint. One that is torn or does not fit is renamed, also None.
+    """
+    if not checkpoint.is_file():
+        return None
+    try:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        own = content["normexp"]
+        replicas = build_replicas(cell, seeds, is_stacked=own["is_stacked"])
+        if _shapes(content["state_dict"]) != _shapes(replicas.state_dict(prefix="replicas.")):
+            raise ValueError("it belongs to other networks")
+        optimizer = build_recipe(cell).build_optimizer(replicas)
+        optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit
+        return replicas, own["losses"]["num_steps"]
+    except Exception as error:  # torch raises many kinds
+        _set_aside(checkpoint, one_line(error))
+        return None
+
+
+def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in weights.items()}
+
+
+def _set_aside(checkpoint: Path, reason: str) -> None:
+    aside = checkpoint.with_suffix(".unreadable")
+    with suppress(FileNotFoundError):  # another process of this training was faster
+        checkpoint.replace(aside)
+        logger.warning(
+            "%s cannot be used (%s); it is kept as %s and the stack starts over",
+            *(checkpoint, reason, aside.name),
+        )

@@ -1,0 +1,86 @@
+"""Where the log messages of normexp's own modules go: stderr, a list, the log of a stack."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PACKAGE = logging.getLogger("normexp")
+
+
+@contextmanager
+def collected_messages() -> Iterator[list[str]]:
+    """Yields a list that receives every message logged inside the block."""
+    messages: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Collector()
+    PACKAGE.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        PACKAGE.removeHandler(handler)
+
+
+class OnceFilter(logging.Filter):
+    """Passes each message once, because the cells and runs of a command log many of the same.
+
+    Args:
+        known: messages that are not passed at all.
+    """
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        super().__init__()
+        self._known = set(known)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._known
+        self._known.add(message)
+        return is_new
+
+
+@contextmanager
+def messages_to(handler: logging.Handler) -> Iterator[None]:
+    """Sends messages from level INFO to a handler and to no handler outside of normexp."""
+    level, propagate = PACKAGE.level, PACKAGE.propagate
+    PACKAGE.addHandler(handler)
+    PACKAGE.setLevel(logging.INFO)
+    PACKAGE.propagate = False
+    try:
+        yield
+    finally:
+        PACKAGE.removeHandler(handler)
+        PACKAGE.setLevel(level)
+        PACKAGE.propagate = propagate
+
+
+@contextmanager
+def messages_to_stderr(known: Iterable[str] = ()) -> Iterator[None]:
+    """Prints each message once, on a line of stderr, except for those that are `known`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(OnceFilter(known))
+    with messages_to(handler):
+        yield
+
+
+@contextmanager
+def messages_to_file(path: Path) -> Iterator[None]:
+    """Appends messages to a file, in addition to where they go otherwise."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level = PACKAGE.level
+    PACKAGE.addHandler(handler)
+    PACKAGE.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        PACKAGE.removeHandler(handler)
+        PACKAGE.setLevel(level)
+        handler.close()

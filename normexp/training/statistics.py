@@ -1,0 +1,298 @@
+"""Statistics that norms can be evaluated with: their own, of batches, or of a whole population.
+
+Everything here that changes a network is a context manager that changes it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normexp.batching.draws import generator
+from normexp.batching.replicas import Batch, Measured, Replicas
+from normexp.data.dataset import Data
+from normexp.norms.site import named_sites
+from normexp.norms.state import State, install_state, read_state, write_state
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "val", "test")
+STACK_SAMPLES = 512  # per forward in evaluation, over all replicas of a stack
+
+
+def shuffled(data: Data, split: str) -> Tensor:
+    """Returns the sample indices of a split (N,) in a random order.
+
+    The order is the same for every run, so that runs are compared on the same batches.
+    """
+    source = generator(0, "evaluate", SPLITS.index(split))
+    return torch.randperm(len(getattr(data, split)), generator=source)
+
+
+def block_size(replicas: Replicas, group_size: int = 1) -> int:
+    """Returns the samples per forward in evaluation, a multiple of `group_size`."""
+    return max(1, STACK_SAMPLES // replicas.num_replicas // group_size) * group_size
+
+
+def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch:
+    """Returns the samples at `indices` (N,) as model inputs, without augmentation."""
+    batch = getattr(data, split).gather(indices)
+    batch["inputs"] = data.model_inputs(batch["inputs"], next(replicas.parameters()).dtype)
+    return batch
+
+
+@contextmanager
+def evaluation_mode(replicas: Replicas) -> Iterator[None]:
+    """Like `eval()`, for the time inside the block."""
+    modes = {module: module.training for module in replicas.modules()}
+    replicas.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
+    """Makes norms use the statistics of groups of `group_size` samples.
+
+    Norms are in training mode, all other modules in evaluation mode. Modes, group sizes and
+    buffers are restored at the end.
+    """
+    sites = [site for _, site in named_sites(replicas)]
+    sizes = [site.norm_batch_size for site in sites]
+    buffers, values = dict(replicas.named_buffers()), read_state(replicas)
+    with evaluation_mode(replicas):
+        try:
+            for site in sites:
+                site.train()
+                site.norm_batch_size = group_size
+            yield
+        finally:
+            for site, size in zip(sites, sizes, strict=True):
+                site.norm_batch_size = size
+            install_state(replicas, buffers)  # a norm may have replaced the tensors themselves
+            write_state(replicas, values)
+
+
+Gap = dict[str, dict[str, float]]
+SiteGaps = dict[str, Gap]
+
+
+@dataclass(frozen=True)
+class Population:
+    """Running state computed from `num_samples` samples ("precise" statistics).
+
+    Attributes:
+        states: the buffers by name, for each tree of the replicas.
+        gaps: for each replica, how far the running averages of training are from `states`.
+    """
+
+    states: list[State]
+    num_samples: int
+    gaps: list[SiteGaps]
+
+    @contextmanager
+    def used_by(self, replicas: Replicas) -> Iterator[None]:
+        """Puts the replicas in evaluation mode with this running state."""
+        before = replicas.read_buffers()
+        with evaluation_mode(replicas):
+            try:
+                replicas.write_buffers(self.states)
+                yield
+            finally:
+                replicas.write_buffers(before)
+
+
+@torch.no_grad()
+def measure_population(
+    replicas: Replicas, data: Data, *, num_samples: int, group_size: int
+) -> Population | None:
+    """Pools the moments of training samples over many forwards in training mode.
+
+    Every norm sees groups of `group_size` samples, as in training. With mean m_i and biased
+    variance v_i of the n_i values of group i, and w_i = n_i / sum n_i, the population has
+    mean = sum w_i m_i and var = sum w_i (v_i + (m_i - mean)^2): the correction n / (n - 1) of
+    running variances is undone (arXiv:2105.07576). Norms with other kinds of state pool it by
+    their own `merge_state`, at momentum 1.
+
+    Args:
+        num_samples: upper limit, 2 or more; taken from a random order of the training split,
+            without augmentation. The last group may be shorter, but a single last sample is
+            left out.
+
+    Returns:
+        None if no norm has running state that a training forward at momentum 1 replaces.
+    """
+    indices = shuffled(data, "train")[:num_samples]
+    if len(indices) % group_size == 1 and group_size > 1:
+        indices = indices[:-1]
+        logger.info("precise statistics leave out a single last sample")
+    with batch_statistics(replicas, group_size), _poolable(replicas):
+        moved = _replaced_buffers(replicas, gather(replicas, data, "train", indices[:group_size]))
+        if not moved:
+            return None
+        start, ends, shares = replicas.read_buffers(), [], []
+        for block in indices.split(block_size(replicas, group_size)):
+            replicas.write_buffers(start)  # for norms whose forward uses their running state
+            _forward(replicas, gather(replicas, data, "train", block))
+            ends.append(replicas.read_buffers())
+            shares.append(len(block) / len(indices))
+        replicas.merge_buffers(start, ends, shares)
+        _undo_bessel(replicas)
+        states = [{name: state[name] for name in moved} for state in replicas.read_buffers()]
+    return Population(states, len(indices), moment_gaps(replicas, states))
+
+
+def _forward(replicas: Replicas, batch: Batch) -> None:
+    """Runs a forward only for its effect on the buffers."""
+
+    def nothing(output: Tensor, _: Batch) -> Measured:
+        return {"nothing": output.new_zeros(())}
+
+    replicas.measure(batch, nothing, shared=True)
+
+
+def _replaced_buffers(replicas: Replicas, batch: Batch) -> list[str]:
+    """Returns the names of the running state: floating-point buffers that a training forward moves.
+
+    Empty if a forward does not fully replace that state, as with a momentum of the opposite
+    meaning. This is tested at the first site with state, whose input does not depend on any
+    running state: two forwards from different states must end in the same one.
+    """
+    start = replicas.read_buffers()
+    _forward(replicas, batch)
+    once = replicas.read_buffers()[0]
+    floats = [name for name, value in once.items() if value.is_floating_point()]
+    moved = [name for name in floats if not torch.equal(once[name], start[0][name])]
+    sites = (name for name, _ in named_sites(replicas.trees[0]))
+    below = ([n for n in moved if n.startswith(f"{site}.")] for site in sites)
+    first = next((names for names in below if names), [])
+    replicas.write_buffers([{**s, **{name: s[name] + 1 for name in first}} for s in start])
+    _forward(replicas, batch)
+    again = replicas.read_buffers()[0]
+    replicas.write_buffers(start)
+    for name in first:
+        updated = once[name] != start[0][name]  # a padded position gets no new value
+        if not torch.allclose(once[name][updated], again[name][updated], equal_nan=True):
+            return []
+    return moved
+
+
+@contextmanager
+def _poolable(replicas: Replicas) -> Iterator[None]:
+    """Sets every norm's momentum to 1, and lets foreign norms with moments be pooled exactly."""
+    with ExitStack() as borrowed:
+        for _, site in named_sites(replicas):
+            for module in site.modules():
+                if hasattr(module, "momentum"):
+                    borrowed.callback(setattr, module, "momentum", module.momentum)
+                    module.momentum = 1.0  # type: ignore[assignment]
+                if _has_moments(module) and not hasattr(module, "merge_state"):
+                    _lend_pooling(module, borrowed)
+        yield
+
+
+def _has_moments(module: nn.Module) -> bool:
+    names = {name for name, _ in module.named_buffers(recurse=False)}
+    return {"running_mean", "running_var"} <= names
+
+
+def _lend_pooling(norm: Any, borrowed: ExitStack) -> None:
+    """Gives a norm like torch.nn.BatchNorm the counter and `merge_state` of the shipped ones."""
+    counter = torch.zeros(norm.running_mean.shape[:-1], dtype=torch.int64)  # () or (S,)
+    norm.register_buffer("num_values", counter.to(norm.running_mean.device), persistent=False)
+    borrowed.callback(delattr, norm, "num_values")
+    norm.merge_state = _pool_moments
+    borrowed.callback(delattr, norm, "merge_state")
+    borrowed.callback(norm.register_forward_pre_hook(_count_values).remove)
+
+
+def _count_values(norm: Any, inputs: tuple[Tensor, ...]) -> None:
+    norm.num_values.fill_(inputs[0].numel() // norm.running_mean.shape[-1])
+
+
+def _pool_moments(start: State, parts: list[State], shares: list[float]) -> State:
+    """Merges the moments of parts, each left by one forward at momentum 1."""
+    del start, shares  # each part knows its number of values
+    names = ("running_mean", "running_var", "num_values")
+    means, variances, counts = (torch.stack([part[name] for part in parts]) for name in names)
+    num = counts[..., None].to(means.dtype)  # (parts, ..., 1)
+    weights = num / num.sum(dim=0)
+    mean = (weights * means).sum(dim=0)
+    within = variances * (num - 1) / num
+    var = (weights * (within + (means - mean).square())).sum(dim=0)
+    total = num.sum(dim=0)
+    unbiased = var * total / (total - 1).clamp(min=1)
+    return {"running_mean": mean, "running_var": unbiased, "num_values": counts.sum(dim=0)}
+
+
+def _undo_bessel(replicas: Replicas) -> None:
+    """Turns the unbiased variances that running averages hold into population variances.
+
+    A norm that averages biased variances has the attribute `unbiased_running_var = False`.
+    """
+    for _, site in named_sites(replicas):
+        for module in site.modules():
+            is_unbiased = getattr(module, "unbiased_running_var", True)
+            if _has_moments(module) and hasattr(module, "num_values") and is_unbiased:
+                norm: Any = module
+                num = norm.num_values[..., None].to(norm.running_var.dtype)
+                norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))
+
+
+def moment_gaps(replicas: Replicas, population: list[State]) -> list[SiteGaps]:
+    """Compares the current running averages of each replica and site with a population's moments.
+
+    Mean and maximum over channels, without those of zero variance:
+        mean_shift       |running_mean - mean| / sqrt(var)
+        log2_var_ratio   log2(running_var / var); "max" is the value with the largest magnitude
+    Sites without running_mean and running_var are absent.
+    """
+    running = replicas.read_buffers()
+    return [
+        _gaps_of(_state_of(replicas, running, index), _state_of(replicas, population, index))
+        for index in range(replicas.num_replicas)
+    ]
+
+
+def _state_of(replicas: Replicas, states: list[State], index: int) -> State:
+    """Returns the buffers of one replica."""
+    if not replicas.is_stacked:
+        return states[index]
+    return {name: value[index] for name, value in states[0].items()}
+
+
+def _gaps_of(running: State, population: State) -> SiteGaps:
+    gaps = {}
+    for name in population:
+        owner, _, leaf = name.rpartition(".")
+        variance = f"{owner}.running_var"
+        if leaf == "running_mean" and variance in population:
+            difference = running[name] - population[name]
+            gap = _gap(difference, population[variance], running[variance])
+            if gap is not None:
+                gaps[re.sub(r"(\.norm)+$", "", owner)] = gap  # the name of the site
+    return gaps
+
+
+def _gap(difference: Tensor, variance: Tensor, running_variance: Tensor) -> Gap | None:
+    shift = difference.abs() / variance.sqrt()
+    ratio = torch.log2(running_variance / variance)
+    finite = shift.isfinite() & ratio.isfinite()  # False for constant channels
+    if not finite.any():
+        return None
+    shift, ratio = shift[finite], ratio[finite]
+    largest = ratio[ratio.abs().argmax()]
+    return {
+        "mean_shift": {"mean": shift.mean().item(), "max": shift.max().item()},
+        "log2_var_ratio": {"mean": ratio.mean().item(), "max": largest.item()},
+    }

@@ -1,0 +1,240 @@
+"""Atomic writes, appended lines and locks: whatever dies, a reader sees whole files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from normexp.errors import UserError
+from normexp.records.files import (
+    FileLock,
+    append_lines,
+    ensure_writable,
+    is_held,
+    open_append,
+    open_atomic,
+    read_json,
+    read_lines,
+    remove_leftovers,
+    write_json,
+    write_text,
+)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_failed_write_keeps_the_old_file_and_leaves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    path = tmp_path / "result.json"
+    write_text(path, "old")
+    monkeypatch.setattr(os, call, full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path):
+    path = tmp_path / "weights.pt"
+    write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), open_atomic(path) as file:
+        file.write(b"half of the ne")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    with open_atomic(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    (tmp_path / "usual").touch()
+    assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["usual", "weights.pt"]
+
+
+def test_leftovers_of_killed_writers_are_removed_and_nothing_else(tmp_path: Path):
+    (tmp_path / "notes.tmp").touch()
+    context = open_atomic(tmp_path / "result.json")
+    file = context.__enter__()  # as if killed here
+    assert len(list(tmp_path.iterdir())) == 2
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.tmp"]
+    file.close()
+
+
+def test_json_has_no_nan_and_no_half_file(tmp_path: Path):
+    path = tmp_path / "evaluation.json"
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            write_json(path, {"val/loss": value})
+    assert list(tmp_path.iterdir()) == []
+    write_json(path, {"text": "größer \udcff"})
+    assert json.loads(path.read_text()) == {"text": "größer \udcff"}
+
+
+@pytest.mark.parametrize("content", [b'{"a": 1', b"", b"[1]", b"\xff\xfe", None])
+def test_json_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None):
+    path = tmp_path / "result.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_json(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def append(path: Path, *lines: str) -> None:
+    with open_append(path) as descriptor:
+        append_lines(descriptor, lines)
+
+
+def test_torn_last_line_is_not_read_and_is_cut_by_the_next_writer(tmp_path: Path):
+    path = tmp_path / "lines"
+    append(path, "one", "two")
+    for torn in (b"thr", b"\xff\xfe", b""):
+        path.write_bytes(b"one\ntwo\n" + torn)
+        assert read_lines(path) == ["one", "two"]
+        append(path, "three")
+        assert path.read_bytes() == b"one\ntwo\nthree\n"
+    path.write_bytes(b"torn from the start")
+    append(path, "one")
+    assert path.read_bytes() == b"one\n"
+
+
+def test_full_disk_leaves_the_lines_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "lines"
+    append(path, "one")
+    real_write, calls = os.write, []
+
+    def fill_up(descriptor: int, content: bytes) -> int:
+        calls.append(content)
+        if len(calls) > 1:
+            full_disk()
+        return real_write(descriptor, content[:3])
+
+    monkeypatch.setattr(os, "write", fill_up)
+    with pytest.raises(OSError, match="No space left"):
+        append(path, "two and more")
+    assert path.read_bytes() == b"one\n"
+
+
+def test_ensure_writable_creates_nothing_and_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ensure_writable(tmp_path / "runs" / "study")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^runs_dir=.*file/runs .*runs_dir="):
+        ensure_writable(tmp_path / "file" / "runs")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UserError, match="data_dir=.*Read-only file system"):
+        ensure_writable(tmp_path / "data", key="data_dir")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from normexp.records.files import FileLock
+print(FileLock(Path(sys.argv[1])).acquire(), flush=True)
+sys.stdin.read()
+"""
+
+
+def start_holder(path: Path) -> subprocess.Popen[str]:
+    """A process that tries to take the lock, prints whether it did, and waits."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()  # SIGKILL
+    process.communicate()
+
+
+def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path):
+    path = tmp_path / ".lock"
+    holder = start_holder(path)
+    try:
+        assert answer(holder) == "True"
+        lock = FileLock(path)
+        assert lock.acquire() is False
+        assert is_held(path) and lock.holder() == holder.pid
+    finally:
+        end(holder)
+    assert path.exists() and not is_held(path)  # the file is left and locks nothing
+    assert lock.acquire() is True
+    assert lock.holder() == os.getpid()
+    refused = start_holder(path)
+    try:
+        assert answer(refused) == "False"
+    finally:
+        end(refused)
+    lock.release()
+    lock.release()  # may be repeated
+    assert list(tmp_path.iterdir()) == []
+    assert lock.holder() is None
+
+
+def test_two_locks_in_one_process_exclude_each_other(tmp_path: Path):
+    path = tmp_path / ".lock"
+    assert not is_held(path) and not path.exists()
+    with FileLock(path) as first, FileLock(path) as second:
+        assert (first, second, is_held(path)) == (True, False, True)
+    with FileLock(path) as again:
+        assert again
+
+
+def test_lock_on_a_removed_file_is_no_lock_on_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / ".lock"
+    old = FileLock(path)
+    assert old.acquire()
+    path.unlink()
+    with FileLock(path) as new:
+        assert new
+        old.release()
+        assert not FileLock(path).acquire()
+    real_open, calls = os.open, []
+
+    def open_and_lose(file: Path, flags: int, mode: int) -> int:
+        """The last holder removes the file between our open and our lock."""
+        calls.append(real_open(file, flags, mode))
+        if len(calls) == 1:
+            path.unlink()
+        return calls[-1]
+
+    monkeypatch.setattr(os, "open", open_and_lose)
+    lock = FileLock(path)
+    assert lock.acquire() and len(calls) == 2
+    assert path.read_text() == str(os.getpid())
+    lock.release()
+
+
+def test_lock_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    path = tmp_path / ".lock"
+    monkeypatch.setattr(os, "open", denied)
+    for ask in (lambda: is_held(path), FileLock(path).acquire):
+        with pytest.raises(UserError, match=f"{path}: Permission denied"):
+            ask()

@@ -1,0 +1,248 @@
+"""What an optimizer step does to a stack of replicas, through Lightning's own loop."""
+
+from __future__ import annotations
+
+import gc
+import math
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from training_cases import (
+    StopAt,
+    assert_same_state,
+    build_module,
+    image_data,
+    rows_of,
+    state_of,
+    stopped_and_resumed,
+    text_data,
+    text_encoder,
+    train,
+)
+
+from normexp.batching.sizes import Sizes
+from normexp.norms.group import GroupNorm
+from normexp.training.step import StepGradient
+
+ADAMW = partial(torch.optim.AdamW, fused=True)
+in_both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "choices"),
+    [
+        (Sizes(8), {}),
+        (Sizes(8, 4), {"optimizer": ADAMW, "lr": 0.003}),
+        (Sizes(8, None, 2), {}),
+        (Sizes(8, 4, 2), {"optimizer": ADAMW, "lr": 0.003}),
+        (Sizes(8, 4, 2), {"model": partial(text_encoder, dropout=0.3), "data": text_data()}),
+    ],
+    ids=["full", "accumulated_adamw", "ghost", "accumulated_ghost_adamw", "dropout"],
+)
+def test_stacked_run_equals_the_same_seed_trained_alone(tmp_path: Path, sizes, choices):
+    common = {"sizes": sizes, "max_grad_norm": 1.0, **choices}
+    stack = train(build_module(seeds=(3, 4, 5), stacked=True, **common), tmp_path / "a.ckpt")
+    alone = train(build_module(seeds=(4,), **common), tmp_path / "b.ckpt")
+    assert_same_state(stack, alone, 1e-9, replica=1, other=0)
+    assert stack.metrics["test/loss"][1] == pytest.approx(alone.metrics["test/loss"][0], abs=1e-9)
+
+
+def test_dropout_does_not_depend_on_how_the_batch_is_split(tmp_path: Path):
+    common = {
+        "model": partial(text_encoder, dropout=0.3),
+        "make_norm": lambda c: GroupNorm(c, eps=1e-5, num_groups=4),
+        "data": text_data(),
+    }
+    full = train(build_module(sizes=Sizes(8), **common), tmp_path / "a.ckpt")
+    split = train(build_module(sizes=Sizes(8, 2), **common), tmp_path / "b.ckpt")
+    states = state_of(full), state_of(split)
+    for name in (name for name in states[0] if not name.endswith("first_sample")):
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
+    model = partial(text_encoder, dropout=0.5)
+    module = build_module(model=model, data=text_data(), seeds=(0, 1))
+    dropout, foreign = [], []
+    replicas = module.replicas
+    replicas.has_foreign_draws = True
+    monkeypatch.setattr(
+        replicas, "set_dropout", lambda keys, first: dropout.append((keys.tolist(), first))
+    )
+    monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
+    gradient = StepGradient(replicas, module.criterion.loss, Sizes(8, 4), [0, 1])
+    for step, batch in enumerate(module.batches.chunk(0, 2)):
+        gradient.add(step, batch)
+    assert [first for _, first in dropout] == [0, 4, 0, 4]
+    assert dropout[0][0] == dropout[1][0] != dropout[2][0] == dropout[3][0]
+    keys = [key for part in (dropout[0][0], dropout[2][0]) for row in part for key in row]
+    assert len(set(keys)) == len(keys) == 2 * 3 * 2  # steps, dropouts, replicas
+    assert len(set(foreign)) == len(foreign) == 2 * 2 * 2  # steps, parts, replicas
+
+
+@in_both_forms
+def test_size_of_a_chunk_does_not_change_any_result(tmp_path: Path, stacked: bool):
+    runs = [build_module(seeds=(0, 1), stacked=stacked, max_chunk=k) for k in (1, 32)]
+    for index, run in enumerate(runs):
+        train(run, tmp_path / f"{index}.ckpt", precision="32-true")
+    assert_same_state(*runs, 0, replica=1)
+    assert rows_of(runs[0], 1) == rows_of(runs[1], 1)
+
+
+@in_both_forms
+def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, stacked: bool):
+    def build():  # 5 steps an epoch, 10 in all
+        return build_module(
+            seeds=(0, 0), lr_scales=(0.5, 1.0), stacked=stacked, sizes=Sizes(8, 4, 2), max_chunk=2
+        )
+
+    undisturbed = train(build(), tmp_path / "whole.ckpt", precision="32-true")
+    for stop_at in (1, 3, 4, 5, 8):
+        resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt")
+        for replica in (0, 1):
+            assert_same_state(undisturbed, resumed, 0, replica=replica)
+            assert rows_of(resumed, replica) == rows_of(undisturbed, replica)
+        assert resumed.metrics == undisturbed.metrics
+
+
+def test_stop_at_the_end_of_training_comes_too_late(tmp_path: Path):
+    stopper, checkpoint = StopAt(10), tmp_path / "last.ckpt"
+    module = train(build_module(), checkpoint, [stopper], stop=stopper.request)
+    assert module.step == 10
+    assert "test/loss" in module.metrics
+    assert not checkpoint.exists()  # a run resumed there would skip the test
+
+
+def test_losses_of_a_checkpoint_are_loaded_to_the_device_of_the_training(monkeypatch):
+    module, checkpoint, devices = build_module(), {}, []
+    module.on_save_checkpoint(checkpoint)
+    gpu = torch.device("cuda", 1)  # Lightning has not moved the networks there yet
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=gpu))  # type: ignore[assignment]
+    monkeypatch.setattr(module.losses, "load_state_dict", lambda _, device: devices.append(device))
+    module.on_load_checkpoint(checkpoint)
+    assert devices == [gpu]
+
+
+@in_both_forms
+def test_diverged_replica_is_noted_and_leaves_the_others_alone(tmp_path: Path, stacked: bool):
+    healthy, broken = (build_module(seeds=(0, 1), stacked=stacked) for _ in range(2))
+    tree = broken.replicas.trees[0]
+    with torch.no_grad():
+        weight = tree.head.weight[0] if stacked else tree.head.weight  # of replica 0
+        weight.fill_(torch.inf)
+    train(healthy, tmp_path / "a.ckpt")
+    train(broken, tmp_path / "b.ckpt")
+    assert broken.losses.diverged_at == [1, None]
+    assert_same_state(broken, healthy, 1e-12, replica=1)
+    assert rows_of(broken, 1) == rows_of(healthy, 1)
+    assert all("train/loss" not in values for _, _, _, values in rows_of(broken, 0))
+
+
+def test_training_stops_early_if_every_replica_diverged(tmp_path: Path):
+    module = build_module(lr=1e30, max_chunk=1)
+    train(module, tmp_path / "a.ckpt", precision="32-true")
+    assert module.losses.diverged_at[0] is not None
+    assert module.step < 10
+    assert math.isnan(module.metrics["test/accuracy"][0])  # not the share of class 0
+
+
+def test_rows_of_the_loss_end_at_multiples_of_log_every(tmp_path: Path):
+    rows = rows_of(train(build_module(), tmp_path / "a.ckpt"))
+    losses = [(step, samples) for step, _, samples, values in rows if "train/loss" in values]
+    assert losses == [(3, 24), (6, 48), (9, 72)]
+    validations = [(step, epoch) for step, epoch, _, values in rows if "val/loss" in values]
+    assert validations == [(5, 0), (10, 1)]
+
+
+def test_training_equals_a_loop_written_by_hand(tmp_path: Path):
+    """Cross-entropy, SGD with momentum, weight decay on all parameters but the norms'."""
+    module = build_module()
+    chunks = [module.batches.chunk(first, 5, torch.float64) for first in (0, 5)]
+    network = module.replicas.replica(0).double().train()
+    norms = [p for n, p in network.named_parameters() if "norm" in n]
+    others = [p for n, p in network.named_parameters() if "norm" not in n]
+    groups = [{"params": others, "weight_decay": 1e-3}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+    for step, batch in enumerate(batch for chunk in chunks for batch in chunk):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * module.recipe.schedule.factor(step)
+        optimizer.zero_grad()
+        output = network(batch["inputs"][0])  # of the only replica
+        nn.functional.cross_entropy(output, batch["targets"][0]).backward()
+        optimizer.step()
+    train(module, tmp_path / "a.ckpt")
+    expected = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    for name, value in state_of(module).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_ragged_last_batch_is_dropped_or_kept(tmp_path: Path):
+    kept = build_module(data=image_data(43), drop_last=False)
+    assert kept.batches.steps_per_epoch == 6
+    assert [len(b["targets"][0]) for b in kept.batches.chunk(4, 2)] == [8, 3]
+    train(kept, tmp_path / "a.ckpt")
+    assert kept.step == 12
+    assert kept.position(12).samples_seen == 86
+    assert build_module(data=image_data(43)).batches.steps_per_epoch == 5
+
+
+class CountTensors(pl.Callback):
+    """Elements of all live tensors at some steps."""
+
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self.steps = steps
+        self.elements: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
+        if pl_module.step in self.steps:
+            gc.collect()
+            things = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
+            # torch.compile keeps meta tensors of what it traced.
+            self.elements.append(sum(t.numel() for t in things if t.device.type != "meta"))
+
+
+@in_both_forms
+def test_live_tensors_do_not_grow_with_the_steps(tmp_path: Path, stacked: bool):
+    sizes = Sizes(8, 4, 2)
+    module = build_module(
+        data=image_data(80), seeds=(0, 1), stacked=stacked, sizes=sizes, max_chunk=1
+    )
+    count = CountTensors(steps=(12, 15, 18))  # of the second epoch, at the ends of rows
+    train(module, tmp_path / "a.ckpt", [count], precision="32-true")
+    assert len(count.elements) == 3
+    assert len(set(count.elements)) == 1, count.elements
+
+
+class CountGraphs(nn.Module):
+    """Identity that counts how many of its outputs wait for their backward."""
+
+    alive = 0
+    most = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            CountGraphs.alive += 1
+            CountGraphs.most = max(CountGraphs.most, CountGraphs.alive)
+            x = x.clone()
+            x.register_hook(self._backward)
+        return x
+
+    def _backward(self, gradient: torch.Tensor) -> None:
+        del gradient
+        CountGraphs.alive -= 1
+
+
+def test_replicas_in_turn_hold_the_activations_of_one_network(monkeypatch):
+    monkeypatch.setattr(CountGraphs, "most", 0)
+    module = build_module(
+        model=lambda _: nn.Sequential(nn.Flatten(), nn.Linear(64, 4), CountGraphs()),
+        seeds=(0, 1, 2),
+    )
+    gradient = StepGradient(module.replicas, module.criterion.loss, Sizes(8, 4), [0, 1, 2])
+    gradient.add(0, module.batches.chunk(0, 1)[0])
+    assert (CountGraphs.most, CountGraphs.alive) == (1, 0)
