@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -45,22 +46,16 @@ def load_image_folder(
     """
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
-    files = {split: list_images(Path(root), split) for split in ("train", "test")}
-    for split, other in (("train", "test"), ("test", "train")):
-        extra = sorted(files[split].keys() - files[other].keys())
-        if extra:
-            raise UserError(
-                f"data.root={root}: class {extra[0]} is in {split}/ only; train/ and test/ need "
-                "the same class folders"
-            )
-    flat = [file for by_class in files.values() for found in by_class.values() for file in found]
-    images = _load_or_decode(Path(root), flat, size, Path(data_dir))
-    counts = {split: [len(f) for f in by_class.values()] for split, by_class in files.items()}
-    parts = images.split([sum(count) for count in counts.values()])
-    classes = torch.arange(len(files["train"]))
+    listing = {split: list_images(Path(root), split) for split in ("train", "test")}
+    check_same_classes(root, listing)
+    files = [list(chain.from_iterable(by_class.values())) for by_class in listing.values()]
+    images = _load_or_decode(Path(root), files[0] + files[1], size, Path(data_dir))
+    parts = images.split([len(found) for found in files])
+    counts = [torch.tensor([len(f) for f in by_class.values()]) for by_class in listing.values()]
+    classes = torch.arange(len(listing["train"]))
     train, test = (
-        Examples(part, classes.repeat_interleave(torch.tensor(count)))
-        for part, count in zip(parts, counts.values(), strict=True)
+        Examples(part, classes.repeat_interleave(count))
+        for part, count in zip(parts, counts, strict=True)
     )
     return build_image_data(
         "image_folder",
@@ -89,6 +84,17 @@ def list_images(root: Path, split: str) -> dict[str, list[Path]]:
                 "add some or remove the folder"
             )
     return found
+
+
+def check_same_classes(root: str, listing: dict[str, dict[str, list[Path]]]) -> None:
+    """Raises UserError with a class that only one of the splits has."""
+    for split, other in (("train", "test"), ("test", "train")):
+        extra = sorted(listing[split].keys() - listing[other].keys())
+        if extra:
+            raise UserError(
+                f"data.root={root}: class {extra[0]} is in {split}/ only; train/ and test/ need "
+                "the same class folders"
+            )
 
 
 def _is_image(path: Path) -> bool:
