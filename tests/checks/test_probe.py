@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from normexp.norms.frozen import FrozenBatchNorm
+from normexp.norms.none import FrozenBatchNorm
 from torch import Tensor, nn
 
 from normexp.checks.probe import Probe, cuts, holds, moves
