@@ -14,7 +14,8 @@ from training_cases import train as train_task
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-from normexp.checks.probing import cannot_stack, probe_batch
+from normexp.checks.preflight import cannot_stack
+from normexp.checks.sites import probe_batch
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
 from normexp.norms.factory import NormFactory
