@@ -25,7 +25,8 @@ from normexp.build import (
 )
 from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import Plan, check_norm_batch_size, num_devices_of, plan_training
-from normexp.checks.preflight import Traits, check_optimizer, examine, name_some
+from normexp.checks.preflight import Traits, check_optimizer, examine
+from normexp.checks.sites import name_some
 from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +14,33 @@ from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.batching.sizes import Sizes
-from normexp.checks.probe import Probe, fixed_draws, moved_places, moved_state, moves, source
+from normexp.checks.probe import Probe, fixed_draws, moved_state, moves
+from normexp.checks.sites import (
+    EnteredSite,
+    Reach,
+    SiteOnMaps,
+    enter_sites,
+    measure_reaches,
+    name_some,
+    naming,
+    network_probe,
+    probe_batch,
+    run_through,
+)
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.adapt import first_line
+<<<<<<< HEAD
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
+=======
+from normexp.norms.site import Site, named_sites
+>>>>>>> checks
 
 logger = logging.getLogger(__name__)
 
 PROBE_SAMPLES = 4
 EXTRA_POSITIONS = 3  # of padding, appended to what a site receives
 FEW_VALUES = 8  # per statistic: fewer are worth a warning
-SHOWN_NAMES = 3  # sites that a message spells out
 MODES = (True, False)
 
 
@@ -44,18 +55,6 @@ class Leak:
 
     where: str
     remedy: str
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How many values one statistic of a site pools: `own` of a sample, `other` of each other."""
-
-    own: int
-    other: float
-
-    def num_values(self, group_size: int) -> int:
-        """Values in the statistic when `group_size` samples share one."""
-        return self.own + round(self.other * (group_size - 1))
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def examine(
     check_padding(network, data)
     leaks = {mode: find_leak(network, sites, batch, data, training=mode) for mode in MODES}
     _judge_leaks(leaks, allow_leak=allow_leak)
-    own_draws = _probe_of(network, training=True).observe(*model_arguments(batch)).drew
+    own_draws = network_probe(network, training=True).observe(*model_arguments(batch)).drew
     obstacle = "a module draws its own random numbers" if own_draws else None
     _warn_of_frozen(parameters_without_gradient(network, batch))
     mixes = {mode: mixes_samples(network, sites, batch, data, training=mode) for mode in MODES}
@@ -139,127 +138,6 @@ def examine(
     )
 
 
-# ---------------------------------------------------------------- what is probed
-
-
-def probe_batch(data: Data, num_samples: int) -> Batch:
-    """The first training samples, as a model receives them."""
-    batch = data.train.gather(torch.arange(min(num_samples, len(data.train))))
-    batch["inputs"] = data.model_inputs(batch["inputs"])
-    return batch
-
-
-class SiteOnMaps(nn.Module):
-    """A site as (N, C, P) -> (N, C, P) whatever its view, with all samples sharing statistics.
-
-    Parameters that are all zero become one: a scale that starts at zero would hide everything.
-    """
-
-    def __init__(self, site: Site, positions: torch.Size) -> None:
-        super().__init__()
-        self.site = copy.deepcopy(site)
-        self.site.norm_batch_size = None
-        self.positions = positions
-        with torch.no_grad():
-            for parameter in self.site.parameters():
-                if not parameter.any():
-                    parameter.fill_(1)
-
-    def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        if self.site.view != "map":
-            x = values.transpose(1, 2)
-        else:
-            x = values.unflatten(-1, self.positions) if self.positions else values[..., 0]
-        return as_maps(self.site(x, mask), self.site)
-
-
-@dataclass(frozen=True)
-class EnteredSite:
-    """A site with the shape (N, C, P) and the mask (N, P) that reached it in a forward."""
-
-    name: str
-    module: SiteOnMaps
-    shape: torch.Size
-    mask: Tensor | None
-
-    def values(self, num_positions: int | None = None) -> Tensor:
-        """Fixed random numbers (N, C, P) of either sign and 0.5 to 1.5 in size: none is special."""
-        shape = (*self.shape[:2], num_positions or self.shape[2])
-        draws = source()
-        size = 0.5 + torch.rand(shape, generator=draws)
-        return size * (1 - 2 * torch.randint(2, shape, generator=draws))
-
-    def probe(self, *, training: bool) -> Probe:
-        return Probe(copy.deepcopy(self.module).train(training), ways=1)
-
-
-def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
-    """The sites that a training forward on `batch` enters, in that order, once per input shape."""
-    found: dict[tuple[str, torch.Size], EnteredSite] = {}
-
-    def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x, mask = input_and_mask(args, kwargs)
-        if (name, x.shape) not in found:
-            positions = x.shape[2:] if site.view == "map" else x.shape[1:2]
-            module = SiteOnMaps(site, positions)
-            found[name, x.shape] = EnteredSite(name, module, as_maps(x, site).shape, mask)
-
-    probe = _probe_of(network, training=True)
-    for name, site in named_sites(probe.module):
-        site.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-    probe.observe(*model_arguments(batch))
-    return list(found.values())
-
-
-def _probe_of(
-    network: nn.Module, *, training: bool, opened: bool = False, vocab_size: int | None = None
-) -> Probe:
-    """A probe of the whole network, with all samples of a forward sharing statistics.
-
-    Args:
-        opened: draws parameters that are all zero, as a branch that starts at zero hides what it
-            does.
-    """
-    own = copy.deepcopy(network).train(training)
-    for _, site in named_sites(own):
-        site.norm_batch_size = None
-    if opened:
-        with fixed_draws(), torch.no_grad():
-            for parameter in own.parameters():
-                if not parameter.any():
-                    parameter.normal_(std=0.1)
-    return Probe(own, vocab_size=vocab_size, ways=1)
-
-
-def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -> int:
-    """One training forward as it will be; returns how many values per sample reach the sites.
-
-    Raises:
-        UserError: what a norm or the model raised, with the name of the site.
-    """
-    entered: list[str] = []
-    seen: list[int] = []
-    own = copy.deepcopy(network).train()
-
-    def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entered.append(name)
-        seen.append(input_and_mask(args, kwargs)[0].numel())
-
-    for name, site in named_sites(own):
-        site.norm_batch_size = norm_batch_size
-        site.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-        site.register_forward_hook(lambda *_: entered.pop() and None)
-    try:
-        with fixed_draws(), torch.no_grad():
-            own(*model_arguments(batch))
-    except Exception as error:  # of foreign code, any kind
-        if not entered and isinstance(error, UserError):
-            raise
-        where = f"norm at site {entered[-1]}" if entered else "model"
-        raise UserError(f"{where}: {first_line(error)}") from error
-    return sum(seen) // len(batch["targets"])
-
-
 # ---------------------------------------------------------------- other samples
 
 
@@ -271,51 +149,8 @@ def mixes_samples(
         with naming(entered):
             if entered.probe(training=training).reads_samples(entered.values(), training=training):
                 return True
-    probe = _probe_of(network, training=training, opened=True, vocab_size=data.vocab_size)
+    probe = network_probe(network, training=training, opened=True, vocab_size=data.vocab_size)
     return probe.reads_samples(*model_arguments(batch), training=training) is not None
-
-
-def measure_reaches(sites: Sequence[EnteredSite]) -> dict[str, Reach]:
-    """How far the statistics of each site reach in training; the smallest of a site's shapes.
-
-    Sites whose norm takes no statistic are left out.
-    """
-    reaches: dict[str, Reach] = {}
-    for entered in sites:
-        with naming(entered):
-            reach = _measure_reach(entered)
-        if reach is not None:
-            before = reaches.get(entered.name, reach)
-            reaches[entered.name] = min(before, reach, key=lambda r: (r.own, r.other))
-    return reaches
-
-
-def _measure_reach(entered: EnteredSite) -> Reach | None:
-    """Counts the outputs that an outlier moves at the first position, of two samples and channels.
-
-    Cumulative statistics carry the first position to every later one. Without another value moved,
-    other scales of the input tell a statistic over one value, where (x - x) and x / |x| stay the
-    same, from a norm that takes no statistic.
-    """
-    probe, x = entered.probe(training=True), entered.values()
-    before = probe.observe(x).output
-    if not before.isfinite().all():
-        raise UserError("returns NaN or infinity in training for inputs of size 1")
-    counts: list[Reach] = []
-    for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
-        changed = x.clone()
-        changed[sample, channel, 0] += math.sqrt(x.numel())
-        moved = moved_places(before, probe.observe(changed).output)
-        of_others = moved.flatten(1).sum(dim=1).float()
-        own = int(of_others[sample])
-        others = (of_others.sum() - own) / max(len(x) - 1, 1)
-        moved[sample, channel, 0] = False
-        if moved.any():
-            counts.append(Reach(max(own, 1), float(others)))
-    if counts:
-        return max(counts, key=lambda reach: (reach.own, reach.other))
-    small, large = (probe.observe(scale * x).output for scale in (0.1, 3.0))
-    return None if moved_places(small, large, tolerance=1e-2).any() else Reach(1, 0.0)
 
 
 def check_reaches(reaches: Mapping[str, Reach], group_size: int) -> None:
@@ -381,7 +216,7 @@ def find_leak(
     if leaking:
         names = name_some([entered.name for entered in leaking])
         return Leak(names, _find_remedy(leaking[0], length))
-    probe = _probe_of(network, training=training, opened=True, vocab_size=data.vocab_size)
+    probe = network_probe(network, training=training, opened=True, vocab_size=data.vocab_size)
     if probe.reads_later(batch["inputs"], 1, batch.get("mask")) is not None:
         return Leak("the model outside its norms", "mask its attention, or use model=gpt")
     return None
@@ -512,7 +347,7 @@ def model_reads_padding(network: nn.Module, batch: Batch, data: Data) -> bool:
     inputs, mask = batch["inputs"], batch["mask"]
     longest = int(mask.any(dim=0).nonzero().max()) + 1
     for training in MODES:
-        probe = _probe_of(network, training=False, opened=True, vocab_size=data.vocab_size)
+        probe = network_probe(network, training=False, opened=True, vocab_size=data.vocab_size)
         for _, site in named_sites(probe.module):
             site.train(training)
         before = probe.observe(inputs, mask)
@@ -547,7 +382,7 @@ def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 def parameters_without_gradient(network: nn.Module, batch: Batch) -> list[str]:
     """Names of norm parameters that one backward of the cross-entropy leaves without a gradient."""
-    own = _probe_of(network, training=True).module
+    own = network_probe(network, training=True).module
     with fixed_draws(), torch.enable_grad():
         output = own(*model_arguments(batch))  # (N, classes) or (B, T, V)
         functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten()).backward()
@@ -566,7 +401,7 @@ def _warn_of_frozen(names: Sequence[str]) -> None:
 
 def ignores_inputs(network: nn.Module, batch: Batch) -> bool:
     """Whether every sample has one output, whatever parameters that are zero will become."""
-    probe = _probe_of(network, training=True, opened=True)
+    probe = network_probe(network, training=True, opened=True)
     inputs = batch["inputs"].clone()
     floating = inputs.is_floating_point()
     inputs[0] = 3 * inputs[0].flip(-1) + 1 if floating else inputs[0].roll(1, dims=-1)
@@ -594,23 +429,3 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
     except Exception:  # what vmap handed to a forward cannot leave it
         return "a module keeps a tensor of its forward that is no buffer"
     return "its outputs under vmap differ" if moves(alone, stacked, scale=1e-2) else None
-
-
-# ---------------------------------------------------------------- messages
-
-
-@contextmanager
-def naming(entered: EnteredSite) -> Iterator[None]:
-    """Whatever a norm raises inside becomes a UserError with the name of its site."""
-    try:
-        yield
-    except Exception as error:  # of foreign code, any kind
-        raise UserError(f"norm at {entered.name}: {first_line(error)}") from error
-
-
-def name_some(names: Sequence[str]) -> str:
-    """`a, b, c and 6 more`, for messages."""
-    unique = list(dict.fromkeys(names))
-    shown = ", ".join(unique[:SHOWN_NAMES])
-    rest = len(unique) - SHOWN_NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown

@@ -87,7 +87,9 @@ class Probe:
         module, num_samples = self.fresh(), len(x)
         if only is not None:
             x, mask = x[only], None if mask is None else mask[only]
-        x = x.detach().requires_grad_(upstream is not None and x.is_floating_point())
+        takes_gradient = upstream is not None and x.is_floating_point()
+        # A copy, as a norm may write into its input.
+        x = x.detach().clone().requires_grad_(takes_gradient)
         with fixed_draws(), torch.set_grad_enabled(upstream is not None):
             start = torch.get_rng_state()
             out = module(x) if mask is None else module(x, mask)

@@ -317,6 +317,11 @@ def relative_change(before: Tensor, after: Tensor) -> float:
     return float((after - before).abs().amax() / scale)
 
 
+def present(tensor: Tensor | None) -> list[Tensor]:
+    """A list of the tensor, if there is one."""
+    return [] if tensor is None else [tensor]
+
+
 def show(shape: Shape) -> str:
     return f"({', '.join(map(str, shape))})"
 

@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from normexp.checks.preflight import EXTRA_POSITIONS, SiteOnMaps, reads_padding
+from normexp.checks.preflight import EXTRA_POSITIONS, reads_padding
 from normexp.checks.probe import Probe, moves
+from normexp.checks.sites import SiteOnMaps
 from normexp.checks.subject import (
     MODES,
     Check,

@@ -253,7 +253,7 @@ class MixedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] - gradients[0].mean(dim=(0, 1), keepdim=True)
+        return gradients[0] - 0.1 * gradients[0].sum(dim=(0, 1), keepdim=True)
 
 
 class Mixes(nn.Module):

@@ -31,13 +31,11 @@ from normexp.checks.preflight import (
     Traits,
     cannot_stack,
     check_optimizer,
-    enter_sites,
     examine,
-    measure_reaches,
     padded_batch,
-    probe_batch,
     smallest_group,
 )
+from normexp.checks.sites import enter_sites, measure_reaches, probe_batch
 from normexp.config.compose import compose_cell
 from normexp.data.dataset import Data
 from normexp.errors import UserError

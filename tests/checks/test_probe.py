@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from normexp.norms.none import FrozenBatchNorm
 from torch import Tensor, nn
 
 from normexp.checks.probe import Probe, cuts, holds, moves
 from normexp.norms.batch import BatchNorm
 from normexp.norms.causal import CausalGroupNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
-from normexp.norms.none import NoNorm
+from normexp.norms.none import FrozenBatchNorm, NoNorm
 from normexp.norms.renorm import BatchRenorm
 
 
@@ -51,14 +50,14 @@ class Reads(nn.Module):
         return x + 0.01 * self.read(x)
 
 
-class _CentredSlope(torch.autograd.Function):
+class _SummedSlope(torch.autograd.Function):
     @staticmethod
     def forward(_, x):
         return x.clone()
 
     @staticmethod
     def backward(_, g):
-        return g - g.mean(0, keepdim=True)
+        return g - 0.1 * g.sum(0, keepdim=True)
 
 
 class _ScaledSlope(torch.autograd.Function):
@@ -165,7 +164,7 @@ MIXING = {
     "largest": Reads(lambda x: x.amax(0, keepdim=True)),
     "bounded": Reads(lambda x: torch.tanh(x).mean(0, keepdim=True)),
     "number of samples": Reads(lambda x: x / len(x)),
-    "gradient of others": Applies(_CentredSlope),
+    "gradient of others": Applies(_SummedSlope),
     "gradient by values of others": Applies(_ScaledSlope),
     "gradient of a parameter": WeightSlope(),
     "state": StateOnly(),

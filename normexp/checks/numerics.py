@@ -1,0 +1,256 @@
+"""Contract: gradients, precision, and inputs at which a formula loses its digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from normexp.checks.probe import Probe
+from normexp.checks.subject import (
+    MODES,
+    PASSED,
+    Checks,
+    Finding,
+    Shape,
+    Subject,
+    failed,
+    measured,
+    mode_name,
+    on_every_input,
+    present,
+    relative_change,
+    show,
+    skipped,
+    values,
+)
+from normexp.norms.adapt import first_line
+from normexp.norms.state import read_state
+
+DRAWS = "draws random numbers, different ones in each dtype"
+
+# ---------------------------------------------------------------- half precision
+
+SMALL_STEP = 1e-6  # which float32 sees at 1, and half precision does not
+HALF_MEAN = 30.0  # at which squares in bfloat16 hold no digit of a variance of 1
+HALF_TOLERANCE = 0.03  # half precision may round the output, 2^-8 in bfloat16, not the statistics
+
+
+def keeps_digits_in_half(subject: Subject) -> Finding:
+    """At mean 30, training outputs of bfloat16 inputs are those of float64 up to rounding.
+
+    Parameters stay in float32, as in mixed precision, if the norm takes that.
+    """
+    if computes_in_half(subject):
+        return failed(
+            f"float64 inputs {SMALL_STEP:g} apart have one output, as if computed in half "
+            f"precision, {show(subject.largest)}"
+        )
+    if subject.draws:
+        return skipped(DRAWS)
+    for shape in subject.shapes:
+        x = (HALF_MEAN + values(shape)).to(torch.bfloat16)
+        try:
+            out = _in_bfloat16(subject, x)
+        except NotImplementedError:
+            return skipped("this device lacks bfloat16")
+        change = relative_change(subject.norm(shape, torch.float64)(x.double()), out)
+        if change > HALF_TOLERANCE:
+            return failed(f"off by {change:.2g} of the largest output at mean 30, {show(shape)}")
+    return PASSED
+
+
+def _in_bfloat16(subject: Subject, x: Tensor) -> Tensor:
+    shape = tuple(x.shape)
+    try:
+        return subject.norm(shape)(x)
+    except NotImplementedError:
+        raise
+    except RuntimeError:  # a kernel that wants one dtype for all
+        return subject.norm(shape, torch.bfloat16)(x)
+
+
+def computes_in_half(subject: Subject) -> bool:
+    """Whether a small step of a float64 input leaves nearly all outputs that a large one moves."""
+    shape = subject.largest
+    x, direction = values(shape, torch.float64), values(shape, torch.float64, 1)
+    probe = Probe(subject.trained(shape, torch.float64))
+    outs = [probe.observe(x + step * direction).output for step in (0.0, SMALL_STEP, 1.0)]
+    small, large = (int((out != outs[0]).sum()) for out in outs[1:])
+    return small < 0.1 * large
+
+
+# ---------------------------------------------------------------- slope
+
+CORNER = 0.05  # how far parameters are moved from values at which a gate may be clamped
+SETTLING_STEPS = 128  # past the warm-up of a norm whose backward moves state
+# Step of the difference, relative and absolute tolerance: for float64, and for a norm that computes
+# in float32 whatever it is given.
+FINE, COARSE = (1e-6, 1e-3, 1e-6), (1e-3, 1e-2, 1e-2)
+
+
+def gradient_is_right(training: bool, subject: Subject) -> Finding:
+    """Autograd agrees with differences along a direction, for the input and every parameter."""
+    if computes_in_half(subject):
+        return skipped("half precision inside leaves no differences to compare with")
+    coarse = ""
+    for shape in subject.shapes:
+        norm = subject.trained(shape, torch.float64).train(training)
+        with torch.no_grad():
+            for parameter in norm.parameters():
+                parameter.copy_(torch.where(parameter == 0, CORNER, (1 - CORNER) * parameter))
+        settled = training and _backward_moves_state(norm, shape)
+        if settled:
+            for seed in range(SETTLING_STEPS):
+                weights = values(shape, torch.float64, seed=seed + 1)
+                out = norm(values(shape, torch.float64, seed).requires_grad_())
+                (out * weights).sum().backward()
+        wrong = find_wrong_slope(norm, shape, *FINE)
+        if wrong is None:
+            continue
+        wrong = find_wrong_slope(norm, shape, *COARSE)
+        if wrong is not None:
+            after = f" after {SETTLING_STEPS} steps" if settled else ""
+            where = f"{mode_name(training)}, {show(shape)}"
+            return failed(f"gradient of {wrong} is not the slope of the output{after}, {where}")
+        coarse = f"to 1 % alone, as it computes below float64, {show(shape)}"
+    return Finding("pass", detail=coarse)
+
+
+def _backward_moves_state(norm: nn.Module, shape: Shape) -> bool:
+    """Whether a backward changes buffers, as a norm with statistics of its gradients does."""
+    out = norm(values(shape, torch.float64).requires_grad_())
+    before = read_state(norm)
+    if out.requires_grad:
+        (out * values(shape, torch.float64, seed=3)).sum().backward()
+    return any(not torch.equal(value, before[name]) for name, value in read_state(norm).items())
+
+
+def find_wrong_slope(
+    norm: nn.Module, shape: Shape, step: float, relative: float, absolute: float
+) -> str | None:
+    """The input or parameter whose gradient is not the slope along a random direction, or None.
+
+    The norm is in float64; every forward starts from the state and the random draws of now.
+    """
+    named = {n: p.detach().clone() for n, p in norm.named_parameters() if p.requires_grad}
+    start = read_state(norm)
+    weights = values(shape, torch.float64, seed=3)
+
+    def loss(x: Tensor, *given: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(0)
+        state = {name: value.clone() for name, value in start.items()}
+        own = {**dict(zip(named, given, strict=True)), **state}
+        return (functional_call(norm, own, (x,)) * weights).sum()
+
+    inputs = [t.requires_grad_() for t in (values(shape, torch.float64), *named.values())]
+    gradients = torch.autograd.grad(loss(*inputs), inputs, materialize_grads=True)
+    for index, (name, gradient) in enumerate(zip(["the input", *named], gradients, strict=True)):
+        direction = values(tuple(gradient.shape), torch.float64, seed=4)
+        with torch.no_grad():
+            above, below = (
+                loss(*inputs[:index], inputs[index] + by * direction, *inputs[index + 1 :])
+                for by in (step, -step)
+            )
+        slope = float((above - below) / (2 * step))
+        error = abs(slope - float((gradient * direction).sum()))
+        if not error <= absolute + relative * max(float(gradient.norm()), abs(slope)):
+            return name
+    return None
+
+
+# ---------------------------------------------------------------- loss of digits
+
+# Of float32 against float64 on the same inputs, relative to the largest output: rounding of the
+# input alone leaves 6e-5 of a deviation of 1 at mean 1e3, and ten times that at 1e4.
+TOLERANCES = {1e3: 0.01, 1e4: 0.05}
+REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)
+CONSTANT = 3.5  # sums and means of it are exact, so that a variance is 0
+
+
+def keeps_digits_far_from_zero(mean: float, subject: Subject) -> Finding:
+    """Training outputs of float32 are finite, and those of float64 up to rounding."""
+    if subject.draws:
+        return skipped(DRAWS)
+    for shape in subject.shapes:
+        x = mean + values(shape)
+        out = subject.norm(shape)(x)
+        if not out.isfinite().all():
+            return failed(f"not finite, {show(shape)}")
+        change = relative_change(subject.norm(shape, torch.float64)(x.double()), out)
+        if change > TOLERANCES[mean]:
+            return failed(f"off by {change:.2g} of the largest output, {show(shape)}")
+    return PASSED
+
+
+def is_finite_on(
+    transform: Callable[[Tensor], Tensor], subject: Subject, shape: Shape, training: bool
+) -> str | None:
+    """Outputs, gradients and running state stay finite."""
+    probe = Probe(subject.trained(shape).train(training))
+    found = probe.observe(transform(values(shape)), upstream=torch.ones(1, dtype=torch.bool))
+    parts = {
+        "output": [found.output],
+        "gradient": [*found.parameter_gradients.values(), *present(found.input_gradient)],
+        "running state": list(found.state.values()),
+    }
+    for name, tensors in parts.items():
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            return f"{name} not finite"
+    return None
+
+
+def takes_one_sample(subject: Subject) -> Finding:
+    """A batch of one sample gives finite outputs, or is refused."""
+    return _on_little([(1, *shape[1:]) for shape in subject.shapes], subject)
+
+
+def takes_one_position(subject: Subject) -> Finding:
+    """Maps of one position give finite outputs that follow the input, or are refused."""
+    shapes = {(*shape[:2], *[1] * len(shape[2:])) for shape in subject.shapes if len(shape) > 2}
+    return _on_little(sorted(shapes, key=len), subject) if shapes else skipped("takes no positions")
+
+
+def takes_empty_batch(subject: Subject) -> Finding:
+    """A batch of no sample gives no output and leaves the state finite, or is refused."""
+    return _on_little([(0, *subject.smallest[1:])], subject)
+
+
+def _on_little(shapes: list[Shape], subject: Subject) -> Finding:
+    """On inputs with little to pool: no NaN, and in training no output that forgets its input."""
+    refusal = ""
+    for shape in shapes:
+        norm = subject.norm(shape)
+        for training in MODES:
+            norm.train(training)
+            try:
+                with torch.no_grad():
+                    out, other = norm(values(shape)), norm(values(shape, seed=1))
+            except REFUSALS as error:
+                refusal = refusal or f"{mode_name(training)}, {show(shape)}: {first_line(error)}"
+                continue
+            if out.shape != shape:
+                return failed(f"{show(shape)} in, {show(tuple(out.shape))} out")
+            if not all(t.isfinite().all() for t in (out, *norm.buffers())):
+                return failed(f"not finite, {mode_name(training)}, {show(shape)}")
+            if training and out.numel() and relative_change(out, other) < 1e-6:
+                return failed(f"every input has one output, {mode_name(True)}, {show(shape)}")
+    return measured("refused", refusal) if refusal else PASSED
+
+
+NUMERICS: Checks = {
+    "statistics wide in bfloat16": keeps_digits_in_half,
+    "gradient in training": partial(gradient_is_right, True),
+    "gradient in evaluation": partial(gradient_is_right, False),
+    "exact at mean 1e3": partial(keeps_digits_far_from_zero, 1e3),
+    "exact at mean 1e4": partial(keeps_digits_far_from_zero, 1e4),
+    "finite on constants": on_every_input(partial(is_finite_on, lambda x: 0 * x + CONSTANT)),
+    "finite at scale 1e-12": on_every_input(partial(is_finite_on, lambda x: 1e-12 * x)),
+    "finite at scale 1e12": on_every_input(partial(is_finite_on, lambda x: 1e12 * x)),
+    "one sample": takes_one_sample,
+    "one position": takes_one_position,
+    "empty batch": takes_empty_batch,
+}
