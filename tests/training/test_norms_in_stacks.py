@@ -23,11 +23,8 @@ from training_cases import (
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-<<<<<<< HEAD
-=======
 from normexp.checks.preflight import cannot_stack
 from normexp.checks.sites import probe_batch
->>>>>>> checks
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
 from normexp.norms.factory import NormFactory
