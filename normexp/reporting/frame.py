@@ -146,8 +146,10 @@ def interval_row(interval: Interval, digits: int) -> dict[str, Any]:
 def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> list[Row]:
     """The rows as dicts of plain Python values; missing is None."""
     chosen = table if columns is None else table[list(columns)]
-    chosen = chosen.astype(object)
-    return chosen.where(chosen.notna(), None).to_dict("records")
+    return [
+        {name: None if value != value else value for name, value in row.items()}  # NaN is not NaN
+        for row in chosen.to_dict("records")
+    ]
 
 
 def _read_row(study: str, run_dir: Path) -> dict[str, Any]:

@@ -224,8 +224,9 @@ def _losses_over_data(parts: list[Slice]) -> list[Loss]:
     smallest, largest = part.sizes[0], part.sizes[-1]
     where = f"on average from {AXIS_WORDS[part.axis]} {largest} to {smallest}"
     losses = []
+    by_place = [_by_norm_and_size(one) for one in parts]
     for norm in _shared_norms(parts, lambda points: {smallest, largest} <= set(points["size"])):
-        ends = [_point(one, norm, size) for size in (largest, smallest) for one in parts]
+        ends = [points[norm, size] for size in (largest, smallest) for points in by_place]
         if smallest == largest or any(point["independent"] for point in ends):
             continue
         drop, counts = _difference_over_data(ends[: len(parts)], ends[len(parts) :], parts)
@@ -255,11 +256,12 @@ def _compare_over_data(parts: list[Slice]) -> list[Comparison]:
     if len(norms) < 2:
         return []
     reference = reference_of(norms)
-    others = [_point(part, reference, size) for part in parts]
+    by_place = [_by_norm_and_size(part) for part in parts]
+    others = [points[reference, size] for points in by_place]
     drafts = []
     for norm in norms:
         if norm != reference:
-            own = [_point(part, norm, size) for part in parts]
+            own = [points[norm, size] for points in by_place]
             difference, counts = _difference_over_data(own, others, parts)
             drafts.append(Comparison(norm, reference, size, difference, NOTHING, counts))
     return _judge(drafts, parts[0].metric, f"At {AXIS_WORDS[parts[0].axis]} {size}")
@@ -363,9 +365,8 @@ def _shared_norms(parts: Sequence[Slice], has: Callable[[pd.DataFrame], bool]) -
     return [norm for norm in parts[0].norms if all(norm in found for found in present)]
 
 
-def _point(part: Slice, norm: str, size: int) -> Row:
-    points = part.points
-    return plain_rows(points[(points["norm"] == norm) & (points["size"] == size)])[0]
+def _by_norm_and_size(part: Slice) -> dict[tuple[str, int], Row]:
+    return {(row["norm"], row["size"]): row for row in plain_rows(part.points)}
 
 
 # Notes and counts

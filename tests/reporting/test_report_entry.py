@@ -282,7 +282,7 @@ def test_no_torch_is_imported(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_two_thousand_runs_are_reported_in_half_a_minute(tmp_path: Path):
+def test_two_thousand_runs_take_half_a_minute_of_computing(tmp_path: Path):
     rng = np.random.default_rng(0)
     for data in ("a", "b", "c", "d", "e"):
         for norm in range(10):
@@ -290,6 +290,6 @@ def test_two_thousand_runs_are_reported_in_half_a_minute(tmp_path: Path):
                 values = dict(enumerate(rng.normal(0.9, 0.01, 8).tolist()))
                 options = {"norm_batch_size": size, "mixes_samples": True, "data": data}
                 write_cell(tmp_path, f"norm{norm}", values, with_history=True, **options)
-    start = time.monotonic()
+    start = time.process_time()  # of all threads
     report(tmp_path)
-    assert time.monotonic() - start < 30
+    assert time.process_time() - start < 30

@@ -114,7 +114,9 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
 
 
 def test_values_are_of_finished_seeds_alone_and_others_are_counted(tmp_path: Path):
-    path = write_cell(tmp_path, "batch", {0: 0.9, 1: None, 2: 0.8, 3: 0.7}, failed=[3])
+    path = write_cell(tmp_path, "batch", {0: 0.9, 2: 0.8, 3: 0.7}, failed=[3])
+    last_seen = {"metrics": {"test/accuracy": 0.1}}  # of a run that diverged, so no result of it
+    write_cell(tmp_path, "batch", {1: None}, result=last_seen)
     write_cell(tmp_path, "group", dict.fromkeys(range(6), 0.9))
     values = values_of(read_studies(tmp_path, ["synthetic"]).runs, ACCURACY)[str(path)]
     assert values.dropna().to_dict() == {0: 90.0, 2: 80.0}
