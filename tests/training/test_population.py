@@ -30,11 +30,11 @@ def backwards(num_features: int) -> nn.Module:
     """A norm whose momentum is the weight of the old value."""
 
     class Backwards(BatchNorm):
-        def _kernel_advances(self, x: Tensor) -> bool:
+        def kernel_moves_averages(self, x: Tensor) -> bool:
             del x
             return False  # the kernel takes the momentum as it is
 
-        def _factor(self, step: Tensor, dtype: torch.dtype):
+        def new_weight(self, step: Tensor, dtype: torch.dtype):
             del step, dtype
             assert self.momentum is not None
             return 1 - self.momentum

@@ -25,12 +25,12 @@ class Breaks(BatchNorm):
     limit = 1_000_000
     forwards = 0
 
-    def _kernel_advances(self, x: Tensor) -> bool:
+    def kernel_moves_averages(self, x: Tensor) -> bool:
         del x
-        return False  # but through `_advance`
+        return False  # but through `advance`
 
-    def _advance(self, moments: Moments) -> None:
-        super()._advance(moments)
+    def advance(self, groups: Moments) -> None:
+        super().advance(groups)
         Breaks.forwards += 1
         if Breaks.forwards == Breaks.limit:
             raise RuntimeError("broken")
