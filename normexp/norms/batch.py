@@ -302,7 +302,7 @@ def normalize_groups(
         out, mean, scale = (torch.stack(values) for values in zip(*parts, strict=True))
     else:
         folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels become channels of their own
-        repeated = Affine(*(None if v is None else v.repeat(num_groups) for v in affine))
+        repeated = Affine(*[None if v is None else v.repeat(num_groups) for v in affine])
         out, mean, scale = _batch_norm_kernel(folded, repeated, eps)
         out = out.unflatten(1, (num_groups, num_channels)).movedim(1, 0)
     shape = (num_groups, 1, num_channels, *[1] * (x.ndim - 3))

@@ -48,8 +48,8 @@ def centre(x: Tensor, mean: Tensor, real: Tensor | None) -> Tensor:
 def count_values(x: Tensor, real: Tensor | None, dims: tuple[int, ...]) -> int | Tensor:
     """Returns how many values of `x` each statistic over `dims` pools."""
     if real is None:
-        return math.prod(x.shape[dim] for dim in dims)
-    shared = math.prod(x.shape[dim] for dim in dims if real.shape[dim] == 1)
+        return math.prod([x.shape[dim] for dim in dims])  # lists: dynamo cannot trace a generator
+    shared = math.prod([x.shape[dim] for dim in dims if real.shape[dim] == 1])
     count = real.sum(dim=dims, keepdim=True) if dims else real
     return count.to(x.dtype) * shared if shared != 1 else count.to(x.dtype)
 

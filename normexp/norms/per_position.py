@@ -118,7 +118,7 @@ class PositionwiseNorm(RunningMomentsNorm):
     def _affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
         """Returns the weight and bias (C * T,) of the features that `join` makes of x."""
         rows = self.affine_per_position(x, affine)
-        return Affine(*(None if row is None else join(row, x).to(x.dtype) for row in rows))
+        return Affine(*[None if row is None else join(row, x).to(x.dtype) for row in rows])
 
     @torch.no_grad()
     def _advance_rows(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from norm_cases import EPS, SHAPES, C, gradients, random_tensor, randomize
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.evonorm import EvoNormB0, EvoNormS0
 from normexp.norms.filter_response import FilterResponseNorm
@@ -141,3 +143,45 @@ def test_group_norm_spans_layer_and_instance_norm():
     one, each = GroupNorm(C, num_groups=1).double(), GroupNorm(C, num_groups=C).double()
     assert_close(one(x), LayerNorm(C).double()(x), rtol=0, atol=1e-12)
     assert_close(each(x), InstanceNorm(C).double()(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_features", "num_groups", "expected"),
+    [(48, 32, 24), (48, 16, 16), (16, 32, 8), (7, 2, 1), (12, 5, 4), (1, 8, 1), (8, 8, 8)],
+)
+def test_nearest_policy_takes_and_logs_the_nearest_divisor(
+    caplog, num_features, num_groups, expected
+):
+    with caplog.at_level(logging.INFO):
+        norm = GroupNorm(num_features, num_groups=num_groups, groups_policy="nearest")
+    assert norm.num_groups == expected
+    assert len(caplog.messages) == (num_groups != expected)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"num_groups": 32}, "num_groups=32.*num_features=48.*num_groups=24 or 48"),
+        ({"num_groups": 0}, "num_groups=0.*try norm.num_groups=1"),
+        ({"num_groups": 2, "groups_policy": "gcd"}, "groups_policy=gcd.*strict.*nearest"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused_with_what_does(knobs, message):
+    with pytest.raises(UserError, match=message):
+        GroupNorm(48, **knobs)
+
+
+@pytest.mark.parametrize("shape", [(4, C), (4, C, 1, 1)])
+def test_groups_of_one_value_are_refused(shape):
+    for make in (GroupNorm, EvoNormS0):
+        with pytest.raises(UserError, match=r"num_groups=8.*\(4, 8.*try"):
+            make(C, num_groups=C)(torch.zeros(shape))
+
+
+def test_learned_eps_of_filter_response_norm_admits_one_position_and_counts_by_its_size():
+    norm = FilterResponseNorm(C, eps=1e-6, learn_eps=True).double()
+    assert norm.learned_eps is not None
+    out = norm(torch.full((4, C), 0.01, dtype=torch.double))
+    assert_close(out, torch.full_like(out, 0.01 / (2e-4 + 1e-6) ** 0.5), rtol=1e-6, atol=0)
+    nn.init.constant_(norm.learned_eps, -1e-4)
+    assert_close(norm(torch.full((4, C), 0.01, dtype=torch.double)), out, rtol=1e-6, atol=0)
