@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,12 +88,15 @@ def test_unknown_study_is_refused(cell_dir: Path):
         normexp.load_study("loadde", runs_dir=cell_dir.parents[1])
 
 
-def test_unreadable_run_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    (tmp_path / "runs" / "torn" / "cell" / "seed-0").mkdir(parents=True)
+def test_cell_that_has_not_ended_is_a_warning(
+    cell_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shutil.copytree(cell_dir, tmp_path / "torn" / cell_dir.name)
+    (tmp_path / "torn" / "begun-cell" / "seed-0").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, logger="normexp"):
-        table = normexp.load_study("torn", runs_dir=tmp_path / "runs")
-    assert len(table) == 0
-    assert "the run has not ended" in caplog.text
+        table = normexp.load_study("torn", runs_dir=tmp_path)
+    assert set(table["cell_id"]) == {cell_dir.name}
+    assert "begun-cell" in caplog.text
 
 
 def test_importing_normexp_imports_no_torch():
