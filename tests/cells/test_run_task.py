@@ -172,6 +172,11 @@ def test_checkpoint_of_an_ended_stack_is_removed_by_the_next_command(
     train_one(tmp_path)
     assert [path.name for path in stack.iterdir()] == [LOG_FILE]
     assert (cell / "seed-0/result.json").stat().st_ino == before
+    result = read_result(cell / "seed-0")
+    commit_results(stack, [result])
+    (cell / "seed-0/result.json").unlink()  # killed before the first result.json
+    train_one(tmp_path)
+    assert read_result(cell / "seed-0") == result
 
 
 def test_recorded_cell_names_the_command_that_adds_an_evaluation(
