@@ -85,10 +85,10 @@ def _run(
                 return [busy] * len(specs)
             for each in open_cells:
                 each.clean_up()
-            open_cells = _open_cells(cells)  # another process may have recorded runs meanwhile
+            open_cells = _open_cells(cells)  # cleaning up, or another process, may leave none
             trained = {each.cell.id for each in open_cells}
             try:
-                error = _train(open_cells, on_begin, on_steps, stop)
+                error = _train(open_cells, on_begin, on_steps, stop) if open_cells else ""
             except Interrupted:
                 return [each.outcome("stopped") for each in cells]
     return [_settle(each, error, trained, is_alone=len(cells) == 1) for each in cells]

@@ -30,7 +30,7 @@ from normexp.checks.sites import (
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.adapt import first_line
-from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
+from normexp.norms.site import Site, named_sites
 
 logger = logging.getLogger(__name__)
 

@@ -75,15 +75,16 @@ def test_spelling_a_default_out_is_the_same_cell():
 
 def test_a_slot_is_one_training_whoever_says_it():
     by_norm, by_key = prepare("norm=ws"), prepare("norm=none", "conv=weight_standardized")
-    assert by_norm.id == by_key.id
+    assert by_norm.identity == by_key.identity
     assert by_norm.record["conv"] == by_key.record["conv"] == "weight_standardized"
-    assert by_norm.id != prepare("norm=none").id
-    assert prepare("norm=ws", "conv=plain").id == prepare("norm=none").id
+    assert by_norm.identity != prepare("norm=none").identity
+    assert prepare("norm=ws", "conv=plain").identity == prepare("norm=none").identity
 
 
 @pytest.mark.slow
 def test_a_default_of_a_norm_that_has_no_place_is_no_other_training():
-    assert prepare("model=vit", "norm=ws").id == prepare("model=vit", "norm=none").id
+    cells = [prepare("model=vit", f"norm={norm}") for norm in ("ws", "none")]
+    assert cells[0].identity == cells[1].identity
 
 
 @pytest.mark.slow

@@ -17,8 +17,15 @@ from normexp.config.spec import CellSpec, Command
 from normexp.records.committed import commit_results, shared_dir
 from normexp.records.files import FileLock, is_held
 from normexp.records.metrics import read_metrics
-from normexp.records.paths import CHECKPOINT_FILE, ENDED_FILE, LOCK_FILE, LOG_FILE
-from normexp.records.result import Result, read_result
+from normexp.records.paths import (
+    CHECKPOINT_FILE,
+    ENDED_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    seed_dir,
+    stack_dir,
+)
+from normexp.records.result import Result, read_result, write_result
 from normexp.train import main
 
 RATES = ["lr=0.05,0.5"]
@@ -126,6 +133,21 @@ def test_task_is_busy_and_holds_nothing_while_another_process_trains_one_cell(tm
     assert not is_held(first / LOCK_FILE) and not (first / LOCK_FILE).exists()
 
 
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_cell_with_a_failed_or_begun_run_is_trained_alone(tmp_path: Path, has_failed: bool):
+    specs = specs_of(tmp_path)
+    first, _ = (prepare_cell(each.cfg, each.choices) for each in specs if each.cfg)
+    if has_failed:
+        run_dir = seed_dir(first.directory, 0)
+        run_dir.mkdir(parents=True)
+        write_result(run_dir, Result(first.id, 0, "failed", {}, {}, {}, error="no more"))
+    else:
+        stack = stack_dir(first.directory, 0, 1)
+        stack.mkdir(parents=True)
+        (stack / CHECKPOINT_FILE).touch()
+    assert [outcome.status for outcome in run_task(specs)] == ["alone", "alone"]
+
+
 def train_one(tmp_path: Path, *words: str) -> Path:
     line = ["norm=group", "steps=2", "replicas=1", *words, f"runs_dir={tmp_path}"]
     assert main(line) == 0
@@ -150,6 +172,11 @@ def test_checkpoint_of_an_ended_stack_is_removed_by_the_next_command(
     train_one(tmp_path)
     assert [path.name for path in stack.iterdir()] == [LOG_FILE]
     assert (cell / "seed-0/result.json").stat().st_ino == before
+    result = read_result(cell / "seed-0")
+    commit_results(stack, [result])
+    (cell / "seed-0/result.json").unlink()  # killed before the first result.json
+    train_one(tmp_path)
+    assert read_result(cell / "seed-0") == result
 
 
 def test_recorded_cell_names_the_command_that_adds_an_evaluation(

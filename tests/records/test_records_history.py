@@ -107,6 +107,10 @@ def test_known_entries_are_not_written_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "open", denied)  # a study that is only read need not be writable
     append_cells(tmp_path, [*entries, ASKED])
     assert (tmp_path / "study.jsonl").read_bytes() == before
+    monkeypatch.undo()
+    append_cells(tmp_path, [*entries, CellEntry("d0", "norm=none", [0])])
+    assert len((tmp_path / "study.jsonl").read_bytes().splitlines()) == len(before.splitlines()) + 1
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(PermissionError):
         append_cells(tmp_path, [CellEntry("d2", "norm=layer", [0])])
 

@@ -228,7 +228,7 @@ def test_moved_study_is_told_where_it_lies_now(failing: Path, capsys):
     ("words", "message"),
     [
         ([], "study is missing"),
-        (["studdy=s"], "did you mean study=...?"),
+        (["studdy=s"], "did you mean study"),
         (["study=nowhere"], "study=nowhere not found"),
         (["s"], "s"),
     ],

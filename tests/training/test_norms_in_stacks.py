@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from normexp.checks.preflight import cannot_stack, probe_batch
 from omegaconf import open_dict
 from torch import nn
 from training_cases import (
