@@ -339,6 +339,23 @@ class CarelessState(BatchNorm):
         return out
 
 
+class CarelessAtOneLength(nn.Module):
+    """Reads nothing, but for a mean of all that it has seen; takes 8 positions only."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # (N, C, T)
+        if x.shape[2] != 8:
+            raise ValueError("takes 8 positions")
+        if self.training:
+            self.seen.copy_(x.detach().mean())
+        return torch.tanh(x) if mask is None else torch.tanh(x) * mask[:, None]
+
+
 class OneLength(nn.Module):
     """An encoder that takes strings of 8 only."""
 
@@ -376,13 +393,17 @@ def whole_position(num_features: int) -> nn.Module:
             "norm reads padding at blocks.0.attn_norm, blocks.0.mlp_norm, final_norm",
         ),
         (lambda: encoder(NormFactory(CarelessState)), "norm reads padding"),
+        (
+            lambda: OneLength(NormFactory(lambda _: CarelessAtOneLength(), view="sequence")),
+            "norm reads padding",
+        ),
         (lambda: WholeMean(NormFactory(LayerNorm)), "model reads padding"),
         (
             lambda: encoder(NormFactory(lambda n: nn.BatchNorm1d(n), view="sequence")),
             "blocks.0.attn_norm .*norm.view=token",
         ),
     ],
-    ids=["norm", "state", "model", "no mask"],
+    ids=["norm", "state", "state at one length", "model", "no mask"],
 )
 def test_reader_of_padding_is_refused(network: Callable[[], nn.Module], message: str):
     with pytest.raises(UserError, match=message):
