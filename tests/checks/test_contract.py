@@ -162,7 +162,7 @@ def test_swallowed_number_is_named_with_a_value_that_showed_nothing():
     [
         (lambda num_features: num_features, "made a int, not an nn.Module"),
         (broken.per_channel, "needs the argument"),
-        (partial(nn.BatchNorm1d, knob=1), "norm.knob is no argument"),
+        (partial(nn.BatchNorm1d, knob=1), "norm.knob: "),
     ],
     ids=["no module", "missing argument", "unknown knob"],
 )

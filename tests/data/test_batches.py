@@ -97,7 +97,7 @@ def test_replicas_follow_their_seeds_and_chunks_equal_single_steps(augmentation)
 def test_images_are_normalised():
     batches = TrainingBatches(images(), [0], 5, drop_last=True)
     (batch,) = batches.chunk(0, 1, torch.float64)
-    raw = batches.data.train.gather(epoch_order(0, 0, 10)[:5])["inputs"]
+    raw = batches.data.train.gather(epoch_order(0, 0, 10)[:5])["inputs"].double()
     torch.testing.assert_close(batch["inputs"][0], (raw / 255 - 0.5) / 0.25)
 
 

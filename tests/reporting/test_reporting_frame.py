@@ -99,7 +99,7 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
     corrupt(cell / "seed-1" / "result.json", "torn")
     (tmp_path / "young" / "cell" / "seed-0").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "study.yaml").write_text("---\n")
+    (tmp_path / "empty" / "study.jsonl").write_text("")
     for name, words in {
         "synthetic": "first problem: .*seed-0",
         "young": "no ended run yet, 1",

@@ -300,12 +300,12 @@ class Breaks(BatchNorm):
     limit = 1_000_000
     forwards = 0
 
-    def _kernel_advances(self, x: Tensor) -> bool:
+    def kernel_moves_averages(self, x: Tensor) -> bool:
         del x
-        return False  # so that `_advance` is called
+        return False  # so that `advance` is called
 
-    def _advance(self, moments: Moments) -> None:
-        super()._advance(moments)
+    def advance(self, moments: Moments) -> None:
+        super().advance(moments)
         Breaks.forwards += 1
         if Breaks.forwards == Breaks.limit:
             raise RuntimeError("broken")
