@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from normexp.batching.replicas import suitable_threads
-from normexp.batching.sizes import Sizes
 from normexp.build import (
     NetworkBuilder,
     build_data,
@@ -24,9 +23,14 @@ from normexp.build import (
     check_trainer,
 )
 from normexp.cells.naming import id_of, identity_of, record_of
-from normexp.cells.plan import Plan, check_norm_batch_size, num_devices_of, plan_training
+from normexp.cells.plan import (
+    Plan,
+    check_norm_batch_size,
+    num_devices_of,
+    plan_evaluation,
+    plan_training,
+)
 from normexp.checks.preflight import Traits, check_optimizer, examine
-from normexp.checks.sites import name_some
 from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -35,6 +39,8 @@ from normexp.norms.factory import NormFactory
 from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.optim import parameter_groups
+
+logger = logging.getLogger(__name__)
 
 MAX_KEPT = 2  # data sets that the cells of a sweep use in turn
 
@@ -62,64 +68,6 @@ def load_data(cfg: DictConfig) -> Data:
     while len(_kept) > MAX_KEPT:
         del _kept[next(iter(_kept))]
     return data
-
-
-logger = logging.getLogger(__name__)
-
-
-def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -> EvaluationPlan:
-    """The plan that `evaluate_with` and its companions in `cfg` ask for.
-
-    Raises:
-        UserError: batch statistics of more samples than a split has, or of one value, or of a norm
-            that reads later positions of a text through them.
-    """
-    asked = tuple(cfg.evaluate_with)
-    batch_sizes: tuple[int, ...] = ()
-    if "batch" in asked:
-        batch_sizes = tuple(cfg.evaluate_batch_sizes or [sizes.norm])
-        _check_batch_sizes(batch_sizes, data)
-        _check_leak(traits)
-        if traits.mixes_samples:
-            _check_values(min(batch_sizes), traits)
-        else:
-            batch_sizes = ()
-            logger.info("no batch statistics to evaluate with: the norm mixes no samples")
-    return EvaluationPlan(
-        statistics=asked,
-        precise_samples=cfg.precise_samples,
-        group_size=sizes.norm,
-        batch_sizes=batch_sizes,
-        every_epoch=cfg.evaluate_every_epoch,
-    )
-
-
-def _check_batch_sizes(batch_sizes: tuple[int, ...], data: Data) -> None:
-    """Raises UserError unless every split fills at least one batch."""
-    for split in ("val", "test"):
-        num_samples = len(getattr(data, split))
-        if max(batch_sizes) > num_samples:
-            raise UserError(
-                f"evaluate_batch_sizes: {max(batch_sizes)} is more than the {num_samples} samples "
-                f"of {split}; try evaluate_batch_sizes=[{num_samples}] or less"
-            )
-
-
-def _check_leak(traits: Traits) -> None:
-    if traits.leaks_future_in_training:
-        raise UserError(
-            "evaluate_with=batch: the statistics of a batch show this norm later positions of the "
-            "text, so that no loss is a likelihood; try evaluate_with=[running,precise]"
-        )
-
-
-def _check_values(batch_size: int, traits: Traits) -> None:
-    single = traits.single_valued(batch_size)
-    if single:
-        raise UserError(
-            f"evaluate_batch_sizes={batch_size} leaves one value per statistic at "
-            f"{name_some(single)}; try evaluate_batch_sizes=[{2 * batch_size}]"
-        )
 
 
 @dataclass(frozen=True)
