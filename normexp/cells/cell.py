@@ -36,9 +36,9 @@ from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.optim import parameter_groups
 
-MAX_KEPT = 2  # data sets that the cells of a sweep use in turn
+MAX_KEPT = 2  # data sets kept in memory at once
 
-_kept: dict[str, Data] | None = None  # by config, the latest last; None outside `keeping_data`
+_kept: dict[str, Data] | None = None  # by config, latest last; None outside `keeping_data`
 
 
 @contextmanager
@@ -68,11 +68,11 @@ logger = logging.getLogger(__name__)
 
 
 def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -> EvaluationPlan:
-    """The plan that `evaluate_with` and its companions in `cfg` ask for.
+    """The evaluation plan of `evaluate_with` and related keys in `cfg`.
 
     Raises:
-        UserError: batch statistics of more samples than a split has, or of one value, or of a norm
-            that reads later positions of a text through them.
+        UserError: a batch larger than a split; batch statistics over a single value, or over later
+            positions of a text.
     """
     asked = tuple(cfg.evaluate_with)
     batch_sizes: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -
             _check_values(min(batch_sizes), traits)
         else:
             batch_sizes = ()
-            logger.info("no batch statistics to evaluate with: the norm mixes no samples")
+            logger.info("no batch statistics to evaluate with: the norm does not mix samples")
     return EvaluationPlan(
         statistics=asked,
         precise_samples=cfg.precise_samples,
@@ -108,8 +108,8 @@ def _check_batch_sizes(batch_sizes: tuple[int, ...], data: Data) -> None:
 def _check_leak(traits: Traits) -> None:
     if traits.leaks_future_in_training:
         raise UserError(
-            "evaluate_with=batch: the statistics of a batch show this norm later positions of the "
-            "text, so that no loss is a likelihood; try evaluate_with=[running,precise]"
+            "evaluate_with=batch: batch statistics of this norm include later positions of the "
+            "text, so the loss is meaningless; try evaluate_with=[running,precise]"
         )
 
 
@@ -124,7 +124,7 @@ def _check_values(batch_size: int, traits: Traits) -> None:
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything about a training but its seed, built and checked."""
+    """Everything about a training except its seed, built and checked."""
 
     cfg: DictConfig
     id: str
@@ -168,7 +168,7 @@ class Cell:
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
-    """Builds, probes and names a cell. Every mistake of the user's is raised here, before any work.
+    """Builds, probes and names a cell. Raises every user mistake before any training.
 
     Args:
         choices: the name chosen in each config group.
@@ -190,7 +190,10 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
         norm.norm_batch_size = None
-        logger.info("the norm mixes no samples: every norm_batch_size is this one cell")
+        logger.info(
+            "this norm does not mix samples, so norm_batch_size has no effect: training it once "
+            "for all sizes"
+        )
     slots = changed(norm.slots, norm.used)
     identity = identity_of(cfg, data, plan, slots, mixes_samples=traits.mixes_samples)
     return Cell(
@@ -208,10 +211,10 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
 
 
 def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
-    """Refuses a slot of the config for which the built model has no place; notes one of the norm's.
+    """Refuses a slot of the config that the model does not have; logs one set by the norm.
 
     Raises:
-        UserError: with the models that have one.
+        UserError: names the models that have the slot.
     """
     for key in without_place(cfg, norm.used):
         lacks, fits = PLACES[key]
@@ -219,11 +222,11 @@ def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
     for key in without_place(cfg.norm, norm.used):
         lacks, _ = PLACES[key]
         value = as_typed(cfg.norm[key])
-        logger.info("the norm's %s=%s is left out: model=%s has %s", key, value, model, lacks)
+        logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
 
 
 def _check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
-    """Builds the optimizer as the training will, to see that it holds every parameter."""
+    """Builds the training's optimizer, to check that it holds every parameter."""
     groups = parameter_groups(
         network, weight_decay=cfg.optim.weight_decay, decay_norm=cfg.optim.decay_norm
     )

@@ -108,7 +108,7 @@ class Plan:
 
 
 def plan_training(cfg: DictConfig, num_train: int) -> Plan:
-    """Returns the plan of a cell, with the sizes for which one device trains the same.
+    """Returns the plan of a cell, with the equivalent sizes on one device.
 
     Raises:
         UserError: values that contradict each other.
@@ -155,7 +155,7 @@ def num_devices_of(cfg: DictConfig) -> int:
 
 
 def sizes_of(cfg: DictConfig) -> Sizes:
-    """Returns the sizes for which one device trains the same. Raises UserError, see `Sizes`."""
+    """Returns the equivalent sizes on one device. Raises UserError, see `Sizes`."""
     asked = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
     num_devices, is_synchronized = num_devices_of(cfg), synchronized(cfg)
     if num_devices > 1 and is_synchronized and asked.norm < asked.micro:
@@ -183,7 +183,7 @@ def check_norm_batch_size(cfg: DictConfig, sizes: Sizes) -> None:
 
 
 def _check_presence(cfg: DictConfig, sizes: Sizes, num_train: int) -> None:
-    """Raises UserError if a device gets nothing of the last batch: the others would wait for it."""
+    """Raises UserError if a device has no sample of the last batch: the others would wait."""
     rest = 0 if cfg.drop_last else num_train % sizes.batch_size
     count = num_devices_of(cfg)
     last_device = Share(count - 1, count)
