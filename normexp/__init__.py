@@ -21,10 +21,10 @@ __all__ = ["load", "load_study", "run"]
 
 
 def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
-    """Trains what the words of a `python -m normexp.train` command ask for, unless recorded.
+    """Trains like `python -m normexp.train` with these words, and skips recorded runs.
 
-    Returns one result per cell and seed, in the order of the cells; failed and diverged runs are
-    results as well:
+    Returns one result per cell and seed, in the order of the cells, including failed and diverged
+    runs:
 
         results = normexp.run(["norm=group", "lr=0.3", "study=mine"])
         scores = [result.metrics["val/accuracy"] for result in results]
@@ -33,7 +33,7 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     Args:
         overrides: as on the command line; -m, --config-dir and experiments are understood.
         workers: processes that train the cells of a sweep; 0: this process trains them in turn.
-            More need a script with `if __name__ == "__main__":`, as multiprocessing does.
+            Other values need a script with `if __name__ == "__main__":`, as multiprocessing does.
 
     Raises:
         normexp.errors.UserError: a mistake. In a sweep the other cells are trained first.
@@ -47,7 +47,7 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
         raise UserError(f"overrides={overrides!r}: must be a list of words, as in ['norm=group']")
     command = parse_command(overrides)
     if command.asks_hydra or command.launcher is not None:
-        raise UserError(f"overrides={overrides}: --cfg, --info and launchers work in a shell alone")
+        raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
     cells = compose_cells(command)
 
     from normexp.sweeps.sweep import train_cells

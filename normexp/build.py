@@ -1,4 +1,4 @@
-"""From config to objects: the one place that instantiates what a config names."""
+"""Builds objects from a config; nothing else instantiates the targets that a config names."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from normexp.training.fit import quiet_lightning
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs what it raises
 
-# Keys of a norm's YAML that speak to the model or to us; all others go to the norm.
+# Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
 RESERVED_NORM_KEYS = ("view", "half_life", *SLOTS)
-# Keys of an optimizer's YAML that speak to the training; all others go to the optimizer.
+# Keys of an optimizer's YAML for the training; all others are passed to the optimizer.
 RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight_decay")
 
 
@@ -50,7 +50,7 @@ def build_norm(
     """The factory that builds the norm of every site, and the parts around it that slots set.
 
     Args:
-        momentum: of running averages, where the config gives norm.half_life instead.
+        momentum: of running averages, if the config sets norm.half_life instead.
     """
     make, reserved = norm_maker(cfg, momentum=momentum)
     view = reserved.get("view", "token")
@@ -98,7 +98,7 @@ class NetworkBuilder:
 
 
 def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuilder:
-    """The model that `model` names, given the norm and the facts of the data that it asks for."""
+    """The model that `model` names, called with the norm and the data facts in its signature."""
     make = _instantiate({**plain(cfg.model), "_partial_": True}, "model")
     names = _arguments_of(make)
     target = str(cfg.model["_target_"])
@@ -137,12 +137,12 @@ def synchronized(cfg: DictConfig) -> bool:
     """True if the norm declares that it computes its statistics over all devices."""
     try:
         return spans_devices(get_object(cfg.norm._target_))
-    except Exception:  # whatever a user's module raises on import: `build_norm` reports it
+    except Exception:  # a user's module may raise anything on import: `build_norm` reports it
         return False
 
 
 def check_trainer(cfg: DictConfig) -> None:
-    """Refuses GPUs that this machine lacks, and whatever Lightning's Trainer refuses."""
+    """Refuses GPUs that this machine lacks, and options that Lightning's Trainer refuses."""
     accelerator, devices = cfg.trainer.accelerator, cfg.trainer.devices
     count = torch.cuda.device_count()
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
@@ -160,7 +160,7 @@ def check_trainer(cfg: DictConfig) -> None:
             f"trainer.devices={devices}: this machine has {count} GPU{'s' if count > 1 else ''}; "
             f"try trainer.devices={count} or trainer.accelerator=cpu"
         )
-    one_device = {"devices": 1, "num_nodes": 1, "strategy": "auto"}  # the others are like it
+    one_device = {"devices": 1, "num_nodes": 1, "strategy": "auto"}  # all devices are alike
     try:
         with quiet_lightning():
             options = plain(cfg.trainer) | one_device
@@ -188,7 +188,7 @@ def _arguments_of(make: Callable[..., Any]) -> set[str]:
 
 
 def _offer(make: Callable[..., Any], facts: Mapping[str, Any]) -> Callable[..., Any]:
-    """`make` with those facts bound that its signature names and that no knob has set."""
+    """`make` with the facts bound that its signature names and no knob has set."""
     bound = make.keywords if isinstance(make, partial) else {}
     names = _arguments_of(make) - set(bound)
     wanted = {name: fact for name, fact in facts.items() if name in names}
@@ -196,7 +196,7 @@ def _offer(make: Callable[..., Any], facts: Mapping[str, Any]) -> Callable[..., 
 
 
 def _instantiate(values: dict[str, Any], key: str) -> Any:
-    """Hydra's instantiate, with a user's mistake in one line."""
+    """Hydra's instantiate, with errors turned into a UserError of one line."""
     try:
         return instantiate(values, _convert_="all")
     except InstantiationException as error:
@@ -212,7 +212,7 @@ def _instantiate(values: dict[str, Any], key: str) -> Any:
 
 
 def _explain_import(target: str, key: str, error: ImportError) -> str:
-    """One line for an error of Hydra's, whose cause is what importing the target raised."""
+    """Explains in one line why Hydra could not import a target."""
     cause = error.__cause__ or error
     package, parent = target.partition(".")[0], target.rpartition(".")[0]
     if isinstance(cause, ModuleNotFoundError) and cause.name == package:

@@ -1,4 +1,4 @@
-"""What all entries share: key=value words, --help, exit codes, and one line for a mistake."""
+"""Shared by all entries: key=value words, --help, exit codes, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_command(words: Sequence[str]) -> Command:
-    """Takes overrides and options apart, in any order. Raises UserError for an unknown option."""
+    """Separates overrides from options, in any order. Raises UserError for an unknown option."""
     parser = _Parser(prog="normexp", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
@@ -107,15 +107,15 @@ def _show(config: DictConfig) -> None:
 
 
 def split_options(entry: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that give an option of `entry` its value, and all others."""
+    """The words that set an option of `entry`, and all other words."""
     own = [word for word in words if word.partition("=")[0] in OPTIONS[entry]]
     return own, [word for word in words if word not in own]
 
 
 def read_options(entry: str, words: Sequence[str]) -> dict[str, Any]:
-    """A value for every key in `OPTIONS[entry]`: given, or its default.
+    """The value of every key in `OPTIONS[entry]`: as given, or its default.
 
-    Lists are `[a,b]`, or one value alone; quotes keep commas and brackets in a text.
+    Lists are `[a,b]` or a single value; quotes keep commas and brackets in a text.
 
     Raises:
         UserError: an unknown, doubled or missing key, or a value that its rule refuses.
@@ -139,7 +139,7 @@ def read_options(entry: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(key: str, text: str, rule: Rule) -> Any:
-    """The first reading of a text that the rule accepts: as typed, as a list, or as a text."""
+    """The first interpretation that the rule accepts: a scalar, a list, or the text itself."""
     is_list = text.startswith("[") and text.endswith("]")
     inner = text[1:-1] if is_list else text
     items = [part.strip() for part in re.findall(r"'[^']*'|\"[^\"]*\"|[^,]+", inner)]
@@ -152,7 +152,7 @@ def _read(key: str, text: str, rule: Rule) -> Any:
 
 
 def _scalar(text: str) -> Any:
-    """null, true, false or a number; another text without its quotes."""
+    """null, true, false or a number; otherwise the text without quotes."""
     words = {"null": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]

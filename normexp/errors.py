@@ -1,4 +1,4 @@
-"""The one kind of error that is the user's to mend, and the exit codes of the entries."""
+"""The error for user mistakes, and the exit codes of the entries."""
 
 USER_MISTAKE = 2
 INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""`python -m normexp.status study=NAME`: what a study has, lacks and failed."""
+"""`python -m normexp.status study=NAME`: the ended, missing and failed runs of a study."""
 
 from __future__ import annotations
 

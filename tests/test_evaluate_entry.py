@@ -99,7 +99,7 @@ def test_statistics_that_a_norm_does_not_have_are_absent(
 REFUSED = {
     "far": (["run=/nowhere/at/all"], "/nowhere/at/all does not exist"),
     "near": (["run={cell}x"], "{cell}x does not exist; nearest: {cell}"),
-    "study": (["run={study}"], "{study} is no run"),
+    "study": (["run={study}"], "{study} is not a run"),
     "seed": (["run={cell}/seed-0"], "is one seed of a cell; give the cell, {cell}"),
     "large": (["run={cell}", "evaluate_batch_sizes=[145]"], "145 is more than the 144 samples of"),
 }

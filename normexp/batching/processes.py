@@ -18,8 +18,8 @@ class Processes:
     process divides its losses by the targets of the whole step, and one sum ends the step.
 
     Args:
-        share: of this process.
-        device: of all tensors that are exchanged.
+        share: the part of each step that this process computes.
+        device: holds all exchanged tensors.
     """
 
     def __init__(self, share: Share, device: torch.device) -> None:

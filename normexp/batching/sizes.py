@@ -60,7 +60,7 @@ class Sizes:
         return "accumulated" if accumulated else "ghost" if ghost else "full"
 
     def shared_by(self, count: int, *, synchronized: bool = False) -> Sizes:
-        """Returns the sizes with which one process trains exactly as `count` devices would.
+        """Returns the sizes with which one process trains exactly like `count` devices.
 
         A device sees micro / count samples of a forward, so at most that many share statistics.
         With a `synchronized` norm all samples of a forward do.

@@ -1,4 +1,4 @@
-"""From a cell to what trains it: replicas (new or from a checkpoint), module, callbacks."""
+"""Builds what trains a cell: replicas (new or from a checkpoint), module, callbacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Optimizers of torch that update every value from its own history alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
 
-OnSteps = Callable[[int, int], None]  # gets (step, num_steps) now and then
+OnSteps = Callable[[int, int], None]  # called with (step, num_steps) from time to time
 
 
 def build_module(
@@ -96,7 +96,7 @@ def build_replicas(cell: Cell, seeds: list[int], *, is_stacked: bool | None = No
 def arrange_replicas(
     cell: Cell, networks: list[nn.Module], *, is_stacked: bool | None = None
 ) -> Replicas:
-    """Stacks networks of one cell if they can be stacked and it pays, see `will_stack`."""
+    """Stacks networks of one cell if that is possible and faster, see `will_stack`."""
     device = device_type(cell.cfg.trainer.accelerator)
     set_matmul_precision(cell.cfg.get("matmul_precision", "high"), device)
     if will_stack(cell, len(networks), is_stacked=is_stacked):
@@ -105,7 +105,7 @@ def arrange_replicas(
 
 
 def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None) -> bool:
-    """Returns True if so many replicas will be stacked; logs the reason if they cannot.
+    """Returns True if this many replicas will be stacked; logs the reason if they cannot.
 
     Args:
         is_stacked: the form in a checkpoint, which decides; None without a checkpoint.
@@ -149,7 +149,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
 def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Replicas, int] | None:
     """Builds new networks that a checkpoint fits; returns them and its step.
 
-    None if there is no checkpoint. One that is torn or does not fit is renamed, also None.
+    None without a usable checkpoint; a torn or unfitting one is renamed.
     """
     if not checkpoint.is_file():
         return None

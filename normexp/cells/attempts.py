@@ -113,7 +113,7 @@ def record_death(
         last_output: what the process printed last; goes to the log of the stack.
 
     Returns:
-        The results of `seeds`; none if another process trains the cell already.
+        The results of `seeds`; none if another process already trains the cell.
     """
     assert begun.directory is not None
     with FileLock(begun.directory / LOCK_FILE) as held:
@@ -131,13 +131,13 @@ def record_death(
     return sorted([*ended.values(), *failed], key=lambda run: run.seed)
 
 
-LEAST_FREE = 64 * 1024  # bytes; with less, torch's own errors on writing mean a full disk
+LEAST_FREE = 64 * 1024  # bytes; with less, torch's write errors mean a full disk
 
 
 def full_disk(error: BaseException, directory: Path | None) -> str | None:
     """Returns the message for an error that was caused by a full disk, None for any other error."""
     where = f" below {directory}" if directory is not None else ""
-    message = f"the disk is full{where}: make room, and the same command continues"
+    message = f"the disk is full{where}: free some space, then run the same command to continue"
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:

@@ -19,13 +19,13 @@ from normexp.checks.card import (
 from normexp.config.spec import NormSpec
 from normexp.norms.slots import resolve
 
-PIPE_WIDTH = 120  # characters, where no terminal says how many there are
+PIPE_WIDTH = 120  # characters, without a terminal
 
 
 def measure_cards(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; says on stderr which one is being measured."""
     cards = []
-    made = [norm_maker(one.config) for one in norms]  # a target that does not import, first
+    made = [norm_maker(one.config) for one in norms]  # fails first if a target does not import
     for one, (make, reserved) in zip(norms, made, strict=True):
         if sys.stderr.isatty():
             print(f"measuring {one.name} ...", file=sys.stderr)

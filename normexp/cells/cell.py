@@ -42,9 +42,9 @@ from normexp.training.optim import parameter_groups
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT = 2  # data sets that the cells of a sweep use in turn
+MAX_KEPT = 2  # data sets kept in memory at once
 
-_kept: dict[str, Data] | None = None  # by config, the latest last; None outside `keeping_data`
+_kept: dict[str, Data] | None = None  # by config, latest last; None outside `keeping_data`
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def load_data(cfg: DictConfig) -> Data:
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything about a training but its seed, built and checked."""
+    """Everything about a training except its seed, built and checked."""
 
     cfg: DictConfig
     id: str
@@ -116,7 +116,7 @@ class Cell:
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
-    """Builds, probes and names a cell. Every mistake of the user's is raised here, before any work.
+    """Builds, probes and names a cell. Raises every user mistake before any training.
 
     Args:
         choices: the name chosen in each config group.
@@ -138,7 +138,10 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
         norm.norm_batch_size = None
-        logger.info("the norm mixes no samples: every norm_batch_size is this one cell")
+        logger.info(
+            "this norm does not mix samples, so norm_batch_size has no effect: training it once "
+            "for all sizes"
+        )
     slots = changed(norm.slots, norm.used)
     identity = identity_of(cfg, data, plan, slots, mixes_samples=traits.mixes_samples)
     return Cell(
@@ -156,10 +159,10 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
 
 
 def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
-    """Refuses a slot of the config for which the built model has no place; notes one of the norm's.
+    """Refuses a slot of the config that the model does not have; logs one set by the norm.
 
     Raises:
-        UserError: with the models that have one.
+        UserError: names the models that have the slot.
     """
     for key in without_place(cfg, norm.used):
         lacks, fits = PLACES[key]
@@ -167,11 +170,11 @@ def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
     for key in without_place(cfg.norm, norm.used):
         lacks, _ = PLACES[key]
         value = as_typed(cfg.norm[key])
-        logger.info("the norm's %s=%s is left out: model=%s has %s", key, value, model, lacks)
+        logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
 
 
 def _check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
-    """Builds the optimizer as the training will, to see that it holds every parameter."""
+    """Builds the training's optimizer, to check that it holds every parameter."""
     groups = parameter_groups(
         network, weight_decay=cfg.optim.weight_decay, decay_norm=cfg.optim.decay_norm
     )

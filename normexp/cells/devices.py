@@ -59,7 +59,7 @@ def train_on_devices(
 
 
 def follow(peers: Peers) -> int:
-    """Trains what the first process orders until its command ends; returns the exit code.
+    """Trains the first process's stacks until its command ends; returns the exit code.
 
     Prints nothing: the first process reports refusals and results.
     """

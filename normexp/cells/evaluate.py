@@ -1,4 +1,4 @@
-"""Evaluating a finished cell again, from the weights it kept."""
+"""Evaluates a finished cell again, from its saved weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     """Evaluates every finished run of a cell, adds to its evaluation.json, and prints a table.
 
     Args:
-        asked: evaluate_with and its companions; they replace the values of the training.
+        asked: evaluate_with and related keys; they replace the values of the training.
 
     Raises:
         UserError: no finished cell, changed code or data, or an evaluation that is not possible.
@@ -54,7 +54,7 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     choices = {group: results[0].config[group] for group in GROUPS}
     cfg = DictConfig(OmegaConf.merge(load_config(cell_dir), asked))
-    place_on_one_device(cfg)  # whatever trained it
+    place_on_one_device(cfg)  # evaluation does not need the devices of the training
     if not torch.cuda.is_available():
         cfg.trainer.accelerator = "cpu"
     cell = prepare_cell(cfg, choices)
@@ -94,7 +94,7 @@ def save_evaluations(cell_dir: Path, contents: Contents) -> None:
 
 
 def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
-    """Logs the command that adds the evaluations that are asked for and that recorded runs lack."""
+    """Logs the command that adds the requested evaluations that recorded runs lack."""
     folders = [seed_dir(cell.directory, seed) for seed in seeds]
     if not cell.evaluation.adds or all((each / EVALUATION_FILE).is_file() for each in folders):
         return

@@ -87,7 +87,7 @@ def find_cell(run: Path) -> Path:
     if run.is_dir():
         cells = [path.name for path in Study(run).list_cells()]
         inside = f"; it is a study with the runs {_some(cells)}" if cells else ""
-        raise UserError(f"{run} is no run: it has no {CONFIG_FILE}{inside}")
+        raise UserError(f"{run} is not a run: it has no {CONFIG_FILE}{inside}")
     folder = run.parent
     known = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or sorted(known)[:3]

@@ -1,4 +1,4 @@
-"""Where the log messages of normexp's own modules go: stderr, a list, the log of a stack."""
+"""Sends the log messages of normexp's own modules to stderr, a list, or the log of a stack."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def collected_messages() -> Iterator[list[str]]:
 
 
 class OnceFilter(logging.Filter):
-    """Passes each message once, because the cells and runs of a command log many of the same.
+    """Passes each message once, because the cells and runs of a command repeat many.
 
     Args:
         known: messages that are not passed at all.
@@ -72,7 +72,7 @@ def messages_to_stderr(known: Iterable[str] = ()) -> Iterator[None]:
 
 @contextmanager
 def messages_to_file(path: Path) -> Iterator[None]:
-    """Appends messages to a file, in addition to where they go otherwise."""
+    """Also appends messages to a file inside the block."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     level = PACKAGE.level

@@ -1,4 +1,4 @@
-"""What a training is called: its identity, its id, and the plain values in its record."""
+"""The identity of a training, its id, and the config in its record."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from normexp.records.identity import canonical_sizes, cell_id, differences, sour
 
 GROUPS = ("norm", "model", "data", "optim")
 
-# Raised by one when a default or the meaning of a choice changes: {"norm/group": 2}. "config" is
-# the choice of the keys at the top of conf/config.yaml. The number is part of what is hashed, so
-# that trainings of before and after are different cells.
+# Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
+# "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
+# before and after the change are different cells.
 VERSIONS: dict[str, int] = {}
 
-# Keys that `Plan` and the slots have turned into the values that the identity holds.
+# Keys that the identity holds only in derived form, from `Plan` and the slots.
 TURNED = {
     *("epochs", "steps", "samples", "lr_rule", "base_batch_size", "optim.default_lr"),
     *("norm.half_life", *SLOTS, *(f"norm.{slot}" for slot in SLOTS)),
@@ -36,7 +36,7 @@ TURNED = {
 def identity_of(
     cfg: DictConfig, data: Data, plan: Plan, slots: Mapping[str, Any], *, mixes_samples: bool
 ) -> dict[str, Any]:
-    """Everything that defines a training but its seed, as derived values in one spelling.
+    """Everything that defines a training except its seed, as derived values in canonical form.
 
     Holds digests of the data and of a user's own modules, so that an edited one is a new cell.
 
@@ -63,10 +63,10 @@ def identity_of(
 
 
 def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
-    """The id of a cell: what differs from the shipped defaults is hashed, nothing else.
+    """The id of a cell: a slug, and a hash of everything that differs from the shipped defaults.
 
     Args:
-        identity: of `identity_of`.
+        identity: from `identity_of`.
         choices: the name chosen in each config group.
     """
     defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
@@ -101,7 +101,7 @@ def record_of(
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without the keys that define no training, and those in `TURNED`."""
+    """The keys of a config that define the training, without the keys in `TURNED`."""
 
     def counts(key: str) -> bool:
         return in_identity(key) and key not in TURNED
@@ -116,7 +116,7 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:
-    """What is hashed of a group: a shipped choice by name, and the user's own in full."""
+    """The hashed content of a group: a shipped choice by name, a user's own in full."""
     defaults = shipped_defaults(group, choice)
     if defaults is None:
         target = values["_target_"]
@@ -136,7 +136,7 @@ def _slug(identity: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
 
 
 def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:
-    """A part's own `name`, as torchvision's resnet50; else its choice, or the user's class."""
+    """The `name` of a part, as in torchvision's resnet50; otherwise its choice or user's class."""
     if isinstance(values.get("name"), str):
         return values["name"]
     is_shipped = shipped_defaults(group, choice) is not None

@@ -112,7 +112,7 @@ class Plan:
 
 
 def plan_training(cfg: DictConfig, num_train: int) -> Plan:
-    """Returns the plan of a cell, with the sizes for which one device trains the same.
+    """Returns the plan of a cell, with the equivalent sizes on one device.
 
     Raises:
         UserError: values that contradict each other.
@@ -159,7 +159,7 @@ def num_devices_of(cfg: DictConfig) -> int:
 
 
 def sizes_of(cfg: DictConfig) -> Sizes:
-    """Returns the sizes for which one device trains the same. Raises UserError, see `Sizes`."""
+    """Returns the equivalent sizes on one device. Raises UserError, see `Sizes`."""
     asked = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
     num_devices, is_synchronized = num_devices_of(cfg), synchronized(cfg)
     if num_devices > 1 and is_synchronized and asked.norm < asked.micro:
@@ -187,7 +187,7 @@ def check_norm_batch_size(cfg: DictConfig, sizes: Sizes) -> None:
 
 
 def _check_presence(cfg: DictConfig, sizes: Sizes, num_train: int) -> None:
-    """Raises UserError if a device gets nothing of the last batch: the others would wait for it."""
+    """Raises UserError if a device has no sample of the last batch: the others would wait."""
     rest = 0 if cfg.drop_last else num_train % sizes.batch_size
     count = num_devices_of(cfg)
     last_device = Share(count - 1, count)
@@ -211,11 +211,11 @@ def _norm_momentum(cfg: DictConfig, sizes: Sizes) -> float | None:
 
 
 def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -> EvaluationPlan:
-    """The plan that `evaluate_with` and its companions in `cfg` ask for.
+    """The evaluation plan of `evaluate_with` and related keys in `cfg`.
 
     Raises:
-        UserError: batch statistics of more samples than a split has, or of one value, or of a norm
-            that reads later positions of a text through them.
+        UserError: a batch larger than a split; batch statistics over a single value, or over later
+            positions of a text.
     """
     asked = tuple(cfg.evaluate_with)
     batch_sizes: tuple[int, ...] = ()
@@ -227,7 +227,7 @@ def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -
             _check_values(min(batch_sizes), traits)
         else:
             batch_sizes = ()
-            logger.info("no batch statistics to evaluate with: the norm mixes no samples")
+            logger.info("no batch statistics to evaluate with: the norm does not mix samples")
     return EvaluationPlan(
         statistics=asked,
         precise_samples=cfg.precise_samples,
@@ -251,8 +251,8 @@ def _check_batch_sizes(batch_sizes: tuple[int, ...], data: Data) -> None:
 def _check_leak(traits: Traits) -> None:
     if traits.leaks_future_in_training:
         raise UserError(
-            "evaluate_with=batch: the statistics of a batch show this norm later positions of the "
-            "text, so that no loss is a likelihood; try evaluate_with=[running,precise]"
+            "evaluate_with=batch: batch statistics of this norm include later positions of the "
+            "text, so the loss is meaningless; try evaluate_with=[running,precise]"
         )
 
 

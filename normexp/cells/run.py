@@ -1,6 +1,6 @@
-"""Trains one task: claims its cells, trains the runs that are missing, records them.
+"""Trains one task: locks its cells, trains their missing runs, records them.
 
-A task is one cell, or several cells that differ in their learning rate alone and fit in one stack.
+A task is one cell, or several cells that differ only in learning rate and fit in one stack.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def run_task(
 ) -> list[Outcome]:
     """Trains the missing runs of a task; returns the outcome of each cell, in their order.
 
-    Nothing that a cell raises passes through: a mistake of the user's is a `refused` outcome, any
-    other error a `failed` one. If another process trains one of the cells, nothing is trained and
-    all are `busy`. A cell that is `alone` has to be trained as a task of its own, because it does
-    not stack with the others or because their stack failed.
+    Errors become outcomes: `refused` for a user's mistake, `failed` for any other error. If another
+    process trains one of the cells, nothing is trained and all are `busy`. A cell that is `alone`
+    must be trained as a task of its own, because it does not stack with the others or because their
+    stack failed.
 
     Args:
         on_begin: called before a cell trains, with its position in the task and its outcome so far.
@@ -96,10 +96,10 @@ def _run(
 
 @dataclass(frozen=True)
 class TaskCell:
-    """A prepared cell of a task, and what is on disk of the seeds that are asked for.
+    """A prepared cell of a task, and the records of its requested seeds.
 
     Attributes:
-        messages: what was logged while the cell was prepared; for the log of its stack.
+        messages: logged while the cell was prepared; they go to the log of its stack.
     """
 
     position: int
@@ -116,7 +116,7 @@ class TaskCell:
         return self.records().missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
 
     def outcome(self, status: CellStatus, error: str = "", holder: int | None = None) -> Outcome:
-        """The outcome with what is recorded now; if a run has failed, so has an ended cell."""
+        """The outcome with the present records; an ended cell with a failed run has failed."""
         records = self.records()
         if records.failed and status in ("finished", "skipped"):
             status, error = "failed", error or self._last_failure(records)
@@ -130,14 +130,14 @@ class TaskCell:
         )
 
     def _last_failure(self, records: CellRecords) -> str:
-        """Why a run failed that is not tried again, and how to try it again."""
+        """The error of a failed run that is not retried, and how to retry it."""
         attempts = max(run.attempts for run in records.failed)
         can_retry = self.cell.cfg.retry_failed
         remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
         return f"{records.failed[0].error} (attempt {attempts}; {remedy} tries again)"
 
     def fits_shared_stack(self) -> bool:
-        """True if runs are missing, and none of them has failed or begun in a stack of the cell."""
+        """True if runs are missing, and none of them has failed or has a checkpoint in the cell."""
         records = self.records()
         has_begun = any(self.cell.directory.glob(f"stacks/*/{CHECKPOINT_FILE}"))
         return bool(records.new) and not records.failed and not has_begun

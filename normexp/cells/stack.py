@@ -1,4 +1,4 @@
-"""A stack: runs that are trained together, from their checkpoint if there is one, and recorded."""
+"""A stack: runs that are trained together, resumed from their checkpoint, and recorded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Stack:
 
     @property
     def cell(self) -> Cell:
-        """The first cell; all share everything but id, record and learning rate."""
+        """The first cell; all cells share everything except id, record and learning rate."""
         return self.parts[0][0]
 
     @property
@@ -109,7 +109,7 @@ def train_together(
 
     Args:
         notes: messages from preparing the cell, for the log.
-        stop: a stop request that others than Ctrl-C can set.
+        stop: a stop request that other threads can set too.
         on_steps: shows the progress; None: a progress bar does.
 
     Returns:
@@ -128,9 +128,9 @@ def train_together(
 
 
 def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
-    """`train_stack` in every process of a training but the first: writes nothing."""
+    """Runs `train_stack` in the other processes of a training: writes nothing."""
     stack = Stack([(cell, seeds)])
-    with suitable_threads(cell.elements_per_forward), suppress(Pruned):  # the first one logs that
+    with suitable_threads(cell.elements_per_forward), suppress(Pruned):  # the first process logs it
         module = _build(stack, Recorder([[] for _ in seeds]))
         _fit(stack, module, stop or StopRequest(), on_steps=lambda *_: None)
 
@@ -190,7 +190,7 @@ def _prepare_folders(stack: Stack) -> None:
 
 
 def remove_superseded(cell_dir: Path, seeds: list[int], own: Path) -> None:
-    """Removes checkpoints of other stacks with one of these runs: their metrics are rewritten.
+    """Removes checkpoints of other stacks that share a run, whose metrics are now rewritten.
 
     Args:
         own: the directory of this stack.
@@ -275,7 +275,7 @@ def gpu_name(device: torch.device) -> str | None:
 def peak_memory(device: torch.device) -> dict[str, float]:
     """Returns `peak_memory_mb` of tensors on a GPU in 10^6 bytes, empty for a CPU.
 
-    A CPU only knows the peak of the whole process, which would be that of its largest cell.
+    On a CPU only the peak of the whole process is known, and its largest cell sets it.
     """
     if device.type != "cuda":
         return {}

@@ -1,4 +1,4 @@
-"""What is measured of a network before it trains, and of a norm by itself: its card."""
+"""Measures a network before it trains, and a norm by itself: its card."""
 
 from normexp.checks.contract import assert_contract
 

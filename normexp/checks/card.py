@@ -20,8 +20,8 @@ from normexp.norms.slots import Slots
 
 SCHEMA = 1
 STYLES = {"pass": "green", "fail": "bold red", "value": "", "skipped": "dim"}
-CELL_WIDTH = 12  # of a norm in a comparison, at least
-NAME_WIDTH = 31  # of a line's name
+CELL_WIDTH = 12  # minimum width of a norm's column in a comparison
+NAME_WIDTH = 31  # width of the column with the names of lines
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Card:
         name: as the user calls it.
         target: what was built.
         num_features: channels of the inputs it was measured on; 0 if it cannot be built.
-        takes: its layout, and the numbers of dimensions it takes by itself.
+        takes: its layout, and the numbers of dimensions that it accepts unwrapped.
     """
 
     name: str
@@ -56,7 +56,7 @@ def measure_card(
     slots: Slots,
     contract_only: bool = False,
 ) -> Card:
-    """Builds the norm that `make` makes, again and again, and measures every line.
+    """Measures every line of a norm, building it afresh for each check.
 
     Args:
         make: a class or partial with the user's knobs bound.
@@ -119,7 +119,7 @@ def headline(card: Card) -> str:
 
 
 def verdict(card: Card) -> str:
-    """Whether the contract holds, in one line."""
+    """States in one line whether the contract holds."""
     count = len(card.failures)
     if not count:
         return f"{card.name}: the contract holds"
@@ -127,7 +127,7 @@ def verdict(card: Card) -> str:
 
 
 def outcome(line: Line | None) -> str:
-    """The result of a line in a word or a number; `-` where there is none."""
+    """The result of a line in a word or a number; `-` if there is none."""
     if line is None or line.status == "skipped":
         return "-"
     if line.status == "value":
@@ -161,7 +161,7 @@ def all_failures(cards: Sequence[Card]) -> list[tuple[Card, Line]]:
 
 
 def print_card(console: Console, card: Card) -> None:
-    """Every line with what shows it; the failed ones again at the end, with the target."""
+    """Prints every line with its detail, and the failures again at the end, with the target."""
     console.print(headline(card), markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -178,7 +178,7 @@ def print_card(console: Console, card: Card) -> None:
 
 
 def print_comparison(console: Console, cards: Sequence[Card]) -> None:
-    """A column for each norm, in several tables where a terminal is too narrow for one."""
+    """Prints a column per norm, in several tables if the terminal is too narrow for one."""
     fitting = max(1, (console.width - NAME_WIDTH) // (CELL_WIDTH + 2))
     for first in range(0, len(cards), fitting):
         _print_table(console, cards[first : first + fitting])

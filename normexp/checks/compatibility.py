@@ -1,4 +1,4 @@
-"""Compatibility: what else a norm can be put through, each against the same norm alone."""
+"""Compatibility: a norm under torch.compile, vmap, splits and autocast, against the plain norm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARTS, PART_SIZE = 4, 2
 def compiles(training: bool, subject: Subject) -> Finding:
     """torch.compile traces forward and backward as one graph, with the same outputs.
 
-    Without code generation: the question is the trace.
+    Without code generation, because only tracing is tested.
     """
     shape = subject.largest
     norm, own = subject.trained(shape).train(training), subject.trained(shape).train(training)
@@ -45,7 +45,7 @@ def compiles(training: bool, subject: Subject) -> Finding:
     try:
         out = compiled(values(shape).requires_grad_())
         out.sum().backward()
-    except Exception as error:  # of dynamo or foreign code, any kind
+    except Exception as error:  # dynamo and foreign code may raise anything
         return failed(f"{_reason(error)}, {show(shape)}")
     finally:
         torch.compiler.reset()
@@ -57,7 +57,7 @@ def compiles(training: bool, subject: Subject) -> Finding:
 
 
 def _reason(error: Exception) -> str:
-    """The line of dynamo's long message that says what breaks the graph."""
+    """The line of dynamo's long message that names the graph break."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith("Explanation:")]
     return (named or lines or [type(error).__name__])[0].removeprefix("Explanation: ")
@@ -72,7 +72,7 @@ def stacks(subject: Subject) -> Finding:
         try:
             stacked = Stacked(networks)
             found = [_measure_replicas(replicas, pair) for replicas in (alone, stacked)]
-        except Exception as error:  # of vmap or foreign code, any kind
+        except Exception as error:  # vmap and foreign code may raise anything
             return failed(f"{first_line(error)}, {show(shape)}")
         for name, before in found[0].items():
             if relative_change(before, found[1][name]) > EXACT:
@@ -117,7 +117,7 @@ def splits(subject: Subject) -> Finding:
     if shape is None:
         return skipped(f"takes no batch of {PART_SIZE}")
     if _is_sequential(subject.norm(shape)):
-        return measured("refused", "says that its state is sequential")
+        return measured("refused", "declares its state sequential")
     ghost, parts = _split_both_ways(subject, shape)
     for name, before in parts.items():
         if relative_change(before, ghost[name]) > EXACT:
@@ -126,7 +126,7 @@ def splits(subject: Subject) -> Finding:
 
 
 def state_of_split(subject: Subject) -> Finding:
-    """How far the state after a split step is from that after the same step in one."""
+    """The distance between the state after a split step and after the same step unsplit."""
     shape = _to_split(subject)
     if shape is None:
         return skipped(f"takes no batch of {PART_SIZE}")
@@ -152,7 +152,7 @@ def _is_sequential(norm: nn.Module) -> bool:
 
 
 def _split_both_ways(subject: Subject, shape: Shape) -> tuple[State, State]:
-    """What a ghost forward and accumulated parts leave: outputs, gradients, buffers."""
+    """Outputs, gradients and buffers after a ghost forward, and after accumulated parts."""
     x, weights = values(shape, torch.float64), values(shape, torch.float64, 1)
     norms = [subject.trained(shape, torch.float64) for _ in range(2)]
     torch.default_generator.manual_seed(0)
@@ -208,7 +208,7 @@ def takes_autocast(subject: Subject) -> Finding:
 
 
 def writes_in_place(subject: Subject) -> Finding:
-    """Whether a training forward writes into its buffers, or puts other tensors in their place."""
+    """Tells if a training forward writes into its buffers or replaces them by other tensors."""
     norm = subject.norm(subject.smallest)
     before = dict(norm.named_buffers())
     if not before:
@@ -224,9 +224,9 @@ KEPT_AT = ((1024,), (32, 64), (32, 16, 16))
 
 
 def bytes_kept(subject: Subject) -> Finding:
-    """Memory that a training forward holds until its backward, its own parameters left out.
+    """Memory that a training forward keeps for its backward, without the parameters.
 
-    Storages count once however often they are saved; the input is among them if it is kept.
+    Each storage counts once; the input counts if it is kept.
     """
     fitting = [step for step in KEPT_AT if subject.with_dims(len(step) + 1)]
     if not fitting:
@@ -235,7 +235,7 @@ def bytes_kept(subject: Subject) -> Finding:
     norm, x = subject.norm(shape), values(shape).requires_grad_()
     own = {t.untyped_storage().data_ptr() for t in (*norm.parameters(), *norm.buffers())}
     kept: dict[int, int] = {}
-    held: list[Tensor] = []  # so that no address is used again
+    held: list[Tensor] = []  # keeps addresses from being reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

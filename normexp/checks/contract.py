@@ -90,7 +90,7 @@ def open_and_measure(make: Callable[..., Any], **known: Any) -> tuple[Subject | 
     """A norm's subject and every line of its contract; None if its constructor raises.
 
     Raises:
-        UserError: a mistake in what was asked for, see `open_subject`.
+        UserError: a user's mistake, see `open_subject`.
     """
     try:
         subject = open_subject(make, **known)
@@ -107,7 +107,7 @@ def open_and_measure(make: Callable[..., Any], **known: Any) -> tuple[Subject | 
 
 
 def _name_of(factory: Callable[..., Any]) -> str:
-    """The import path of a class, of what a partial calls, or of an object's class."""
+    """The import path of a class, of a partial's function, or of an object's class."""
     while isinstance(factory, partial):
         factory = factory.func
     named = factory if hasattr(factory, "__qualname__") else type(factory)
@@ -118,7 +118,7 @@ def _name_of(factory: Callable[..., Any]) -> str:
 
 
 def takes_dims(num_dims: int, subject: Subject) -> Finding:
-    """A shape is kept or refused, in training and evaluation, by the norm without a wrapper."""
+    """The bare norm keeps or refuses a shape, in training and in evaluation."""
     refusal = ""
     for step in LADDER:
         if len(step) != num_dims - 1:
@@ -139,10 +139,10 @@ def takes_dims(num_dims: int, subject: Subject) -> Finding:
 
 
 def _apply_bare(subject: Subject, shape: Shape, x: Tensor) -> tuple[object, str]:
-    """The output of `x`, in evaluation unless that in training is wrong; or None and the refusal.
+    """The output in evaluation, or in training if wrong there; or None and the refusal.
 
-    A warning refuses if the layout says that these dimensions are not taken: torch reads (N, C) as
-    one sample then.
+    A warning counts as a refusal if the layout excludes these dimensions: torch then reads (N, C)
+    as one sample.
     """
     strict = "ignore" if len(shape) in subject.layout.num_dims else "error"
     out: object = None
@@ -174,7 +174,7 @@ def takes_some_input(subject: Subject) -> Finding:
 
 
 def keeps_dtype(subject: Subject) -> Finding:
-    """The norm in each dtype returns the dtype that it is given."""
+    """The norm returns its input's dtype, for each dtype."""
     missing = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         name = _dtype_name(dtype)
@@ -217,7 +217,7 @@ def keeps_channels_last(subject: Subject) -> Finding:
 def takes_any_strides(subject: Subject, shape: Shape, training: bool) -> str | None:
     """An input that is not contiguous gives the output of its contiguous copy, and a gradient.
 
-    Random draws follow the order in memory, so that a norm which draws is not compared.
+    Norms with random draws are not compared, because draws follow the order in memory.
     """
     x = values(shape)
     strided = x.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
@@ -241,7 +241,7 @@ def leaves_input_alone(subject: Subject, shape: Shape, training: bool) -> str | 
 
 
 def makes_parameters_at_once(subject: Subject) -> Finding:
-    """Every parameter exists before the first forward, and stays: an optimizer has it then."""
+    """Every parameter exists before the first forward, so that an optimizer holds it."""
     norm = subject.norm(subject.smallest)
     before = dict(norm.named_parameters())
     lazy = [name for name, parameter in before.items() if is_lazy(parameter)]
@@ -266,7 +266,7 @@ def reaches_parameters(subject: Subject) -> Finding:
 
 
 def holds_no_graph(subject: Subject) -> Finding:
-    """After training steps no tensor that the norm keeps is part of a graph."""
+    """After training steps, no tensor stored in the norm is part of a graph."""
     norm = subject.norm(subject.smallest)
     for seed in range(STEPS):
         norm(values(subject.smallest, seed=seed).requires_grad_())
@@ -289,7 +289,7 @@ def _kept_tensors(norm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def keeps_buffers(subject: Subject, shape: Shape, training: bool) -> str | None:
-    """A forward changes no buffer's name, shape or dtype: DDP broadcasts the list of the start."""
+    """A forward changes no buffer's name, shape or dtype: DDP broadcasts the initial buffers."""
     norm = subject.norm(shape).train(training)
     before = _describe_buffers(norm)
     norm(values(shape))
@@ -326,7 +326,7 @@ def _redrawn(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def restores(subject: Subject) -> Finding:
-    """A fresh norm that loads the state_dict of a trained one evaluates, and trains on, alike."""
+    """A fresh norm with a trained norm's state_dict evaluates and trains on identically."""
     for shape in subject.shapes:
         norm = subject.norm(shape)
         norm(values(shape))  # lazy parameters have a shape from here on
@@ -337,7 +337,7 @@ def restores(subject: Subject) -> Finding:
                 norm(1 + 2 * values(shape, seed=seed))
         fresh = subject.norm(shape)
         fresh.load_state_dict(norm.state_dict())
-        kept = [f": {name} is no buffer" for name in unlike_attributes(norm, fresh)]
+        kept = [f": {name} is not a buffer" for name in unlike_attributes(norm, fresh)]
         for training in (False, True, False):
             x = values(shape, seed=STEPS)
             outs = [_redrawn(own.train(training), x) for own in (norm, fresh)]
@@ -349,7 +349,7 @@ def restores(subject: Subject) -> Finding:
 
 
 def is_deterministic(subject: Subject, shape: Shape, training: bool) -> str | None:
-    """In evaluation one input has one output, however often it comes."""
+    """In evaluation, repeated forwards of one input give the same output."""
     norm = subject.trained(shape).train(training)
     with torch.no_grad():
         first, _, again = norm(values(shape)), norm(values(shape, seed=1)), norm(values(shape))
@@ -373,18 +373,18 @@ def keeps_state_in_evaluation(subject: Subject) -> Finding:
 
 # ---------------------------------------------------------------- arguments
 
-# They set how a norm computes, not what it computes; and the length of the data's texts.
+# Arguments that set how a norm computes, not its result; and the length of the data's texts.
 WITHOUT_EFFECT = ("inplace", "device", "dtype", "num_positions")
 NO_ARGUMENT = "no_such_argument"
-ARGUMENT_STEPS = 20  # past the warm-up of a norm with a short one
+ARGUMENT_STEPS = 20  # longer than a short warm-up
 Knobs = dict[str, Any]
 
 
 def uses_arguments(subject: Subject) -> Finding:
-    """Another value of each flag and number shows: in parameters, outputs, state, or a refusal.
+    """Each flag and number has an effect: on parameters, outputs, state, or by a refusal.
 
-    Tried alone and beside another value of each other one: a momentum counts only if averages are
-    kept, a bound only after a warm-up. And a name that is no argument is refused.
+    Each is changed alone, and together with each other one: a momentum matters only if averages are
+    kept, a bound only after a warm-up. Unknown argument names must be refused.
     """
     if _takes_any_name(subject):
         return failed(f"{NO_ARGUMENT}=1 is taken: a misspelt argument would not be noticed")
@@ -447,14 +447,14 @@ def _has_effect(subject: Subject, name: str, value: Any, base: Knobs) -> bool:
 
 
 def _observe_steps(subject: Subject, shape: Shape, knobs: Knobs) -> list[Tensor] | None:
-    """All that a norm shows over a few training steps; None if it refuses."""
+    """Everything observable of a norm over a few training steps; None if it refuses."""
     x = partial(values, shape, torch.float64)
     try:
         norm = subject.norm(shape, torch.float64, **knobs)
         seen = [value.detach().clone() for value in norm.state_dict().values()]
         with torch.no_grad():
             for seed in range(ARGUMENT_STEPS):
-                # Of several sizes, so that a bound on either side is met.
+                # Several sizes, to reach lower and upper bounds.
                 seen.append(norm(2 + 4 ** (seed % 3 - 1) * x(seed)))
             seen += read_state(norm).values()
             seen.append(norm.eval()(x(ARGUMENT_STEPS)))

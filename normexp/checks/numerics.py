@@ -34,15 +34,15 @@ DRAWS = "draws random numbers, different ones in each dtype"
 
 # ---------------------------------------------------------------- half precision
 
-SMALL_STEP = 1e-6  # which float32 sees at 1, and half precision does not
-HALF_MEAN = 30.0  # at which squares in bfloat16 hold no digit of a variance of 1
+SMALL_STEP = 1e-6  # from 1, visible in float32 but not in half precision
+HALF_MEAN = 30.0  # squares in bfloat16 then keep no digit of a variance of 1
 HALF_TOLERANCE = 0.03  # half precision may round the output, 2^-8 in bfloat16, not the statistics
 
 
 def keeps_digits_in_half(subject: Subject) -> Finding:
-    """At mean 30, training outputs of bfloat16 inputs are those of float64 up to rounding.
+    """At mean 30, training outputs of bfloat16 inputs match float64 up to rounding.
 
-    Parameters stay in float32, as in mixed precision, if the norm takes that.
+    Parameters stay in float32, as in mixed precision, if the norm supports that.
     """
     if computes_in_half(subject):
         return failed(
@@ -69,12 +69,12 @@ def _in_bfloat16(subject: Subject, x: Tensor) -> Tensor:
         return subject.norm(shape)(x)
     except NotImplementedError:
         raise
-    except RuntimeError:  # a kernel that wants one dtype for all
+    except RuntimeError:  # the kernel needs one dtype for all tensors
         return subject.norm(shape, torch.bfloat16)(x)
 
 
 def computes_in_half(subject: Subject) -> bool:
-    """Whether a small step of a float64 input leaves nearly all outputs that a large one moves."""
+    """True if a small step of a float64 input moves almost no output that a large step moves."""
     shape = subject.largest
     x, direction = values(shape, torch.float64), values(shape, torch.float64, 1)
     probe = Probe(subject.trained(shape, torch.float64))
@@ -86,16 +86,16 @@ def computes_in_half(subject: Subject) -> bool:
 # ---------------------------------------------------------------- slope
 
 CORNER = 0.05  # how far parameters are moved from values at which a gate may be clamped
-SETTLING_STEPS = 128  # past the warm-up of a norm whose backward moves state
-# Step of the difference, relative and absolute tolerance: for float64, and for a norm that computes
-# in float32 whatever it is given.
+SETTLING_STEPS = 128  # longer than the warm-up of norms whose backward moves state
+# Step of the difference, relative and absolute tolerance: for float64, and for norms that always
+# compute in float32.
 FINE, COARSE = (1e-6, 1e-3, 1e-6), (1e-3, 1e-2, 1e-2)
 
 
 def gradient_is_right(training: bool, subject: Subject) -> Finding:
     """Autograd agrees with differences along a direction, for the input and every parameter."""
     if computes_in_half(subject):
-        return skipped("half precision inside leaves no differences to compare with")
+        return skipped("computes in half precision, too coarse for differences")
     coarse = ""
     for shape in subject.shapes:
         norm = subject.trained(shape, torch.float64).train(training)
@@ -121,7 +121,7 @@ def gradient_is_right(training: bool, subject: Subject) -> Finding:
 
 
 def _backward_moves_state(norm: nn.Module, shape: Shape) -> bool:
-    """Whether a backward changes buffers, as a norm with statistics of its gradients does."""
+    """True if a backward changes buffers, as in norms with statistics of gradients."""
     out = norm(values(shape, torch.float64).requires_grad_())
     before = read_state(norm)
     if out.requires_grad:
@@ -134,7 +134,7 @@ def find_wrong_slope(
 ) -> str | None:
     """The input or parameter whose gradient is not the slope along a random direction, or None.
 
-    The norm is in float64; every forward starts from the state and the random draws of now.
+    The norm is in float64; every forward starts from the same state and random draws.
     """
     named = {n: p.detach().clone() for n, p in norm.named_parameters() if p.requires_grad}
     start = read_state(norm)
@@ -168,11 +168,11 @@ def find_wrong_slope(
 # input alone leaves 6e-5 of a deviation of 1 at mean 1e3, and ten times that at 1e4.
 TOLERANCES = {1e3: 0.01, 1e4: 0.05}
 REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)
-CONSTANT = 3.5  # sums and means of it are exact, so that a variance is 0
+CONSTANT = 3.5  # its sums and means are exact, so a variance is 0
 
 
 def keeps_digits_far_from_zero(mean: float, subject: Subject) -> Finding:
-    """Training outputs of float32 are finite, and those of float64 up to rounding."""
+    """Training outputs of float32 inputs are finite, and match float64 up to rounding."""
     if subject.draws:
         return skipped(DRAWS)
     for shape in subject.shapes:
@@ -220,7 +220,7 @@ def takes_empty_batch(subject: Subject) -> Finding:
 
 
 def _on_little(shapes: list[Shape], subject: Subject) -> Finding:
-    """On inputs with little to pool: no NaN, and in training no output that forgets its input."""
+    """Inputs with few values per statistic: no NaN, and in training outputs follow the input."""
     refusal = ""
     for shape in shapes:
         norm = subject.norm(shape)

@@ -1,4 +1,4 @@
-"""What is asked of a built network before it trains: who reads whom, and what would be false."""
+"""Checks a built network before it trains: mixing of samples, leaks, padding, and gradients."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from normexp.norms.site import Site, named_sites
 logger = logging.getLogger(__name__)
 
 PROBE_SAMPLES = 4
-EXTRA_POSITIONS = 3  # of padding, appended to what a site receives
-FEW_VALUES = 8  # per statistic: fewer are worth a warning
+EXTRA_POSITIONS = 3  # padding appended to a site's input
+FEW_VALUES = 8  # warn of statistics over fewer values
 MODES = (True, False)
 
 
@@ -45,8 +45,8 @@ class Leak:
     """A way from later positions to earlier outputs.
 
     Attributes:
-        where: the sites by name, or the model where no norm leaks.
-        remedy: what to change, fit to the norm that leaks.
+        where: the names of the sites, or the model if no norm leaks.
+        remedy: what to change.
     """
 
     where: str
@@ -55,12 +55,12 @@ class Leak:
 
 @dataclass(frozen=True)
 class Traits:
-    """What was measured of a built network before its training.
+    """Properties of a built network, measured before its training.
 
     Attributes:
-        mixes_samples: in training a sample's output or gradient, or the running state, follows
+        mixes_samples: in training, a sample's output or gradient, or the running state, depends on
             other samples.
-        mixes_samples_in_evaluation: the same of outputs in evaluation.
+        mixes_samples_in_evaluation: a sample's output in evaluation depends on other samples.
         leak: how a later position moves an earlier output in evaluation; language models only.
         leaks_future_in_training: a later position moves an earlier output in training.
         draws_for_itself: a module uses torch's global random state.
@@ -84,21 +84,21 @@ class Traits:
 
     @property
     def pools(self) -> bool:
-        """Whether a norm takes statistics; without, it acts on each value by itself."""
+        """True if a norm takes statistics; otherwise it acts on each value by itself."""
         return bool(self.reaches) or self.mixes_samples
 
     def single_valued(self, group_size: int) -> list[str]:
-        """Sites that would take a statistic over one value if `group_size` samples shared one."""
+        """Sites with statistics over a single value if `group_size` samples share them."""
         return [name for name, r in self.reaches.items() if r.num_values(group_size) == 1]
 
 
 def examine(
     network: nn.Module, data: Data, sizes: Sizes, *, drop_last: bool, allow_leak: bool = False
 ) -> Traits:
-    """Probes a network on a few training samples, under the sizes that it will meet.
+    """Probes a network on a few training samples, at the sizes of its training.
 
     Raises:
-        UserError: a forward fails, returns NaN or forgets its input; a statistic is over one value;
+        UserError: a forward fails, returns NaN or ignores its input; a statistic is over one value;
             padding is read; a sequential state would be split; a language model reads the future,
             unless `allow_leak`. Names the sites.
     """
@@ -112,8 +112,8 @@ def examine(
     check_reaches(reaches, group_size)
     if len(batch["inputs"]) > 1 and ignores_inputs(network, batch):
         raise UserError(
-            "the model's output is the same for every input with this norm, as where a mean over "
-            "positions follows a norm that centres each channel over them; try norm=layer"
+            "with this norm the model's output is the same for every input, for example because it "
+            "averages positions after a norm that centres them; try norm=layer"
         )
     check_padding(network, data)
     leaks = {mode: find_leak(network, sites, batch, data, training=mode) for mode in MODES}
@@ -140,7 +140,7 @@ def examine(
 def mixes_samples(
     network: nn.Module, sites: Sequence[EnteredSite], batch: Batch, data: Data, *, training: bool
 ) -> bool:
-    """Whether a sample follows others at a site, or anywhere in the network."""
+    """True if a sample depends on others at a site, or anywhere in the network."""
     for entered in sites:
         with naming(entered):
             if entered.probe(training=training).reads_samples(entered.values(), training=training):
@@ -150,7 +150,7 @@ def mixes_samples(
 
 
 def check_reaches(reaches: Mapping[str, Reach], group_size: int) -> None:
-    """Raises UserError for a statistic over one value; warns of those over a few."""
+    """Raises UserError for a statistic over one value; warns of statistics over a few."""
     counts = {name: reach.num_values(group_size) for name, reach in reaches.items()}
     degenerate = [name for name, count in counts.items() if count == 1]
     if degenerate:
@@ -179,9 +179,8 @@ def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
 def check_split(network: nn.Module, sizes: Sizes) -> None:
     """Refuses a split step for norms that declare their state sequential.
 
-    All parts of a step begin at its start and their states are merged, which such a state does not
-    survive. This is the norm's own word: a merged state is a number like any other, so no probe
-    can tell.
+    The parts of a step all begin from the same state, and their states are merged; a sequential
+    state cannot be merged. The norm must declare this, because no probe can detect it.
     """
     if sizes.norm == sizes.batch_size:
         return
@@ -204,7 +203,7 @@ def check_split(network: nn.Module, sizes: Sizes) -> None:
 def find_leak(
     network: nn.Module, sites: Sequence[EnteredSite], batch: Batch, data: Data, *, training: bool
 ) -> Leak | None:
-    """How a later position moves an earlier output of a language model; None if none does."""
+    """Finds how a later position moves an earlier output of a language model; None if none does."""
     if data.task != "language_modeling":
         return None
     length = batch["inputs"].shape[1]
@@ -219,7 +218,7 @@ def find_leak(
 
 
 def site_leaks(entered: EnteredSite, length: int, *, training: bool) -> bool:
-    """Whether a site reads later positions; never if its positions are not those of the text."""
+    """True if a site reads later positions; False if its positions are not those of the text."""
     if entered.shape[2] != length:
         return False
     with naming(entered):
@@ -228,7 +227,7 @@ def site_leaks(entered: EnteredSite, length: int, *, training: bool) -> bool:
 
 
 def _find_remedy(entered: EnteredSite, length: int) -> str:
-    """What would serve instead of this norm, by what it pools in evaluation."""
+    """Suggests a replacement for a leaking norm, by what it pools in evaluation."""
     probe, x = entered.probe(training=False), entered.values()
     if probe.reads_across(x, 0):
         return "norm=batch with norm.track_running_stats=true, or norm=batch_per_position"
@@ -275,7 +274,7 @@ def check_padding(network: nn.Module, data: Data) -> None:
         site = entered.module.site
         if entered.mask is None or site.takes_mask or site.view == "token":
             continue
-        # Without `mask` such a norm gets one sample at a time: no use to one that mixes samples.
+        # A norm without `mask` gets one sample at a time, so it must not mix samples.
         with naming(entered):
             mixes = entered.probe(training=True).reads_across(entered.values(), 0)
         if mixes:
@@ -298,7 +297,7 @@ def check_padding(network: nn.Module, data: Data) -> None:
 
 
 def padded_batch(data: Data, num_samples: int) -> Batch | None:
-    """Training samples of the shorter half, so that all have padding; None where nothing has."""
+    """The shorter half of training samples, so that all have padding; None without padding."""
     mask = getattr(data.train, "mask", None)
     if mask is None or bool(mask.all()):
         return None
@@ -309,7 +308,7 @@ def padded_batch(data: Data, num_samples: int) -> Batch | None:
 
 
 def site_reads_padding(entered: EnteredSite) -> bool:
-    """Whether other values in a site's padding, or more padding, move real outputs or the state."""
+    """True if the values or amount of a site's padding move real outputs or the state."""
     if entered.mask is None:
         return False
     values = entered.values(num_positions=entered.shape[2] + EXTRA_POSITIONS)
@@ -319,7 +318,7 @@ def site_reads_padding(entered: EnteredSite) -> bool:
 
 
 def reads_padding(probe: Probe, values: Tensor, mask: Tensor) -> bool:
-    """The same of a probe, under a mask (N, P) for `values` (N, C, P + EXTRA_POSITIONS)."""
+    """Like `site_reads_padding` for a probe, `values` (N, C, P + EXTRA_POSITIONS), mask (N, P)."""
     length = mask.shape[1]
     x, real = values[:, :, :length], mask.unsqueeze(1)
     before = probe.observe(x, mask, upstream=real if probe.module.training else None)
@@ -328,7 +327,7 @@ def reads_padding(probe: Probe, values: Tensor, mask: Tensor) -> bool:
     longer = functional.pad(mask, (0, EXTRA_POSITIONS), value=False)
     try:
         after = probe.observe(values, longer)
-    except Exception:  # of foreign code: a norm for one length
+    except Exception:  # foreign code: a norm for one length
         return False
     plain = probe.observe(x, mask)
     pair = (torch.where(real, o.output[:, :, :length], 0) for o in (plain, after))
@@ -336,9 +335,9 @@ def reads_padding(probe: Probe, values: Tensor, mask: Tensor) -> bool:
 
 
 def model_reads_padding(network: nn.Module, batch: Batch, data: Data) -> bool:
-    """The same of a whole network; its norms in either mode, the rest, dropout, in evaluation.
+    """True if padding moves a network's outputs, with norms in either mode and dropout off.
 
-    Less padding instead of more: a model has learned positions for no longer texts.
+    Tries less padding instead of more, because learned positions end at the longest text.
     """
     inputs, mask = batch["inputs"], batch["mask"]
     longest = int(mask.any(dim=0).nonzero().max()) + 1
@@ -362,7 +361,7 @@ def model_reads_padding(network: nn.Module, batch: Batch, data: Data) -> bool:
 
 
 def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for a parameter that requires a gradient and that no group holds.
+    """Raises UserError for a parameter that requires a gradient but is in no group.
 
     Args:
         optimizer: built for the parameters of this network.
@@ -377,7 +376,7 @@ def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 def parameters_without_gradient(network: nn.Module, batch: Batch) -> list[str]:
-    """Names of norm parameters that one backward of the cross-entropy leaves without a gradient."""
+    """Names of norm parameters without a gradient after a backward of the cross-entropy."""
     own = network_probe(network, training=True).module
     with fixed_draws(), torch.enable_grad():
         output = own(*model_arguments(batch))  # (N, classes) or (B, T, V)
@@ -392,11 +391,11 @@ def parameters_without_gradient(network: nn.Module, batch: Batch) -> list[str]:
 
 def _warn_of_frozen(names: Sequence[str]) -> None:
     if names:
-        logger.warning("no gradient reaches %s of the norm: it stays as it is", name_some(names))
+        logger.warning("no gradient reaches %s of the norm, so it is not trained", name_some(names))
 
 
 def ignores_inputs(network: nn.Module, batch: Batch) -> bool:
-    """Whether every sample has one output, whatever parameters that are zero will become."""
+    """True if every sample has the same output, even after zero parameters are replaced."""
     probe = network_probe(network, training=True, opened=True)
     inputs = batch["inputs"].clone()
     floating = inputs.is_floating_point()
@@ -406,7 +405,7 @@ def ignores_inputs(network: nn.Module, batch: Batch) -> bool:
 
 
 def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
-    """Why two replicas of the network cannot run under vmap; None where they can and agree."""
+    """Says why two replicas cannot run under vmap; None if they can and agree."""
     networks = [copy.deepcopy(network).train() for _ in range(2)]
     pair = {name: torch.stack([value, value]) for name, value in batch.items()}
 
@@ -418,10 +417,10 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
             replicas = Stacked(networks)
             stacked = replicas.measure(pair, outputs)["output"]
             alone = InTurn(networks).measure(pair, outputs)["output"]
-    except Exception as error:  # any foreign module, any reason: the fallback is exact
+    except Exception as error:  # foreign modules may raise anything; the fallback is exact
         return first_line(error)
     try:
         copy.deepcopy(replicas)
-    except Exception:  # what vmap handed to a forward cannot leave it
-        return "a module keeps a tensor of its forward that is no buffer"
+    except Exception:  # a tensor from inside vmap cannot be used outside
+        return "a module keeps a tensor of its forward outside its buffers"
     return "its outputs under vmap differ" if moves(alone, stacked, scale=1e-2) else None

@@ -1,8 +1,8 @@
-"""The one probe engine: what can change this output?
+"""The probe engine: finds which inputs can change an output.
 
-Hold fixed what may legitimately be read, change everything else, and compare outputs, gradients
-and running state. The engine works on any module that maps `x`, or `x` and a mask, to one tensor:
-a lone norm, a site or a whole network.
+Holds fixed what the module may read, changes everything else, and compares outputs, gradients and
+running state. Works on any module that maps `x`, or `x` and a mask, to one tensor: a norm, a site
+or a whole network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST_SCALE = 1e-6  # values below are compared on this scale
 
 @dataclass(frozen=True)
 class Observation:
-    """What one forward, and a backward if there was one, leave behind.
+    """The results of one forward, and of its backward if there was one.
 
     Attributes:
         parameter_gradients: empty without a backward.
@@ -42,7 +42,7 @@ class Observation:
         return self.input_gradient is not None or bool(self.parameter_gradients)
 
     def of_samples(self, keep: Tensor) -> Observation:
-        """The same of some samples (N,)."""
+        """The observation restricted to the samples `keep` (N,)."""
         own = None if self.input_gradient is None else self.input_gradient[keep]
         return replace(self, output=self.output[keep], input_gradient=own)
 
@@ -51,13 +51,13 @@ class Observation:
 
 
 class Probe:
-    """Runs a module again and again from one state and one random state; never changes it.
+    """Runs a module repeatedly from the same state and random state; never changes it.
 
     Args:
-        module: in the mode to be examined. Axes that are held or changed come first in its input
-            and its output alike: samples and positions, or channels of (N, C, *).
-        vocab_size: of a module whose inputs are tokens.
-        ways: how many random replacements are tried at each hold.
+        module: in the mode to be examined. Axes that are held or changed lead its input and its
+            output: samples and positions, or channels of (N, C, *).
+        vocab_size: for a module with token inputs.
+        ways: number of random replacements to try for each mask.
     """
 
     def __init__(self, module: nn.Module, *, vocab_size: int | None = None, ways: int = 2) -> None:
@@ -82,7 +82,7 @@ class Probe:
 
         Args:
             upstream: leading axes of the output; random upstream gradients are multiplied by it.
-            only: boolean (N,), the samples to run without the others.
+            only: boolean (N,), runs only these samples.
         """
         module, num_samples = self.fresh(), len(x)
         if only is not None:
@@ -117,14 +117,14 @@ class Probe:
         state: bool = False,
         first_way: int = 0,
     ) -> str | None:
-        """What of the kept region follows a change of everything else; None if nothing does.
+        """Names what changes in the kept region if everything else changes; None if nothing does.
 
         Args:
-            keep: boolean, broadcast to the leading axes of input and output: what is held fixed
+            keep: boolean, broadcast to the leading axes of input and output: the region held fixed
                 in the input and compared in the output.
-            before: the observation of `x`. If it has gradients, taken with `keep` as upstream, they
-                are compared too: that of kept inputs and those of parameters.
-            state: also compare buffers, which then may depend on kept inputs alone.
+            before: the observation of `x`. Its gradients, if any (with `keep` as upstream), are
+                compared too: those of kept inputs and of parameters.
+            state: also compare buffers, which must then depend only on kept inputs.
         """
         before = before or self.observe(x, mask)
         for way in range(first_way, first_way + self.ways):
@@ -136,10 +136,10 @@ class Probe:
         return None
 
     def replacement(self, x: Tensor, way: int) -> Tensor:
-        """Random values of the kind of `x`, everywhere different; large and moderate in turn.
+        """Random values of the dtype of `x`, different everywhere; large and moderate in turn.
 
-        A large value moves every statistic that contains it: about the root of the number of
-        values, since a mean over m <= n of them then moves by more than sqrt(n) / m.
+        Large values are about sqrt(n) for n values, so a mean over m <= n of them moves by more
+        than sqrt(n) / m.
         """
         if (x.shape, way) not in self._replacements:
             size = math.sqrt(x.numel()) if way % 2 == 0 else 3.0
@@ -159,7 +159,7 @@ class Probe:
         gradients: bool = False,
         state: bool = False,
     ) -> str | None:
-        """What of one index of an axis follows other indices, over every pair of indices.
+        """Names what depends on other indices of an axis, over every pair of indices.
 
         Args:
             axis: 0 samples, 1 channels, 2 all positions of (N, C, *) together.
@@ -171,37 +171,37 @@ class Probe:
             keep = hold.view(*[1] * axis, *sizes)
             before = self.observe(x, mask, upstream=keep) if gradients else whole
             moved = self.influence(x, keep, mask, before=before, state=state, first_way=index)
-            # Nor may upstream gradients of the others reach the gradient of a kept input.
+            # Upstream gradients of the others must not reach the gradient of a kept input.
             moved = moved or difference(before, whole.without_parameters(), keep)
             if moved is not None:
                 return moved
         return None
 
     def reads_samples(self, x: Tensor, mask: Tensor | None = None, *, training: bool) -> str | None:
-        """What of a sample follows other samples: their content, or how many there are.
+        """Names what depends on the content or number of other samples.
 
-        In training outputs, gradients and state; in evaluation nobody takes gradients.
+        Compares outputs; in training also gradients and state.
         """
         moved = self.reads_across(x, 0, mask, gradients=training, state=True)
         return moved or self._reads_number(x, mask, training=training)
 
     def _reads_number(self, x: Tensor, mask: Tensor | None, *, training: bool) -> str | None:
-        """What differs when half of the samples run without the others."""
+        """Names what differs if half of the samples run without the others."""
         if len(x) < 2:
             return None
         keep = holds(len(x))[0]
         upstream = keep if training else None
         before = self.observe(x, mask, upstream=upstream)
-        if before.drew:  # other draws for another number
+        if before.drew:  # the draws depend on the number of samples
             return None
         try:
             alone = self.observe(x, mask, upstream=upstream, only=keep)
-        except Exception:  # of foreign code: refuses so few samples
+        except Exception:  # foreign code: refuses so few samples
             return None
         return difference(before.of_samples(keep), alone, keep[keep])
 
     def reads_later(self, x: Tensor, axis: int, mask: Tensor | None = None) -> int | None:
-        """A position from which on a change moves an earlier output; None if there is none."""
+        """A position such that changes from there on move an earlier output; None if none is."""
         length, before = x.shape[axis], self.observe(x, mask)
         for index, cut in enumerate(cuts(length)):
             keep = along(torch.arange(length) < cut, axis)
@@ -242,7 +242,7 @@ def select(values: Tensor, keep: Tensor) -> Tensor:
 def difference(
     before: Observation, after: Observation, keep: Tensor, *, state: bool = False
 ) -> str | None:
-    """The name of what differs between two observations; None if nothing does.
+    """The name of a difference between two observations; None if there is none.
 
     Outputs and input gradients are compared where `keep` is true; gradients only if both have them.
     """
@@ -275,7 +275,7 @@ def moved_state(before: State, after: State) -> str | None:
 
 def moves(before: Tensor, after: Tensor, *, scale: float = 0.0) -> bool:
     """Whether any value differs by more than rounding; NaN equals NaN."""
-    if torch.equal(before, after):  # as nearly always where nothing is read
+    if torch.equal(before, after):  # nearly always, if nothing is read
         return False
     return bool(moved_places(before, after, scale=scale).any())
 
@@ -283,7 +283,7 @@ def moves(before: Tensor, after: Tensor, *, scale: float = 0.0) -> bool:
 def moved_places(
     before: Tensor, after: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
 ) -> Tensor:
-    """Where two tensors differ by more than rounding, relative to the largest value or `scale`."""
+    """Mask of differences above rounding, relative to the largest value or `scale`."""
     bound = tolerance * max(_largest(before), scale, SMALLEST_SCALE)
     same = (after - before).abs() <= bound
     return ~(same | (before == after) | (before.isnan() & after.isnan()))
@@ -304,7 +304,7 @@ def normal(shape: Sequence[int], *, seed: int = 0) -> Tensor:
 
 @contextmanager
 def fixed_draws() -> Iterator[None]:
-    """The global random state of the CPU at a fixed seed while inside, then as it was."""
+    """Seeds the CPU's global random state inside the block, then restores it."""
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(0)
     try:

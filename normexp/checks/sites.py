@@ -1,4 +1,4 @@
-"""A network and its sites made ready for probes: what enters them, and how far they reach."""
+"""Prepares a network and its sites for probes: their inputs, and the reach of their statistics."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def probe_batch(data: Data, num_samples: int) -> Batch:
 
 
 class SiteOnMaps(nn.Module):
-    """A site as (N, C, P) -> (N, C, P) whatever its view, with all samples sharing statistics.
+    """Wraps a site of any view as (N, C, P) -> (N, C, P), with all samples sharing statistics.
 
-    Parameters that are all zero become one: a scale that starts at zero would hide everything.
+    Sets all-zero parameters to one, because a scale of zero would hide all dependence.
     """
 
     def __init__(self, site: Site, positions: torch.Size) -> None:
@@ -64,7 +64,7 @@ class EnteredSite:
     mask: Tensor | None
 
     def values(self, num_positions: int | None = None) -> Tensor:
-        """Fixed random numbers (N, C, P) of either sign and 0.5 to 1.5 in size: none is special."""
+        """Fixed random numbers (N, C, P) of either sign and magnitude 0.5 to 1.5."""
         shape = (*self.shape[:2], num_positions or self.shape[2])
         draws = source()
         size = 0.5 + torch.rand(shape, generator=draws)
@@ -98,8 +98,7 @@ def network_probe(
     """A probe of the whole network, with all samples of a forward sharing statistics.
 
     Args:
-        opened: draws parameters that are all zero, as a branch that starts at zero hides what it
-            does.
+        opened: replaces all-zero parameters by random ones, because they would hide a branch.
     """
     own = copy.deepcopy(network).train(training)
     for _, site in named_sites(own):
@@ -113,10 +112,10 @@ def network_probe(
 
 
 def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -> int:
-    """One training forward as it will be; returns how many values per sample reach the sites.
+    """Runs one forward as in training; returns how many values per sample reach the sites.
 
     Raises:
-        UserError: what a norm or the model raised, with the name of the site.
+        UserError: an error of a norm or the model, with the name of the site.
     """
     entered: list[str] = []
     seen: list[int] = []
@@ -154,9 +153,9 @@ class Reach:
 
 
 def measure_reaches(sites: Sequence[EnteredSite]) -> dict[str, Reach]:
-    """How far the statistics of each site reach in training; the smallest of a site's shapes.
+    """The reach of each site's statistics in training, the smallest over its input shapes.
 
-    Sites whose norm takes no statistic are left out.
+    Leaves out sites whose norm takes no statistic.
     """
     reaches: dict[str, Reach] = {}
     for entered in sites:
@@ -171,9 +170,9 @@ def measure_reaches(sites: Sequence[EnteredSite]) -> dict[str, Reach]:
 def _measure_reach(entered: EnteredSite) -> Reach | None:
     """Counts the outputs that an outlier moves at the first position, of two samples and channels.
 
-    Cumulative statistics carry the first position to every later one. Without another value moved,
-    other scales of the input tell a statistic over one value, where (x - x) and x / |x| stay the
-    same, from a norm that takes no statistic.
+    Cumulative statistics carry the first position to all later ones. If no other value moves, the
+    input is rescaled: a statistic over one value gives the same (x - x) or x / |x|, while a norm
+    without statistics changes.
     """
     probe, x = entered.probe(training=True), entered.values()
     before = probe.observe(x).output
@@ -198,7 +197,7 @@ def _measure_reach(entered: EnteredSite) -> Reach | None:
 
 @contextmanager
 def naming(entered: EnteredSite) -> Iterator[None]:
-    """Whatever a norm raises inside becomes a UserError with the name of its site."""
+    """Turns any exception inside the block into a UserError that names the site."""
     try:
         yield
     except Exception as error:  # of foreign code, any kind

@@ -1,4 +1,4 @@
-"""A norm under examination: how it is built, which inputs it takes, and what its checks find."""
+"""A norm under examination: how to build it, which inputs it takes, and its findings."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        value: what was measured, if the status is `value`.
-        detail: the smallest input that shows it, or the reason.
+        value: the measurement, if the status is `value`.
+        detail: the smallest input that shows the result, or the reason.
     """
 
     status: Literal["pass", "fail", "value", "skipped"]
@@ -78,7 +78,7 @@ def skipped(reason: str) -> Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """A norm that can be built again and again.
+    """A norm that checks can build repeatedly.
 
     Attributes:
         name: as the user calls it.
@@ -86,7 +86,7 @@ class Subject:
         make: a class or partial that returns an nn.Module, with the user's knobs bound.
         eps: passed if the signature has such an argument and the user has not set it.
         shapes: the inputs (N, C, *) of LADDER that it maps to the same shape.
-        slots: what it brings along for its surroundings.
+        slots: the slots that its YAML sets.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Subject:
         return [shape for shape in self.shapes if len(shape) == num_dims]
 
     def bare(self, shape: Shape, **knobs: Any) -> nn.Module:
-        """The norm as it is, for inputs of one shape (N, C, *)."""
+        """The norm without a wrapper, for inputs of one shape (N, C, *)."""
         _, num_features, *positions = shape
         make = self.make
         needed = arguments_of(make).get("num_positions")
@@ -138,14 +138,14 @@ class Subject:
 
     @property
     def draws(self) -> bool:
-        """Whether a training forward uses torch's global random state, as dropout does."""
+        """True if a training forward uses torch's global random state, as dropout does."""
         norm, before = self.norm(self.smallest), torch.get_rng_state()
         norm(values(self.smallest))
         return not torch.equal(before, torch.get_rng_state())
 
     @property
     def takes(self) -> str:
-        """The inputs that the norm takes by itself, in words."""
+        """The inputs that the norm accepts without a wrapper, in words."""
         own = [n for n in self.layout.num_dims if self.with_dims(n)]
         return str(replace(self.layout, num_dims=tuple(own))) if own else "no input"
 
@@ -170,7 +170,7 @@ FindFault = Callable[[Subject, Shape, bool], str | None]
 
 
 def on_every_input(find: FindFault, modes: tuple[bool, ...] = MODES) -> Check:
-    """A check of every shape in every mode; its detail is the first fault and where it shows."""
+    """A check of every shape in every mode; its detail is the first fault, with mode and shape."""
 
     def check(subject: Subject) -> Finding:
         for shape in subject.shapes:
@@ -212,9 +212,9 @@ def open_subject(
     """Finds the layout, the number of channels and the inputs that a norm takes.
 
     Args:
-        num_features: channels; by default the fewest at which the norm takes most inputs and
-            responds to small steps of most, as a group of one or two values does not.
-        slots: what the norm brings along for its surroundings.
+        num_features: channels; by default the fewest at which the norm accepts most inputs and
+            responds to small steps of most. (A group of one or two values does not.)
+        slots: the slots that the norm's YAML sets.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
@@ -241,7 +241,7 @@ def open_subject(
 
 
 def _find_layout(bare: Subject) -> Subject:
-    """With the layout of the norm; channels first if it is ours or its layout cannot be told."""
+    """Sets the layout; channels first for shipped norms and if no layout can be determined."""
     shape = shape_at(bare.num_features, LADDER[-1])
     bare.bare(shape)  # refused here, as it would be later
     if bare.target.startswith("normexp.norms."):
@@ -268,7 +268,7 @@ def _takes(subject: Subject, shape: Shape) -> bool:
 
 
 def _responds(subject: Subject, shape: Shape) -> bool:
-    """Whether most outputs in training follow a small step of the input."""
+    """True if a small step of the input moves most training outputs."""
     with _quietly():
         try:
             x, step = values(shape), 0.1 * values(shape, seed=1)

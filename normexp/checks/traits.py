@@ -1,4 +1,4 @@
-"""Traits of a norm: what its output depends on, what it is invariant to, and by how much."""
+"""Traits of a norm: the dependences and invariances of its output, and their size."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def pools_positions(probe: Probe, x: Tensor) -> str | None:
 
 
 def leaks_future(probe: Probe, x: Tensor) -> str | None:
-    """Whether a later position of (N, C, T) moves an earlier output."""
+    """Tells if a later position of (N, C, T) moves an earlier output."""
     if x.ndim != 3:
         return None
     return "" if probe.reads_later(x, 2) is None else "output"
 
 
 def reads_masked(subject: Subject) -> Finding:
-    """Whether content or amount of what a mask leaves out moves real outputs or the state."""
+    """Tells if the content or amount of masked positions moves real outputs or the state."""
     shape = (PADDED[0], subject.num_features, PADDED[1])
     if shape not in subject.shapes:
         return skipped("takes no texts (N, C, T)")
@@ -133,17 +133,17 @@ def scaled_by_channel(x: Tensor) -> Tensor:
 
 
 def is_invariant(changes: tuple[Change, ...], subject: Subject) -> Finding:
-    """In which modes no change moves an output; the detail is the smallest input that is moved."""
+    """Finds the modes in which no change moves an output; the detail is a smallest moved input."""
     return _keeps_outputs(subject, lambda x: [x, *(change(x) for change in changes)])
 
 
 def _keeps_outputs(subject: Subject, inputs_of: Callable[[Tensor], list[Tensor] | None]) -> Finding:
-    """In which modes all inputs have one output.
+    """Finds the modes in which all inputs have the same output.
 
-    eps is made 1e-12 for it, as any larger one breaks an invariance to scale a little.
+    Uses eps 1e-12, because a larger eps slightly breaks invariance to scale.
 
     Args:
-        inputs_of: None if they cannot be made of an input of this shape.
+        inputs_of: makes the inputs to compare from one input; None if its shape does not suit.
     """
     knobs = {} if subject.eps_name is None else {subject.eps_name: 1e-12}
     moved: dict[bool, str] = {}
@@ -168,9 +168,9 @@ def _keeps_outputs(subject: Subject, inputs_of: Callable[[Tensor], list[Tensor] 
 
 
 def invariance_to_weights(subject: Subject) -> Finding:
-    """To the size of the weights of a layer without bias right before the norm.
+    """Invariance to the scale of the weights of a bias-free layer right before the norm.
 
-    The layer is the convolution that the norm's slots ask for, or linear if it takes no maps.
+    The layer is the convolution set by the norm's slots, or linear if the norm takes no maps.
     """
     build = CONVOLUTIONS[subject.slots.conv]
     channels = subject.num_features
@@ -208,9 +208,9 @@ def effect_of_eps(std: float, subject: Subject) -> Finding:
 
 
 def output_size(batch_size: int, subject: Subject) -> Finding:
-    """Root mean square of training outputs on standard normal inputs, with first parameters.
+    """Root mean square of training outputs on standard normal inputs, with initial parameters.
 
-    One that grows with the batch size is a gain that batch size alone brings.
+    If it grows with the batch size, larger batches gain from the scale alone.
     """
     shape = _batch_of(batch_size, subject)
     out = Probe(subject.norm(shape, torch.float64)).observe(values(shape, torch.float64)).output
@@ -242,7 +242,7 @@ def _difference(before: Tensor, after: Tensor) -> float:
 
 
 def _digits(value: float) -> float:
-    """Two digits of a small number, three places of another; 0 for what rounding leaves."""
+    """Rounds to two digits if small, otherwise to three places; 0 for rounding errors."""
     if value < 1e-9:
         return 0.0
     return float(f"{value:.2g}") if value < 0.1 else round(value, 3)

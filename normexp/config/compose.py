@@ -1,4 +1,4 @@
-"""From overrides to a config. The one place that composes with Hydra and explains its errors."""
+"""Composes configs from overrides with Hydra, and explains Hydra's errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from normexp.errors import UserError
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-FEW = 12  # choices that a message has room for
+FEW = 12  # most choices that a message lists
 
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """The config of one cell, without Hydra's own part; see `compose_cell`."""
+    """The config of one cell, without Hydra's own keys; see `compose_cell`."""
     return compose_cell(overrides, config_dirs)[0]
 
 
@@ -61,7 +61,7 @@ def compose_cell(
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """The config of `overrides`, with Hydra's own part under `hydra`. Raises UserError."""
+    """The config of `overrides`, with Hydra's own keys under `hydra`. Raises UserError."""
     parsed = parse_overrides(overrides)
     for override in parsed:
         _refuse_bad_choice(override, config_dirs)
@@ -73,7 +73,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Each word as Hydra reads it. Raises UserError for one that cannot be read."""
+    """Parses each word with Hydra. Raises UserError for a word that cannot be read."""
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
@@ -93,7 +93,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 
 def quoted(text: str) -> str:
-    """A text in quotes, as Hydra's grammar reads it whatever its characters."""
+    """A text quoted for Hydra's grammar, which may then hold any characters."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
@@ -102,13 +102,14 @@ def quoted(text: str) -> str:
 def register_custom() -> None:
     """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
 
-    A YAML file could not do this, since Hydra closes what it reads from files to unknown keys. The
-    target is called with its knobs by name, and further with:
+    A YAML file could not do this, since Hydra refuses unknown keys in configs from files. The
+    target is called with its knobs by name, and also with:
     - norm: its number of features and eps, both found by name; a probe finds its layout. The key
-      norm.view=sequence is not for the norm: it shows (B, T, C) as (B, C, T), not token by token.
-    - model: `norm`, a NormFactory, and those of input_shape, num_outputs, vocab_size and
-      block_size that its signature names.
-    - data: nothing; it returns a `normexp.data.Data`.
+      norm.view=sequence is not passed on: it shows the norm (B, T, C) as (B, C, T), not token by
+      token.
+    - model: `norm`, a NormFactory, and any of input_shape, num_outputs, vocab_size and block_size
+      that its signature names.
+    - data: nothing else; it returns a `normexp.data.Data`.
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:
@@ -123,12 +124,12 @@ def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     tree: Any = OmegaConf.to_container(OmegaConf.load(path))
-    return tree["data"] if group == "data" else tree  # beside it, data files set other keys
+    return tree["data"] if group == "data" else tree  # data files also set top-level keys
 
 
 @lru_cache(maxsize=8)
 def shipped_targets(group: str) -> dict[str, str]:
-    """The choice that stands for each class that the shipped YAMLs of a group name."""
+    """Maps each class in the shipped YAMLs of a group to its choice."""
     found: dict[str, str] = {}
     for choice in group_choices(group):
         values = shipped_defaults(group, choice)
@@ -175,7 +176,7 @@ def _compose(
 
 
 def _plain(config: DictConfig) -> Any:
-    """All values, resolved. Raises UserError for an interpolation that leads nowhere."""
+    """All values, resolved. Raises UserError for an interpolation of a missing key."""
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -193,7 +194,7 @@ def _select(tree: Any, key: str) -> Any:
 
 
 def _explain_syntax(text: str) -> UserError:
-    """For a word that Hydra's grammar cannot read."""
+    """Returns the error for a word that Hydra's grammar cannot read."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         return UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
@@ -214,7 +215,7 @@ def _refuse_lone_sweep(override: Override) -> None:
 
 
 def _refuse_bad_choice(override: Override, config_dirs: Sequence[str]) -> None:
-    """Refuses a group without a name, a deleted group, and an added one, which is always there."""
+    """Refuses a group without a name, a deleted group, and a group added with +."""
     key, text = override.key_or_group, override.input_line
     if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
         raise UserError(f"{text}: name each folder with --config-dir")
@@ -234,7 +235,7 @@ def _refuse_bad_choice(override: Override, config_dirs: Sequence[str]) -> None:
 
 
 def _refuse_other_target(key: str, default: Any, choices: Mapping[str, str]) -> None:
-    """Refuses `norm=batch norm._target_=...`: records would call another norm batch."""
+    """Refuses `norm=batch norm._target_=...`: records would name the other norm `batch`."""
     group, _, leaf = key.partition(".")
     if leaf != "_target_" or group not in CUSTOM_GROUPS or choices.get(group) == "custom":
         return
@@ -246,7 +247,7 @@ def _refuse_other_target(key: str, default: Any, choices: Mapping[str, str]) -> 
 
 
 def _explain(error: Exception, known: DictConfig | None, config_dirs: Sequence[str]) -> UserError:
-    """For an error of Hydra's; `known` is the config before values are overridden."""
+    """Returns the UserError for an error of Hydra; `known` is the config without overrides."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(error.missing_cfg_file, config_dirs)
     cause = error.__cause__
@@ -274,7 +275,7 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
 
 
 def _unknown_key(key: str, known: DictConfig | None) -> UserError:
-    """Names the nearest keys on the same level, else keys of nearly the same name elsewhere."""
+    """Names the nearest keys on the same level, otherwise similar keys on other levels."""
     if known is None or key.startswith("hydra."):
         return UserError(f"{key}: unknown key")
     parent, _, leaf = key.rpartition(".")

@@ -20,8 +20,8 @@ from normexp.errors import UserError
 def compose_cells(command: Command) -> list[CellSpec]:
     """Every cell of a command, with its config and its title.
 
-    A single cell is validated here, the cells of a sweep when they run. A combination of values
-    that does not compose or cannot be trained is a row of the sweep, and the other cells go on.
+    A single cell is validated here, the cells of a sweep when they run. A cell that does not
+    compose or cannot be trained becomes a row of the sweep, and the other cells are trained.
 
     Raises:
         UserError: the single cell, or every cell of a sweep, is refused.
@@ -35,7 +35,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
 
 
 def _compose_sweep(lines: Sequence[Sequence[str]], config_dirs: Sequence[str]) -> list[CellSpec]:
-    """The cells of some lists of overrides. Raises the first UserError if none composes."""
+    """The cells of several lists of overrides. Raises the first UserError if none composes."""
     cells, errors = [], []
     for line, title in zip(lines, _titles_of(lines), strict=True):
         try:
@@ -50,7 +50,7 @@ def _compose_sweep(lines: Sequence[Sequence[str]], config_dirs: Sequence[str]) -
 
 
 def _titles_of(lines: Sequence[Sequence[str]]) -> list[str]:
-    """The overrides of each line that not all lines have; all of them if they share everything."""
+    """The overrides of each line that differ between lines; all of them if none differs."""
     shared = set(lines[0]).intersection(*map(set, lines))
     own = [[text for text in line if text not in shared] for line in lines]
     return [" ".join(texts or line) for texts, line in zip(own, lines, strict=True)]
@@ -133,7 +133,7 @@ def _value_texts(override: Override, config_dirs: Sequence[str]) -> Iterator[str
 
 
 def _matches(glob: Glob, choices: Sequence[str]) -> list[str]:
-    """The choices that a glob names: those in a subfolder only by a pattern with that folder."""
+    """The choices that match a glob; choices in a subfolder need a pattern with that folder."""
     deep = Glob([p for p in glob.include if "/" in p], glob.exclude)
     flat = [name for name in choices if "/" not in name and name != "custom"]  # needs a target
     return glob.filter(flat) + deep.filter([name for name in choices if "/" in name])
@@ -148,10 +148,10 @@ def is_searched(override: Override) -> bool:
     return isinstance(value, ChoiceSweep | RangeSweep | IntervalSweep) and not simple
 
 
-# Keys of a norm's YAML that a card has no use for.
+# Keys of a norm's YAML that have no effect on a card, and why.
 NOT_OF_A_CARD = {
-    "norm.view": "a card shows the norm (N, C, *), whatever view its models use",
-    "norm.half_life": "a card knows no batch size; set norm.momentum",
+    "norm.view": "a card always measures the norm on (N, C, *)",
+    "norm.half_life": "a card has no batch size; set norm.momentum",
 }
 
 

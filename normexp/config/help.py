@@ -218,7 +218,7 @@ def _table(title: str, rows: Iterator[tuple[str, str]] | Sequence[tuple[str, str
 
 
 def _row(head: str, text: str) -> str:
-    """A key, and beside it its meaning."""
+    """A key and its meaning, side by side."""
     head = f"  {head:<28}" if len(head) < 28 else f"  {head}  "
     return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * 30)
 

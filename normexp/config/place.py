@@ -1,11 +1,11 @@
-"""This process among those that srun or torchrun started, and whether W&B started it. No torch."""
+"""Who started this process: srun, torchrun, a W&B agent or the user. Does not import torch."""
 
 from __future__ import annotations
 
 import os
 
-# Variables of torchrun and of srun: number of processes, index of this one, and one that only a
-# started process has. (SLURM sets the first two in a batch script as well.)
+# Variables of torchrun and of srun: number of processes, index of this process, and a variable that
+# only a started process has. (SLURM also sets the first two in a batch script.)
 VARIABLES = (("WORLD_SIZE", "RANK", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"))
 
 
@@ -31,7 +31,7 @@ def environment_of(index: int, num_processes: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that no process starts a store of its own
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no process starts its own store
     }
 
 

@@ -1,7 +1,7 @@
-"""Every key of the command line, once: its values, its unit, and whether it defines a training.
+"""Every key of the command line: its values, its unit, and whether it defines a training.
 
-A new knob is a line in conf/config.yaml (default and meaning) and a line in `KEYS`. The keys of the
-entries that have no config (check, evaluate, report, status) stand in `OPTIONS`.
+A new knob takes a line in conf/config.yaml (default and meaning) and a line in `KEYS`. `OPTIONS`
+has the keys of the entries without a config (check, evaluate, report, status).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from normexp.config.place import place_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
-LONGEST_NAME = 200  # bytes; file systems take 255, and other names are made from this one
+LONGEST_NAME = 200  # bytes; file systems allow 255, and longer names are derived from it
 
 
 def as_typed(value: Any) -> str:
-    """A value as the command line takes it: null, true, false, 3, [2,8]."""
+    """A value as typed on the command line: null, true, false, 3, [2,8]."""
     if value is None:
         return "null"
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -93,9 +93,9 @@ class Key:
     """A key of the config.
 
     Attributes:
-        unit: of its value, as its comment in config.yaml names it too.
-        identity: True if another value makes another training, hence another cell. False for who
-            runs a training, where, and how it is watched.
+        unit: of its value, the same as in its comment in config.yaml.
+        identity: True if the value defines the training, so that another value is another cell.
+            False if it only sets where a training runs and how it is watched.
     """
 
     rule: Rule
@@ -154,7 +154,7 @@ KEYS = {
     "tune.metric": Key(TEXT.or_null(), identity=False),
     "tune.pruning": Key(FLAG, identity=False),
     "tune.storage": Key(FOLDER.or_null(), identity=False),
-    # Keys of groups, where a choice has them.
+    # Keys of groups; not every choice has them.
     **{f"norm.{name}": key for name, key in SLOT_KEYS.items()},
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),
     "data.data_dir": Key(FOLDER, identity=False),
@@ -179,12 +179,12 @@ REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warm
 
 
 def in_identity(key: str) -> bool:
-    """True if a dotted key, in `KEYS` or a knob of somebody's module, is part of the identity."""
+    """True if a dotted key, in `KEYS` or of a user's module, is part of the identity."""
     known = KEYS.get(key)
     return known.identity if known else key.partition(".")[0] not in OUTSIDE
 
 
-REQUIRED = object()  # the default of an option that has none
+REQUIRED = object()  # marks an option without a default
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
             None,
             "statistics that norms use, a list: running (averages), precise (moments pooled over "
             "training samples), batch (each batch's own); null: running and precise, and batch "
-            "where evaluate_batch_sizes is given",
+            "if evaluate_batch_sizes is set",
         ),
         "precise_samples": Option(
             KEYS["precise_samples"].rule, 4096, "training samples for precise statistics"
@@ -284,7 +284,7 @@ def _num_devices(trainer: Mapping[str, Any]) -> int:
 
 
 def validate_keys(config: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Checks some keys of `KEYS`, each by itself. Raises UserError."""
+    """Checks the values of `keys` one by one. Raises UserError."""
     for key in keys:
         *groups, name = key.split(".")
         level: Any = config
@@ -304,9 +304,9 @@ def check_value(key: str, value: Any, rule: Rule, unit: str = "") -> None:
 
 
 def refuse_type_change(key: str, default: Any, value: Any) -> None:
-    """Refuses a value of another type than its default: bool, number, list and group differ.
+    """Refuses a value of another type than its default: bool, number, list or group.
 
-    A default that is null or text says nothing about the type. Lightning checks the trainer's.
+    A null or text default allows any type. Lightning checks the trainer's keys.
     """
     kind = next((kind for kind in _KINDS if isinstance(default, kind)), None)
     if kind is None or value is None or key.startswith("trainer."):

@@ -1,4 +1,4 @@
-"""What a command asks for, and what became of each of its cells. No torch, no Hydra."""
+"""A command, its cells and their outcomes. Imports neither torch nor Hydra."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LAUNCHER = "hydra/launcher="
 
 @dataclass(frozen=True)
 class Command:
-    """A command line of train, tune or check, taken apart; see `cli.parse_command`.
+    """A parsed command line of train, tune or check; see `cli.parse_command`.
 
     Attributes:
         overrides: its `key=value` words, in order.
         multirun: -m was given: train every combination of the values.
         config_dirs: folders with the user's own YAMLs.
-        asks_hydra: --cfg, --info or --shell-completion: Hydra answers and nothing is trained.
+        asks_hydra: --cfg, --info or --shell-completion was given: Hydra answers, nothing trains.
     """
 
     overrides: list[str]
@@ -43,7 +43,7 @@ class Command:
 
     @property
     def launcher(self) -> str | None:
-        """Hydra's launcher that is to run the cells; None for workers of our own."""
+        """The Hydra launcher that runs the cells; None for normexp's own workers."""
         names = [
             text.removeprefix(LAUNCHER) for text in self.overrides if text.startswith(LAUNCHER)
         ]
@@ -62,8 +62,8 @@ class CellSpec:
     Attributes:
         cfg: the composed config; None if it does not compose, and `error` says why.
         choices: the name chosen in each config group.
-        title: the overrides that set it apart in its sweep: `norm=batch norm_batch_size=2`.
-        overrides: everything that was typed for it, one value per key.
+        title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
+        overrides: all its typed overrides, one value per key.
     """
 
     cfg: DictConfig | None
@@ -74,9 +74,9 @@ class CellSpec:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the composed training, without seeds and paths, known before it is built.
+        """A digest of the composed config, without seeds and paths, known before it is built.
 
-        Two digests may stand for one cell: `batch_size=32` and `batch_size=32 micro_batch_size=32`.
+        One cell may have two digests: `batch_size=32` and `batch_size=32 micro_batch_size=32`.
         """
         content: Any = self.title
         if self.cfg is not None:
@@ -102,7 +102,7 @@ class CellSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm to measure: its name with the knobs that the command line sets, and its config."""
+    """A norm to measure: its name with the knobs from the command line, and its config."""
 
     name: str
     config: DictConfig
@@ -113,15 +113,15 @@ class Outcome:
     """The outcome of one cell of a command; plain values that travel between processes.
 
     Attributes:
-        status: `finished` has trained something, `skipped` nothing; `busy`: another process trains
-            it; `stopped` before its end; `alone`: to be trained as a task of its own; `planned` in
-            a dry run; `running` as its training begins.
-        title: norm and data, as the closing table names the cell.
+        status: `finished`: runs were trained; `skipped`: none were missing; `busy`: another process
+            trains the cell; `stopped` before its end; `alone`: to be trained as a task of its own;
+            `planned` in a dry run; `running` as its training begins.
+        title: norm and data, as in the closing table.
         results: of its recorded runs, by seed.
-        missing: the seeds that are still to train.
+        missing: the seeds still to train.
         seconds: wall-clock time of its training.
         holder: the process that trains it, if busy.
-        halts: nothing else can be trained either, because the disk is full.
+        halts: no other cell can be trained either, because the disk is full.
     """
 
     status: CellStatus
@@ -151,12 +151,12 @@ def place_of_command(cells: Sequence[CellSpec]) -> tuple[int, int] | None:
 
 
 def name_of(composed: CellSpec) -> str:
-    """Norm and data, as the closing table names a cell."""
+    """Norm and data of a cell, as in the closing table."""
     if composed.cfg is None:
         return composed.title
     return f"{composed.choices['norm']} on {composed.choices['data']}"
 
 
 def one_line(error: Exception) -> str:
-    """The error's type and the first line of what it says."""
+    """The error's type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

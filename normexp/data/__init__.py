@@ -1,4 +1,4 @@
-"""Data sets. Your own source returns `Data`, made by `build_image_data` or `build_text_data`."""
+"""Data sets. Write your own with `build_image_data` or `build_text_data`, which return `Data`."""
 
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples, Windows

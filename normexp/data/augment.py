@@ -10,7 +10,7 @@ from torch import Tensor
 from normexp.batching.draws import generator
 from normexp.errors import UserError
 
-_RANGE = 2**31  # draws are reduced modulo the range asked for; the bias is below 1e-6
+_RANGE = 2**31  # draws are reduced modulo the wanted range; the bias is below 1e-6
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Augmentation:
     def draw(self, seed: int, step: int, num_samples: int) -> dict[str, Tensor]:
         """Draws of one step, each (num_samples,), int64 or bool, on the CPU.
 
-        The draws of sample i depend on (seed, step, i) only: neither on the number of samples nor
-        on which of the three are on.
+        The draws of sample i depend only on (seed, step, i): not on the number of samples, and not
+        on which augmentations are on.
         """
         table = torch.randint(
             _RANGE, (num_samples, 5), generator=generator(seed, "augment", step)

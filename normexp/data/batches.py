@@ -21,11 +21,11 @@ def window_offset(seed: int, epoch: int, block_size: int) -> int:
 
 Batch = dict[str, Tensor]
 
-_MOST_AT_ONCE = 2**22  # values of a chunk that are converted to float in one go; 16 MB
+_MOST_AT_ONCE = 2**22  # values of a chunk converted to float at once; 16 MB
 
 
 class TrainingBatches:
-    """The samples of each optimizer step; replica r draws order and augmentation from `seeds[r]`.
+    """The batches of each optimizer step; replica r draws order and augmentation from `seeds[r]`.
 
     An epoch is one pass over the training samples in batches of `batch_size`; `drop_last` drops a
     shorter last batch. Every tensor of a batch leads with the axes (S, N).
@@ -92,7 +92,7 @@ class TrainingBatches:
         self._epoch = epoch
 
     def _augmented(self, images: Tensor, step: int) -> Tensor:
-        """The images (S, N, ...) of a step, each with the draws of its place in it."""
+        """The images (S, N, ...) of a step, augmented by the draws of their index in the step."""
         augmentation = self.data.augmentation
         if augmentation is None:
             return images

@@ -82,7 +82,7 @@ class Windows:
 class Data:
     """A data set with its three splits and the facts that a model needs about it.
 
-    A source of your own (`data=custom data._target_=my_pkg.load_shapes data.val_fraction=0.1`) is a
+    To use your own (`data=custom data._target_=my_pkg.load_shapes data.val_fraction=0.1`), write a
     function that returns one; `build_image_data` splits off val and computes mean and std:
 
         def load_shapes(val_fraction: float, split_seed: int = 0) -> Data:
@@ -156,14 +156,14 @@ def content_digest(
 
 
 def validate(data: Data) -> None:
-    """Raises UserError with the first thing in `data` that contradicts the rest."""
+    """Raises UserError for the first inconsistency in `data`."""
     problem = next(_problems(data), None)
     if problem:
         raise UserError(f"data={data.name}: {problem}")
 
 
 def _problems(data: Data) -> Iterator[str]:
-    """What is wrong with `data`; a check may rely on those before it."""
+    """Yields the problems of `data`; a check may rely on the checks before it."""
     kinds = {"classification": Examples, "language_modeling": Windows}
     if data.task not in kinds:
         yield f"task={data.task!r} must be {' or '.join(kinds)}"

@@ -1,4 +1,4 @@
-"""Handwritten digits that scikit-learn brings along: image data without a network."""
+"""Handwritten digits included in scikit-learn: image data without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of the user's own: a tree train/<class>/ and test/<class>/ of image files."""
+"""The user's own images, in folders train/<class>/ and test/<class>/."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_image_folder(
 
     Raises:
         UserError: a missing folder, an empty class, classes that differ between train and test, a
-            file that is no image, images of several sizes, more images than memory holds.
+            file that cannot be decoded, images of several sizes, too little memory.
     """
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
@@ -69,7 +69,7 @@ def load_image_folder(
 
 
 def list_images(root: Path, split: str) -> dict[str, list[Path]]:
-    """The images below root/split/<class>/ by class, both sorted; hidden files are left out."""
+    """The images below root/split/<class>/ by class, both sorted, without hidden files."""
     folder = root / split
     classes = sorted(p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
     if not classes:
@@ -87,7 +87,7 @@ def list_images(root: Path, split: str) -> dict[str, list[Path]]:
 
 
 def check_same_classes(root: str, listing: dict[str, dict[str, list[Path]]]) -> None:
-    """Raises UserError with a class that only one of the splits has."""
+    """Raises UserError if a class is in only one of the splits."""
     for split, other in (("train", "test"), ("test", "train")):
         extra = sorted(listing[split].keys() - listing[other].keys())
         if extra:

@@ -26,8 +26,8 @@ def load_langid(
 ) -> Data:
     """Names of territories, languages, scripts, variants, currencies and units, by language.
 
-    A string is cut to `max_length` characters; one that then occurs in two languages is dropped
-    from both. Tokens are characters; 0 is padding, 1 a character that only test has.
+    Strings are cut to `max_length` characters; those shared by several languages are dropped.
+    Tokens are characters; 0 is padding, 1 a character that occurs only in test.
 
     Shapes: inputs int64 (N, max_length), mask bool of the same shape, targets int64 (N,).
 
@@ -58,7 +58,7 @@ def load_langid(
 
 
 def read_own_strings(languages: list[str], max_length: int) -> dict[str, list[str]]:
-    """For each language, the strings that no other of the languages has, sorted."""
+    """For each language, the sorted strings that occur in no other language."""
     strings = {language: set(_read_names(language, max_length)) - {""} for language in languages}
     if len(strings) < 2:
         raise UserError(f"data.languages={list(languages)} must name two languages or more")

@@ -30,7 +30,7 @@ def build_image_data(
     augmentation: Augmentation | None = None,
     source_version: str = "",
 ) -> Data:
-    """Data for image classification: val comes out of `train`, test stays as it is.
+    """Data for image classification: val is split off `train`, test is unchanged.
 
     Shapes: inputs uint8 (N, C, H, W), targets int64 (N,) in [0, num_classes).
 

@@ -15,7 +15,7 @@ class ResidualBlock(nn.Module):
     """relu(x' + residual(norm2(conv2(act(norm1(conv1(x))))))).
 
     x' is the paper's option A, without parameters or norm: x at every `stride`-th position, new
-    channels zero. The ReLU of the sum is not `norm.act`: a slot changes only activations behind a
+    channels zero. The ReLU of the sum is not `norm.act`: a slot changes only activations after a
     norm.
     """
 

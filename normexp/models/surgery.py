@@ -52,7 +52,7 @@ def replace_norms(module: nn.Module, factory: NormFactory) -> None:
 
 
 def build_site(old: nn.Module, factory: NormFactory) -> nn.Module | None:
-    """A site for the features and layout of `old`; None if `old` is no norm of torch."""
+    """A site for the features and layout of `old`; None if `old` is not a torch norm."""
     for kind, attribute in MAP_NORMS.items():
         if isinstance(old, kind):
             return factory(getattr(old, attribute))
@@ -67,7 +67,7 @@ def build_site(old: nn.Module, factory: NormFactory) -> nn.Module | None:
 
 
 def takes_maps(norm: nn.Module, num_features: int) -> bool:
-    """Whether a subclass of LayerNorm takes maps (N, C, H, W), as ConvNeXt's; found by a probe."""
+    """True if a probe shows that a subclass of LayerNorm, like ConvNeXt's, takes (N, C, H, W)."""
     if type(norm) in LAST_AXIS_NORMS:
         return False
     try:

@@ -11,7 +11,7 @@ from normexp.norms.factory import NormFactory
 
 
 class TextEncoder(Transformer):
-    """Classifies a string; neither content nor amount of its padding moves the answer.
+    """Classifies a string; its output does not depend on the content or amount of padding.
 
     Shapes: inputs (B, T) int64 and mask (B, T) bool, true where real -> (B, num_outputs), T at most
     block_size. Attention reads real positions only, every site gets the mask, and the head reads

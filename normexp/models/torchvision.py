@@ -1,4 +1,4 @@
-"""Any classifier of torchvision, with sites in place of its norms."""
+"""Any torchvision classifier, with its norms replaced by sites."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_builder(name: str) -> Callable[..., nn.Module]:
     names = models.list_models(module=models)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or ["resnet18", "resnet50"]
-        raise UserError(f"model.name={name} is no classifier of torchvision; try {', '.join(near)}")
+        raise UserError(f"model.name={name} is not a torchvision classifier; try {', '.join(near)}")
     return models.get_model_builder(name)
 
 

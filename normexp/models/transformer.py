@@ -20,7 +20,7 @@ from normexp.norms.factory import NormFactory
 
 
 class NoSite(nn.Module):
-    """Stands where a placement has no site: returns x (B, T, C) unchanged."""
+    """The identity, for placements without a norm here: returns x (B, T, C) unchanged."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         del mask
@@ -28,7 +28,7 @@ class NoSite(nn.Module):
 
 
 def site_if(wanted: bool, norm: NormFactory, width: int) -> nn.Module:
-    """A site for tokens (B, T, width), or none."""
+    """A site for tokens (B, T, width) if `wanted`, otherwise the identity."""
     return norm.tokens(width) if wanted else NoSite()
 
 
@@ -158,9 +158,9 @@ class Embedding(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Base of the token models: blocks behind a norm on the embedding and before a final norm.
+    """Base of the token models: embedding norm, blocks, final norm.
 
-    placement=peri alone has a norm on the embedding; placement=post has no final norm, because its
+    Only placement=peri has a norm on the embedding. placement=post has no final norm, because its
     last block ends with one.
     """
 

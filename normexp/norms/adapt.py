@@ -1,8 +1,8 @@
-"""Plugging in any norm from the wild: its arguments by name, its layout by a probe at build time.
+"""Adapts norms from outside this package: arguments by name, layout by a probe at build time.
 
-foreign_factory    what build.py calls for a norm outside this package
-find_layout        where the channels stand and how many axes there may be, from small forwards
-adapt              a constructor with whatever arguments as a function of the number of features
+foreign_factory    builds a norm from outside this package, for build.py
+find_layout        finds the channel axis and accepted numbers of axes, from small forwards
+adapt              turns any constructor into a function of the number of features
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Layout:
 
 
 class Presented(nn.Module):
-    """Wraps a norm of another layout, or of certain numbers of dimensions, as (N, C, *) -> same.
+    """Wraps a norm of another layout, or with limited numbers of dimensions, as (N, C, *) -> same.
 
-    Missing position axes are added with size 1, surplus ones joined; a norm of 2-D inputs alone
-    sees each position as a sample.
+    Adds missing position axes with size 1 and joins surplus ones; a norm that accepts only 2-D
+    inputs sees each position as a sample.
     """
 
     def __init__(self, norm: nn.Module, layout: Layout) -> None:
@@ -215,7 +215,7 @@ EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 
 
 def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Build:
-    """Returns a function that builds norms from the wild as (N, C, *) -> same.
+    """Returns a function that builds a foreign norm as (N, C, *) -> same.
 
     Args:
         make: a class or partial that returns an nn.Module, with the user's knobs bound.
@@ -224,7 +224,7 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
 
     Raises:
         UserError: as `adapt`; when the first norm is built, as `find_layout`, or because the norm
-            returns another dtype than its input's or keeps state that its state_dict lacks.
+            does not return its input's dtype or keeps state outside its state_dict.
     """
     build = adapt(make, target=target, eps=eps)
     layout: Layout | None = None
@@ -244,7 +244,7 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
 
 
 def _refuse_faults(fresh: Callable[[], nn.Module], num_features: int, target: str) -> None:
-    """Raises UserError for faults of norms (N, C, *) -> same that would show far from their cause.
+    """Raises UserError for faults that would otherwise show up far from their cause.
 
     Args:
         fresh: returns a new norm, each time with the same initial values.
@@ -292,7 +292,9 @@ def unlike_attributes(norm: nn.Module, other: nn.Module) -> list[str]:
 def _differ(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return not torch.equal(value, other)
-    if isinstance(value, Tensor) or isinstance(other, Tensor):  # a state that began as a number
+    if isinstance(value, Tensor) or isinstance(
+        other, Tensor
+    ):  # the state may have been a number at first
         return True
     return isinstance(value, int | float) and value != other
 
@@ -302,7 +304,7 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
 
     Raises:
         UserError: a knob that the target does not have, or a required argument that is not set;
-            when called, an error of the constructor, or a result that is no nn.Module.
+            when called, an error of the constructor, or a result that is not an nn.Module.
     """
     function, args, knobs = _unwrap(bind_eps(make, eps))
     free = _free_arguments(function, args, knobs)
@@ -362,7 +364,7 @@ def _free_arguments(
 ) -> list[inspect.Parameter]:
     """Returns the arguments of `function` that are not bound yet."""
     if getattr(function, "__init__", None) is nn.Module.__init__:
-        return []  # takes nothing, whatever its signature says
+        return []  # takes no arguments, despite its signature
     try:
         signature = inspect.signature(function)
     except TypeError as error:

@@ -16,9 +16,9 @@ def over_channels(vector: Tensor, x: Tensor, axis: int = 1) -> Tensor:
 
 
 class Affine(NamedTuple):
-    """Weight and bias (C,), each possibly None, in the dtype of the values that they meet.
+    """Weight and bias (C,), each possibly None, in the dtype of the values to scale.
 
-    A tuple, so that torch's kernels take it as `*affine`.
+    A tuple, so that it can be passed to torch's kernels as `*affine`.
     """
 
     weight: Tensor | None
@@ -27,7 +27,7 @@ class Affine(NamedTuple):
     def apply(self, z: Tensor, scale: Tensor | None = None, *, axis: int = 1) -> Tensor:
         """Returns z * scale * weight + bias, with the channels of `z` along `axis`.
 
-        `scale` broadcasts to `z`; multiplied with the weight first, it costs no pass of its own.
+        `scale` broadcasts to `z`; it is multiplied with the weight first, to save a pass over `z`.
         """
         if self.weight is not None:
             gain = over_channels(self.weight, z, axis)

@@ -1,4 +1,4 @@
-"""Batch normalization, and the frame for every norm that pools samples and keeps averages of them.
+"""Batch normalization, and the base of norms that pool samples and keep running averages.
 
     RunningNorm          abstract: running averages, counters, groups of samples, merging of parts
     RunningMomentsNorm   abstract: the averages are mean and variance; evaluates as batch norm
@@ -28,8 +28,8 @@ from normexp.norms.moments import (
 )
 from normexp.norms.state import State
 
-# Above this number of elements, groups run one after another: a loop saves the two copies that
-# folding them takes, which on a CPU is worth more than the calls it adds from about here on.
+# Above this number of elements, groups run one after another: a loop saves the two copies needed to
+# fold them. On a CPU these cost more than the loop's extra calls from about this size.
 LOOP_FROM_ELEMENTS = 2**16
 
 
@@ -49,7 +49,7 @@ class RunningNorm(AffineNorm):
 
     averages: dict[str, float] = {}  # buffers (C,) to register, and their initial values
     num_batches_tracked: Tensor
-    num_values: Tensor  # behind each statistic of the last training forward; parts weigh by it
+    num_values: Tensor  # per statistic of the last training forward; the weight of a part
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class RunningNorm(AffineNorm):
         return out.squeeze(0)  # out[0] would cost a tensor of zeros and a copy in the backward
 
     def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns the output for x (G, N, C, *) and mask (G, N, *), each group by its statistics.
+        """Returns the output for x (G, N, C, *), mask (G, N, *), each group by its own statistics.
 
         In training the running averages move once, by the values of all groups together.
         """
@@ -124,7 +124,7 @@ class RunningNorm(AffineNorm):
         """Returns each floating-point buffer averaged over the parts of a step; see `norms.state`.
 
         The weights are the parts' own `num_values`, which count real positions, and not `shares`.
-        Where no part has a real value, the start stays.
+        Without a real value in any part, the buffer keeps its start.
         """
         del shares
         values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
@@ -167,7 +167,7 @@ class RunningMomentsNorm(RunningNorm):
         return out.unflatten(0, x.shape[:2])
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
-        """True if torch's kernel can move the averages: it knows a fixed momentum and one dtype."""
+        """True if torch's kernel can move the averages: it needs a fixed momentum and one dtype."""
         if self.momentum is None or not self.unbiased_running_var:
             return False
         return self.running_mean.dtype == x.dtype
@@ -184,7 +184,7 @@ class RunningMomentsNorm(RunningNorm):
     def advance(self, groups: Moments) -> None:
         """Moves the state by one step, by the moments (G, 1, C, 1, ...) of all groups.
 
-        In place, and by operations that vmap has rules for.
+        In place, by operations that vmap supports.
         """
         mean, var, count = pool(groups, dim=0)
         weight = self.count_step(count, mean.dtype)
@@ -259,7 +259,7 @@ class BatchNorm(RunningMomentsNorm):
         wide = widen(x)
         if not self.kernel_moves_averages(wide):
             return super().forward(x, mask)
-        self.refuse(x.shape)  # without an axis of groups, which small inputs would feel
+        self.refuse(x.shape)  # skips the axis of groups, which would slow small inputs
         return self.normalize_in_kernel(wide, self.affine_like(wide)).to(x.dtype)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:

@@ -1,4 +1,4 @@
-"""Instance and group norm for text: each position by the moments of the positions up to it."""
+"""Instance and group norm for text: each position uses the moments of positions up to itself."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class CausalInstanceNorm(AffineNorm):
     """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments of one channel over s <= t.
 
     Shape (N, C, T) in and out. Instance norm of arXiv:1607.08022 on each prefix. The first real
-    position of a sample pools one value, so its variance is 0 and its output the bias, whatever it
-    holds. Sequences of one position are therefore refused in training; in evaluation a text may
-    start with one.
+    position of a sample pools one value, so its variance is 0 and its output is always the bias.
+    Sequences of one position are therefore refused in training; in evaluation a text may start
+    with one.
 
     Raises:
         UserError: in forward, an input without a positions axis or with several, or in training an
@@ -85,14 +85,16 @@ def _centre_prefixes(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         count = torch.arange(1, num_positions + 1, dtype=x.dtype, device=x.device)
     else:
         first = x.take_along_dim(real.int().argmax(dim=-1)[:, None, None], dim=-1)
-        count = real.cumsum(dim=-1).clamp(min=1).to(x.dtype)  # before the first real one: 0 / 1
+        count = (
+            real.cumsum(dim=-1).clamp(min=1).to(x.dtype)
+        )  # before the first real position: 0 / 1
     count = count * size  # of values up to a position
     before = (count - size).clamp(min=1)
     # No output depends on a constant subtracted from a whole group, so neither does a gradient.
     x = zero_padding(x - first.mean(dim=2, keepdim=True).detach(), mask)
     total = x.sum(dim=2)  # (N, G, T)
     mean = total.cumsum(dim=-1) / count
-    # The minus stands on the smaller tensor: the backward of a difference puts it on the larger.
+    # Negates the smaller tensor: the backward of a difference would negate the larger one.
     centred = zero_padding(x + (-mean).unsqueeze(2), mask)
     steps = torch.linalg.vecdot(centred, centred, dim=2)
     if size == 1:  # sum(c)^2 is sum(c^2)

@@ -1,7 +1,7 @@
-"""Norms as tutorials have them, each off by one thing and otherwise sound.
+"""Norms with common mistakes of tutorials, one mistake each.
 
-They exist to be trained with and measured: conf/norm/deviations. Each docstring says what its
-deviation costs, and a test holds it to that.
+They exist to be trained and measured: conf/norm/deviations. Each docstring states the cost of the
+mistake, and a test checks it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BatchNormUnbiased(RunningMomentsNorm):
 
     What it costs: outputs are sqrt((n - 1) / n) of batch norm's where eps is small: 0.707 at n = 2
     values per statistic, 0.935 at 8, 0.984 at 32. This gain depends on the batch size, and applies
-    in training alone, so it passes for sensitivity to the batch size. Evaluation equals batch
+    only in training, so it looks like sensitivity to the batch size. Evaluation equals batch
     norm's.
     """
 
@@ -52,7 +52,7 @@ class BatchNormEpsOutside(RunningMomentsNorm):
         return affine.apply(centre(x, mean, real), self._scale(var), axis=2)
 
     def _scale(self, var: Tensor) -> Tensor:
-        # The root has no gradient at 0; that of the clamp is 0 below the smallest normal number.
+        # The root has no gradient at 0; the clamp's gradient is 0 below the smallest normal number.
         return 1 / (var.clamp(min=torch.finfo(var.dtype).tiny).sqrt() + self.eps)
 
 
@@ -61,7 +61,7 @@ class BatchNormBiasedAverage(RunningMomentsNorm):
 
     What it costs: nothing in training; in evaluation the variance is too small by (n - 1) / n, with
     n values per statistic: a half at n = 2, 0.875 at 8, 0.996 at 256. Merged parts of a step and
-    precise statistics know that there is no correction to undo.
+    precise statistics do not undo a correction.
     """
 
     unbiased_running_var = False
@@ -90,7 +90,7 @@ class BatchNormNoEps(RunningMomentsNorm):
     """(x - mean) / sqrt(var) * weight + bias: batch norm without eps.
 
     What it costs: outputs are sqrt(1 + eps / var) of batch norm's, 1.4 percent more at a variance
-    of 3.5e-4 and eps 1e-5. A constant channel, as behind a dead ReLU, is 0 / 0: NaN, from
+    of 3.5e-4 and eps 1e-5. A constant channel, as after a dead ReLU, is 0 / 0: NaN, from
     which no training recovers.
     """
 
@@ -106,9 +106,9 @@ class BatchNormNoEps(RunningMomentsNorm):
 
 
 class BatchNormFlattened(PositionwiseNorm):
-    """Batch norm of C * T features: statistics, weight and bias of each position's own.
+    """Batch norm of C * T features: each position has its own statistics, weight and bias.
 
-    Batch norm over the first axis of (N, T, C), where one over (N, T) per channel was meant.
+    Batch norm over the first axis of (N, T, C) instead of over (N, T) per channel.
     `norm=batch_per_position` has these statistics too, but a weight and a bias per channel.
     Arguments and errors as `PositionwiseNorm`.
 
@@ -169,30 +169,29 @@ class LayerNormNoEps(AffineNorm):
 
 
 class LayerNormOverTime(InstanceNorm):
-    """Layer norm over the positions of a sequence (N, C, T) where its channels were meant.
+    """Layer norm over the positions of a sequence (N, C, T) instead of its channels.
 
-    Pooling axis 1 of (N, T, C) gives each channel its moments over time: instance norm, whose
-    arguments and errors it has.
+    Pooling axis 1 of (N, T, C) gives each channel its moments over time: instance norm, with the
+    same arguments and errors.
 
     What it costs: it reads the future, in evaluation too, so training a causal model with it is
-    refused. Channels lose their own scale, and without a mask, which this norm takes, padding would
-    be read.
+    refused. Channels lose their own scale. It would read padding without the mask that it takes.
     """
 
 
 class LayerNormOverMap(InstanceNorm):
-    """Layer norm over H and W where C, H and W were meant: LayerNorm((H, W)) on maps (N, C, H, W).
+    """Layer norm over H and W instead of C, H and W: LayerNorm((H, W)) on maps (N, C, H, W).
 
-    It is instance norm, whose arguments and errors it has. The tutorial's weight and bias are per
+    It is instance norm, with the same arguments and errors. The tutorial's weight and bias are per
     pixel; here they are per channel, because a site does not know the size of its maps.
 
-    What it costs: the scale of one channel against another is lost. Where channels have deviations
-    1 and 3, layer norm leaves 0.45 and 1.34, and this 1 and 1. With a weight and a bias per pixel,
-    ResNet-20 at 32x32 would have 18 176 parameters in its norms and not 1 376; with those of C, H
-    and W, 376 832.
+    What it costs: the relative scale of channels is lost. If channels have deviations 1 and 3,
+    layer norm leaves 0.45 and 1.34, this norm 1 and 1. With a weight and a bias per pixel,
+    ResNet-20 at 32x32 would have 18 176 norm parameters instead of 1 376; with one per value of
+    (C, H, W), 376 832.
     """
 
 
 def one_if_empty(var: Tensor, count: int | Tensor) -> Tensor:
-    """Returns 1 for the variance of padding alone, whose output is then 0 and not 0 / 0."""
+    """Returns `var` with 1 for padding alone, so that its output is 0 and not 0 / 0."""
     return torch.where(count > 0, var, 1) if isinstance(count, Tensor) else var

@@ -1,4 +1,4 @@
-"""Batch norm evaluated as if each sample were in a batch of training."""
+"""Batch norm evaluated as if each sample were in a training batch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from normexp.norms.moments import measure
 
 
 class EvalNorm(RunningMomentsNorm):
-    """Batch norm in training; in evaluation each sample's own moments count as they did there.
+    """Batch norm in training; in evaluation a sample's own moments keep their training weight.
 
     With m_i, v_i the moments of sample i over its positions, m, v the running averages and
     a = 1/B, evaluation normalizes by
 
         mean_i = a m_i + (1 - a) m,    var_i = a v_i + (1 - a) v + a (1 - a) (m_i - m)^2,
 
-    the moments of a batch of sample i and B - 1 average others, which is how training saw sample i.
-    For large B it is batch norm. B is not set but measured: a is the running average of 1 over the
-    number of samples that shared statistics in training, and 1/2 before any.
+    the moments of a batch of sample i and B - 1 average others, as in training. For large B it is
+    batch norm. B is measured, not set: a is the running average of 1 over the number of samples
+    that shared statistics in training, and 1/2 before training.
 
-    EvalNorm, arXiv:1904.06031, learns its weights per layer with a loss of its own, so as to give
-    what training gave; a = 1/B is where such a fit would end for samples without noise.
-    epfml/ghost-noise takes 1/B^2, and puts the biased variance in its running averages too.
+    EvalNorm, arXiv:1904.06031, learns its weights per layer with an extra loss, to reproduce the
+    outputs of training; without noise this would give a = 1/B. epfml/ghost-noise uses 1/B^2, and
+    the biased variance in its running averages.
     """
 
     running_share: Tensor

@@ -1,4 +1,4 @@
-"""The one argument about norms that a model takes: a factory that builds each norm and its parts.
+"""The norm factory that every model takes: it builds each norm and the parts around it.
 
     self.norm1 = norm(width)                 a site for maps (N, C, *)
     self.norm2 = norm.tokens(width)          a site for tokens (B, T, C)
@@ -57,7 +57,7 @@ class NormFactory:
         return Site(self.make(num_features), self.view, self.norm_batch_size)
 
     def act(self, num_features: int) -> nn.Module:
-        """Returns the activation behind a norm of `num_features`, on maps (N, C, *)."""
+        """Returns the activation after a norm of `num_features`, on maps (N, C, *)."""
         self.used.add("act")
         return ACTIVATIONS[self.slots.act](num_features)
 
@@ -92,6 +92,6 @@ class NormFactory:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether attention normalizes its queries and keys."""
+        """True if attention normalizes its queries and keys."""
         self.used.add("qk_norm")
         return self.slots.qk_norm

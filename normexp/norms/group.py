@@ -1,7 +1,7 @@
 """Norms that pool within a sample: group, layer, instance and positional norm.
 
-One formula, (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance. What the
-moments are taken over is the whole difference, for x (N, C, H, W):
+One formula, (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance. The norms
+differ only in the values that the moments pool, for x (N, C, H, W):
 
     GroupNorm      each run of C / num_groups channels, over H and W     nn.GroupNorm
     LayerNorm      all of a sample: C, H, W                              nn.GroupNorm(1, C)
@@ -9,8 +9,8 @@ moments are taken over is the whole difference, for x (N, C, H, W):
     LayerNorm2d    one position of a sample, over C                      nn.LayerNorm, channels last
     PositionNorm   as LayerNorm2d, without weight and bias
 
-On (N, C), which is how view=token shows the tokens of a text, one position is all there is: layer
-norm is nn.LayerNorm(C), and instance norm has nothing to pool.
+On (N, C), the shape of tokens in view=token, there is a single position: layer norm is
+nn.LayerNorm(C), and instance norm has nothing to pool.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class LayerNorm(AffineNorm):
 class InstanceNorm(AffineNorm):
     """Moments over the positions of one channel of a sample. arXiv:1607.08022.
 
-    torch.nn's InstanceNorm has no affine by default, while this one and many tutorials have one per
-    channel; its track_running_stats, which evaluates with averages over the training set, does not
-    exist here.
+    torch.nn's InstanceNorm has no weight and bias by default; this one and many tutorials have them
+    per channel. torch's track_running_stats, for evaluation with averages over the training set,
+    does not exist here.
 
     Raises:
         UserError: in forward, an input with one position.

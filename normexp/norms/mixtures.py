@@ -76,10 +76,10 @@ class BatchInstanceNorm(RunningMomentsNorm):
     channel of each sample, as instance norm. rho (C,) starts at 0.99, nearly batch norm.
     arXiv:1805.07925.
 
-    The authors' code (hyseob/Batch-Instance-Normalization) starts at 1, where no measurement before
-    a training would see that positions are pooled. It clips rho after every step of the optimizer,
-    and gives it ten times the learning rate. A norm does not see the optimizer: here rho is `gate`
-    clipped in the forward, and its gradient passes through as if it were not.
+    The authors' code (hyseob/Batch-Instance-Normalization) starts at 1, where no probe before the
+    training could detect that positions are pooled. It clips rho after every optimizer step, and
+    gives it ten times the learning rate. A norm does not see the optimizer: here rho is `gate`
+    clipped in the forward, with the gradient of the unclipped value.
 
     Raises:
         UserError: as `RunningNorm`; in forward, an input with one position.

@@ -1,13 +1,12 @@
-"""Mean and variance over any axes, with a mask, in float32 or wider: what every norm here pools.
+"""Mean and variance over any axes, with a mask, in float32 or wider, for every norm here.
 
 Axis letters, as in every shape comment of the project:
     N samples, C channels (features), H W image rows and columns, T token positions,
     * any number of position axes (none, L, H W, D H W), G groups of samples, S replicas,
     V vocabulary
 
-A mask reaches this file as `real`: true where a value counts, with every axis of the values and
-size 1 where they share it, as (N, 1, *). Values that are not real have been set to zero before
-(`zero_padding`): 0 * NaN would reach a gradient.
+Masks are called `real` here: true where a value counts, broadcastable to the values, as (N, 1, *).
+Values that are not real must already be zero (`zero_padding`): 0 * NaN would reach a gradient.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """Mean, biased variance and the number of values behind each, broadcastable to the values.
+    """Mean, biased variance and the number of pooled values, broadcastable to the values.
 
-    The number is one integer unless it depends on a mask.
+    The number is a single integer unless it depends on a mask.
     """
 
     mean: Tensor
@@ -36,7 +35,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def zero_padding(x: Tensor, real: Tensor | None) -> Tensor:
-    """Returns `x` with zeros where `real` is false, whatever was there, NaN included."""
+    """Returns `x` with zeros where `real` is false, even in place of NaN."""
     return x if real is None else torch.where(real, x, 0)
 
 
@@ -89,7 +88,7 @@ def pool_mean(means: Tensor, count: int | Tensor, dim: int) -> tuple[Tensor, int
 
     Args:
         means: one per part, along the axis `dim`, which is kept with size 1.
-        count: values behind each part's mean.
+        count: number of values in each part.
     """
     num_parts = means.shape[dim]
     if num_parts == 1:
@@ -114,6 +113,6 @@ def pool(parts: Moments, dim: int) -> Moments:
 
 
 def unbiased(var: Tensor, count: int | Tensor) -> Tensor:
-    """Returns a biased variance over `count` values times n / (n - 1), as it is below two."""
+    """Returns a biased variance over n = `count` values times n / (n - 1); unchanged below two."""
     fewer = (count - 1).clamp(min=1) if isinstance(count, Tensor) else max(count - 1, 1)
     return var * (count / fewer)

@@ -47,6 +47,6 @@ class FrozenBatchNorm(AffineNorm):
 
 
 def _drop_counter(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
-    """Ignores a batch norm's step counter, which has no use here."""
+    """Drops a batch norm's step counter, which is not used here."""
     del module, rest
     state.pop(f"{prefix}num_batches_tracked", None)

@@ -1,7 +1,7 @@
-"""What a network's slots put around its norms: activations, convolutions, residual scales.
+"""The modules that slots put around norms: activations, convolutions, residual scales.
 
-A module here that has parameters counts them as a norm's for weight decay, by naming them in the
-class attribute `norm_parameters`.
+A module names its parameters in the class attribute `norm_parameters`, so that weight decay treats
+them as a norm's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tau = over_channels(self.tau, x)  # float32: x widens to it
-        # As torch.maximum, whose backward is slower; in this order a NaN of x passes.
+        # Equals torch.maximum, whose backward is slower; in this order a NaN in x is kept.
         return torch.where(x <= tau, tau, x).to(x.dtype)
 
 
@@ -59,12 +59,12 @@ class WeightStandardizedConv2d(nn.Conv2d):
     Qiao et al. 2019, arXiv:1903.10520; var is biased. timm's StdConv2d is the same; the authors'
     code (joe-siyuan-qiao/WeightStandardization) takes the unbiased standard deviation and adds 1e-5
     to it. A filter has variance 1 and not 1 / fan_in, so outputs grow by the root of fan_in: a norm
-    is meant to follow. The scale and mean of the stored weight have no effect, and nothing depends
+    should follow. The scale and mean of the stored weight have no effect, and nothing depends
     on the input. Shapes as nn.Conv2d: (N, I, H, W) -> (N, O, H', W').
     """
 
     def filters(self) -> Tensor:
-        """Returns the weights (O, I, K, K) that the convolution takes."""
+        """Returns the weights (O, I, K, K) that the convolution applies."""
         dims = tuple(range(1, self.weight.ndim))
         var, mean = torch.var_mean(self.weight, dim=dims, correction=0, keepdim=True)  # (O, 1...)
         return (self.weight - mean) * torch.rsqrt(var + WEIGHT_EPS)
@@ -76,10 +76,10 @@ class WeightStandardizedConv2d(nn.Conv2d):
 class ScaledWeightStandardizedConv2d(WeightStandardizedConv2d):
     """Convolution with gain * (w - mean) / sqrt(fan_in * (var + eps)) per filter.
 
-    Brock et al. 2021, arXiv:2101.08692: white inputs keep their variance with no norm behind.
-    `gain` (O) is learned and starts at one; that of the nonlinearity is not here but in
-    act=scaled_relu. timm's ScaledStdConv2d is the same; the authors' code bounds fan_in * var from
-    below by 1e-4 instead of adding an eps.
+    Brock et al. 2021, arXiv:2101.08692: white inputs keep their variance without a norm. `gain`
+    (O) is learned and starts at one; the nonlinearity's gain is in act=scaled_relu. timm's
+    ScaledStdConv2d is the same; the authors' code bounds fan_in * var from below by 1e-4 instead of
+    adding an eps.
     """
 
     norm_parameters = ("gain",)

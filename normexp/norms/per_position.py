@@ -1,4 +1,4 @@
-"""Batch normalization of sequences with statistics of their own at each position."""
+"""Batch normalization of sequences with separate statistics at each position."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class PositionwiseNorm(RunningMomentsNorm):
         """Returns batch norm of the C * T features of x (1, N, C, T), and moves the averages."""
         self.num_batches_tracked.add_(1)
         self.num_values.fill_(x.shape[1])
-        # Clones: the kernel keeps them for its backward, where they must not have moved again.
+        # Clones: the kernel keeps them for its backward, and the originals may move before it.
         mean, var = (join(rows.T, x).clone() for rows in (self.running_mean, self.running_var))
         features = join(x, x).squeeze(0)
         out = F.batch_norm(features, mean, var, *affine, True, self.momentum, self.eps)
@@ -136,7 +136,7 @@ class PositionwiseNorm(RunningMomentsNorm):
         self.running_var.mul_(1 - weight).add_(weight * unbiased(var, count))
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """As `RunningMomentsNorm.merge_state`, position by position by the values there."""
+        """As `RunningMomentsNorm.merge_state`, for each position by its number of values."""
         merged = super().merge_state(start, parts, shares)
         known = merged["num_values"][..., None] > 1
         merged["running_var"] = torch.where(known, merged["running_var"], start["running_var"])
@@ -159,7 +159,7 @@ class BatchNormPerPosition(PositionwiseNorm):
 def join(values: Tensor, x: Tensor) -> Tensor:
     """Returns values (..., C, T) as features (..., C * T), in the memory order of `x`.
 
-    A site shows (B, T, C) transposed, and in that order the largest tensors are not copied.
+    Sites pass (B, T, C) transposed; keeping its memory order avoids copies of the largest tensors.
     """
     return (values.mT if _lies_by_position(x) else values).flatten(-2)
 

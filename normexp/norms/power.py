@@ -1,4 +1,4 @@
-"""Batch norms by the mean square, whose backward pass averages over steps as their forward does.
+"""Batch norms by the mean square that average over steps in the forward and the backward pass.
 
 Neither centres. Both scale by statistics of earlier steps, and replace the batch's own term in the
 gradient by an average that the backward pass moves: each forward must be followed by its backward.
@@ -21,7 +21,7 @@ class SquareNorm(RunningNorm):
     """Abstract: x * scale * weight + bias; evaluation scales by 1 / sqrt(running_square + eps).
 
     Raises:
-        UserError: as `RunningNorm`; no momentum, which these averages cannot do without.
+        UserError: as `RunningNorm`; no momentum, because these averages need one.
     """
 
     running_square: Tensor
@@ -51,13 +51,13 @@ class SquareNorm(RunningNorm):
 
 
 class ScaleByPast(torch.autograd.Function):
-    """z = x * scale; its backward pass has a memory of its own.
+    """z = x * scale; its backward pass keeps running averages.
 
     With g the gradient of z (G, N, C, *) and P (G, 1, C, 1, ...) the group's mean of g z,
 
         gradient of x = (g - (kept + share * P) z) * scale,   past <- decay * past + step * P,
 
-    P in the latter over all groups. `counts` is the number of values behind P, shaped (G, 1, ...);
+    P in the latter over all groups. `counts` is the number of values in P, shaped (G, 1, ...);
     `kept` is (C, 1, ...), and `decay` and `step` broadcast to `past`, whose last axis is C. No
     gradient flows through any of them.
     """
@@ -109,7 +109,7 @@ class PowerNorm(SquareNorm):
     square in groups of channels, divides the gradient by the deviation of the batch, counts with nu
     while it warms up, and warms up for 10000 steps. None of that is here.
 
-    Where a site splits a batch into groups and the last is short, nu stays as it was in that step.
+    If a site splits a batch into groups and the last is short, nu does not move in that step.
 
     Args:
         warmup: steps with the statistics of the batch.
@@ -153,9 +153,9 @@ class PowerNorm(SquareNorm):
 class MovingAverageBatchNorm(SquareNorm):
     """x / sqrt(q + eps) * r * weight + bias, q the mean of x^2 over the last `memory` steps.
 
-    Pools all samples and positions. The newest of the q is the batch's own, and where a site splits
-    the batch, each group's own. With Q the running average of the batches' mean of x^2, which
-    evaluation uses,
+    Pools all samples and positions. The newest step in q is the present batch, or if a site splits
+    the batch, each group. With Q the running average of the batches' mean of x^2, which evaluation
+    uses,
 
         r = clip(sqrt(q + eps) / sqrt(Q + eps), 1 / r_max, r_max), without a gradient,
 
@@ -163,15 +163,15 @@ class MovingAverageBatchNorm(SquareNorm):
     mean of (mean of g z) over the last `memory` steps. Until both `warmup` and `memory` steps
     have passed, q and p are those of the batch and r is 1. MABN, arXiv:2001.06838.
 
-    The paper centres the weights of the convolution before, which is not part of this. The authors'
-    code (megvii-model/MABN) moves Q by q and not by the batch's own; it has r = 1 for 1000 steps in
-    one place and 100 in another.
+    The paper also centres the weights of the preceding convolution. The authors' code
+    (megvii-model/MABN) moves Q by q and not by the batch's mean of x^2; it has r = 1 for 1000 steps
+    in one place and 100 in another.
 
-    Where the last group of a split is short, the averages of the backward pass keep their value of
+    If the last group of a split is short, the averages of the backward pass keep their value of
     `memory` steps ago.
 
     Args:
-        memory: steps in the moving average; samples in it over samples that share a statistic.
+        memory: steps in the moving average.
         momentum: weight of the new value in Q.
         warmup: steps with the statistics of the batch.
 
@@ -227,7 +227,7 @@ class MovingAverageBatchNorm(SquareNorm):
         return affine.apply(z, r, axis=2)
 
     def _keep(self, past: Tensor, newest: Tensor, warm: Tensor) -> Tensor:
-        """Returns what rows of past (memory, C) but the newest add to their mean (C,), or 0."""
+        """Returns the share of all but the newest row of past (memory, C) in their mean, or 0."""
         return torch.where(warm, 0, torch.where(newest, 0, past).sum(dim=0) / self.memory)
 
     def _is_newest(self, step: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class CRMSNorm(AffineNorm):
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
         squares = x.square().sum(dim=1, keepdim=True)  # (N, 1, *)
-        dropped = x.sum(dim=1, keepdim=True)  # minus the coordinate that is not kept
+        dropped = x.sum(dim=1, keepdim=True)  # minus the dropped coordinate
         mean_square = (squares + dropped.square()) / (self.num_features + 1)
         return affine.apply(x * torch.rsqrt(mean_square + self.eps))
 

@@ -1,6 +1,6 @@
-"""Batch norm whose statistics are shared by fewer samples than a forward has, or by more.
+"""Batch norm over fewer samples than a forward has, or over more.
 
-Ghost batch norm splits the samples of a forward; synchronized batch norm adds those of the other
+Ghost batch norm splits the samples of a forward; synchronized batch norm pools the samples of all
 processes of a training.
 """
 
@@ -26,12 +26,12 @@ from normexp.norms.moments import Moments, at_least_one, centre, count_values
 class GhostBatchNorm(RunningMomentsNorm):
     """Batch norm whose statistics in training pool `ghost_size` samples and all positions.
 
-    Samples are split in order; the last sub-batch has what is left over. Evaluation as batch norm.
+    Samples are split in order; the last sub-batch may be smaller. Evaluation as batch norm.
     arXiv:1705.08741.
 
-    Implementations differ in the running averages, which the authors' code (eladhoffer/bigBatch)
-    and TabNet's move once per sub-batch, so that the last weighs most. Here they move once a step,
-    by the moments of all samples together, as when a site splits its batch by norm_batch_size.
+    Implementations differ in the running averages. The authors' code (eladhoffer/bigBatch) and
+    TabNet's move them once per sub-batch, so that the last weighs most. Here they move once per
+    step, by the moments of all samples, as when a site splits its batch by norm_batch_size.
 
     Args:
         ghost_size: samples that share statistics; tokens in the view `token`.
@@ -86,14 +86,13 @@ class SyncBatchNorm(RunningMomentsNorm):
     """Batch norm with moments over the samples and positions of all processes of a training.
 
     Without torch.distributed, or with one process, it is batch norm. Otherwise all processes must
-    enter it together; they may bring different numbers of samples. Its sums are added over the
-    processes by an all-reduce that gradients pass through: they are those of the sum of all
-    processes' losses, which DistributedDataParallel divides by the number of processes. Evaluation
-    exchanges nothing.
+    call it together, possibly with different numbers of samples. Gradients pass through its
+    all-reduce: they belong to the sum of all processes' losses, which DistributedDataParallel
+    divides by the number of processes. Evaluation exchanges nothing.
 
-    torch.nn.SyncBatchNorm computes the same, but on GPUs alone; this one works wherever the backend
-    does, as gloo on a CPU. The variance takes a second exchange, of squares about the common mean:
-    E[x^2] - E[x]^2 in one exchange, as some have it, loses digits.
+    torch.nn.SyncBatchNorm computes the same, but only on GPUs; this one also works on a CPU, with
+    gloo. The variance takes a second exchange, of squares about the common mean, because computing
+    E[x^2] - E[x]^2 in one exchange loses digits.
 
     Raises:
         UserError: as `RunningNorm`, but one value per channel is accepted from one of several
@@ -127,7 +126,7 @@ def _has_peers() -> bool:
 
 
 class _AddOverProcesses(torch.autograd.Function):
-    """Adds a tensor over all processes; so is its gradient, since each value is in every sum."""
+    """Sums a tensor over all processes; sums its gradient too, as each value is in every sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

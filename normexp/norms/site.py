@@ -1,18 +1,18 @@
-"""The contract of a norm, and the site: the one place for views, masks and ghost sub-batches.
+"""The contract of a norm, and the site, which handles views, masks and ghost sub-batches.
 
 A norm maps (N, C, *) to the same shape and dtype, with statistics in float32 or wider (axis letters
-as in norms/moments.py). One that pools positions or samples takes an optional `mask` (N, *), true
-where real; values at masked positions influence nothing and come back as zero.
+as in norms/moments.py). If it pools positions or samples, it takes an optional `mask` (N, *), true
+where real; values at masked positions have no influence, and outputs there are zero.
 
 A norm may also define two methods, which make splits of a batch faster or its running state exact;
-a norm without them is split by running it once per part:
+without them, a split runs the norm once per part:
 
     forward_groups(x, mask=None)        x (G, N, C, *): statistics per group, in one call
     merge_state(start, parts, shares)   the state after a step that was run in parts
 
-and two attributes: `sequential_state = True` if its state must see samples one after another, so
-that a split step is refused; `spans_devices = True` if it pools the samples of all processes of a
-training, so that their states need no merging.
+and two attributes: `sequential_state = True` if its state must see samples in order, so that split
+steps are refused; `spans_devices = True` if it pools the samples of all processes of a training, so
+that their states need no merging.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ View = Literal["map", "token", "sequence"]
 
 
 class Site(nn.Module):
-    """One place in a model where a norm sits; its name is its module path.
+    """One place of a norm in a model, named by its module path.
 
     Splits the samples of a training forward into ghost sub-batches of `norm_batch_size`, shows
-    each to the norm in its view, and puts the result back. In evaluation nothing is split.
+    each to the norm in its view, and joins the outputs. In evaluation nothing is split.
 
     Shapes: x (N, C, *) for view `map`, (B, T, C) for `token` and `sequence`; mask (N, *) or (B, T).
     """
@@ -133,9 +133,9 @@ def named_sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
 
 
 def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields the parameters that count as a norm's for weight decay.
+    """Yields the parameters that weight decay treats as a norm's.
 
-    Those inside a site, and those that a slot's module names in an attribute `norm_parameters`.
+    These are the parameters inside sites, and those in the `norm_parameters` of slot modules.
     """
     for module in model.modules():
         if isinstance(module, Site):
@@ -145,14 +145,14 @@ def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def as_maps(x: Tensor, site: Site) -> Tensor:
-    """Returns what passes through a site, (N, C, *) or (B, T, C), as (N, C, P), P positions."""
+    """Returns an input or output of a site, (N, C, *) or (B, T, C), as (N, C, P), P positions."""
     if site.view != "map":
         return x.transpose(1, 2)
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 
 
 def input_and_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Returns what a forward hook saw a site receive, by position or by name."""
+    """Returns the input and mask in the arguments that a forward hook of a site received."""
     x = args[0] if args else kwargs["x"]
     mask = args[1] if len(args) > 1 else kwargs.get("mask")
     return x, mask

@@ -1,18 +1,18 @@
 """Slots: what surrounds a norm, for designs that are more than `norm(C)`.
 
-    act             the activation behind a norm; relu
+    act             the activation after a norm; relu
     conv            the convolutions; plain
     residual_scale  initial value of a learned scalar at the end of each residual branch; null: none
     placement       where norms sit in a transformer block; pre
     qk_norm         a norm on the queries and keys of each attention head; false
 
-Each is a top-level key of the config. If it is null, the norm's YAML decides under the same name,
-and then the default, given above: so FRN brings its TLU, and `act=relu` removes it. Models ask the
-norm factory for slots (`norm.act(C)`, `norm.conv(...)`, `norm.residual()`, `norm.placement`,
-`norm.qk_norm`) and never ask which norm they got. A slot that is set in the config but that the
-model does not ask for is refused; one that only a norm's YAML has set is noted in the log.
+Each is a top-level key of the config. If it is null, the same key in the norm's YAML applies, and
+otherwise the default given above: FRN sets its TLU this way, and `act=relu` removes it. Models get
+slots from the norm factory (`norm.act(C)`, `norm.conv(...)`, `norm.residual()`, `norm.placement`,
+`norm.qk_norm`) and never ask which norm they got. A slot that the model does not use is refused if
+the config sets it, and logged if only the norm's YAML does.
 
-This file does not import torch: the command line checks values against these names.
+Does not import torch, because the command line checks values against these names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SLOTS = tuple(field.name for field in fields(Slots))
 
 # Why a model may have no place for a slot, and which models have one.
 PLACES = {
-    "act": ("no activation behind a norm", "model=convnet or model=small_resnet"),
+    "act": ("no activation after a norm", "model=convnet or model=small_resnet"),
     "conv": ("no convolution from the norm factory", "model=convnet or model=small_resnet"),
     "residual_scale": ("no residual branch", "model=small_resnet, vit, gpt or text_encoder"),
     "placement": ("no transformer block", "model=vit, gpt or text_encoder"),

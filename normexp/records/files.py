@@ -1,4 +1,4 @@
-"""Files that stay whole whenever their writer dies: atomic writes, appended lines, locks."""
+"""Files that survive the death of their writer: atomic writes, appended lines, locks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
             "again"
         ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object, so normexp did not write it; move it away")
+        raise UserError(f"{path} is not a JSON object, so normexp did not write it; move it away")
     return content
 
 
@@ -112,7 +112,7 @@ def open_append(path: Path) -> Iterator[int]:
 
 
 def append_lines(descriptor: int, lines: Sequence[str]) -> None:
-    """Appends all lines, synced to disk. After an OSError, such as a full disk, none is there."""
+    """Appends all lines, synced to disk. After an OSError, such as a full disk, none is written."""
     end = os.fstat(descriptor).st_size
     rest = memoryview("".join(f"{line}\n" for line in lines).encode())
     try:
@@ -203,7 +203,7 @@ class FileLock:
                 return False
             if self._is_current(descriptor):
                 break
-            os.close(descriptor)  # its last holder removed the file: a lock on it excludes nobody
+            os.close(descriptor)  # its last holder removed the file, so this lock has no effect
         self._descriptor = descriptor
         try:
             os.ftruncate(descriptor, 0)

@@ -1,6 +1,6 @@
-"""study.jsonl: what was asked of a study, one JSON object a line, only ever appended to.
+"""study.jsonl: the commands and cells of a study, one JSON object per line, append-only.
 
-A line is a command or an entry of a cell. Results do not depend on this file.
+Results do not depend on this file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CommandEntry:
 
 @dataclass(frozen=True)
 class CellEntry:
-    """One line on a cell: that it was asked for, its id, or why it cannot be trained."""
+    """One line about a cell: a request for it, its id, or why it cannot be trained."""
 
     digest: str
     title: str
@@ -47,7 +47,7 @@ class CellEntry:
 
 @dataclass
 class CellHistory:
-    """All entries of one cell: seeds add up, of everything else the latest counts.
+    """All entries of one cell: the union of its seeds, and the latest of every other value.
 
     Attributes:
         earlier_ids: the ids that the cell had before its source or data changed.
@@ -123,7 +123,7 @@ def append_command(
     code_version: str,
     cells: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Appends a command, with the present time; see `CommandEntry` for the arguments.
+    """Appends a command with the current time; see `CommandEntry` for the arguments.
 
     Raises:
         ValueError: a value of the grid is not finite.
@@ -137,7 +137,7 @@ def append_command(
 
 
 def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
-    """Appends the entries that say something new. Needs no write access if none does."""
+    """Appends the entries that are new. Needs no write access if none is."""
     entries = list(entries)
     history = read_history(study_dir)
     if all(history.has(entry) for entry in entries):

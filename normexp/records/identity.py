@@ -1,8 +1,8 @@
 """The id of a cell, and digests of a user's own source.
 
-An id is a readable slug and a hash of the training's canonical config. It outlives the code: a
-shipped key at its default is absent from what is hashed, and a shipped class stands by the name of
-its choice, so that a new key or a moved class orphans no run.
+An id is a readable slug and a hash of the training's canonical config. The hash leaves out shipped
+keys at their defaults and names a shipped class by its choice, so a new key or a moved class does
+not change the ids of existing runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NAME_LENGTH = 16
 def canonical_sizes(
     batch: int, micro: int | None, norm: int | None, *, mixes_samples: bool
 ) -> dict[str, int | None]:
-    """The three sizes in one spelling: None if equal to the next larger one, so nothing is split.
+    """The three sizes in canonical form: None if equal to the next larger one.
 
-    `norm_batch_size` is None as well for a norm that does not mix samples, measured by the caller.
+    `norm_batch_size` is also None for a norm that does not mix samples, measured by the caller.
     """
     micro = None if micro is None or micro >= batch else micro
     norm = None if norm is None or norm >= (micro or batch) else norm
@@ -36,7 +36,7 @@ def canonical_sizes(
 
 
 def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `values` is not as in `defaults`, in nested dicts; `~key: None` for one taken away.
+    """The `values` that differ from `defaults`, in nested dicts; `~key: None` for a removed key.
 
     Numbers are compared by value (1 is 1.0), and a list as a whole.
     """

@@ -1,4 +1,4 @@
-"""metrics.csv: the history of one run in long form, one value a line."""
+"""metrics.csv: the history of one run in long form, one value per line."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def read_metrics(path: Path) -> list[MetricRow]:
     """Reads the rows of a metrics.csv, also while its run goes on.
 
     Raises:
-        UserError: the file is missing, is no metrics.csv, or a line of it is broken.
+        UserError: the file is missing or not a metrics.csv, or has a broken line.
     """
     try:
         return [_parse(path, number, line) for number, line in _data_lines(path)]
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist: its run has not begun") from error
+        raise UserError(f"{path} does not exist: its run has not started") from error
 
 
 def _data_lines(path: Path) -> list[tuple[int, str]]:
     """Returns the numbered lines below the header."""
     lines = list(enumerate(read_lines(path), start=1))
     if lines and lines[0][1] != HEADER:
-        raise UserError(f"{path} is no metrics.csv: line 1 is not {HEADER}; move the file away")
+        raise UserError(f"{path} is not a metrics.csv: line 1 is not {HEADER}; move the file away")
     return lines[1:]
 
 

@@ -52,7 +52,7 @@ class Result:
             raise ValueError(f"status={self.status!r} is not one of {', '.join(get_args(Status))}")
         for name, status in (("diverged_at_step", "diverged"), ("error", "failed")):
             if (getattr(self, name) is None) == (self.status == status):
-                raise ValueError(f"{name} goes with status={status}, and with no other")
+                raise ValueError(f"{name} must be set exactly if status={status}")
         for name in ("seed", "attempts"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not an integer")

@@ -32,11 +32,11 @@ PLACE = ["base", "model", "data", "batch_size", "micro_batch_size"]
 
 @dataclass(frozen=True)
 class Change:
-    """A later study against the first.
+    """A later study compared with the first.
 
-    rows: one per cell that both have, with COLUMNS
-    alone: cells that only one of them has, in words
-    config, environment: what differs, `key: before -> after`
+    rows: one per cell in both studies, with COLUMNS
+    alone: cells in only one study, in words
+    config, environment: the differences, `key: before -> after`
     """
 
     before: str
@@ -50,9 +50,9 @@ class Change:
 def compare_studies(
     cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None, tolerance: float | None
 ) -> list[Change]:
-    """Each later study against the first; cells match by norm, model, data and sizes.
+    """Compares each later study with the first; cells match by norm, model, data and sizes.
 
-    They match by learning rate too if the first study has several.
+    Cells also match by learning rate if the first study has several.
     """
     names = list(runs["study"].unique())
     key = cells[PLACE].map(repr).agg(" ".join, axis=1)

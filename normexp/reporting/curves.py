@@ -38,7 +38,7 @@ CROSS = "M-1,-1L1,1M1,-1L-1,1"
 DIAGNOSTICS = {
     "output_rms": "rms of the output",
     "input_std": "sd of the input",
-    "dead": "share of channels that are dead behind a ReLU",
+    "dead": "share of channels that are dead after a ReLU",
     "running_gap": "|batch mean - running mean| / running sd",
     "saturated": "share of values where the norm is flat",
     "grad_norm": "gradient norm of the norm's parameters",
@@ -46,9 +46,9 @@ DIAGNOSTICS = {
 
 
 def draw_history(part: Slice, styles: Styles) -> list[Figure]:
-    """Training loss and validation metric over samples; then diagnostics at the end of training.
+    """Draws training loss and validation metric over samples, and diagnostics after training.
 
-    Curves are of the smallest and the largest size, diagnostics of the smallest.
+    Curves show the smallest and the largest size, diagnostics the smallest.
     """
     history = _read_history(part)
     metrics = dict.fromkeys(["train/loss", part.metric.selection_name])
@@ -59,8 +59,8 @@ def draw_history(part: Slice, styles: Styles) -> list[Figure]:
 def _read_history(part: Slice) -> History:
     """Finite values of all seeds, by cell and metric: columns `samples` and `value`.
 
-    A diverged seed ends where its values do, and nothing stands in for it. A run whose file is torn
-    has no curve; its result is not worth failing for that.
+    The curve of a diverged seed ends with its values. A run with a torn file has no curve, but does
+    not fail the report.
     """
     ends = part.points["cell"][part.points["size"].isin([part.sizes[0], part.sizes[-1]])]
     runs = part.runs[part.runs["cell"].isin(ends) & (part.runs["status"] != "failed")]
@@ -101,8 +101,8 @@ def _draw_curve(part: Slice, styles: Styles, history: History, metric: Metric) -
     leaking = part.points["norm"][part.points["leaks_in_training"]].unique()
     if metric.name == "train/loss" and len(leaking):
         caption += (
-            f" Not comparable: {', '.join(leaking)}. While training, these let later positions "
-            "influence earlier outputs, so this loss is not a likelihood."
+            f" Not comparable: {', '.join(leaking)}. In training, later positions influence "
+            "earlier outputs of these norms, so this loss is meaningless."
         )
     name = "curves_" + metric.name.replace("/", "_")
     return make_figure(name, f"{metric.label} during training", caption, chart, rows, part)

@@ -19,7 +19,7 @@ DEFAULT_PROJECT = "normexp"  # as in conf/logger/wandb.yaml
 
 
 def log_to_wandb(report: Report) -> str:
-    """Logs figures, main table and verdict of a written report; returns where they are, in words.
+    """Logs figures, main table and verdict of a written report; returns a line saying where.
 
     The run has the job type `report` and the study as its group. Each call is a new run, online if
     logged in, unless WANDB_MODE says otherwise.
@@ -58,7 +58,7 @@ def log_to_wandb(report: Report) -> str:
 def find_project(cell_dirs: Iterable[Path]) -> tuple[str, str | None]:
     """Project and entity of the first cell trained with logger=wandb, else the default project.
 
-    A config.yaml that cannot be read is passed over, because the report does not need it.
+    Skips a config.yaml that cannot be read, because the report does not need it.
     """
     for cell_dir in cell_dirs:
         try:

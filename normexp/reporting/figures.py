@@ -85,7 +85,7 @@ class Figure:
 
 
 def draw_answer(part: Slice, styles: Styles) -> list[Figure]:
-    """The figures of the metric itself, those that there is data for."""
+    """Draws the figures of the metric for which there is data."""
     found = [
         draw_metric(part, styles),
         draw_heat_map(part),
@@ -108,7 +108,7 @@ def draw_cost(part: Slice, styles: Styles) -> list[Figure]:
     )
     memory = (
         "Peak memory of tensors during training and evaluation, in 10^6 bytes, one point per cell. "
-        "It is that of a whole stack, so it grows with the number of seeds trained together."
+        "Measured for the whole stack, so it grows with the number of seeds trained together."
     )
     return [
         make_figure(name, title, caption, _cost_chart(part, styles, field, axis), own, part)
@@ -136,7 +136,7 @@ def make_figure(
     part: Slice,
     fit: str = "width",
 ) -> Figure:
-    """The chart as JSON with its rows, title, theme and the parameters that the page filters by."""
+    """The chart as JSON, with its rows, title, theme and the page's filter parameters."""
     spec = chart.to_dict(validate=False)
     spec["datasets"] = {"rows": list(rows)}
     spec["title"] = {"text": title, "subtitle": part.heading}
@@ -153,7 +153,7 @@ def visible() -> alt.Chart:
 
 
 def tooltip(*fields: str) -> list[alt.Tooltip]:
-    """fields: column names, with a type other than nominal behind a colon: `lr:Q`."""
+    """fields: column names, with a colon and the type if it is not nominal: `lr:Q`."""
     names = [field.partition(":")[0] for field in fields]
     return [
         alt.Tooltip(field if ":" in field else f"{field}:N", title=TIP_TITLES.get(name, name))

@@ -38,12 +38,12 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class StudyRecords:
-    """Everything that a report needs of one or more studies.
+    """The records of one or more studies, as a report needs them.
 
     runs: a row per ended run: FIELDS; the config's values, nested keys joined by dots
         (`norm.num_groups`); metrics by name (`val/accuracy`, the only columns with a slash);
         `timing.*` and `environment.*`. `cell` is the folder of the run's cell. A missing metric is
-        NaN, everything else that a run lacks None.
+        NaN, any other missing value None.
     num_seeds: for each study, how many seeds have a result in any of its cells, readable or not
     num_unended: runs without a result: still training, or interrupted
     waiting: one line for each cell that has only such runs
@@ -105,7 +105,7 @@ def config_columns(runs: pd.DataFrame) -> list[str]:
 
 
 def varying_columns(table: pd.DataFrame) -> list[str]:
-    """The columns without one value in all rows; None is a value, and 1, 1.0 and True differ."""
+    """The columns that vary between rows; None is a value, and 1, 1.0 and True differ."""
     return [str(name) for name in table if table[name].map(repr).nunique() > 1]
 
 
@@ -200,7 +200,7 @@ def _why_empty(name: str, root: Path, unended: list[Path], problems: list[str]) 
         return f"study={name} has no readable result; the first problem: {problems[0]}"
     if unended:
         return (
-            f"study={name} has no ended run yet, {len(unended)} in {root} have begun; "
+            f"study={name} has no ended run yet, {len(unended)} in {root} have started; "
             "try again when the first has ended"
         )
     return f"study={name} is empty: {root} has no runs; train one with study={name}"

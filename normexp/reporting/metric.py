@@ -1,4 +1,4 @@
-"""How a metric and its numbers are written: names, units, direction, tolerance and digits.
+"""How reports show a metric: name, unit, direction, tolerance and digits.
 
 Imported while training, so this file imports neither pandas, scipy nor altair.
 """

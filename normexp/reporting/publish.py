@@ -22,8 +22,8 @@ from normexp.reporting.report import Report, build_report
 from normexp.reporting.terminal import print_report
 
 PNG_SCALE = 2.0  # pixels per point of the figure
-LOOK_EVERY = 2.0  # seconds between two looks at the results
-RELOAD_EVERY = 10  # seconds after which a watched page reloads itself
+LOOK_EVERY = 2.0  # seconds between checks for new results
+RELOAD_EVERY = 10  # seconds between reloads of a watched page
 
 
 def publish(
@@ -37,8 +37,8 @@ def publish(
 ) -> None:
     """Writes and prints the report of the studies.
 
-    With `watch` it is written again whenever results appear, until Ctrl-C; the page then reloads
-    itself. W&B gets the first one.
+    With `watch`, writes it again whenever results appear, until Ctrl-C, and the page reloads
+    itself. W&B gets the first report.
 
     Raises:
         UserError: a study that is missing or empty, a metric that no run has, a folder that cannot
@@ -60,11 +60,11 @@ def publish(
         with suppress(KeyboardInterrupt):
             _watch(lambda: _stamp(runs_dir, names), lambda: write(RELOAD_EVERY))
         print()
-        write(None)  # the page that stays behind does not reload itself
+        write(None)  # the final page does not reload itself
 
 
 def _watch(look: Callable[[], object], write: Callable[[], Report]) -> None:
-    """Writes the report whenever `look` returns something new, without end."""
+    """Writes the report whenever `look` returns something new; never returns."""
     seen = look()
     while True:
         time.sleep(LOOK_EVERY)

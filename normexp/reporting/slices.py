@@ -1,4 +1,4 @@
-"""Labelled cells, cut into slices: norms against the one size that varies, all else alike."""
+"""Labels cells and cuts them into slices: norms against one varying size, all else equal."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Slice:
     slug: suffix of file names
     points: a row per norm and size that was run, by norm and size: the columns of `build_cells`,
         `size`, `recorded` (seeds with a value) and `independent`. Along norm_batch_size, a norm
-        that does not mix samples is independent: its one cell stands at every size.
+        that does not mix samples is independent: its single cell is repeated at every size.
     values: the metric as (seeds, cells), see `values_of`
-    searched: cells that differ in learning rate alone, a row each: `size`, and `chosen` for the one
-        among `points`
+    searched: cells that differ only in learning rate, a row each: `size`, and `chosen` for the cell
+        in `points`
     runs: the runs of all these cells
     """
 
@@ -124,7 +124,7 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
 def build_slices(
     cells: pd.DataFrame, runs: pd.DataFrame, *, metric: str | None, tolerance: float | None
 ) -> list[Slice]:
-    """Every slice of the cells; settings without the metric asked for have none."""
+    """Every slice of the cells; settings without the requested metric have none."""
     slices = []
     for _, panel in cells.groupby("settings", sort=False):
         own = runs[runs["cell"].isin(panel["cell"])]
@@ -336,7 +336,7 @@ def _slice(
 def _choose_rates(
     cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """One cell for each norm and sizes, and all cells of which there was a choice.
+    """Chooses a cell for each norm and sizes; returns these, and all cells chosen from.
 
     The learning rate is chosen by the validation metric, never on test: first the fewest runs that
     diverged or failed, then the best mean over seeds.
@@ -367,7 +367,7 @@ def _with_slugs(slices: Sequence[Slice]) -> list[Slice]:
 
 
 def group_by_data(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Slices that differ in data set alone, by model if a data set has several."""
+    """Groups slices that differ only in data set, by model if a data set has several."""
 
     def is_one_per_data(parts: Sequence[Slice]) -> bool:
         return len({part.data for part in parts}) == len(parts)

@@ -1,8 +1,8 @@
-"""One colour, marker, dash and place in the order for each norm, the same in every figure.
+"""The colour, marker, dash and order of each norm, the same in every figure.
 
-Colours after Okabe and Ito (2008), extended by muted ones of like lightness; every one has a
-contrast of 2.4 or more on white and on the dark page. Markers and dashes differ as well, so that
-a figure can be read in grey.
+Colours after Okabe and Ito (2008), extended by muted colours of similar lightness, all with a
+contrast of 2.4 or more on white and on the dark page. Markers and dashes differ too, so that
+figures can be read in grey.
 """
 
 from __future__ import annotations

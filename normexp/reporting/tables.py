@@ -35,7 +35,7 @@ class Table:
     """Plain values under named columns; a missing one is shown as `-`, and empty in CSV.
 
     frame: has `columns`, and may have more
-    numbers: columns of the CSV alone: what a program reads instead of `1.2 [0.6, 1.9]`
+    numbers: columns only of the CSV, for programs, instead of `1.2 [0.6, 1.9]`
     """
 
     name: str
@@ -90,7 +90,7 @@ def cell_table(
 ) -> Table:
     """A row per cell: its sizes, the mean with interval, median, IQM, and every count.
 
-    Each cell has the metric asked for, else the first preferred one that it has.
+    Each cell shows the requested metric, otherwise its first preferred metric.
     """
     available = set(metric_names(runs))
     own = {cell: set(metric_names(group)) for cell, group in runs.groupby("cell")}
@@ -203,7 +203,7 @@ def _cell_rows(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.Da
 
 
 def _note(row: Row, interval: Interval, metric: Metric) -> str:
-    """Why a row is not like the others."""
+    """The warnings and exceptions that apply to a row."""
     notes = [f"INVALID: {row['invalid']}"] if row["invalid"] else []
     if row["error"]:
         notes.append(f"failed: {row['error']}")

@@ -1,8 +1,8 @@
-"""What a study shows, in sentences whose words follow from intervals.
+"""The verdict of a study: sentences that follow from confidence intervals.
 
 Two families of sentences: what a norm loses from the largest size to the smallest, and how a norm
-compares with the reference norm at the smallest size. The comparisons are declared by this rule
-before anything is looked at, and judged with Holm's correction.
+compares with the reference norm at the smallest size. This rule declares the comparisons before any
+result is known; they are judged with Holm's correction.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Answer:
-    """All sentences on one slice, or on several that differ in data set alone."""
+    """All sentences about one slice, or about several that differ only in data set."""
 
     heading: str
     parts: list[Slice]
@@ -91,14 +91,14 @@ class Answer:
 
 
 def answer_slice(part: Slice) -> Answer:
-    """What one slice shows."""
+    """The sentences about one slice."""
     losses, comparisons = describe_losses(part), compare_norms(part)
     notes = [_searched_note(part), _family_note(comparisons)]
     return Answer(part.heading, [part], losses, comparisons, " ".join(filter(None, notes)))
 
 
 def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
-    """What holds on average over data sets, for each group of slices that differ in data alone."""
+    """The sentences on averages over data sets, for each group of slices that differ only there."""
     answers = []
     for parts in group_by_data(slices):
         names = ", ".join(part.data for part in parts)
@@ -383,7 +383,7 @@ def _searched_note(part: Slice) -> str:
 
 
 def _family_note(comparisons: Sequence[Comparison]) -> str:
-    """The promise about errors."""
+    """The note on the family-wise error rate."""
     references = [one.reference for one in comparisons if one.adjusted_p is not None]
     if not references:
         return ""

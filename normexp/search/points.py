@@ -289,9 +289,7 @@ def _refuse_bookkeeping(override: Override) -> None:
     """Raises UserError for several values of a key that does not define the training."""
     key = override.key_or_group
     if override.is_sweep_override() and not in_identity(key) and key != "experiment":
-        raise UserError(
-            f"{override.input_line}: a search varies what is trained; name one value of {key}"
-        )
+        raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
 
 
 def check_settings(config: DictConfig) -> None:

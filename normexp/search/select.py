@@ -82,7 +82,7 @@ def print_table(rows: Sequence[Row]) -> None:
             console.print(line, markup=False, soft_wrap=True)
     lines = [row.search.plan.command(row.best.point) for row in rows if row.best is not None]
     if lines:
-        console.print("the same again:")
+        console.print("to repeat the best:")
     for line in lines:
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
@@ -121,12 +121,12 @@ def _warnings(row: Row) -> list[str]:
     plan = row.search.plan
     earlier = [
         f"{plan.title}: study={plan.base.study} also has the fresh seeds of {_words(trial.point)}, "
-        "the best of fewer trials; the result above does not include them"
+        "an earlier best trial; the result above does not include them"
         for trial in row.reported_before
     ]
     return earlier + [
         f"{plan.title}: the best {d.key}={row.best.point[d.key]} lies at the edge of "
-        f"{d.describe()}; a wider one may be better"
+        f"{d.describe()}; a wider range may be better"
         for d in plan.space.edges(row.best.point)
     ]
 
@@ -266,9 +266,9 @@ def _tell(search: Search, trial: Trial, outcome: Outcome) -> bool:
 
 
 def _reported_before(search: Search, others: Set[str]) -> list[Trial]:
-    """Returns earlier best trials, of fewer trials, whose fresh seeds are in the report's study.
+    """Returns trials that were best earlier and have fresh seeds in the report's study.
 
-    A report shows them beside those of the best, as another learning rate of the same norm.
+    A report shows these seeds too, as another learning rate of the same norm.
 
     Args:
         others: the digests of the cells in that study that this command did not train.

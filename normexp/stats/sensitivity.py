@@ -85,7 +85,7 @@ def batch_size_sensitivity(
 def size_threshold(
     losses: dict[int, Interval], reference_size: int, *, tolerance: float
 ) -> Threshold:
-    """The smallest size such that neither it nor a larger one is shown to lose more than tolerance.
+    """The smallest size such that no size from there up is shown to lose more than the tolerance.
 
     A loss is shown to exceed the tolerance if its lower bound does. The walk goes down from the
     reference size, the largest, and stops at the first such size.

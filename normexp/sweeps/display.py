@@ -23,12 +23,12 @@ from normexp.config.spec import Outcome
 if TYPE_CHECKING:
     from normexp.config.spec import CellSpec
 
-SECONDS_BETWEEN_LINES = 60.0  # without a terminal, between two lines on the progress
+SECONDS_BETWEEN_LINES = 60.0  # between progress lines without a terminal
 COUNTED = ("finished", "skipped", "failed", "refused", "stopped", "planned")
 
 
 class AtWork(Protocol):
-    """What the display needs to know of a worker: its cells, steps done and total, its start."""
+    """What the display reads from a worker: its cells, steps done, total steps, start time."""
 
     task: tuple[int, ...]
     steps: tuple[int, int]
@@ -39,7 +39,7 @@ class AtWork(Protocol):
 class Display(logging.Handler):
     """Counts the cells that have ended and estimates the time left. Writes to stderr.
 
-    While open it also prints the log messages of normexp's modules, each once.
+    Inside its `with` block also prints normexp's log messages, each once.
 
     Args:
         titles: one for each cell.
@@ -80,11 +80,11 @@ class Display(logging.Handler):
             print(text, file=sys.stderr, flush=True)
 
     def ended(self, title: str, outcome: Outcome) -> None:
-        """Prints a line: how many cells have ended, the outcome of this one, and why."""
+        """Prints the outcome of a cell, its error, and how many cells have ended."""
         self.counts[outcome.status] += 1
         if outcome.status == "finished" and outcome.seconds:
             self.seconds.append(outcome.seconds)
-        if outcome.status == "planned" or len(self.titles) == 1:  # the summary says it
+        if outcome.status == "planned" or len(self.titles) == 1:  # the summary shows it
             return
         done = sum(self.counts.values())
         count = f"[{done}/{len(self.titles)}]"
@@ -95,9 +95,9 @@ class Display(logging.Handler):
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{rest}")
 
     def time_left(self, num_cells: int, at_work: Sequence[AtWork] = ()) -> str:
-        """Estimated from the mean time of finished cells; empty before the first one.
+        """Returns the time left, estimated from the mean time of finished cells.
 
-        Also empty while a worker's process starts, because that time is not known.
+        Empty before the first cell has finished, and while a worker's process starts.
         """
         is_known = self.seconds and not self.is_stopping and all(w.is_ready for w in at_work)
         if not is_known or not (num_cells or at_work):
@@ -141,7 +141,7 @@ class Display(logging.Handler):
 
 
 def _rest_of(worker: AtWork, mean: float) -> float:
-    """Seconds that a cell still takes: from its own speed once it has done 5 % of its steps."""
+    """Returns the seconds left for a cell, by its own speed once 5 % of its steps are done."""
     elapsed = time.monotonic() - worker.since
     done, total = worker.steps
     if total and done / total > 0.05:
@@ -165,8 +165,8 @@ SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 def title_of(cell: CellSpec) -> str:
     """The norm, the sizes and the typed overrides of a cell.
 
-    Such as `norm=batch batch_size=32 norm_batch_size=2 epochs=3`: does not depend on the other
-    cells of the command, and leaves out the study, the folders and the seeds.
+    For example `norm=batch batch_size=32 norm_batch_size=2 epochs=3`. Independent of the other
+    cells of the command; leaves out the study, folders and seeds.
     """
     if cell.cfg is None:
         return " ".join(text for text in cell.overrides if not _is_apart(text)) or cell.title
@@ -181,7 +181,7 @@ def _key_of(text: str) -> str:
 
 
 def _is_apart(text: str) -> bool:
-    """True if an override says where, when or how a cell is trained, but not what."""
+    """True if an override sets where, when or how a cell is trained, but not what."""
     key = re.split(r"[/@]", _key_of(text))[0]
     return key == "trainer" or not in_identity(key)
 

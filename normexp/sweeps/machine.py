@@ -28,7 +28,7 @@ class Place:
     gpu: str | None = None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment of the worker; keeps a lower OMP_NUM_THREADS of the user's."""
+        """Returns the environment of the worker; keeps a lower OMP_NUM_THREADS set by the user."""
         asked = inherited.get("OMP_NUM_THREADS", "")
         threads = (
             min(self.threads, int(asked)) if asked.isdecimal() and int(asked) else self.threads
@@ -68,7 +68,7 @@ def shared_value(cfgs: Sequence[DictConfig], key: str) -> Any:
     """
     values = list(dict.fromkeys(cfg[key] for cfg in cfgs))
     if len(values) > 1:
-        raise UserError(f"{key}={','.join(map(str, values))}: one value for all cells of a sweep")
+        raise UserError(f"{key}={','.join(map(str, values))}: must be the same in all cells")
     return values[0] if values else None
 
 

@@ -1,4 +1,4 @@
-"""What a study has, lacks and failed. Reads its files alone, so it needs no torch."""
+"""The status of a study: its ended, missing and failed runs. Reads only files, without torch."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class CellState:
 
     Attributes:
         title: norm, sizes and overrides; the cell's id if no command asked for it.
-        directory: None if the cell was never begun.
+        directory: None if the cell has not been started.
         states: by seed.
-        digests: the names of the cell in the commands that asked for it.
+        digests: the digests of the cell in the commands that list it.
         refused: why the cell cannot be trained; empty if it can.
         attempts: how often each failed run was tried, by seed.
-        notes: errors of failed runs; the process that trains, and how far it is.
+        notes: errors of failed runs; the training process and its progress.
     """
 
     title: str
@@ -61,7 +61,7 @@ class CellState:
     notes: list[str] = field(default_factory=list)
 
     def lacking(self, max_attempts: int | None = None) -> set[tuple[str, int]]:
-        """(digest, seed) of the runs that have not ended, less those that failed too often."""
+        """(digest, seed) of the runs to train, without runs that have failed too often."""
         seeds = [
             seed
             for seed, state in self.states.items()
@@ -73,7 +73,7 @@ class CellState:
 
 @dataclass
 class StudyStatus:
-    """A study: its cells and the commands that asked for them."""
+    """A study: its cells and its commands."""
 
     root: Path
     cells: list[CellState]
@@ -86,14 +86,14 @@ class StudyStatus:
 
     @property
     def is_complete(self) -> bool:
-        """True if every run that can be trained has ended well."""
+        """True if every run that can be trained has ended without failing."""
         return all(state in ENDED for state in self.runs)
 
     def unfinished_commands(self, *, with_spent: bool) -> list[CommandEntry]:
-        """The commands that asked for a run that has not ended well.
+        """The commands with missing or failed runs.
 
         Args:
-            with_spent: include runs that have failed as often as the command allows.
+            with_spent: count runs that have failed as often as the command allows.
         """
         found = []
         for command in self.commands:
@@ -106,7 +106,7 @@ class StudyStatus:
 
 
 def _is_search(command: CommandEntry) -> bool:
-    """A search asks for more cells while it runs than its command lists."""
+    """True for a search: while it runs, it adds cells that its command does not list."""
     return command.command[:1] == ["normexp-tune"]
 
 
@@ -122,7 +122,7 @@ def max_attempts_of(command: CommandEntry) -> int:
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """Reads the status of a study, also while it runs. Raises UserError if there is no such study.
 
-    Different sizes can mean the same cell; these share a row.
+    Sizes that mean the same cell share a row.
     """
     root = find_study(runs_dir, name)
     history = read_history(root)
@@ -149,7 +149,7 @@ def _status_of(directory: Path, asked: Mapping[str, CellHistory], history: Histo
         run_dir = seed_dir(directory, seed)
         if (run_dir / RESULT_FILE).is_file():
             state = _read_state(run_dir, seed, status)
-            # Holding the lock, a process may be trying a failed run again.
+            # The process that holds the lock may be retrying a failed run.
             status.states[seed] = "running" if state == "failed" and is_running else state
         elif is_running and seed in on_disk:
             status.states[seed] = "running"
@@ -192,7 +192,7 @@ def _checkpointed_seeds(directory: Path) -> set[int]:
 
 
 def _progress(directory: Path, seeds: list[int]) -> str:
-    """The process that trains a cell, and the step of its last checkpoint."""
+    """Describes the process that trains a cell, and the step of its last checkpoint."""
     process = f"process {FileLock(directory / LOCK_FILE).holder()}"
     steps = []
     for seed in seeds:
@@ -251,10 +251,10 @@ def _as_typed(command: Sequence[str]) -> str:
 
 
 def _again(root: Path, command: CommandEntry, *, max_attempts: int | None) -> str:
-    """A recorded command, for where the study is now: it may have been moved or renamed.
+    """A recorded command, adapted to the study's present folder and name.
 
     Args:
-        max_attempts: how often a run may fail; None keeps what was typed.
+        max_attempts: how often a run may fail; None keeps the typed value.
     """
     keys = "study|runs_dir" if max_attempts is None else "study|runs_dir|max_attempts|retry_failed"
     typed = command.command

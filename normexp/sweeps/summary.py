@@ -22,7 +22,7 @@ from normexp.sweeps.display import shared_words, spoken
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
-WIDE = 110  # columns that a terminal needs to show the folder of each cell
+WIDE = 110  # terminal width from which the folder of each cell is shown
 # Norms to compare with: for images, and for language models (these do not read future tokens).
 OF_IMAGES = ("batch", "layer", "instance", "group")
 OF_LANGUAGE = ("batch", "layer", "causal_instance", "causal_group")
@@ -33,7 +33,7 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
     """Prints the metrics of one cell over its seeds, its directory, and commands to type next.
 
     Args:
-        words: what was typed, program first.
+        words: the typed command, program first.
     """
     if outcome.status == "failed":
         error = Console(stderr=True, highlight=False)
@@ -57,7 +57,7 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
         console.print(f"seed {result.seed} diverged at step {result.diverged_at_step}")
     seconds = max(result.timing.get("train_seconds", 0.0) for result in outcome.results)
     steps = outcome.results[0].timing.get("step_ms", 0.0)
-    console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms a step of the whole stack")
+    console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms per step of the whole stack")
     console.print(f"run directory: {outcome.directory}", markup=False, soft_wrap=True)
     console.print("next:")
     for command in next_commands(outcome, words):
@@ -71,10 +71,10 @@ def shown_metrics(results: Sequence[Result]) -> list[str]:
 
 
 def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
-    """Commands that train the same with other norms, and at other norm batch sizes.
+    """Commands that repeat the training with other norms and other norm batch sizes.
 
     Args:
-        words: what was typed, program first; everything but the norm and its knobs is kept.
+        words: the typed command, program first; all but the norm and its knobs is kept.
     """
     record = outcome.record
     kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
@@ -107,7 +107,7 @@ def _runs_dir(study: Path) -> list[str]:
 
 
 def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """Prints a row per cell of a sweep. Different sizes can mean the same cell; these share a row.
+    """Prints a row per cell of a sweep; sizes that mean the same cell share a row.
 
     A narrow terminal does not show the folders of the cells.
     """
@@ -127,7 +127,7 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
         row = ["/".join(_statuses_of(outcome)), shared_words(titles), shown, count]
         table.add_row(
             *map(Text, [*row, *[outcome.cell_id] * has_place])
-        )  # Text: [...] is no markup
+        )  # Text, so that [...] is not read as markup
     console.print(table)
     counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
@@ -217,7 +217,8 @@ def _planned(outcome: Outcome, seconds: float | None) -> str:
     return ", ".join(parts)
 
 
-# The config keys in which a recorded run must agree with a planned one; the strictest rule first.
+# Config keys that must agree for a recorded run to predict the time of a planned one; strictest
+# first.
 ALIKE = (
     ("model", "data", "norm", "batch_size", "micro_batch_size", "norm_batch_size"),
     ("model", "data", "norm", "batch_size"),
@@ -239,9 +240,9 @@ def read_timed(study_dir: Path) -> list[Result]:
 
 
 def expected_seconds(planned: Outcome, timed: Sequence[Result]) -> float | None:
-    """The training time of a cell's missing runs; None if nothing like it is recorded.
+    """Expected training time of a cell's missing runs; None without a similar recorded run.
 
-    The median step time of one replica among the runs most alike, times steps and replicas.
+    Median step time per replica of the most similar runs, times steps and replicas.
     """
     for keys in ALIKE:
         step_ms = [

@@ -1,4 +1,4 @@
-"""The cells of a command in worker processes, as many tasks at once as there are places."""
+"""Trains the cells of a command in worker processes, one task at a time per place."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.2  # seconds between two looks at the clock, the signals and the locks of others
-FAILED_STARTS = 3  # in a row, after which no worker is started any more
+TICK = 0.2  # seconds between checks of the clock, signals and other processes' locks
+FAILED_STARTS = 3  # consecutive failed starts after which the sweep gives up
 
 
 class WorkersFail(Exception):
-    """No worker process comes up: nothing can be trained."""
+    """No worker process starts, so nothing can be trained."""
 
 
 class Sweep:
@@ -41,8 +41,8 @@ class Sweep:
 
     Args:
         places, warm: see `Pool`.
-        fail_fast: the first failure stops all.
-        tasks: the indices of cells that may be trained together; None: each alone.
+        fail_fast: stop everything at the first failure.
+        tasks: for each task, the indices of its cells; None: one task per cell.
     """
 
     new_worker = Worker
@@ -70,11 +70,11 @@ class Sweep:
         self._failed_starts = 0
 
     def run(self) -> list[Outcome]:
-        """An outcome for every cell, in their order; `stopped` for those that were not ended.
+        """Returns an outcome for every cell, in order; `stopped` for cells that did not end.
 
         Raises:
             KeyboardInterrupt: a second Ctrl-C; the workers are dead.
-            WorkersFail: see there.
+            WorkersFail: no worker process starts.
         """
         try:
             with self.request.listening():
@@ -93,7 +93,7 @@ class Sweep:
         return [self.outcomes.get(index, self._unbegun(index)) for index in range(len(self.cells))]
 
     def stop(self) -> None:
-        """Every training leaves a checkpoint and ends; no other begins."""
+        """Ends every training at a checkpoint, and starts no other."""
         if not self.stopping:
             self.stopping = self.display.is_stopping = True
             for worker in self.pool.workers:
@@ -106,7 +106,7 @@ class Sweep:
     def _unbegun(self, index: int) -> Outcome:
         return Outcome("stopped", name_of(self.cells[index]), missing=self.cells[index].seeds)
 
-    # --- giving -------------------------------------------------------------------------------
+    # --- assigning tasks ----------------------------------------------------------------------
 
     def _hand_out(self) -> None:
         if self.stopping:
@@ -119,14 +119,14 @@ class Sweep:
                     self.queue.tell_of_waiting([worker.process.pid for worker in self.pool.workers])
                 return
             given = [self.cells[index] for index in task]
-            if given[0].cfg is None:  # is alone
+            if given[0].cfg is None:  # always a task of its own
                 refused = Outcome("refused", given[0].title, error=given[0].error)
                 self._end(task, [refused])
                 continue
             worker = idle.pop(0) if idle else self.pool.start()
             worker.give(task, given)
 
-    # --- hearing ------------------------------------------------------------------------------
+    # --- receiving messages -------------------------------------------------------------------
 
     def _listen(self) -> None:
         by_connection = {worker.connection: worker for worker in self.pool.workers}
@@ -145,7 +145,7 @@ class Sweep:
         match message:
             case Ready():
                 worker.is_ready = True
-                worker.since = time.monotonic()  # its process took the time before
+                worker.since = time.monotonic()  # leaves out the start of its process
                 self._failed_starts = 0
             case Begins(position, begun):
                 worker.begun = begun if len(worker.task) == 1 else None
@@ -167,20 +167,20 @@ class Sweep:
             self.display.print(text.rstrip("\n"))
 
     def _bury(self, worker: Worker) -> None:
-        """A worker has died, by a signal or because it was asked to stop."""
+        """Handles the death of a worker, by a signal or after a stop."""
         reason = worker.describe_death()
         task = worker.task
         if task and self.stopping:
             self._end(task, [Outcome("stopped", name_of(self.cells[index])) for index in task])
-        elif len(task) > 1 and worker.is_ready:  # perhaps the fault of one of them
+        elif len(task) > 1 and worker.is_ready:  # one of its cells may be the cause
             logger.warning("each learning rate is trained alone: %s", reason)
             self._end(task, [Outcome("alone", "")] * len(task))
         elif task and worker.is_ready:
             self._end(task, [self._death_of(worker, reason)])
-        elif not worker.is_ready:  # not the fault of its cell
+        elif not worker.is_ready:  # its cells are not the cause
             self._failed_starts += 1
             if self._failed_starts == FAILED_STARTS:
-                raise WorkersFail(f"no worker process comes up: {reason}")
+                raise WorkersFail(f"no worker process starts: {reason}")
             if task:
                 self.queue.put_back(task)
         worker.take_back()
@@ -218,7 +218,7 @@ class Sweep:
 
 
 class Session:
-    """Warm workers, and the command, which each study records once.
+    """Keeps workers between sweeps, and records the command once per study.
 
     with Session() as session:
         outcomes = train_cells(cells, words, session=session)
@@ -232,7 +232,7 @@ class Session:
         self._log: StudyLog | None = None
 
     def log_of(self, cells: Sequence[CellSpec], words: Sequence[str], *, writes: bool) -> StudyLog:
-        """The log of the command, which goes on to `cells`."""
+        """Returns the log of the command, extended by `cells`."""
         if self._log is None:
             self._log = StudyLog(cells, words, writes=writes)
         return self._log.further(cells)
@@ -301,8 +301,8 @@ def train_cells(
 
     Args:
         words: the command, as study.jsonl records it.
-        workers: how many cells at once, in place of the config's key.
-        session: of a command that calls this several times.
+        workers: number of cells trained at once; overrides the config.
+        session: shared by several calls of one command.
     """
     cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
     for cfg in cfgs:
@@ -322,6 +322,6 @@ def train_cells(
         else:
             outcomes = run_in_turn(cells, tasks, log, display, fail_fast=fail_fast)
         for cell, outcome in zip(cells, outcomes, strict=True):
-            if not outcome.cell_id:  # it may have been refused before the study was there
+            if not outcome.cell_id:  # it may have been refused before the study existed
                 log.settle(cell, outcome)
     return outcomes

@@ -1,8 +1,7 @@
 """Logging under a W&B agent: one W&B run per command, with means over the seeds.
 
-An agent names the run of each command that it starts and refuses a second run of the command. The
-run is written from the records when the cell has ended. So it is also written if everything was
-recorded before, because an agent may propose a point twice.
+An agent allows one run for each command that it starts. The run is written from the records when
+the cell has ended, even if nothing was left to train: an agent may propose a point twice.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from normexp.training.recorder import resolve_mode
 
 
 def refuse_many_cells(cells: Sequence[CellSpec]) -> None:
-    """Raises UserError if an agent's command has several cells: its run stands for one."""
+    """Raises UserError if an agent's command has several cells: an agent's run logs one."""
     if is_under_agent() and len(cells) > 1:
         raise UserError(
             f"a W&B agent's command trains one cell, not {len(cells)}: name one value per key in "
@@ -33,7 +32,7 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
     """Writes the agent's run: mean curves over the seeds, and the final means as its summary.
 
     If a run of the cell failed or is missing, writes no means and marks the run as failed: a mean
-    over the other seeds would not compare with other cells.
+    over the other seeds would not be comparable with other cells.
     """
     import wandb
 
@@ -54,7 +53,7 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
         for step, row in rows:
             run.log(row, step=step)
         last = rows[-1][0] if rows else 0
-        run.log(mean_metrics(outcome.results), step=last)  # in the last row, which is the summary
+        run.log(mean_metrics(outcome.results), step=last)  # the last row is the summary
     run.finish(exit_code=0 if is_whole else 1)
 
 

@@ -1,7 +1,7 @@
 """A process that trains one task after another for a sweep: `python -m normexp.sweeps.worker FD`.
 
-It imports torch once. A thread reads the pipe from the sweep's process; when that one asks to stop,
-or dies, a training ends at its next checkpoint, and anything else at once, as nothing is lost.
+Imports torch once. A thread reads the pipe from the sweep's process. If the sweep stops or dies, a
+training ends at its next checkpoint; any other work ends at once, because nothing is lost.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STOPPED = 130
 
 
 class Link(logging.Handler):
-    """The worker's end of the pipe: tasks come in, news and notes go out."""
+    """The worker's end of the pipe: receives tasks, sends reports and log messages."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self.connection = connection
         self.tasks: queue.SimpleQueue[tuple[CellSpec, ...] | None] = queue.SimpleQueue()
-        self.stop: StopRequest | None = None  # while a cell trains, and so can be stopped
+        self.stop: StopRequest | None = None  # set while a cell trains
         self.is_idle = False
 
     def listen(self) -> None:
@@ -57,7 +57,7 @@ class Link(logging.Handler):
                 os._exit(STOPPED)
 
     def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # the sweep's process is gone; `listen` knows it too
+        with contextlib.suppress(OSError):  # the sweep's process is gone; `listen` handles it
             self.connection.send(message)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -65,7 +65,7 @@ class Link(logging.Handler):
 
 
 class TaskReport:
-    """Reports on one task to the sweep's process; takes stops from it as soon as a cell trains."""
+    """Reports on one task to the sweep's process, which can stop it once a cell trains."""
 
     def __init__(self, link: Link, stop: StopRequest) -> None:
         self.link = link
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def open_link(descriptor: int) -> Link:
-    """The worker's end of the pipe, listened to from now on; notes go there too."""
+    """Opens the worker's end of the pipe, starts its thread, and sends log messages there."""
     logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
     link = Link(Connection(descriptor))
     threading.Thread(target=link.listen, daemon=True).start()
@@ -112,7 +112,7 @@ def open_link(descriptor: int) -> Link:
 
 
 def serve(link: Link, run: Callable[[tuple[CellSpec, ...], TaskReport, StopRequest], Ended]) -> int:
-    """Runs the tasks that come, until none comes any more or a stop is asked for."""
+    """Runs tasks until the pipe closes or a stop is requested; returns the exit code."""
     link.send(Ready())
     while True:
         link.is_idle = True
@@ -131,7 +131,7 @@ def serve(link: Link, run: Callable[[tuple[CellSpec, ...], TaskReport, StopReque
 
 
 def _is_spent(errors: Sequence[str]) -> bool:
-    """Whether a failure may have left something behind: a broken GPU context, too little memory."""
+    """True if a failure may affect later tasks: a broken GPU context, too little memory."""
     import torch
 
     told = [error.lower() for error in errors if error]
@@ -142,7 +142,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-TICK = 0.5  # seconds between two looks at the locks of others
+TICK = 0.5  # seconds between checks of other processes' locks
 
 
 def run_in_turn(
@@ -153,10 +153,10 @@ def run_in_turn(
     *,
     fail_fast: bool,
 ) -> list[Outcome]:
-    """An outcome for every cell, in their order; `stopped` for those behind a stop.
+    """Trains tasks one by one; returns an outcome per cell, in order, `stopped` after a stop.
 
     Args:
-        tasks: the indices of cells that may be trained together.
+        tasks: for each task, the indices of its cells.
     """
     from normexp.cells.cell import keeping_data  # torch
 
@@ -178,7 +178,7 @@ def _run(
     *,
     fail_fast: bool,
 ) -> None:
-    """Fills `outcomes` until the queue is empty or something ends all."""
+    """Fills `outcomes` until the queue is empty or an outcome ends the sweep."""
     from normexp.cells.run import run_task
 
     while queue:

@@ -65,7 +65,7 @@ class LossHistory:
     """Collects the losses of optimizer steps on the device and averages them into rows.
 
     Args:
-        every: optimizer steps per row. Rows end at multiples of it, whatever the chunks.
+        every: optimizer steps per row. Rows end at multiples of it, independent of chunks.
 
     Attributes:
         num_steps: optimizer steps added so far.

@@ -1,4 +1,4 @@
-"""Evaluates replicas on splits, with one kind of statistics after the other.
+"""Evaluates replicas on splits, with one kind of statistics at a time.
 
 Kinds: `running` (the norms as they are), `precise` (moments pooled over training samples) and
 `batch<k>` (of batches of k samples). Metrics of the last two have the kind as a suffix:
@@ -37,7 +37,7 @@ Columns = dict[str, list[float]]  # a value per replica, by metric
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Which statistics are recorded; running ones are measured in any case.
+    """The statistics to record; running statistics are always measured.
 
     Attributes:
         statistics: of running, precise and batch.
@@ -155,7 +155,7 @@ class Evaluator:
         """Returns the metrics of a split with the statistics that the norms use now.
 
         Args:
-            group_size: samples that share statistics; None if every sample stands for itself.
+            group_size: samples that share statistics; None if samples do not.
             num_samples: per forward; None: as many as fit.
         """
         sums: dict[str, Tensor] = {}  # (S,) each, in float64

@@ -47,14 +47,14 @@ def fit(
     Args:
         checkpoint: file to save to, and to resume from if it exists.
         trainer_options: accelerator, devices, num_nodes, strategy and precision of the Trainer.
-        stop: a stop request that others than Ctrl-C can set.
+        stop: a stop request that other threads can set too.
 
     Returns:
         True if a stop was requested too late: this training is complete.
 
     Raises:
         Interrupted: a stop was requested and the checkpoint written.
-        KeyboardInterrupt: a second request, which waits for nothing.
+        KeyboardInterrupt: a second request, which stops at once.
     """
     stop = stop or StopRequest()
     with quiet_lightning(), stop.listening():
@@ -185,7 +185,7 @@ class ReplicatedStrategy(DDPStrategy):
 
 
 class LastingEnvironment(LightningEnvironment):
-    """Processes placed by environment variables (RANK ...), which several trainings in turn use."""
+    """Processes placed by environment variables (RANK ...), kept for the next training."""
 
     def teardown(self) -> None:
         pass  # Lightning's own removes the variables
@@ -222,7 +222,7 @@ CHATTY_LOGGERS = (
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Silences Lightning's notes and warnings that do not apply here."""
+    """Silences Lightning's messages and warnings that do not apply here."""
     loggers = [logging.getLogger(name) for name in CHATTY_LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -60,8 +60,8 @@ def parameter_groups(
 ) -> list[dict[str, object]]:
     """Returns groups with and without weight decay: norms' parameters have none by default.
 
-    Decided by owner and not by number of dimensions: a stack adds a dimension, and some norms have
-    affine parameters with several.
+    Parameters are told apart by their module, not by their dimensions: a stack adds a dimension,
+    and some norms have affine parameters with several.
     """
     of_norms = {id(p) for p in norm_parameters(model)}
     trained = [p for p in model.parameters() if p.requires_grad]

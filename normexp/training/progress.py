@@ -37,7 +37,7 @@ class StepReports(pl.Callback):
 
 
 class TrainingProgress(pl.Callback):
-    """Shows epoch, loss and score on stderr: a live bar on a terminal, else a line now and then."""
+    """Shows epoch, loss and score on stderr: a live bar on a terminal, else occasional lines."""
 
     def __init__(self, title: str, epochs: int) -> None:
         self.title = title

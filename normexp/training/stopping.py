@@ -13,9 +13,9 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Whether a stop was requested; a second Ctrl-C stops at once.
+    """A request to stop, by Ctrl-C or by a thread that sets `requested`.
 
-    `requested` may also be set by another thread.
+    A second Ctrl-C stops at once.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ def prepare(*words: str) -> Cell:
     [
         (
             ["model=vit", "act=relu"],
-            "act=relu: model=vit has no activation behind a norm; try model=convnet or "
+            "act=relu: model=vit has no activation after a norm; try model=convnet or "
             "model=small_resnet",
         ),
         (["model=vit", "conv=plain"], "conv=plain: model=vit has no convolution"),
@@ -61,7 +61,7 @@ def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(
 ):
     with caplog.at_level(logging.INFO, "normexp"):
         cell = prepare("norm=nf", "model=convnet")
-    note = "the norm's residual_scale=0.0 is left out: model=convnet has no residual branch"
+    note = "the norm's residual_scale=0.0 has no effect: model=convnet has no residual branch"
     assert [record.getMessage() for record in caplog.records].count(note) == 1
     assert "residual_scale" not in cell.record
     assert cell.record["act"] == "scaled_relu"

@@ -184,7 +184,7 @@ def test_gradient_of_a_backward_that_moves_state_is_measured_after_its_warm_up()
 
 def test_state_that_a_checkpoint_lacks_is_named():
     assert (
-        "running_mean is no buffer"
+        "running_mean is not a buffer"
         in line_of(broken.HiddenState, "state_dict round trip", 8).detail
     )
 
