@@ -79,10 +79,6 @@ class Figure:
     caption: str
     spec: dict[str, Any]
 
-    @property
-    def rows(self) -> list[Row]:
-        return self.spec["datasets"]["rows"]
-
 
 def draw_answer(part: Slice, styles: Styles) -> list[Figure]:
     """The figures of the metric itself, those that there is data for."""

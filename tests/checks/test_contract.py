@@ -47,7 +47,7 @@ CAUGHT_BY = {
 
 def line_of(make: Callable[..., Any], name: str, num_features: int | None = None) -> Line:
     """One line of the contract, measured by itself."""
-    subject = open_subject(make, name="mine", target="mine", eps=1e-5, num_features=num_features)
+    subject = open_subject(make, target="mine", eps=1e-5, num_features=num_features)
     (line,) = run_checks("contract", {name: {**SHAPES, **ON_SHAPES}[name]}, subject)
     return line
 
@@ -230,7 +230,7 @@ class InSingle(nn.Module):
 
 
 def measure(make: Callable[..., Any]) -> dict[str, Line]:
-    _, lines = open_and_measure(make, name="mine", target="mine", eps=1e-5, num_features=8)
+    _, lines = open_and_measure(make, target="mine", eps=1e-5, num_features=8)
     return {line.name: line for line in lines}
 
 
