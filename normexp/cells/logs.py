@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 PACKAGE = logging.getLogger("normexp")
@@ -46,12 +46,12 @@ class OnceFilter(logging.Filter):
 
 
 @contextmanager
-def messages_to(handler: logging.Handler) -> Iterator[None]:
-    """Sends messages from level INFO to a handler and to no handler outside of normexp."""
+def messages_to(handler: logging.Handler, *, alone: bool = True) -> Iterator[None]:
+    """Sends messages from level INFO to a handler; `alone`, to none outside of normexp."""
     level, propagate = PACKAGE.level, PACKAGE.propagate
     PACKAGE.addHandler(handler)
     PACKAGE.setLevel(logging.INFO)
-    PACKAGE.propagate = False
+    PACKAGE.propagate = propagate and not alone
     try:
         yield
     finally:
@@ -75,12 +75,5 @@ def messages_to_file(path: Path) -> Iterator[None]:
     """Also appends messages to a file inside the block."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    level = PACKAGE.level
-    PACKAGE.addHandler(handler)
-    PACKAGE.setLevel(logging.INFO)
-    try:
+    with closing(handler), messages_to(handler, alone=False):
         yield
-    finally:
-        PACKAGE.removeHandler(handler)
-        PACKAGE.setLevel(level)
-        handler.close()

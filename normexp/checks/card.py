@@ -65,7 +65,7 @@ def measure_card(
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module.
     """
-    subject, lines = open_and_measure(make, name=name, target=target, eps=eps, slots=slots)
+    subject, lines = open_and_measure(make, target=target, eps=eps, slots=slots)
     if subject is None:
         return Card(name, target, 0, "no input", tuple(lines))
     if subject.shapes and not contract_only:

@@ -74,9 +74,7 @@ def assert_contract(
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         raise UserError(f"except_for: the contract has no line {name!r}; {hint}")
     target = _name_of(factory)
-    lines = open_and_measure(
-        factory, name=target, target=target, eps=eps, num_features=num_features
-    )[1]
+    _, lines = open_and_measure(factory, target=target, eps=eps, num_features=num_features)
     failures = [
         f"  {line.name}: {line.detail}"
         for line in lines

@@ -81,7 +81,6 @@ class Subject:
     """A norm that checks can build repeatedly.
 
     Attributes:
-        name: as the user calls it.
         target: its import path, for messages.
         make: a class or partial that returns an nn.Module, with the user's knobs bound.
         eps: passed if the signature has such an argument and the user has not set it.
@@ -89,7 +88,6 @@ class Subject:
         slots: the slots that its YAML sets.
     """
 
-    name: str
     target: str
     make: Callable[..., Any]
     eps: float | None
@@ -203,7 +201,6 @@ def run_checks(section: Any, checks: Checks, subject: Subject) -> list[Line]:
 def open_subject(
     make: Callable[..., Any],
     *,
-    name: str,
     target: str,
     eps: float | None = None,
     num_features: int | None = None,
@@ -225,7 +222,7 @@ def open_subject(
     for channels in FEATURES if num_features is None else (num_features,):
         try:
             with fixed_draws():
-                bare = Subject(name, target, make, eps, channels, FIRST, (), slots or Slots())
+                bare = Subject(target, make, eps, channels, FIRST, (), slots or Slots())
                 subject = _find_shapes(_find_layout(bare))
         except UserError as error:
             refusal = refusal or error

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.models.arguments import check_image_shape, check_positive
-from normexp.models.initialization import init_conv_net
+from normexp.models.common import check_image_shape, check_positive, init_conv_net
 from normexp.norms.factory import NormFactory
 
 

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.models.arguments import check_image_shape, check_positive
-from normexp.models.initialization import init_conv_net
+from normexp.models.common import check_image_shape, check_positive, init_conv_net
 from normexp.norms.factory import NormFactory
 
 

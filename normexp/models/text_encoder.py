@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from normexp.models.arguments import check_positive
+from normexp.models.common import check_positive
 from normexp.models.transformer import Embedding, Transformer
 from normexp.norms.factory import NormFactory
 

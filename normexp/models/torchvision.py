@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from normexp.errors import UserError
-from normexp.models.arguments import check_image_shape
+from normexp.models.common import check_image_shape
 from normexp.models.surgery import replace_norms
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import named_sites

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normexp.batching.draws import Dropout
 from normexp.errors import UserError
-from normexp.models.initialization import modules_outside_sites
+from normexp.models.common import modules_outside_sites
 from normexp.norms.factory import NormFactory
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.models.arguments import check_image_shape, check_positive
+from normexp.models.common import check_image_shape, check_positive
 from normexp.models.transformer import Transformer
 from normexp.norms.factory import NormFactory
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.affine import Affine, AffineNorm
+from normexp.norms.affine import Affine, AffineNorm, over_channels
 from normexp.norms.moments import (
     Moments,
     centre,
@@ -165,6 +165,11 @@ class RunningMomentsNorm(RunningNorm):
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         out = F.batch_norm(x.flatten(0, 1), mean, var, *affine, False, 0.0, self.eps)
         return out.unflatten(0, x.shape[:2])
+
+    def averages_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns running mean and variance shaped for x (G, N, C, *), and in its dtype."""
+        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        return over_channels(mean, x, axis=2), over_channels(var, x, axis=2)
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
         """True if torch's kernel can move the averages: it needs a fixed momentum and one dtype."""

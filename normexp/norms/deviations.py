@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.affine import Affine, AffineNorm, over_channels
+from normexp.norms.affine import Affine, AffineNorm
 from normexp.norms.batch import RunningMomentsNorm, group_dims
 from normexp.norms.group import InstanceNorm
 from normexp.norms.moments import Moments, centre, measure, measure_mean, unbiased
@@ -47,8 +47,7 @@ class BatchNormEpsOutside(RunningMomentsNorm):
         return affine.apply(centre(x, mean, real), self._scale(var), axis=2)
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        averages = (self.running_mean, self.running_var)
-        mean, var = (over_channels(average.to(x.dtype), x, axis=2) for average in averages)
+        mean, var = self.averages_like(x)
         return affine.apply(centre(x, mean, real), self._scale(var), axis=2)
 
     def _scale(self, var: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normexp.norms.affine import Affine, over_channels
+from normexp.norms.affine import Affine
 from normexp.norms.batch import RunningMomentsNorm
 from normexp.norms.moments import measure
 
@@ -48,8 +48,7 @@ class EvalNorm(RunningMomentsNorm):
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         means, variances, _ = measure(x, real, tuple(range(3, x.ndim)))  # (G, N, C, 1, ...)
-        averages = (self.running_mean, self.running_var)
-        mean, var = (over_channels(average.to(x.dtype), x, axis=2) for average in averages)
+        mean, var = self.averages_like(x)
         share = self.running_share.to(x.dtype).clamp(max=1)
         between = share * (1 - share) * (means - mean).square()
         var = share * variances + (1 - share) * var + between

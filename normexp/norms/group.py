@@ -116,10 +116,11 @@ class LayerNorm2d(AffineNorm):
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
-        return layer_norm_over_channels(x, affine, self.eps)
+        last = x.movedim(1, -1)  # (N, *, C)
+        return F.layer_norm(last, (last.shape[-1],), *affine, self.eps).movedim(-1, 1)
 
 
-class PositionNorm(AffineNorm):
+class PositionNorm(LayerNorm2d):
     """Moments over the channels at each position, no weight and no bias: PONO. arXiv:1907.04312.
 
     The paper has the biased variance; the authors' code takes the unbiased one, over C - 1, which
@@ -129,10 +130,6 @@ class PositionNorm(AffineNorm):
 
     def __init__(self, num_features: int, *, eps: float = 1e-5) -> None:
         super().__init__(num_features, eps=eps, affine=False)
-
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
-        return layer_norm_over_channels(x, affine, self.eps)
 
 
 def group_norm(
@@ -149,12 +146,6 @@ def group_norm(
     mean, var, _ = measure(groups, real, tuple(range(2, groups.ndim)))
     out = centre(groups, mean, real) * torch.rsqrt(var + eps)
     return affine.apply(out.flatten(1, 2))
-
-
-def layer_norm_over_channels(x: Tensor, affine: Affine, eps: float) -> Tensor:
-    """Normalizes each position of x (N, C, *) over its channels."""
-    last = x.movedim(1, -1)  # (N, *, C)
-    return F.layer_norm(last, (last.shape[-1],), *affine, eps).movedim(-1, 1)
 
 
 def refuse_one_position(shape: torch.Size, name: str, instead: str) -> None:

@@ -45,8 +45,7 @@ class SwitchableNorm(RunningMomentsNorm):
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         own = measure(x, real, tuple(range(3, x.ndim)))
-        averages = (self.running_mean, self.running_var)
-        mean, var = (over_channels(average.to(x.dtype), x, axis=2) for average in averages)
+        mean, var = self.averages_like(x)
         return self._mix(x, own, mean, var, affine)
 
     def _mix(

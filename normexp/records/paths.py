@@ -42,9 +42,6 @@ class Study:
     def file(self) -> Path:
         return self.root / STUDY_FILE
 
-    def cell_dir(self, cell_id: str) -> Path:
-        return self.root / cell_id
-
     def list_cells(self) -> list[Path]:
         """The folders that hold a config or a run, sorted by name."""
         if not self.root.is_dir():

@@ -79,10 +79,6 @@ class Figure:
     caption: str
     spec: dict[str, Any]
 
-    @property
-    def rows(self) -> list[Row]:
-        return self.spec["datasets"]["rows"]
-
 
 def draw_answer(part: Slice, styles: Styles) -> list[Figure]:
     """Draws the figures of the metric for which there is data."""
@@ -401,7 +397,7 @@ def draw_heat_map(part: Slice) -> Figure | None:
         base.mark_rect().transform_filter("datum.mean !== null").encode(colour),
     ]
     tip = tooltip("norm", "size", "text", "count", "seeds", "directory")
-    chart = _two_line_squares(base, filled, "value", "under", tip)
+    chart = _two_line_squares(base, filled, "under", tip)
     caption = (
         f"Mean {part.metric.label} by norm and size, and the half width of its 95 % interval with "
         "the number of seeds. Grey: no seed finished; blank: not run. A norm that does not depend "
@@ -428,7 +424,7 @@ def draw_improvement(part: Slice) -> Figure | None:
         .legend(orient="bottom", gradientLength=220, direction="horizontal")
     )
     tip = tooltip("norm", "other", "value", "bounds", "n:Q")
-    chart = _two_line_squares(base, [base.mark_rect().encode(colour)], "value", "bounds", tip)
+    chart = _two_line_squares(base, [base.mark_rect().encode(colour)], "bounds", tip)
     caption = (
         f"Probability that the norm of the row beats the norm of the column at size "
         f"{part.sizes[0]}, in pairs of runs with one seed, with its 95 % Clopper-Pearson interval. "
@@ -467,12 +463,12 @@ def _improvement_rows(part: Slice) -> list[Row]:
 
 
 def _two_line_squares(
-    base: alt.Chart, filled: Sequence[Any], upper: str, lower: str, tip: list[alt.Tooltip]
+    base: alt.Chart, filled: Sequence[Any], lower: str, tip: list[alt.Tooltip]
 ) -> Any:
     ink = alt.Color("ink:N", scale=None)
     layers = [
         *filled,
-        base.mark_text(dy=-7, fontSize=12).encode(alt.Text(f"{upper}:N"), ink, tooltip=tip),
+        base.mark_text(dy=-7, fontSize=12).encode(alt.Text("value:N"), ink, tooltip=tip),
         base.mark_text(dy=9, fontSize=9).encode(alt.Text(f"{lower}:N"), ink),
     ]
     chart = alt.layer(*layers, data=ROWS).resolve_scale(color="independent")

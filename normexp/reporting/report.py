@@ -51,7 +51,6 @@ class Report:
     changes: list[Change]
     tables: list[Table]
     cells: pd.DataFrame
-    num_runs: int
     counts: str
     waiting: list[str]
     problems: list[str]
@@ -91,7 +90,6 @@ def build_report(
         changes=changes,
         tables=[difference_table(changes), *tables] if changes else tables,
         cells=cells,
-        num_runs=len(runs),
         counts=_count_words(cells, records.num_unended, len(records.problems)),
         waiting=records.waiting,
         problems=records.problems,

@@ -16,6 +16,7 @@ from scipy.special import bdtr, betaincinv, stdtr, stdtrit
 
 Array = NDArray[np.float64]
 ROUNDING = 1e-9  # a standard error below this share of the estimate is floating-point noise
+LEVEL = 0.95  # of every interval
 # The median of n = 5 has an interval of level .9375, not .95. It is given, with its true level;
 # an interval that misses the wanted level by more than this is not.
 LEVEL_SHORTFALL = 0.02
@@ -46,7 +47,7 @@ class Interval:
             raise ValueError("an interval has both bounds or neither")
 
 
-def mean(values: ArrayLike, *, level: float = 0.95) -> Interval:
+def mean(values: ArrayLike) -> Interval:
     """Mean of values (n,) with Student's t interval, mean -+ t(n - 1) * s / sqrt(n).
 
     One value has no bounds, nor have a few equal ones (see `t_interval`).
@@ -54,12 +55,12 @@ def mean(values: ArrayLike, *, level: float = 0.95) -> Interval:
     sample = as_sample(values)
     n = len(sample)
     if n == 0:
-        return Interval(None, None, None, level, 0)
+        return Interval(None, None, None, LEVEL, 0)
     error = float(sample.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
-    return t_interval(float(sample.mean()), error, n - 1, level=level, n=n)
+    return t_interval(float(sample.mean()), error, n - 1, n=n)
 
 
-def median(values: ArrayLike, *, level: float = 0.95) -> Interval:
+def median(values: ArrayLike) -> Interval:
     """Median of values (n,) with a distribution-free interval from order statistics.
 
     [x(k), x(n+1-k)] covers the median with probability c(k) = 1 - 2 P(Bin(n, 1/2) <= k - 1). With
@@ -73,24 +74,24 @@ def median(values: ArrayLike, *, level: float = 0.95) -> Interval:
     sample = np.sort(as_sample(values))
     n = len(sample)
     if n == 0:
-        return Interval(None, None, None, level, 0)
+        return Interval(None, None, None, LEVEL, 0)
     centre = float(np.median(sample))
     widest = _median_coverage(1, n)
-    if n == 1 or widest < level - LEVEL_SHORTFALL:
-        return Interval(centre, None, None, level, n)
-    if widest < level:
+    if n == 1 or widest < LEVEL - LEVEL_SHORTFALL:
+        return Interval(centre, None, None, LEVEL, n)
+    if widest < LEVEL:
         return Interval(centre, float(sample[0]), float(sample[-1]), widest, n)
-    k = max(k for k in range(1, n // 2 + 1) if _median_coverage(k, n) >= level)
+    k = max(k for k in range(1, n // 2 + 1) if _median_coverage(k, n) >= LEVEL)
     outer, inner = _median_coverage(k, n), max(_median_coverage(k + 1, n), 0.0)
-    f = (outer - level) / (outer - inner)
+    f = (outer - LEVEL) / (outer - inner)
     # Between the two middle values there is no inner interval to move towards.
     w = (n - k) * f / (k + (n - 2 * k) * f) if 2 * k < n else 0.0
     low = (1 - w) * sample[k - 1] + w * sample[k]
     high = (1 - w) * sample[n - k] + w * sample[n - k - 1]
-    return Interval(centre, float(low), float(high), level, n)
+    return Interval(centre, float(low), float(high), LEVEL, n)
 
 
-def iqm(values: ArrayLike, *, level: float = 0.95) -> Interval:
+def iqm(values: ArrayLike) -> Interval:
     """Interquartile mean of values (n,): the mean without the g = floor(n / 4) least and greatest.
 
     The estimate is scipy.stats.trim_mean(values, 0.25) and rliable's aggregate_iqm (Agarwal et al.
@@ -101,24 +102,22 @@ def iqm(values: ArrayLike, *, level: float = 0.95) -> Interval:
     sample = np.sort(as_sample(values))
     n = len(sample)
     if n == 0:
-        return Interval(None, None, None, level, 0)
+        return Interval(None, None, None, LEVEL, 0)
     g = n // 4
     kept = sample[g : n - g]
     h = len(kept)
     winsorized = np.clip(sample, kept[0], kept[-1])
     squares = float(((winsorized - winsorized.mean()) ** 2).sum())
     error = math.sqrt(squares / (h * (h - 1))) if h > 1 else 0.0
-    return t_interval(float(kept.mean()), error, h - 1, level=level, n=n)
+    return t_interval(float(kept.mean()), error, h - 1, n=n)
 
 
-def paired_difference(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Interval:
+def paired_difference(a: ArrayLike, b: ArrayLike) -> Interval:
     """Mean of a - b, (n,) each and matched by seed, with the interval of scipy.stats.ttest_rel."""
-    return mean(_differences(a, b), level=level)
+    return mean(_differences(a, b))
 
 
-def stratified_difference(
-    strata: Sequence[tuple[ArrayLike, ArrayLike]], *, level: float = 0.95
-) -> Interval:
+def stratified_difference(strata: Sequence[tuple[ArrayLike, ArrayLike]]) -> Interval:
     """Mean over K data sets of the mean paired difference; every data set has the same weight.
 
     strata: one (a, b) per data set, matched by seed within it; n may differ between data sets.
@@ -131,20 +130,18 @@ def stratified_difference(
     counts = np.array([len(d) for d in differences], dtype=np.intp)
     n = int(counts.sum())
     if n == 0 or counts.min() == 0:
-        return Interval(None, None, None, level, n)
+        return Interval(None, None, None, LEVEL, n)
     estimate = float(np.mean([d.mean() for d in differences]))
     if counts.min() == 1:
-        return Interval(estimate, None, None, level, n)
+        return Interval(estimate, None, None, LEVEL, n)
     variances = np.array([d.var(ddof=1) for d in differences]) / counts
     total = float(variances.sum())
     shares = variances / total if total else np.full(len(counts), 1 / len(counts))
     df = 1 / float((shares**2 / (counts - 1)).sum())
-    return t_interval(estimate, math.sqrt(total) / len(counts), df, level=level, n=n)
+    return t_interval(estimate, math.sqrt(total) / len(counts), df, n=n)
 
 
-def paired_improvement(
-    a: ArrayLike, b: ArrayLike, *, higher_is_better: bool, level: float = 0.95
-) -> Interval:
+def paired_improvement(a: ArrayLike, b: ArrayLike, *, higher_is_better: bool) -> Interval:
     """P(A beats B under the same seed): the share of pairs that A wins; a tie counts 1/2.
 
     With w wins out of n, the bounds are Clopper and Pearson's (1934): the (1-level)/2 quantile of
@@ -156,19 +153,17 @@ def paired_improvement(
     differences = _differences(a, b) if higher_is_better else _differences(b, a)
     n = len(differences)
     if n == 0:
-        return Interval(None, None, None, level, 0)
+        return Interval(None, None, None, LEVEL, 0)
     wins = float((differences > 0).sum() + 0.5 * (differences == 0).sum())
     if n == 1:
-        return Interval(wins, None, None, level, 1)
-    tail = (1 - level) / 2
+        return Interval(wins, None, None, LEVEL, 1)
+    tail = (1 - LEVEL) / 2
     low = float(betaincinv(wins, n - wins + 1, tail)) if wins > 0 else 0.0
     high = float(betaincinv(wins + 1, n - wins, 1 - tail)) if wins < n else 1.0
-    return Interval(wins / n, low, high, level, n)
+    return Interval(wins / n, low, high, LEVEL, n)
 
 
-def t_interval(
-    estimate: float, standard_error: float, df: float, *, level: float, n: int
-) -> Interval:
+def t_interval(estimate: float, standard_error: float, df: float, *, n: int) -> Interval:
     """estimate -+ t(df, (1 + level) / 2) * standard_error; no bounds if df < 1.
 
     Equal values give an interval of width 0, but no bounds while n values of one sign could be
@@ -177,10 +172,10 @@ def t_interval(
     they mostly come from identical runs.
     """
     has_no_spread = standard_error <= ROUNDING * abs(estimate)
-    if df < 1 or (estimate and has_no_spread and 2 / 2**n > 1 - level):
-        return Interval(estimate, None, None, level, n)
-    half_width = float(stdtrit(df, (1 + level) / 2)) * standard_error if standard_error else 0.0
-    return Interval(estimate, estimate - half_width, estimate + half_width, level, n, df)
+    if df < 1 or (estimate and has_no_spread and 2 / 2**n > 1 - LEVEL):
+        return Interval(estimate, None, None, LEVEL, n)
+    half_width = float(stdtrit(df, (1 + LEVEL) / 2)) * standard_error if standard_error else 0.0
+    return Interval(estimate, estimate - half_width, estimate + half_width, LEVEL, n, df)
 
 
 def p_value(interval: Interval) -> float:

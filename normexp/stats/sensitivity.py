@@ -55,7 +55,6 @@ def batch_size_sensitivity(
     *,
     higher_is_better: bool,
     tolerance: float,
-    level: float = 0.95,
 ) -> Sensitivity:
     """The sensitivity of values (num_seeds, num_sizes) to ascending `sizes`.
 
@@ -68,14 +67,14 @@ def batch_size_sensitivity(
     weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()  # of the least-squares slope
     trapezoids = np.diff(x) * (table[:, 1:] + table[:, :-1]) / 2.0
     losses = {
-        size: _mean_of_present(sign * (table[:, -1] - column), level)
+        size: _mean_of_present(sign * (table[:, -1] - column))
         for size, column in zip(sizes[:-1], table.T, strict=False)
     }
     return Sensitivity(
         reference_size=sizes[-1],
         drop=losses[sizes[0]],
-        slope=_mean_of_present(sign * (table @ weights), level),
-        area=_mean_of_present(trapezoids.sum(axis=1) / (x[-1] - x[0]), level),
+        slope=_mean_of_present(sign * (table @ weights)),
+        area=_mean_of_present(trapezoids.sum(axis=1) / (x[-1] - x[0])),
         losses=losses,
         threshold=size_threshold(losses, sizes[-1], tolerance=tolerance),
         num_seeds=len(table),
@@ -116,6 +115,6 @@ def _checked(values: ArrayLike, sizes: Sequence[int]) -> Array:
     return table
 
 
-def _mean_of_present(per_seed: Array, level: float) -> Interval:
+def _mean_of_present(per_seed: Array) -> Interval:
     """Mean over the seeds that have the number."""
-    return mean(per_seed[np.isfinite(per_seed)], level=level)
+    return mean(per_seed[np.isfinite(per_seed)])

@@ -44,7 +44,6 @@ class CellState:
 
     Attributes:
         title: norm, sizes and overrides; the cell's id if no command asked for it.
-        directory: None if the cell has not been started.
         states: by seed.
         digests: the digests of the cell in the commands that list it.
         refused: why the cell cannot be trained; empty if it can.
@@ -53,7 +52,6 @@ class CellState:
     """
 
     title: str
-    directory: Path | None
     states: dict[int, str] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
     refused: str = ""
@@ -133,7 +131,7 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
             by_id.setdefault(asked.cell_id, {})[digest] = asked
         else:
             states = {} if asked.error else dict.fromkeys(sorted(asked.seeds), "not started")
-            never_begun.append(CellState(asked.title, None, states, {digest}, asked.error))
+            never_begun.append(CellState(asked.title, states, {digest}, asked.error))
     for directory in Study(root).list_cells():  # also cells that were copied here
         by_id.setdefault(directory.name, {})
     begun = [_status_of(root / cell_id, asked, history) for cell_id, asked in by_id.items()]
@@ -141,7 +139,7 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
 
 
 def _status_of(directory: Path, asked: Mapping[str, CellHistory], history: History) -> CellState:
-    status = CellState(_title_of(directory.name, asked, history), directory, digests=set(asked))
+    status = CellState(_title_of(directory.name, asked, history), digests=set(asked))
     on_disk = list_seeds(directory) if directory.is_dir() else []
     is_running = is_held(directory / LOCK_FILE)
     checkpointed = _checkpointed_seeds(directory)

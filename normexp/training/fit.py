@@ -23,6 +23,7 @@ from normexp.records.files import open_atomic
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
+SECONDS_BETWEEN_SAVES = 60.0
 # Parts of the Trainer that are not used: checkpoints, progress and results are our own.
 BARE: dict[str, Any] = {
     "enable_checkpointing": False,
@@ -111,17 +112,16 @@ class Reason(IntEnum):
 
 
 class Checkpointer(pl.Callback):
-    """Saves a checkpoint every `interval` seconds, and when a stop is requested.
+    """Saves a checkpoint every SECONDS_BETWEEN_SAVES, and when a stop is requested.
 
     It does not save after the last chunk of an epoch but only after the validation that follows,
     which a resumed run would otherwise skip. Nor does it save at the end of training: what comes
     after is short, and a resumed run would skip it too.
     """
 
-    def __init__(self, path: Path, stop: StopRequest, interval: float = 60.0) -> None:
+    def __init__(self, path: Path, stop: StopRequest) -> None:
         self.path = path
         self.stop = stop
-        self.interval = interval
         self._saved_at = time.monotonic()
 
     # At the start of each stage Lightning installs its own handler for SIGTERM. With several
@@ -159,7 +159,7 @@ class Checkpointer(pl.Callback):
     def _reason(self) -> Reason:
         if self.stop.requested:
             return Reason.STOP
-        is_due = time.monotonic() - self._saved_at >= self.interval
+        is_due = time.monotonic() - self._saved_at >= SECONDS_BETWEEN_SAVES
         return Reason.DUE if is_due else Reason.NONE
 
 

@@ -86,7 +86,7 @@ class ReadsPadding(broken.Affine):
 
 
 def subject_of(make: Callable[..., Any], slots: Slots | None = None) -> Subject:
-    return open_subject(make, name="mine", target="mine", eps=1e-5, slots=slots)
+    return open_subject(make, target="mine", eps=1e-5, slots=slots)
 
 
 def lines_of(make: Callable[..., Any], *names: str, slots: Slots | None = None) -> list[Line]:

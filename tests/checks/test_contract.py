@@ -47,7 +47,7 @@ CAUGHT_BY = {
 
 def line_of(make: Callable[..., Any], name: str, num_features: int | None = None) -> Line:
     """One line of the contract, measured by itself."""
-    subject = open_subject(make, name="mine", target="mine", eps=1e-5, num_features=num_features)
+    subject = open_subject(make, target="mine", eps=1e-5, num_features=num_features)
     (line,) = run_checks("contract", {name: {**SHAPES, **ON_SHAPES}[name]}, subject)
     return line
 
@@ -208,11 +208,6 @@ class Noisy(nn.Module):
         return x * scale * (1 + 0.1 * torch.randn_like(x)) if self.training else x * scale
 
 
-class NoisyAlways(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + 0.1 * torch.rand_like(x))
-
-
 class InSingle(nn.Module):
     """RMS norm of language models: channels last, float32 inside whatever it is given."""
 
@@ -230,7 +225,7 @@ class InSingle(nn.Module):
 
 
 def measure(make: Callable[..., Any]) -> dict[str, Line]:
-    _, lines = open_and_measure(make, name="mine", target="mine", eps=1e-5, num_features=8)
+    _, lines = open_and_measure(make, target="mine", eps=1e-5, num_features=8)
     return {line.name: line for line in lines}
 
 
@@ -245,7 +240,7 @@ def test_norm_that_draws_in_training_keeps_the_contract():
 
 
 def test_norm_that_draws_in_evaluation_fails_by_one_line():
-    assert failures(NoisyAlways).keys() == {"deterministic in evaluation"}
+    assert failures(broken.NoisyEvaluation).keys() == {"deterministic in evaluation"}
 
 
 def test_float32_inside_is_no_wrong_gradient_and_hides_none():

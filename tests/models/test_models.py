@@ -23,7 +23,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from normexp.batching.draws import Dropout
 from normexp.errors import UserError
-from normexp.models.initialization import modules_outside_sites
+from normexp.models.common import modules_outside_sites
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import named_sites
 from normexp.norms.slots import SLOTS, Slots

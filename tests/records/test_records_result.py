@@ -111,7 +111,7 @@ def test_file_that_is_no_result_is_named_with_its_fault(
 
 def add_run(study: Path, cell: str, seed: int, **changes: Any) -> Path:
     """An ended run on disk; returns its directory."""
-    directory = seed_dir(Study(study).cell_dir(cell), seed)
+    directory = seed_dir(study / cell, seed)
     directory.mkdir(parents=True)
     write_config(directory.parent, "lr: 0.1\n")
     write_result(directory, make_result(cell_id=cell, seed=seed, **changes))
@@ -143,8 +143,7 @@ def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):
 
 def test_layout_is_the_documented_one(tmp_path: Path):
     study = Study(tmp_path / "runs" / "default")
-    cell = study.cell_dir("cell")
-    assert cell == tmp_path / "runs" / "default" / "cell"
+    cell = study.root / "cell"
     assert seed_dir(cell, 3) == cell / "seed-3"
     assert stack_dir(cell, 0, 3) == cell / "stacks" / "0-3"
     assert (study.name, study.file) == ("default", study.root / "study.jsonl")

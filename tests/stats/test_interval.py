@@ -71,7 +71,7 @@ def test_eight_equal_values_give_an_interval_of_width_zero(statistic):
 @pytest.mark.parametrize(("n", "is_bounded"), [(2, False), (5, False), (6, True)])
 def test_few_equal_values_have_no_bounds(n, is_bounded):
     for error in (0.0, 1e-16):  # equal values may differ in their last digits
-        got = t_interval(0.3, error, n - 1, level=0.95, n=n)
+        got = t_interval(0.3, error, n - 1, n=n)
         assert (got.low is not None) is is_bounded
     assert bounds(mean([0.0] * n)) == (0.0, 0.0)
 
@@ -80,10 +80,10 @@ def test_few_equal_values_have_no_bounds(n, is_bounded):
 
 
 def test_mean_interval_equals_scipy():
-    got = mean(SCORES, level=0.9)
-    expected = scipy_stats.ttest_1samp(SCORES, 0).confidence_interval(0.9)
+    got = mean(SCORES)
+    expected = scipy_stats.ttest_1samp(SCORES, 0).confidence_interval(0.95)
     np.testing.assert_allclose(bounds(got), expected, rtol=1e-12)
-    assert (got.n, got.level, got.df) == (8, 0.9, 7)
+    assert (got.n, got.level, got.df) == (8, 0.95, 7)
 
 
 def test_mean_and_iqm_equal_rliable():
@@ -125,15 +125,12 @@ def test_median_of_five_states_the_level_it_has_and_of_four_has_no_bounds():
     got = median([5.0, 1.0, 4.0, 2.0, 3.0])
     assert (got.low, got.estimate, got.high, got.level) == (1.0, 3.0, 5.0, 0.9375)
     assert median([1.0, 2.0, 3.0, 4.0]).low is None
-    assert median([1.0, 2.0, 3.0, 4.0], level=0.85).low is not None
 
 
-@pytest.mark.parametrize("level", [0.01, 0.5, 0.99])
-@pytest.mark.parametrize("n", [2, 3, 7, 30])
-def test_median_bounds_enclose_the_estimate(n, level):
-    got = median(np.random.default_rng(n).normal(size=n), level=level)
-    if got.low is not None:
-        assert got.low <= got.estimate <= got.high
+@pytest.mark.parametrize("n", [5, 6, 7, 30])
+def test_median_bounds_enclose_the_estimate(n):
+    got = median(np.random.default_rng(n).normal(size=n))
+    assert got.low <= got.estimate <= got.high
 
 
 # Differences

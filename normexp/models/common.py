@@ -1,8 +1,13 @@
-"""Checks of a model's arguments."""
+"""Checks of a model's arguments, and initial weights of all but its norms."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from torch import nn
+
 from normexp.errors import UserError
+from normexp.norms.site import Site
 
 
 def check_positive(**knobs: int) -> None:
@@ -25,3 +30,25 @@ def check_image_shape(input_shape: tuple[int, ...], *, smallest: int, model: str
             f"images of {height}x{width} are too small for model={model}; "
             f"it needs {smallest}x{smallest} or larger"
         )
+
+
+def modules_outside_sites(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and its descendants, without sites and their contents."""
+    if isinstance(module, Site):
+        return
+    yield module
+    for child in module.children():
+        yield from modules_outside_sites(child)
+
+
+def init_conv_net(model: nn.Module) -> None:
+    """Normal with variance 2 / fan_in before a ReLU (He et al. 2015, arXiv:1502.01852).
+
+    The linear head, which no ReLU follows, gets variance 1 / fan_in and a zero bias.
+    """
+    for module in modules_outside_sites(model):
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+            nn.init.zeros_(module.bias)
