@@ -165,7 +165,7 @@ def test_target_that_makes_no_norm_is_exit_code_2(
         (["batch_size=4"], "batch_size=4: no key of a card"),
         (["formt=json"], "did you mean format?"),
         (["format=csv"], "format=csv: must be one of table, json, markdown"),
-        (["norm.view=sequence"], "a card shows the norm (N, C, *)"),
+        (["norm.view=sequence"], "norm.view=sequence"),
         (["norm.half_life=100"], "set norm.momentum"),
         (["ddp=true"], "ddp=true"),
         (["norm=group", "norm.nun_groups=3"], "did you mean norm.num_groups?"),

@@ -514,7 +514,7 @@ def test_failure_of_a_norm_in_evaluation_names_its_site():
 
 def test_obstacles_to_stacking():
     batch = {"inputs": torch.randn(4, 8), "targets": torch.zeros(4)}
-    assert "no buffer" in str(cannot_stack(broken.KeepsItsMean(8), batch))
+    assert "buffer" in str(cannot_stack(broken.KeepsItsMean(8), batch))
     noisy = traits_of(FlatNet(NormFactory(broken.NoisyTraining)), image_data())
     assert noisy.draws_for_itself and noisy.stacking_obstacle is not None
 
