@@ -254,6 +254,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
 def validate(config: Mapping[str, Any]) -> None:
     """Checks the values of a cell that need neither data nor model. Raises UserError."""
     for group in ("norm", "model", "data"):
+        if group not in config:  # its YAML says `@package _global_` and puts its keys at the top
+            raise UserError(
+                f"{group} is missing: put the keys of its YAML under `{group}:`, or drop the line "
+                "`# @package _global_`"
+            )
         if not config[group].get("_target_"):
             raise UserError(
                 f"{group}._target_ is missing: name a class or function, as in "

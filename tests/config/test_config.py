@@ -9,6 +9,7 @@ import pytest
 from normexp.config.compose import compose_cell, compose_config
 from normexp.config.rules import validate
 from normexp.errors import UserError
+from normexp.train import main
 
 REFUSED = {
     # Composing.
@@ -172,3 +173,11 @@ def test_users_file_that_names_an_unknown_model_is_refused(tmp_path: Path):
     folder = own_yaml(tmp_path, "data/mine.yaml", text)
     with pytest.raises(UserError, match="model=gtp: no such model"):
         compose_config(["data=mine"], [folder])
+
+
+def test_a_group_whose_yaml_puts_its_keys_at_the_top_is_refused(tmp_path: Path, capsys):
+    (tmp_path / "data").mkdir()
+    text = "# @package _global_\n_target_: normexp.data.digits.load_digits\n"
+    (tmp_path / "data" / "mine.yaml").write_text(text)
+    assert main(["--config-dir", str(tmp_path), "data=mine"]) == 2
+    assert "data is missing" in capsys.readouterr().err
