@@ -180,6 +180,8 @@ class Sweep:
                 task = event.task
             elif isinstance(event, Began):
                 self._begin(task, event)
+            elif isinstance(event, PutBack):
+                self._tell_of_holder(event)
             elif isinstance(event, Ended):
                 self._end(event.task, event.outcomes)
 
@@ -258,6 +260,7 @@ class Sweep:
                 logger.log(level, text)
             case PutBack():
                 worker.take(())
+                self._tell_of_holder(event)
             case Ended(task, outcomes):
                 worker.take(())
                 self._end(task, outcomes)
@@ -302,6 +305,12 @@ class Sweep:
     def _begin(self, task: Task, event: Began) -> None:
         for index, cell_id in zip(task, event.cell_ids, strict=True):
             self.log.begin(self.cells[index], cell_id)
+
+    def _tell_of_holder(self, event: PutBack) -> None:
+        """Says which other command is waited for."""
+        own = [worker.process.pid for worker in self.workers]
+        if event.holder is not None and event.holder not in own:
+            logger.info("waiting for process %s, which trains %s", event.holder, event.cell_id)
 
     def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         for index, outcome in zip(task, outcomes, strict=True):

@@ -29,8 +29,6 @@ from normexp.sweeps.machine import Place
 from normexp.sweeps.tasks import Board, Task
 from normexp.training.stopping import StopRequest
 
-logger = logging.getLogger(__name__)
-
 TICK = 0.5  # seconds between two walks while all open tasks are busy
 
 
@@ -83,7 +81,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class PutBack:
-    """The task is open again: busy, or to be trained cell by cell."""
+    """The task is open again, to be trained cell by cell; or because a process trains a cell."""
+
+    holder: int | None = None
+    cell_id: str = ""
 
 
 Event = Ready | Took | Began | Steps | Note | Ended | PutBack
@@ -141,7 +142,6 @@ def work(
                 given = [cells[index] for index in task]
                 outcomes = run_task(given, on_begin, None if shows_bar else on_steps, stop)
                 if outcomes[0].status == "busy":
-                    _tell_of_holder(outcomes[0])
                     assert outcomes[0].directory is not None
                     busy[task] = outcomes[0].directory / LOCK_FILE
                 _give_back(task, outcomes, board, report)
@@ -152,17 +152,13 @@ def work(
 
 
 def _give_back(task: Task, outcomes: Sequence[Outcome], board: Board, report: Report) -> None:
-    if outcomes[0].status in ("busy", "alone"):
-        report(PutBack())
-        board.put_back(task, alone=outcomes[0].status == "alone")
+    first = outcomes[0]
+    if first.status in ("busy", "alone"):
+        report(PutBack(first.holder, first.cell_id))
+        board.put_back(task, alone=first.status == "alone")
     else:
         report(Ended(task, outcomes))
         board.end(task)
-
-
-def _tell_of_holder(outcome: Outcome) -> None:
-    if outcome.holder is not None:
-        logger.info("waiting for process %s, which trains %s", outcome.holder, outcome.cell_id)
 
 
 def _may_spread(outcomes: Sequence[Outcome]) -> bool:
