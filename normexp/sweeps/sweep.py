@@ -211,7 +211,7 @@ class Sweep:
                     self.display.update(self.workers, board.num_open)
         finally:
             for worker in self.workers:
-                worker.kill()
+                worker.close()
         return self._all_outcomes()
 
     def stop(self) -> None:
@@ -282,7 +282,7 @@ class Sweep:
         for index in set(task) - {*still_open}:
             board.end((index,))
         self.workers.remove(worker)
-        worker.kill()
+        worker.close()
 
     def _count_death(self, worker: Worker, task: Task, reason: str) -> None:
         """A failed attempt of the stack that it trained, which the next worker knows of.
