@@ -37,8 +37,8 @@ def _train(order: Order, told: TextIO) -> int:
     from omegaconf import OmegaConf
 
     from normexp.cells.cell import prepare_cell
-    from normexp.cells.logs import messages_to_stderr
     from normexp.cells.stack import follow_stack, train_stack
+    from normexp.records.logs import messages_to_stderr
     from normexp.training.stopping import Interrupted, StopRequest
 
     def on_steps(step: int, num_steps: int) -> None:

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.cells.cell import Cell, keeping_data, prepare_cell
-from normexp.cells.logs import collected_messages
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.history import read_history
+from normexp.records.logs import collected_messages
 from normexp.reporting.metric import choose_metric, describe_metric, format_interval
 from normexp.search.objective import choose_objective
 from normexp.search.points import SearchPlan

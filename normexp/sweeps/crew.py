@@ -25,14 +25,31 @@ def shared_board(tasks: Sequence[Task], num_cells: int) -> Board:
     return Board(tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells))
 
 
-class Worker:
-    """One worker process, and what it has told.
+class Seat:
+    """What is known of one that works: a worker process, or this process.
 
     Attributes:
-        number: of it on the board, from 1; no other worker of the command has had it.
         task: the cells it has at the moment; none while it has none.
         stack: the last stack of its task that began to train.
         since: when it took its task.
+    """
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.take(())
+
+    def take(self, task: Task) -> None:
+        self.task = task
+        self.stack: StackRecord | None = None
+        self.steps = (0, 0)
+        self.since = time.monotonic()
+
+
+class Worker(Seat):
+    """One worker process.
+
+    Attributes:
+        number: of it on the board, from 1; no other worker of the command has had it.
     """
 
     def __init__(
@@ -43,13 +60,9 @@ class Worker:
         board: Board,
         run_task: Trainer | None = None,
     ) -> None:
+        super().__init__()
         self.number = number
         self.place = place
-        self.is_ready = False
-        self.task: Task = ()
-        self.stack: StackRecord | None = None
-        self.steps = (0, 0)
-        self.since = time.monotonic()
         self._shown = 0
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  as long as the worker
         self.connection, theirs = SPAWN.Pipe(duplex=False)
@@ -59,10 +72,6 @@ class Worker:
             self.process = SPAWN.Process(target=main, args=arguments)
             with place.environment():
                 _start_without_interrupts(self.process)
-
-    def take(self, task: Task) -> None:
-        self.task, self.stack, self.steps = task, None, (0, 0)
-        self.since = time.monotonic()
 
     def hear(self) -> Event | None:
         """Its next event; None once it has ended."""

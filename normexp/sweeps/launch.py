@@ -19,13 +19,13 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from normexp.cells.logs import messages_to_stderr
 from normexp.config.compose import VERSION_BASE, quoted, register_custom
 from normexp.config.grid import compose_cells
 from normexp.config.help import GROUPS, conf_dir
 from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
+from normexp.records.logs import messages_to_stderr
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.summary import print_closing_table
 from normexp.sweeps.sweep import run_cells

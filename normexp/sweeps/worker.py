@@ -131,16 +131,14 @@ def work(
     def on_begin(stack: StackRecord, cell_ids: Sequence[str]) -> None:
         report(Began(stack, cell_ids))
 
-    def on_steps(done: int, total: int) -> None:
-        report(Steps(done, total))
-
+    on_steps = None if shows_bar else lambda done, total: report(Steps(done, total))
     while board.num_open and not stop.requested:
         with place.slot():
             task = board.take(number, is_free)
             if task is not None:
                 report(Took(task))
                 given = [cells[index] for index in task]
-                outcomes = run_task(given, on_begin, None if shows_bar else on_steps, stop)
+                outcomes = run_task(given, on_begin, on_steps, stop)
                 if outcomes[0].status == "busy":
                     assert outcomes[0].directory is not None
                     busy[task] = outcomes[0].directory / LOCK_FILE

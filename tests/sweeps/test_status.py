@@ -17,8 +17,8 @@ from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOCK_FILE, seed_dir
 from normexp.records.result import Result, Status, write_result
 from normexp.records.stacks import begin_stack
+from normexp.records.state import MAX_ATTEMPTS, CellState, read_status
 from normexp.status import main
-from normexp.sweeps.status import MAX_ATTEMPTS, CellState, read_status
 
 WORDS = ["normexp-train", "-m", "norm=batch,group,bad", "study=s"]
 
