@@ -38,6 +38,7 @@ from normexp.records.paths import (
     stack_dir,
 )
 from normexp.records.result import Result
+from normexp.records.samples import write_samples
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.pruning import Pruned
@@ -207,7 +208,7 @@ def remove_superseded(cell_dir: Path, seeds: list[int], own: Path) -> None:
 
 
 def _record(stack: Stack, module: TrainingModule) -> list[Result]:
-    """Writes weights and evaluations, then the result of every run: its presence means ended."""
+    """Writes everything of every run, and last its result, whose presence means ended."""
     device = module.trainer.strategy.root_device
     environment = describe_environment(gpu_name(device))
     if module.batches.data.source_version:
@@ -222,6 +223,7 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
         if cell.evaluation.adds:
             content = module.evaluator.content(module.metrics, index)
             write_evaluation(run_dir, content)
+        write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
         results.append(_result_of(module, index, cell, seed, environment, timing))
     commit_results(stack.directory, results)
     for directory in dict.fromkeys(cell.directory for cell, _ in stack.runs):
