@@ -128,12 +128,11 @@ def train_together(
             return _train(stack, stop, on_steps)
 
 
-def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
-    """Runs `train_stack` in the other processes of a training: writes nothing."""
-    stack = Stack([(cell, seeds)])
-    with suitable_threads(cell.elements_per_forward), suppress(Pruned):  # the first process logs it
-        module = _build(stack, Recorder([[] for _ in seeds]))
-        _fit(stack, module, stop or StopRequest(), on_steps=lambda *_: None)
+def follow_stack(stack: Stack, stop: StopRequest) -> None:
+    """Runs `train_together` in the other processes of a training: writes nothing."""
+    with suitable_threads(stack.cell.elements_per_forward), suppress(Pruned):
+        module = _build(stack, Recorder([[] for _ in stack.runs]))
+        _fit(stack, module, stop, on_steps=lambda *_: None)
 
 
 def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Result]:
