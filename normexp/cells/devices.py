@@ -32,6 +32,7 @@ from normexp.cells.logs import messages_to_stderr
 from normexp.cells.naming import GROUPS
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
+from normexp.records.stacks import StackRecord
 from normexp.training.fit import device_type, quiet_lightning
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -49,6 +50,7 @@ class Order:
     cfg: dict[str, Any]
     choices: dict[str, str]
     seeds: list[int]
+    record: StackRecord
     notes: list[str]  # shown as the cell was prepared
 
     def train(self, rank: int, stop: StopRequest, on_steps: OnSteps | None) -> None:
@@ -62,7 +64,8 @@ class Order:
                 follow_stack(self._build(), stop)
 
     def _build(self) -> Stack:
-        return Stack([(prepare_cell(OmegaConf.create(self.cfg), self.choices), self.seeds)])
+        cell = prepare_cell(OmegaConf.create(self.cfg), self.choices)
+        return Stack([(cell, self.seeds)], self.record)
 
 
 def train_on_devices(
@@ -83,10 +86,9 @@ def train_on_devices(
         return
     fitting_replicas(cell, stack.seeds, stack.checkpoint)  # sets an unfitting one aside, once
     choices = {group: cell.record[group] for group in GROUPS}
-    order = Order(plain(cell.cfg), choices, stack.seeds, list(notes))
+    order = Order(plain(cell.cfg), choices, stack.seeds, stack.record, list(notes))
     stop = stop or StopRequest()
     if place_among(cell.num_devices) is None:
-        stack.directory.mkdir(parents=True, exist_ok=True)  # for the log, should no rank begin
         with stop.listening():
             _spawn_ranks(order, stop, on_steps)
     else:
