@@ -128,7 +128,7 @@ def _spawn_ranks(order: Order, stop: StopRequest, on_steps: OnSteps | None) -> N
     except ProcessExitedException as error:
         if stop.requested:
             raise Interrupted from error
-        raise RankDied(str(error)) from error
+        raise RankDied(f"{error}; the same command continues from the checkpoint") from None
     except ProcessRaisedException as error:
         if errors.empty():  # before it trained
             raise

@@ -320,25 +320,21 @@ class Claim:
         except UserError:
             end_stack(stack.record)
             raise
-        except Interrupted:
-            raise
-        except RankDied as error:  # as if this process had died: its checkpoint stays
-            self._append_attempt(stack, error, died=True)
+        except (Interrupted, RankDied):  # the checkpoint stays
             raise
         except Exception as error:
             if full_disk(error, stack.directory):
                 raise
             with open(stack.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
-            return self._append_attempt(stack, error, died=False)
+            record, reason = stack.record, one_line(error)
+            append_attempt(
+                *(self.study_dir, record.id, reason),
+                died=False,
+                checkpointed_at=record.checkpointed_at,
+            )
+            return reason
         return None
-
-    def _append_attempt(self, stack: Stack, error: Exception, *, died: bool) -> str:
-        """Notes a failure in the history; returns it in one line."""
-        record, reason = stack.record, one_line(error)
-        at = record.checkpointed_at
-        append_attempt(self.study_dir, record.id, reason, died=died, checkpointed_at=at)
-        return reason
 
     def _split(self, stack: Stack, reason: str) -> list[Stack]:
         """A stack of its own for each run without a result."""
@@ -378,6 +374,7 @@ def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outc
         return [Outcome("failed", name_of(spec), error=full, halts=True) for spec in specs]
     if isinstance(error, UserError):
         return [Outcome("refused", name_of(spec), error=str(error)) for spec in specs]
-    told = "".join(traceback.format_exception(error))
-    logger.error("%s: %s", specs[0].title, told)
+    if not isinstance(error, RankDied):  # which has no traceback worth reading
+        told = "".join(traceback.format_exception(error))
+        logger.error("%s: %s", specs[0].title, told)
     return [Outcome("failed", name_of(spec), error=one_line(error)) for spec in specs]
