@@ -18,6 +18,7 @@ from normexp.reporting.frame import Row
 from normexp.reporting.metric import Metric
 from normexp.reporting.slices import AXIS_TITLES, Slice
 from normexp.reporting.style import Style
+from normexp.reporting.tables import Table
 
 WIDTH, HEIGHT = 560, 320
 SQUARE = (74, 40)  # pixels; wide enough for `0.88` over `[0.47, 1.00]`
@@ -72,6 +73,12 @@ class Figure:
     title: str
     caption: str
     spec: dict[str, Any]
+
+    @property
+    def rows(self) -> Table:
+        """The data of the figure."""
+        frame = pd.DataFrame(self.spec["datasets"]["rows"], dtype=object)
+        return Table(self.name, self.title, list(frame), frame)
 
 
 def make_figure(

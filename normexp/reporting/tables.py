@@ -76,6 +76,13 @@ class Table:
         """The shown cells, row by row."""
         return self.frame[self.columns].map(show).to_numpy().tolist()
 
+    def split(self) -> tuple[dict[str, str], pd.DataFrame]:
+        """What is the same in every row, and the texts of the other columns."""
+        texts = self.frame[self.columns].map(show)
+        is_same = (texts.nunique() == 1) & (len(texts) > 1)
+        same = texts.loc[:, is_same].head(1).squeeze(axis=0).to_dict()
+        return {name: text for name, text in same.items() if text != "-"}, texts.loc[:, ~is_same]
+
 
 def show(value: Any) -> str:
     """A value as text on one line."""
