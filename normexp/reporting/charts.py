@@ -78,7 +78,7 @@ class Figure:
     def rows(self) -> Table:
         """The data of the figure."""
         frame = pd.DataFrame(self.spec["datasets"]["rows"], dtype=object)
-        return Table(self.name, self.title, list(frame), frame)
+        return Table(self.name, self.title, list(map(str, frame)), frame)
 
 
 def make_figure(
@@ -238,19 +238,19 @@ def squares(
     tip: list[alt.Tooltip],
     *,
     step: tuple[int, int] = SQUARE,
-    value: str = "mean",
+    measured: str = "mean",
     framed: str = "false",
-) -> alt.LayerChart:
-    """Coloured squares with the texts `over` and, below it, `under`, both in the colour `ink`.
+) -> Any:
+    """Coloured squares with the texts `value` and, below it, `under`, both in the colour `ink`.
 
-    Squares without a number in the column `value` are grey; those that satisfy `framed` are framed.
+    Squares without a number in the column `measured` are grey; those in `framed` are framed.
     """
     ink, lift = alt.Color("ink:N", scale=None), 8 if step == SQUARE else 0
     layers = [
-        visible(f"!isValid(datum.{value})").mark_rect(fill="#d9d9d9"),
-        visible(f"isValid(datum.{value})").mark_rect().encode(colour),
+        visible(f"!isValid(datum.{measured})").mark_rect(fill="#d9d9d9"),
+        visible(f"isValid(datum.{measured})").mark_rect().encode(colour),
         visible(framed).mark_rect(fillOpacity=0, stroke=DARK, strokeWidth=2.5),
-        visible().mark_text(dy=-lift, fontSize=12).encode(alt.Text("over:N"), ink, tooltip=tip),
+        visible().mark_text(dy=-lift, fontSize=12).encode(alt.Text("value:N"), ink, tooltip=tip),
         visible().mark_text(dy=lift, fontSize=9).encode(alt.Text("under:N"), ink),
     ]
     chart = alt.layer(*(layer.encode(x, y) for layer in layers), data=ROWS)

@@ -74,7 +74,7 @@ def _content(report: Report) -> dict[str, Any]:
 
     main, folder = report.tables[0], report.directory / "figures"
     rows: list[Any] = main.texts()
-    verdict = [
+    verdict: list[Any] = [
         [section.answer.heading, one.kind, one.text]
         for section in report.sections
         for one in section.answer.sentences

@@ -175,16 +175,16 @@ def _gradient(colour: alt.Color) -> alt.Color:
 
 
 def _square_text(row: Row, means: Sequence[float], metric: Metric) -> Row:
-    """`over`, `under` (half width and n), and a readable `ink` on the colours of `means`."""
+    """`value`, `under` (half width and n), and a readable `ink` on the colours of `means`."""
     if row["mean"] is None:
         reason = f"×{row['diverged']}" if row["diverged"] else f"{row['failed']} failed"
-        return {"over": reason, "under": row["count"], "ink": DIVERGED}
+        return {"value": reason, "under": row["count"], "ink": DIVERGED}
     spread = max(means) - min(means)
     share = (row["mean"] - min(means)) / spread if spread else 1.0
     brightness = share if metric.higher_is_better else 1 - share
     half = "" if row["low"] is None else f"±{(row['high'] - row['low']) / 2:.{metric.digits}f} "
     return {
-        "over": f"{row['mean']:.{metric.digits}f}",
+        "value": f"{row['mean']:.{metric.digits}f}",
         "under": f"{half}n={row['n']}",
         "ink": DARK if brightness > 0.55 else LIGHT,
     }
@@ -204,8 +204,8 @@ def draw_improvement(part: Slice) -> Figure | None:
     y = alt.Y("norm:N", title="this norm ...", sort=norms).axis(domain=False)
     colour = alt.Color("shown:Q", title="bound nearest to 0.5")
     colour = _gradient(colour.scale(scheme="purplegreen", domain=[0, 1]))
-    tip = tooltip("norm", "other", "over", "under", "n:Q")
-    chart = squares(x, y, colour, tip, value="probability")
+    tip = tooltip("norm", "other", "value", "under", "n:Q")
+    chart = squares(x, y, colour, tip, measured="probability")
     caption = (
         f"Probability that the norm of the row beats the norm of the column at size "
         f"{part.sizes[0]}, in pairs of runs with one seed, with its 95 % Clopper-Pearson interval. "
@@ -234,7 +234,7 @@ def _improvement_rows(part: Slice) -> list[Row]:
                 "norm": norm,
                 "other": other,
                 "size": part.sizes[0],
-                "over": f"{chance:.2f}",
+                "value": f"{chance:.2f}",
                 "under": "" if found.low is None else f"[{low:.2f}, {high:.2f}]",
                 "probability": chance,
                 "low": found.low,

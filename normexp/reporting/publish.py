@@ -146,6 +146,8 @@ def _write_into(folder: Path, report: Report, reload_seconds: int | None) -> Non
 def _write_figure(folder: Path, figure: Figure) -> None:
     svg = vl_convert.vegalite_to_svg(json.dumps(figure.spec))
     (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
+    (folder / f"{figure.name}.csv").write_text(figure.rows.to_csv(), encoding="utf-8")
+    (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
     (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
 
 

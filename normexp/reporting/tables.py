@@ -79,9 +79,10 @@ class Table:
     def split(self) -> tuple[dict[str, str], pd.DataFrame]:
         """What is the same in every row, and the texts of the other columns."""
         texts = self.frame[self.columns].map(show)
-        is_same = (texts.nunique() == 1) & (len(texts) > 1)
-        same = texts.loc[:, is_same].head(1).squeeze(axis=0).to_dict()
-        return {name: text for name, text in same.items() if text != "-"}, texts.loc[:, ~is_same]
+        found = {name: list(texts[name].unique()) for name in self.columns}
+        same = {name: own[0] for name, own in found.items() if len(own) == 1 < len(texts)}
+        named = {name: text for name, text in same.items() if text != "-"}
+        return named, texts.drop(columns=list(same))
 
 
 def show(value: Any) -> str:

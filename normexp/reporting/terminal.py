@@ -51,7 +51,7 @@ def _print_table(console: Console, report: Report) -> None:
     common = [f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT]
     console.print(", ".join(common))
     if "count" in table.frame:
-        texts.insert(texts.columns.get_loc(MEAN) + 1, "seeds", table.frame["count"])
+        texts.insert(list(texts).index(MEAN) + 1, "seeds", table.frame["count"])
     drawn = RichTable(box=None)
     for column in texts:
         drawn.add_column(Text(str(column)), no_wrap=column not in WRAPPED)

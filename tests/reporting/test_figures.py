@@ -127,7 +127,7 @@ def test_heat_map_marks_a_cell_without_any_finished_seed(tmp_path: Path):
     write_cell(tmp_path, "batch", {0: None, 1: None}, norm_batch_size=2)
     write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9}, norm_batch_size=8)
     figure = figures_of(tmp_path)["heat_map"]
-    assert [row["over"] for row in rows_of(figure)] == ["×2", "85.0"]
+    assert [row["value"] for row in rows_of(figure)] == ["×2", "85.0"]
     assert "×2" in svg_of(figure)
 
 
@@ -187,7 +187,7 @@ def test_learning_rates_mark_the_chosen_one(tmp_path: Path):
     assert {(row["lr"], row["chosen"]) for row in rows} == {(0.1, True), (0.01, False)}
     svg_of(figures["learning_rates"])
     squares = figures["rate_map"]
-    assert {(row["lr"], row["over"]) for row in rows_of(squares)} == {
+    assert {(row["lr"], row["value"]) for row in rows_of(squares)} == {
         (0.1, "79.5"),
         (0.01, "69.5"),
     }
