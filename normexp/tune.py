@@ -19,11 +19,11 @@ def _tune(words: list[str]) -> int:
         return ask_hydra(words)
     from normexp.search.points import plan_searches
 
-    plans = plan_searches(command)  # mistakes are refused before torch is imported
+    searches = plan_searches(command)  # mistakes are refused before torch is imported
 
     from normexp.search.select import tune
 
-    return tune(plans, ["normexp-tune", *words])
+    return tune(searches, ["normexp-tune", *words])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +39,6 @@ from normexp.records.paths import (
 from normexp.records.result import Result
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.pruning import Pruned
 from normexp.training.recorder import Recorder, RunSink
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -113,7 +111,7 @@ def train_together(
         on_steps: shows the progress; None: a progress bar does.
 
     Returns:
-        A result for each run; none if a search ended the trial early.
+        A result for each run.
 
     Raises:
         Interrupted: stopped with a checkpoint, from which the next call resumes.
@@ -130,7 +128,7 @@ def train_together(
 def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
     """Runs `train_stack` in the other processes of a training: writes nothing."""
     stack = Stack([(cell, seeds)])
-    with suitable_threads(cell.elements_per_forward), suppress(Pruned):  # the first process logs it
+    with suitable_threads(cell.elements_per_forward):
         module = _build(stack, Recorder([[] for _ in seeds]))
         _fit(stack, module, stop or StopRequest(), on_steps=lambda *_: None)
 
@@ -140,18 +138,13 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Re
         torch.cuda.reset_peak_memory_stats()
     folders = [seed_dir(cell.directory, seed) for cell, seed in stack.runs]
     sinks: list[list[RunSink]] = [[MetricsWriter(folder / METRICS_FILE)] for folder in folders]
-    try:
-        with wandb_runs(stack.runs) as tracked:
-            for run_sinks, run in zip(sinks, tracked, strict=False):
-                run_sinks.append(run)
-            recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
-            module = _build(stack, recorder)
-            is_stopped = _fit(stack, module, stop, on_steps)
-            results = _record(stack, module)
-    except Pruned as pruned:
-        logger.info("ended early after %s", pruned)
-        stack.checkpoint.unlink(missing_ok=True)
-        return []
+    with wandb_runs(stack.runs) as tracked:
+        for run_sinks, run in zip(sinks, tracked, strict=False):
+            run_sinks.append(run)
+        recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
+        module = _build(stack, recorder)
+        is_stopped = _fit(stack, module, stop, on_steps)
+        results = _record(stack, module)
     if is_stopped:
         raise Interrupted
     return results

@@ -45,6 +45,24 @@ class CellEntry:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class SearchEntry:
+    """The cells that a search has tried, for its tuning curve.
+
+    Attributes:
+        words: the overrides that all points share, as typed.
+        keys: the keys that were searched.
+        metric: the name of the validation metric that points are compared by.
+        points: the ids of the cells.
+    """
+
+    title: str
+    words: list[str]
+    keys: list[str]
+    metric: str
+    points: list[str]
+
+
 @dataclass
 class CellHistory:
     """All entries of one cell: the union of its seeds, and the latest of every other value.
@@ -79,15 +97,21 @@ class CellHistory:
 
 @dataclass
 class History:
-    """The content of study.jsonl: commands, oldest first, and cells by digest."""
+    """The content of study.jsonl: commands, oldest first, cells by digest, the latest searches."""
 
     commands: list[CommandEntry] = field(default_factory=list)
     cells: dict[str, CellHistory] = field(default_factory=dict)
+    searches: dict[str, SearchEntry] = field(default_factory=dict)
 
-    def add(self, entry: CellEntry) -> None:
-        self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
+    def add(self, entry: CellEntry | SearchEntry) -> None:
+        if isinstance(entry, SearchEntry):  # a longer search replaces the shorter one
+            self.searches[json.dumps([entry.words, entry.keys])] = entry
+        else:
+            self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
 
-    def has(self, entry: CellEntry) -> bool:
+    def has(self, entry: CellEntry | SearchEntry) -> bool:
+        if isinstance(entry, SearchEntry):
+            return entry in self.searches.values()
         return entry.digest in self.cells and self.cells[entry.digest].has(entry)
 
 
@@ -136,7 +160,7 @@ def append_command(
         append_lines(descriptor, [line])
 
 
-def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
+def append_cells(study_dir: Path, entries: Iterable[CellEntry | SearchEntry]) -> None:
     """Appends the entries that are new. Needs no write access if none is."""
     entries = list(entries)
     history = read_history(study_dir)
@@ -152,14 +176,15 @@ def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
         append_lines(descriptor, lines)
 
 
-def _line(entry: CommandEntry | CellEntry) -> str:
+def _line(entry: CommandEntry | CellEntry | SearchEntry) -> str:
     return json.dumps(asdict(entry), allow_nan=False)
 
 
-def _parse(line: str) -> CommandEntry | CellEntry:
+def _parse(line: str) -> CommandEntry | CellEntry | SearchEntry:
     """Raises TypeError or ValueError for a line that `_line` did not write."""
     content = json.loads(line)
-    kind = CommandEntry if isinstance(content, dict) and "command" in content else CellEntry
+    kinds = {"command": CommandEntry, "points": SearchEntry}
+    kind = next((kinds[key] for key in kinds if key in content), CellEntry)
     entry = kind(**content)
     if any(not isinstance(getattr(entry, part.name), _TYPES[part.name]) for part in fields(entry)):
         raise TypeError
@@ -167,7 +192,7 @@ def _parse(line: str) -> CommandEntry | CellEntry:
 
 
 _TYPES = {
-    **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error"), str),
-    **dict.fromkeys(("command", "seeds"), list),
+    **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error", "metric"), str),
+    **dict.fromkeys(("command", "seeds", "words", "keys", "points"), list),
     **dict.fromkeys(("grid", "cells"), dict),
 }
