@@ -78,8 +78,7 @@ def _content(report: Report) -> dict[str, Any]:
         f"figures/{figure.name}": wandb.Image(
             str(report.directory / "figures" / f"{figure.name}.png"), caption=figure.caption
         )
-        for section in report.sections
-        for figure in section.figures
+        for figure in report.figures
     }
     tables = {
         f"tables/{main.name}": _wandb_table(main),

@@ -64,7 +64,7 @@ def _bundle() -> Markup:
 
 
 def _data(report: Report) -> Markup:
-    figures = {figure.name: figure.spec for part in report.sections for figure in part.figures}
+    figures = {figure.name: figure.spec for figure in report.figures}
     content = {"figures": figures, "tables": {t.name: t.to_csv() for t in report.tables}}
     return Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c"))
 

@@ -106,11 +106,10 @@ def _write_into(folder: Path, report: Report, reload_seconds: int | None) -> Non
         texts = {"csv": table.to_csv(), "md": table.to_markdown(), "tex": table.to_latex()}
         for ending, text in texts.items():
             (tables / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
-    drawn = [figure for section in report.sections for figure in section.figures]
     # Drawing and bundling release Python's lock, so threads use all cores.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         page = pool.submit(render_page, report, reload_seconds=reload_seconds)
-        for written in [pool.submit(_write_figure, figures, figure) for figure in drawn]:
+        for written in [pool.submit(_write_figure, figures, figure) for figure in report.figures]:
             written.result()
         (folder / "index.html").write_text(page.result(), encoding="utf-8")
 
