@@ -161,7 +161,8 @@ def _draw(curves: Sequence[Curve], number: int) -> Figure:
     dashes = alt.Scale(domain=list(styles), range=[list(style.dash) for style in styles.values()])
     base = alt.Chart().transform_filter(VISIBLE)
     x = alt.X("k:Q", title="points tried, k", axis=alt.Axis(tickMinStep=1, format="d"))
-    colour = alt.Color("norm:N", scale=colours, title=None)
+    legend = alt.Legend(symbolOpacity=1)
+    colour = alt.Color("norm:N", scale=colours, title=None, legend=legend)
     y = alt.Y("mean:Q", title=metric.label, scale=alt.Scale(zero=False))
     tip = [alt.Tooltip(f"{name}:Q") for name in ("k", "n", "mean", "low", "high")]
     band = base.mark_area(opacity=0.15).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)
