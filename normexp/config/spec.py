@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 CellStatus = Literal[
-    "running", "finished", "skipped", "refused", "failed", "stopped", "busy", "alone", "planned"
+    "finished", "skipped", "refused", "failed", "stopped", "busy", "alone", "planned"
 ]
 
 
@@ -115,7 +115,7 @@ class Outcome:
     Attributes:
         status: `finished`: runs were trained; `skipped`: none were missing; `busy`: another process
             trains the cell; `stopped` before its end; `alone`: to be trained as a task of its own;
-            `planned` in a dry run; `running` as its training begins.
+            `planned` in a dry run.
         title: norm and data, as in the closing table.
         results: of its recorded runs, by seed.
         missing: the seeds still to train.
