@@ -132,7 +132,7 @@ class CellHistory:
 
 @dataclass
 class History:
-    """The content of study.jsonl: commands and attempts, oldest first; the rest by what it is of."""
+    """The content of study.jsonl; commands and attempts are sorted by time, oldest first."""
 
     commands: list[CommandEntry] = field(default_factory=list)
     attempts: list[AttemptEntry] = field(default_factory=list)

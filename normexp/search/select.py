@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from normexp.records.history import SearchEntry, append_cells, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
 from normexp.search.points import VALIDATION, Point, Search
 from normexp.stats import mean
-from normexp.sweeps.sweep import STOPPED, is_interrupted, run_cells, train_cells
+from normexp.sweeps.sweep import STOPPED, is_interrupted, run_cells
 
 WIDTH = 200  # columns of a log file
 TRAINED = ("finished", "skipped")
@@ -96,8 +97,14 @@ def mean_value(outcome: Outcome, metric: Metric) -> float:
     return statistics.fmean(found)
 
 
-def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
+Train = Callable[[Sequence[CellSpec], Sequence[str]], list[Outcome]]
+
+
+def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     """Searches, trains fresh seeds at the best points, prints a table; returns the exit code.
+
+    Args:
+        train: as `train_cells`.
 
     Raises:
         UserError: all points are refused, or no run has the metric.
@@ -111,7 +118,7 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     flat = [cell for own in cells for cell in own]
     if searches[0].base.dry_run:
         return run_cells(flat, words)
-    outcomes = _train(flat, words)
+    outcomes = _train(flat, words, train)
     if all(outcome.status == "refused" for outcome in outcomes):
         raise UserError(outcomes[0].error)
     ends = iter(outcomes)
@@ -124,13 +131,13 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
         _record(findings)
-        _report(findings, words)
+        _report(findings, words, train)
     print_table(findings)
     return 1 if lost or any(not is_reported(each) for each in findings) else 0
 
 
-def _train(cells: Sequence[CellSpec], words: Sequence[str]) -> list[Outcome]:
-    outcomes = train_cells(cells, words)
+def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[Outcome]:
+    outcomes = train(cells, words)
     if is_interrupted(cells, outcomes):
         raise KeyboardInterrupt(STOPPED)
     return outcomes
@@ -157,16 +164,16 @@ def _record(findings: Sequence[Finding]) -> None:
 
 
 def _defines(word: str) -> bool:
-    key = word.lstrip("+~").partition("=")[0]
+    key = re.split("[/@=]", word.lstrip("+~"))[0]
     return in_identity(key) or key == "experiment"
 
 
-def _report(findings: Sequence[Finding], words: Sequence[str]) -> None:
+def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:
     """Trains fresh seeds at the best point of each search."""
     chosen = [(each, each.best) for each in findings]
     chosen = [(each, best) for each, best in chosen if best is not None]
     cells = [each.search.report_cell(each.points[best]) for each, best in chosen]
-    outcomes = _train(cells, words) if cells else []
+    outcomes = _train(cells, words, train) if cells else []
     for (each, _), outcome in zip(chosen, outcomes, strict=True):
         each.fresh = outcome
 

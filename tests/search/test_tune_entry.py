@@ -19,7 +19,7 @@ import pytest
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.history import CellEntry, append_cells, read_history
 from normexp.records.result import Result, read_result
-from normexp.search import select as tuning
+from normexp.sweeps import sweep
 from normexp.tune import main
 
 
@@ -63,7 +63,7 @@ def peak(lr: float, seed: int) -> float:
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     replaced = Trainer(peak)
-    monkeypatch.setattr(tuning, "train_cells", replaced)
+    monkeypatch.setattr(sweep, "train_cells", replaced)
     return replaced
 
 
