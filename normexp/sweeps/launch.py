@@ -20,9 +20,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from normexp.cells.logs import messages_to_stderr
-from normexp.config.compose import VERSION_BASE, quoted, register_custom
+from normexp.config.compose import VERSION_BASE, names_of, quoted, register_custom
 from normexp.config.grid import compose_cells
-from normexp.config.help import GROUPS, conf_dir
+from normexp.config.help import conf_dir
 from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
@@ -154,8 +154,7 @@ def job(cfg: DictConfig) -> str:
     settings = HydraConfig.get()
     with suppress(OSError):  # on another machine, relative folders start where the job does
         os.chdir(settings.runtime.cwd)
-    chosen = settings.runtime.choices
-    choices = {group: str(chosen[group]) for group in GROUPS if chosen.get(group) is not None}
+    choices = names_of(cfg, settings.runtime.choices)
     cfg.study = str(cfg.study)  # study=2026 names a folder
     overrides = list(settings.overrides.task)
     composed = CellSpec(cfg, choices, " ".join(overrides), overrides=overrides)
