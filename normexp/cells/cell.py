@@ -165,7 +165,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         check_norm_batch_size(cfg, plan.sizes)
     _check_optimizer(cfg, plan, network)
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
-    _check_read(cfg)
+    _check_read(asked, cfg.keys_read)
     num_parameters = sum(p.numel() for p in network.parameters())
     check_memory(cfg, num_parameters, plan.sizes.micro * traits.elements_per_sample)
     for note in plan.notes:
@@ -228,11 +228,11 @@ def _check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:
         )
 
 
-def _check_read(cfg: WatchedConfig) -> None:
+def _check_read(cfg: DictConfig, keys_read: set[str]) -> None:
     """Refuses a value that would give the training an id of its own, but that nothing reads."""
     defaults = shipped_config()
     for key, value in plain(cfg).items():
-        if key not in cfg.keys_read and in_identity(key) and value != defaults.get(key):
+        if key not in keys_read and in_identity(key) and value != defaults.get(key):
             raise UserError(
                 f"{key}={as_typed(value)}: nothing reads this key, so the training would be that "
                 f"of {key}={as_typed(defaults.get(key))}"

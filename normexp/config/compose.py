@@ -282,6 +282,8 @@ def _refuse_hydra_keys(parsed: Sequence[Override]) -> None:
 def _refuse_unread(config: DictConfig) -> None:
     """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
     known = list(_walk(config))
+    if not set(OPEN_GROUPS) <= set(known):  # a YAML put its keys at the top: `validate` says so
+        return
     for key in known:
         if key.partition(".")[0] not in OPEN_GROUPS and key not in READ:
             raise _unknown_key(key, [name for name in known if name in READ])

@@ -152,7 +152,7 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for titles, outcome in rows.values():
         for note in notes_on(outcome):
-            console.print(f"{shared_words(titles)}: {note}", markup=False, soft_wrap=True)
+            console.print(f"{shared_words(titles)}: {note}", markup=False)
     for command in commands_to_look(outcomes):
         console.print(f"  {command}", markup=False, soft_wrap=True)
 

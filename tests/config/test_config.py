@@ -202,7 +202,7 @@ def test_users_file_that_names_an_unknown_model_is_refused(tmp_path: Path):
         ("data/mine.yaml", "# @package _global_\nval_fraction: 0.2\n", "data is missing: put"),
         ("experiment/mine.yaml", "# @package _global_\nepoch: 3\n", "epoch: unknown key; did you"),
         ("trainer/mine.yaml", "defaults: [auto]\nmax_steps: 3\n", "trainer.max_steps: unknown key"),
-        ("optim/mine.yaml", "_target_: torch.optim.SGD\n", "optim.weight_decay is missing"),
+        ("optim/mine.yaml", "_target_: my.Sgd\ndefault_lr: 1\n", "optim.weight_decay is missing"),
     ],
 )
 def test_keys_of_a_users_file_that_nothing_reads_are_refused(

@@ -59,7 +59,8 @@ def test_every_comment_names_the_unit_of_the_table():
 
 def test_a_knob_without_its_line_in_the_config_is_refused():
     config = compose_config([])
-    del config["epochs"]
+    with open_dict(config):
+        del config["epochs"]
     with pytest.raises(UserError, match="^epochs is missing: it must be a whole number"):
         validate(config)
 
