@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normexp.config.help import conf_dir, help_text
@@ -40,6 +41,19 @@ def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]],
     except KeyboardInterrupt as stop:
         print(f"normexp: {str(stop) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Shows a line on a terminal while the block runs, such as the seconds of importing torch."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(text, end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 # --- train, tune, check: Hydra's overrides ------------------------------------------------------

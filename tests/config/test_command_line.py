@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cli import ask_hydra, parse_command, read_options, run_entry
+from normexp.cli import announced, ask_hydra, parse_command, read_options, run_entry
 from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_text
 from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
@@ -136,6 +137,19 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err.splitlines() == [f"normexp: {text}" for text in said]
     with pytest.raises(ZeroDivisionError):
         run_entry("status", ["a"], raises(ZeroDivisionError()))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_shows_on_a_terminal_until_its_block_ends(monkeypatch: pytest.MonkeyPatch):
+    for stream, shown in ((Terminal(), "wait\r"), (io.StringIO(), "")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with announced("wait"):
+            assert stream.getvalue() == shown
+        assert stream.getvalue() == shown + ("\x1b[2K" if shown else "")
 
 
 # --- help ---------------------------------------------------------------------------------------
