@@ -356,7 +356,7 @@ def _unknown_key(key: str, names: Sequence[str]) -> UserError:
     if not parent:
         return UserError(f"{key}: unknown key; --help lists the keys of a training")
     listed = ", ".join(_leaf(name) for name in siblings if not _leaf(name).startswith("_"))
-    more = f"; +{key}=... adds one" if parent in CUSTOM_GROUPS else ""
+    more = f"; +{key}=... passes it on" if parent in CUSTOM_GROUPS else ""
     return UserError(f"{key}: unknown key ({parent} has {listed or 'none'}{more})")
 
 
