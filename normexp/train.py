@@ -27,10 +27,11 @@ def _train(words: list[str]) -> int:
     from normexp.config.spec import name_of, place_of_command
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
-    if place_of_command(cells) is not None:  # one of the processes of srun or torchrun
+    place = place_of_command(cells)
+    if place is not None:  # one of the processes of srun or torchrun
         from normexp.sweeps.together import run_together
 
-        return run_together(cells, line)
+        return run_together(cells, line, place)
     runs = counted(sum(len(cell.seeds) for cell in cells), "run")
     what = name_of(cells[0]) if len(cells) == 1 else counted(len(cells), "cell")
     with announced(f"{what}, {runs}: importing torch ..."):
