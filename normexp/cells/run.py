@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from normexp.cells.assembly import OnSteps, will_stack
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.devices import train_on_devices
+from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
 from normexp.cells.naming import GROUPS
 from normexp.cells.stack import Stack, new_stack
@@ -320,7 +320,7 @@ class Claim:
         except UserError:
             end_stack(stack.record)
             raise
-        except Interrupted:
+        except (Interrupted, RankDied):  # the checkpoint stays
             raise
         except Exception as error:
             if full_disk(error, stack.directory):
@@ -374,6 +374,7 @@ def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outc
         return [Outcome("failed", name_of(spec), error=full, halts=True) for spec in specs]
     if isinstance(error, UserError):
         return [Outcome("refused", name_of(spec), error=str(error)) for spec in specs]
-    told = "".join(traceback.format_exception(error))
-    logger.error("%s: %s", specs[0].title, told)
+    if not isinstance(error, RankDied):  # which has no traceback worth reading
+        told = "".join(traceback.format_exception(error))
+        logger.error("%s: %s", specs[0].title, told)
     return [Outcome("failed", name_of(spec), error=one_line(error)) for spec in specs]

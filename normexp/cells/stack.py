@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +22,10 @@ from normexp.records.logs import messages_to_file
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOG_FILE, METRICS_FILE, WEIGHTS_FILE, seed_dir
 from normexp.records.result import Result, write_result
-from normexp.records.stacks import StackRecord, begin_stack, directory_of, end_stack
+from normexp.records.samples import write_samples
+from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.pruning import Pruned
 from normexp.training.recorder import Recorder, RunSink
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -103,7 +102,7 @@ def train_together(
         on_steps: shows the progress; None: a progress bar does.
 
     Returns:
-        A result for each run; none if a search ended the trial early.
+        A result for each run.
 
     Raises:
         Interrupted: stopped with a checkpoint, from which the next call resumes.
@@ -117,14 +116,11 @@ def train_together(
             return _train(stack, stop, on_steps)
 
 
-def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
+def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Runs `train_together` in the other processes of a training: writes nothing."""
-    members = [(cell.id, seed) for seed in seeds]
-    record = StackRecord(directory_of(cell.study_dir, members), "", members, {})
-    stack = Stack([(cell, seeds)], record)
-    with suitable_threads(cell.elements_per_forward), suppress(Pruned):  # the first process logs it
-        module = _build(stack, Recorder([[] for _ in seeds]))
-        _fit(stack, module, stop or StopRequest(), on_steps=lambda *_: None)
+    with suitable_threads(stack.cell.elements_per_forward):
+        module = _build(stack, Recorder([[] for _ in stack.runs]))
+        _fit(stack, module, stop, on_steps=lambda *_: None)
 
 
 def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Result]:
@@ -136,18 +132,13 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Re
         [] if stack.has_ended(*run) else [MetricsWriter(folder / METRICS_FILE)]
         for run, folder in zip(stack.runs, folders, strict=True)
     ]
-    try:
-        with wandb_runs(stack.runs) as tracked:
-            for run_sinks, run in zip(sinks, tracked, strict=False):
-                run_sinks.append(run)
-            recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
-            module = _build(stack, recorder)
-            is_stopped = _fit(stack, module, stop, on_steps)
-            results = _record(stack, module)
-    except Pruned as pruned:
-        logger.info("ended early after %s", pruned)
-        stack.checkpoint.unlink(missing_ok=True)
-        return []
+    with wandb_runs(stack.runs) as tracked:
+        for run_sinks, run in zip(sinks, tracked, strict=False):
+            run_sinks.append(run)
+        recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
+        module = _build(stack, recorder)
+        is_stopped = _fit(stack, module, stop, on_steps)
+        results = _record(stack, module)
     if is_stopped:
         raise Interrupted
     return results
@@ -183,7 +174,7 @@ def _prepare_folders(stack: Stack) -> None:
 
 
 def _record(stack: Stack, module: TrainingModule) -> list[Result]:
-    """Writes weights and evaluations, then the result of every run: its presence means ended."""
+    """Writes everything of every run, and last its result, whose presence means ended."""
     device = module.trainer.strategy.root_device
     environment = describe_environment(gpu_name(device))
     if module.batches.data.source_version:
@@ -200,6 +191,7 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
         if cell.evaluation.adds:
             content = module.evaluator.content(module.metrics, index)
             write_evaluation(run_dir, content)
+        write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
         results.append(_result_of(stack, module, index, environment, timing))
     for result in results:
         write_result(seed_dir(stack.cell.study_dir / result.cell_id, result.seed), result)

@@ -126,7 +126,7 @@ def test_gpus_are_named_as_the_environment_names_them(
 
 CONFIG = {
     **{"lr": 0.1, "seed": 0, "replicas": 2, "batch_size": 32, "stack": "auto", "dry_run": False},
-    **{"trainer": {"devices": 1}, "logger": {"csv": {}}, "tune": {"metric": None}},
+    **{"trainer": {"devices": 1}, "logger": {"csv": {}}},
 }
 
 
@@ -160,7 +160,6 @@ def test_the_same_rate_twice_is_not_stacked_with_itself():
         {"dry_run": True},
         {"trainer": {"devices": 2}},
         {"logger": {"csv": {}, "tensorboard": {}}},
-        {"tune": {"metric": None, "thresholds": {3: 0.5}}},
     ],
 )
 def test_what_cannot_mix_rates_trains_alone(own: dict[str, Any]):
