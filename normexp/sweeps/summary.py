@@ -16,10 +16,10 @@ from rich.text import Text
 
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
-from normexp.errors import UserError
-from normexp.records.paths import LOG_FILE, Study
-from normexp.records.result import Result, read_result
+from normexp.records.paths import LOG_FILE
+from normexp.records.result import Result
 from normexp.records.state import shared_words
+from normexp.records.timing import expected_seconds, read_timed
 from normexp.sweeps.display import spoken
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
@@ -222,7 +222,8 @@ def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
         study_dir = outcome.directory.parent
         if study_dir not in timed:
             timed[study_dir] = read_timed(study_dir)
-        seconds = expected_seconds(outcome, timed[study_dir]) if outcome.missing else 0.0
+        missing = len(outcome.missing)
+        seconds = expected_seconds(outcome.record, missing, timed[study_dir]) if missing else 0.0
         total, num_unknown = total + (seconds or 0.0), num_unknown + (seconds is None)
         print(f"{title}: {_planned(outcome, seconds)}")
     parts = [f"{spoken(total)} of training in one process"] if total or not num_unknown else []
@@ -238,45 +239,6 @@ def _planned(outcome: Outcome, seconds: float | None) -> str:
     if outcome.missing:
         parts.append("unknown time" if seconds is None else f"about {spoken(seconds)}")
     return ", ".join(parts)
-
-
-# Config keys that must agree for a recorded run to predict the time of a planned one; strictest
-# first.
-ALIKE = (
-    ("model", "data", "norm", "batch_size", "micro_batch_size", "norm_batch_size"),
-    ("model", "data", "norm", "batch_size"),
-    ("model", "data", "batch_size"),
-)
-
-
-def read_timed(study_dir: Path) -> list[Result]:
-    """The runs of a study that have a timing; unreadable ones are skipped."""
-    timed = []
-    for run_dir in Study(study_dir).list_runs():
-        try:
-            result = read_result(run_dir)
-        except UserError:
-            continue
-        if result.timing.get("step_ms") and result.timing.get("stack_size"):
-            timed.append(result)
-    return timed
-
-
-def expected_seconds(planned: Outcome, timed: Sequence[Result]) -> float | None:
-    """Expected training time of a cell's missing runs; None without a similar recorded run.
-
-    Median step time per replica of the most similar runs, times steps and replicas.
-    """
-    for keys in ALIKE:
-        step_ms = [
-            run.timing["step_ms"] / run.timing["stack_size"]
-            for run in timed
-            if all(run.config.get(key) == planned.record.get(key) for key in keys)
-        ]
-        if step_ms:
-            steps = planned.record["num_steps"] * len(planned.missing)
-            return statistics.median(step_ms) * steps / 1000
-    return None
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:
