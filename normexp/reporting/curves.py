@@ -116,7 +116,7 @@ def _curve(point: Row, values: pd.DataFrame | None, metric: Metric) -> list[Row]
     every = math.ceil(len(points) / MOST_POINTS)
     rows = [
         {"norm": point["norm"], "size": point["size"], "samples": samples, "lost": False}
-        | interval_row(mean(metric.scale * own), metric.digits)
+        | interval_row(mean(metric.scale * own, bounds=metric.bounds), metric.digits)
         | {"directory": point["cell"]}
         for samples, own in points[(len(points) - 1) % every :: every]
     ]

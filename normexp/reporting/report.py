@@ -22,7 +22,7 @@ from normexp.reporting.tables import (
     run_table,
     sensitivity_table,
 )
-from normexp.reporting.verdict import Answer, answer_over_data, answer_slice
+from normexp.reporting.verdict import Answer, answer_over_data, answer_slices
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def build_report(
     cells = build_cells(records)
     slices = build_slices(cells, runs, metric=metric, tolerance=tolerance)
     over_data = answer_over_data(slices) if len(names) == 1 else []
-    answers = [answer_slice(part) for part in slices]
-    changes = compare_studies(cells, runs, metric, tolerance) if len(names) > 1 else []
+    answers = answer_slices(slices)
+    changes = compare_studies(cells, runs, metric) if len(names) > 1 else []
     tables = [
         cell_table(cells, runs, metric, tolerance),
         sensitivity_table(answers),
-        comparison_table([*over_data, *answers]),
+        comparison_table(answers),
         run_table(cells, runs),
     ]
     return Report(

@@ -31,7 +31,6 @@ COLUMNS = {
         "setting": "setting",
         "after - before [95 % interval]": "after - before",
         "n pairs": "pairs",
-        "verdict": "verdict",
     },
 }
 ONLY_IF_VARYING = ("model", "data", "lr", "metric")
