@@ -68,6 +68,9 @@ function filterPage() {
   for (const row of document.querySelectorAll("[data-norm], [data-model]")) {
     row.hidden = Object.entries(hidden).some(([key, values]) => values.has(row.dataset[key]));
   }
+  document.body.classList.toggle("some-sizes", hidden.size.size > 0);
+  const count = Object.values(hidden).reduce((sum, values) => sum + values.size, 0);
+  document.querySelector(".filters summary").textContent = count ? `Filters: ${count} hidden` : "Filters";
   for (const { view } of figures.values()) if (view) filterView(view);
 }
 

@@ -18,6 +18,7 @@ COLUMNS = {
         "norm": "norm",
         "model": "model",
         "data": "data",
+        "setting": "setting",
         "batch size": "batch",
         "norm batch size": "norm batch",
         "lr": "lr",

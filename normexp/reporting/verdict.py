@@ -21,13 +21,12 @@ import pandas as pd
 from normexp.errors import UserError
 from normexp.records.paths import seed_dir
 from normexp.records.samples import read_samples
-from normexp.reporting.convergence import STILL_FALLING, training_end
+from normexp.reporting.convergence import training_end
 from normexp.reporting.frame import Row
 from normexp.reporting.metric import Metric, format_interval, format_signed, negated
 from normexp.reporting.slices import AXIS_WORDS, Slice, group_by_data
 from normexp.reporting.style import base_of
 from normexp.stats import (
-    ALPHA,
     Interval,
     Sensitivity,
     Verdict,
@@ -434,14 +433,12 @@ def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
 
 def _ratios_along_sizes(parts: Sequence[Slice]) -> Iterator[Claim]:
     smallest, largest = parts[0].sizes[0], parts[0].sizes[-1]
-    axis = AXIS_WORDS[parts[0].axis]
     for norm in _shared_norms(parts, {smallest, largest}):
-        ends = [[_point(part, norm, size) for part in parts] for size in (smallest, largest)]
-        if smallest < largest and not any(point["independent"] for point in ends[0]):
-            ratio, noun, details = _ratio(*ends, parts)
-            text = (
-                f"{norm} at {axis} {smallest}: {ratio} times its {noun} at {largest} ({details})."
-            )
+        low, high = ([_point(part, norm, size) for part in parts] for size in (smallest, largest))
+        if smallest < largest and not any(point["independent"] for point in low):
+            ratio, noun, details = _ratio(low, high, parts)
+            where = f"{norm} at {AXIS_WORDS[parts[0].axis]} {smallest}"
+            text = f"{where}: {ratio} times its {noun} at {largest} ({details})."
             yield Claim(norm, "interval", text, size=smallest)
 
 
@@ -451,8 +448,10 @@ def _ratios_with_reference(parts: Sequence[Slice]) -> Iterator[Claim]:
     reference = reference_of(norms) if norms else ""
     for norm in norms:
         if norm != reference:
-            ends = [[_point(part, name, size) for part in parts] for name in (norm, reference)]
-            ratio, noun, details = _ratio(ends[0], ends[1], parts)
+            own, other = (
+                [_point(part, name, size) for part in parts] for name in (norm, reference)
+            )
+            ratio, noun, details = _ratio(own, other, parts)
             where = f"At {AXIS_WORDS[parts[0].axis]} {size}, {norm}"
             text = f"{where}: {ratio} times the {noun} of {reference} ({details})."
             yield Claim(norm, "interval", text, reference=reference, size=size)
@@ -469,8 +468,10 @@ def _ratio(
     metric = parts[0].metric
     logs = []
     for a, b, part in zip(first, second, parts, strict=True):
-        pair = paired_values(a["cell"], b["cell"], part.outcomes)
-        logs.append(log_ratio(*(100 - x if metric.higher_is_better else x for x in pair)))
+        first_values, second_values = paired_values(a["cell"], b["cell"], part.outcomes)
+        if metric.higher_is_better:
+            first_values, second_values = 100 - first_values, 100 - second_values
+        logs.append(log_ratio(first_values, second_values))
     each = [
         f"{point['data']} " + (f"{np.exp(values.mean()):.2f}" if len(values) else "without a ratio")
         for point, values in zip(first, logs, strict=True)
@@ -517,12 +518,12 @@ def _note(own: Sequence[Contrast], family_size: int) -> str:
     references = dict.fromkeys(one.second["norm"] for one in own if not one.is_along_sizes)
     compared = f", and each norm with {' and '.join(references)}" if references else ""
     return (
-        "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. Verdicts "
-        f"are given on {family_size} differences in this report: each norm that mixes samples "
-        f"between its largest and smallest size{compared} at the smallest size. The probability "
-        f"that any of these verdicts is false is at most {ALPHA:.0%}. Training counts as converged "
-        f"where its loss fell by less than {STILL_FALLING:.0%} of its first value over the last "
-        "fifth of the steps."
+        "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. The "
+        f"number of differences that this report gives a verdict on is {family_size}: each norm "
+        f"that mixes samples, from its largest to its smallest size{compared} at the smallest "
+        "size. The probability that any of these verdicts is false is at most 5 %. Training counts "
+        "as converged where its loss fell by less than 1 % of its first value over the last fifth "
+        "of the steps."
     )
 
 

@@ -198,7 +198,7 @@ def test_the_family_is_the_whole_report(tmp_path: Path):
     answers = answer_slices(slices_of(tmp_path))
     assert len(answers) == 2
     for answer in answers:  # a drop and a comparison on each data set
-        assert "on 4 differences in this report" in answer.note
+        assert "gives a verdict on is 4:" in answer.note
 
 
 @pytest.mark.parametrize(
