@@ -13,6 +13,7 @@ from normexp.reporting.compare import Change, compare_studies, difference_table
 from normexp.reporting.figures import draw_figures
 from normexp.reporting.frame import StudyRecords, metric_names, read_studies
 from normexp.reporting.metric import require_metric
+from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.style import assign_styles
 from normexp.reporting.tables import (
@@ -22,7 +23,7 @@ from normexp.reporting.tables import (
     run_table,
     sensitivity_table,
 )
-from normexp.reporting.verdict import Answer, answer_over_data, answer_slices
+from normexp.reporting.verdict import Answer, answer_slices
 
 
 @dataclass(frozen=True)

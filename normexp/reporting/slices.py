@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -418,21 +417,3 @@ def _with_slugs(slices: Sequence[Slice]) -> list[Slice]:
         words = re.sub(r"[^a-z0-9]+", "_", f"{part.title} {part.fixed}".lower()).strip("_")
         named.append(replace(part, slug=f"{number:02d}_{words[:48].strip('_')}"))
     return named
-
-
-def group_by_data(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Groups slices that differ only in data set, by model if a data set has several."""
-
-    def is_one_per_data(parts: Sequence[Slice]) -> bool:
-        return len({part.data for part in parts}) == len(parts)
-
-    alike: dict[Any, list[Slice]] = {}
-    for part in slices:
-        key = (part.axis, part.metric.name, part.fixed, part.sizes[0], part.sizes[-1])
-        alike.setdefault(key, []).append(part)
-    groups = []
-    for parts in alike.values():
-        models = dict.fromkeys(part.model for part in parts)
-        by_model = [[part for part in parts if part.model == model] for model in models]
-        groups += [parts] if is_one_per_data(parts) else filter(is_one_per_data, by_model)
-    return [group for group in groups if len(group) > 1]

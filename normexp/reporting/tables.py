@@ -142,7 +142,7 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
             "norm": one.norm,
             "reference": one.reference,
             "setting": answer.heading,
-            "at": f"{AXIS_WORDS[part.axis]} {one.size}",
+            "at": f"{AXIS_WORDS[part.axis]} {part.sizes[0]}",
             "difference (positive: better)": format_interval(one.gap, part.metric.digits),
             "over test samples too": _over_samples(one.over_samples, part.metric),
             "unit": part.metric.unit,

@@ -10,7 +10,6 @@ interval and without a verb.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from normexp.records.paths import seed_dir
 from normexp.records.samples import read_samples
 from normexp.reporting.convergence import training_end
 from normexp.reporting.frame import Row
-from normexp.reporting.metric import Metric, format_interval, format_signed, negated
-from normexp.reporting.slices import AXIS_WORDS, Slice, group_by_data
+from normexp.reporting.metric import Metric, format_signed, negated
+from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import base_of
 from normexp.stats import (
     Interval,
@@ -33,11 +32,9 @@ from normexp.stats import (
     batch_size_sensitivity,
     crossed_mean,
     decide,
-    log_ratio,
     p_value,
     paired_difference,
     paired_improvement,
-    stratified_mean,
 )
 
 NONE = np.empty(0)
@@ -69,6 +66,10 @@ class Contrast:
     @property
     def is_along_sizes(self) -> bool:
         return self.first["norm"] == self.second["norm"]
+
+    @property
+    def has_diverged(self) -> bool:
+        return bool(self.first["diverged"] or self.second["diverged"])
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -112,7 +113,6 @@ class Claim:
         size`, `invalid`
     gap: positive if the norm is better than the reference, or better at the smallest size
     over_samples: the gap over new test samples as well as new seeds; None without samples.npz
-    size: the smallest size
     p: of the gap, times the size of the family; None outside it
     """
 
@@ -120,7 +120,6 @@ class Claim:
     kind: str
     text: str
     reference: str = ""
-    size: int = 0
     gap: Interval | None = None
     over_samples: Interval | None = None
     improvement: Interval | None = None
@@ -226,13 +225,13 @@ def _claim(one: Contrast, family_size: int, everything: Sequence[Contrast]) -> C
     is_decided = kind in DECIDED
     over_samples = _over_samples(one)
     counts = _counts(one.first, metric, one.gap.n, "seeds" if along else "pairs")
-    lost = _lost_words(one.second, metric)
+    lost = lost_words(one.second, metric)
     details = [
         counts,
         f"{one.second['norm']} at {one.second['size']}: {lost}" if lost else "",
-        "diverged runs count as the worst run" if _has_diverged(one) else "",
+        "diverged runs count as the worst run" if one.has_diverged else "",
         f"over test samples too {_shown(one, kind, over_samples)}" if over_samples else "",
-        "" if along else _won_words(one),
+        _seed_words(one),
         _optimism_words(one),
         _training_words(one) if is_decided else "",
     ]
@@ -244,7 +243,6 @@ def _claim(one: Contrast, family_size: int, everything: Sequence[Contrast]) -> C
         kind,
         f"{words} ({'; '.join(filter(None, details))}).{other_budgets}",
         reference="" if along else one.second["norm"],
-        size=one.first["size"],
         gap=one.gap,
         over_samples=over_samples,
         improvement=None if along else _improvement(one),
@@ -297,10 +295,13 @@ def _names(one: Contrast) -> tuple[str, str]:
 # What a sentence says in brackets
 
 
-def _won_words(one: Contrast) -> str:
-    """`ahead under 7 of 8 seeds`; a tie counts one half."""
+def _seed_words(one: Contrast) -> str:
+    """`ahead under 7 of 8 seeds`, where a tie counts one half; and equality that is no chance."""
+    a, b = paired_values(one.first["cell"], one.second["cell"], one.part.outcomes)
+    if len(a) > 1 and (a == b).all():
+        return "equal under every seed: is the norm used?"
     chance = _improvement(one)
-    if chance.estimate is None:
+    if one.is_along_sizes or chance.estimate is None:
         return ""
     return f"ahead under {chance.estimate * chance.n:g} of {chance.n} seeds"
 
@@ -406,108 +407,6 @@ def _sensitivity(one: Contrast) -> Sensitivity:
     )
 
 
-# Several data sets
-
-
-def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
-    """Ratios of errors over data sets, for each group of slices that differ only there.
-
-    They are outside the family, so they have no verb.
-    """
-    answers = []
-    for parts in group_by_data(slices):
-        metric = parts[0].metric
-        if metric.higher_is_better and metric.bounds is None:
-            continue  # neither an error nor a loss can be made of it
-        names = ", ".join(part.data for part in parts)
-        heading = f"Over {len(parts)} data sets ({names}), {parts[0].fixed}"
-        note = (
-            "Ratios are geometric means over the data sets, all with the same weight, with 95 % "
-            "intervals over seeds (delta method, Satterthwaite's degrees of freedom). They are not "
-            "among the verdicts. Other data sets may differ."
-        )
-        if claims := [*_ratios_along_sizes(parts), *_ratios_with_reference(parts)]:
-            answers.append(Answer(heading, parts, claims, note))
-    return answers
-
-
-def _ratios_along_sizes(parts: Sequence[Slice]) -> Iterator[Claim]:
-    smallest, largest = parts[0].sizes[0], parts[0].sizes[-1]
-    for norm in _shared_norms(parts, {smallest, largest}):
-        low, high = ([_point(part, norm, size) for part in parts] for size in (smallest, largest))
-        if smallest < largest and not any(point["independent"] for point in low):
-            ratio, noun, details = _ratio(low, high, parts)
-            where = f"{norm} at {AXIS_WORDS[parts[0].axis]} {smallest}"
-            text = f"{where}: {ratio} times its {noun} at {largest} ({details})."
-            yield Claim(norm, "interval", text, size=smallest)
-
-
-def _ratios_with_reference(parts: Sequence[Slice]) -> Iterator[Claim]:
-    size = parts[0].sizes[0]
-    norms = _shared_norms(parts, {size})
-    reference = reference_of(norms) if norms else ""
-    for norm in norms:
-        if norm != reference:
-            own, other = (
-                [_point(part, name, size) for part in parts] for name in (norm, reference)
-            )
-            ratio, noun, details = _ratio(own, other, parts)
-            where = f"At {AXIS_WORDS[parts[0].axis]} {size}, {norm}"
-            text = f"{where}: {ratio} times the {noun} of {reference} ({details})."
-            yield Claim(norm, "interval", text, reference=reference, size=size)
-
-
-def _ratio(
-    first: Sequence[Row], second: Sequence[Row], parts: Sequence[Slice]
-) -> tuple[str, str, str]:
-    """The ratio of errors with its interval, what it is a ratio of, and the details.
-
-    The details show data sets that disagree, and what is missing:
-    `digits 0.80, cifar10 1.30; n = 14 pairs; batch on digits: 2 of 8 diverged`.
-    """
-    metric = parts[0].metric
-    logs = []
-    for a, b, part in zip(first, second, parts, strict=True):
-        first_values, second_values = paired_values(a["cell"], b["cell"], part.outcomes)
-        if metric.higher_is_better:
-            first_values, second_values = 100 - first_values, 100 - second_values
-        logs.append(log_ratio(first_values, second_values))
-    each = [
-        f"{point['data']} " + (f"{np.exp(values.mean()):.2f}" if len(values) else "without a ratio")
-        for point, values in zip(first, logs, strict=True)
-    ]
-    lost = dict.fromkeys(
-        f"{point['norm']} on {point['data']}: {words}"
-        for point in [*first, *second]
-        if (words := _lost_words(point, metric))
-    )
-    found = stratified_mean(logs)
-    centre, low, high = (
-        None if x is None else math.exp(x) for x in (found.estimate, found.low, found.high)
-    )
-    ratio = Interval(centre, low, high, found.level, found.n)
-    noun = "errors" if metric.higher_is_better else metric.label
-    details = [", ".join(each), f"n = {found.n} pairs", *lost]
-    return format_interval(ratio, 2), noun, "; ".join(details)
-
-
-def _shared_norms(parts: Sequence[Slice], sizes: set[int]) -> list[str]:
-    """Norms that every data set has at these sizes and that may be compared, in order."""
-    present = [
-        {
-            norm
-            for norm, rows in part.lines.items()
-            if not any(row["invalid"] for row in rows) and sizes <= {row["size"] for row in rows}
-        }
-        for part in parts
-    ]
-    return [norm for norm in parts[0].norms if all(norm in found for found in present)]
-
-
-def _point(part: Slice, norm: str, size: int) -> Row:
-    return next(row for row in part.lines[norm] if row["size"] == size)
-
-
 # Notes and counts
 
 
@@ -527,18 +426,14 @@ def _note(own: Sequence[Contrast], family_size: int) -> str:
     )
 
 
-def _has_diverged(one: Contrast) -> bool:
-    return bool(one.first["diverged"] or one.second["diverged"])
-
-
 def _counts(point: Row, metric: Metric, n: int, noun: str) -> str:
     """`n = 5 seeds; 2 of 8 diverged, 1 of 8 missing`."""
-    lost = _lost_words(point, metric)
+    lost = lost_words(point, metric)
     noun = noun[:-1] if n == 1 else noun
     return f"n = {n} {noun}" + (f"; {lost}" if lost else "")
 
 
-def _lost_words(point: Row, metric: Metric) -> str:
+def lost_words(point: Row, metric: Metric) -> str:
     """`2 of 8 diverged, 1 of 8 missing`."""
     lost = {word: point[word] for word in ("diverged", "failed", "missing")}
     lost[f"without {metric.name}"] = point["finished"] - point["recorded"]
