@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -229,6 +230,10 @@ def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
     if num_unknown:
         parts.append(f"{counted(num_unknown, 'cell')} of unknown time")
     print("expected: " + ", and ".join(parts))
+    for study_dir, recorded in timed.items():
+        own = [o for o in outcomes if o.directory is not None and o.directory.parent == study_dir]
+        if words := power_words(own, recorded):
+            print(words)
 
 
 def _planned(outcome: Outcome, seconds: float | None) -> str:
@@ -277,6 +282,55 @@ def expected_seconds(planned: Outcome, timed: Sequence[Result]) -> float | None:
             steps = planned.record["num_steps"] * len(planned.missing)
             return statistics.median(step_ms) * steps / 1000
     return None
+
+
+def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
+    """The smallest difference that a report on the planned cells would call, and n for a small one.
+
+    Empty if the report would compare nothing.
+
+    Seeds are taken for unrelated between cells, so a difference has twice the variance of a cell:
+    the mean variance over seeds of the recorded cells.
+    """
+    from normexp.reporting.metric import describe_metric
+    from normexp.stats import seeds_for, smallest_difference  # scipy, for a dry run alone
+
+    by_cell: dict[str, list[Result]] = {}
+    for run in recorded:
+        by_cell.setdefault(run.cell_id, []).append(run)
+    name = next((name for name in MAIN if values_of(recorded, name)), "")
+    values = [values_of(runs, name) for runs in by_cell.values()]
+    variances = [statistics.variance(own) for own in values if len(own) > 1]
+    size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
+    if not size:
+        return ""
+    if not variances:
+        return "smallest difference: unknown until two seeds of a cell are recorded"
+    metric = describe_metric(name)
+    sd = metric.scale * math.sqrt(2 * statistics.mean(variances))
+    least, needed = smallest_difference(n, sd, size), seeds_for(metric.tolerance, sd, size)
+    takes = f"{needed} seeds" if needed else "more than 1000 seeds"
+    return (
+        f"with {counted(n, 'seed')} and the spread recorded so far, a report with {size} verdicts "
+        f"would call a difference of {least:.2g} {metric.unit}".rstrip()
+        + f" in 80 % of studies; {metric.tolerance_words} takes {takes}"
+    )
+
+
+def family_size(planned: Sequence[Outcome]) -> int:
+    """How many verdicts a report on the cells gives: see normexp.reporting.verdict."""
+    cells: dict[tuple[Any, ...], dict[str, set[str]]] = {}  # by what is compared, then by norm
+    mixing = set()
+    for outcome in planned:
+        record = outcome.record
+        norm = repr((record["norm"], record.get("identity", {}).get("norm")))
+        place = tuple(record.get(key) for key in ("model", "data", "batch_size"))
+        cells.setdefault(place, {}).setdefault(norm, set()).add(outcome.cell_id)
+        mixing |= {norm} if record.get("mixes_samples") else set()
+    return sum(
+        len(norms) - 1 + sum(norm in mixing and len(ids) > 1 for norm, ids in norms.items())
+        for norms in cells.values()
+    )
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:
