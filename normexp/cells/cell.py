@@ -30,7 +30,8 @@ from normexp.cells.plan import (
     plan_evaluation,
     plan_training,
 )
-from normexp.checks.preflight import Traits, check_optimizer, examine
+from normexp.checks.integrity import check_optimizer
+from normexp.checks.preflight import Traits, examine
 from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.checks.integrity import cannot_stack, check_optimizer
 from normexp.checks.preflight import (
     Traits,
-    cannot_stack,
-    check_optimizer,
     examine,
     padded_batch,
     smallest_group,
