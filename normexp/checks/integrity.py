@@ -39,8 +39,8 @@ def check_wiring(network: nn.Module, batch: Batch) -> None:
     sites = dict(named_sites(own))
     if not sites:
         raise UserError(
-            "the model has no norm site, so `norm` has no effect; build each norm with the argument "
-            "`norm` that the model receives, as self.norm1 = norm(width)"
+            "the model has no norm site, so `norm` has no effect; build each norm with the "
+            "argument `norm` that the model receives, as self.norm1 = norm(width)"
         )
     idle = _sites_without_effect(own, sites, batch)
     if len(idle) == len(sites):
@@ -57,7 +57,9 @@ def check_wiring(network: nn.Module, batch: Batch) -> None:
         if parameter.requires_grad and parameter.grad is None and name not in idle
     ]
     if frozen:
-        logger.warning("no gradient reaches %s of the norm, so it is not trained", name_some(frozen))
+        logger.warning(
+            "no gradient reaches %s of the norm, so it is not trained", name_some(frozen)
+        )
     others = norms_outside_sites(own)
     if others:
         logger.warning(
@@ -116,9 +118,7 @@ def _shared_by_sites(sites: dict[str, Site]) -> list[list[str]]:
 Inputs = tuple[Tensor, ...]
 
 
-def check_saved_state(
-    network: nn.Module, batch: Batch, sites: Sequence[EnteredSite]
-) -> None:
+def check_saved_state(network: nn.Module, batch: Batch, sites: Sequence[EnteredSite]) -> None:
     """Raises UserError if training depends on state that a checkpoint does not hold."""
     for entered in sites:
         with naming(entered):
@@ -151,6 +151,7 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
         _run(third, tuple(_other(x) for x in inputs), steps)
         if _differ(first, _run(twin, inputs, steps)):
             return "keeps state outside of the module, or draws numbers that no seed of torch sets"
+        _move_parameters(trained)
         restored.load_state_dict(trained.state_dict())
         unlike = unlike_attributes(trained, restored)
         named = name_some(unlike) if unlike else "an attribute"
@@ -177,6 +178,12 @@ def _run(module: nn.Module, inputs: Inputs, steps: int) -> list[Tensor]:
             (out * normal(out.shape, seed=step).to(out.dtype)).sum().backward()
             seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
     return seen
+
+
+@torch.no_grad()
+def _move_parameters(module: nn.Module) -> None:
+    for index, parameter in enumerate(module.parameters()):
+        parameter += 0.1 * normal(parameter.shape, index).to(parameter.dtype)
 
 
 def _other(x: Tensor, step: int = 5) -> Tensor:

@@ -304,9 +304,9 @@ def check_padding(network: nn.Module, data: Data) -> None:
             mixes = entered.probe(training=True).reads_across(entered.values(), 0)
         if mixes:
             raise UserError(
-                f"the norm at {name_some(entered.names)} mixes samples but takes no mask, and texts of "
-                "different length reach it one at a time; try norm.view=token, or give its "
-                "forward an argument `mask`"
+                f"the norm at {name_some(entered.names)} mixes samples but its forward has no "
+                "argument `mask`, so texts of different length reach it one at a time; try "
+                "norm.view=token, or add `mask`"
             )
     reading = [name for e in sites if site_reads_padding(e) for name in e.names]
     if reading:

@@ -102,7 +102,7 @@ class Probe:
     """Runs a module repeatedly from the same parameters, state and random state; then restores it.
 
     Args:
-        module: in the mode to be examined, and kept in it. Axes that are held or changed lead its input and its
+        module: in the mode to be examined. Axes that are held or changed lead its input and its
             output: samples and positions, or channels of (N, C, *).
         vocab_size: for a module with token inputs.
         ways: number of random replacements to try for each mask.

@@ -35,7 +35,7 @@ def probe_batch(data: Data, num_samples: int) -> Batch:
 
 
 class SiteOnMaps(nn.Module):
-    """Wraps a copy of a site of any view as (N, C, P) -> (N, C, P); all samples share statistics."""
+    """A copy of a site of any view as (N, C, P) -> (N, C, P); all samples share statistics."""
 
     def __init__(self, site: Site, positions: torch.Size) -> None:
         super().__init__()
