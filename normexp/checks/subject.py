@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import fixed_draws, moved_places, moves, normal
+from normexp.checks.probe import Probe, fixed_draws, moved_places, moves, normal
 from normexp.errors import UserError
 from normexp.norms.adapt import (
     EPS_NAMES,
@@ -33,6 +33,7 @@ LADDER = ((2,), (5,), (2, 3), (2, 2, 3), (4, 5), (2, 2, 2, 3), (4, 4, 6))
 # Numbers of channels to try: a norm may divide them into as many as 32 groups.
 FEATURES = (8, 16, 32, 64, 128)
 MODES = (True, False)
+RESPONDING = 0.25  # of the outputs; an activation may clamp half of them
 
 
 @dataclass(frozen=True)
@@ -223,15 +224,16 @@ def open_subject(
     """Finds the layout, the number of channels and the inputs that a norm takes.
 
     Args:
-        num_features: channels; by default the fewest at which the norm accepts most inputs and
-            responds to small steps of most. (A group of one or two values does not.)
+        num_features: channels; by default the fewest at which the norm accepts most inputs,
+            responds to small steps of most, and pools channels if it does so at any number. (A
+            group of one or two channels may not.)
         slots: the slots that the norm's YAML sets.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
             the constructor's own error as its cause if that raised.
     """
-    found: list[tuple[int, int, Subject]] = []
+    found: list[tuple[int, int, bool, Subject]] = []
     refusal: UserError | None = None
     for channels in FEATURES if num_features is None else (num_features,):
         try:
@@ -242,13 +244,11 @@ def open_subject(
             refusal = refusal or error
             continue
         responding = sum(_responds(subject, shape) for shape in subject.shapes)
-        found.append((len(subject.shapes), responding, subject))
-        if responding == len(LADDER):
-            break
+        found.append((len(subject.shapes), responding, _pools_channels(subject), subject))
     if not found:
         assert refusal is not None
         raise refusal
-    return max(found, key=lambda entry: entry[:2])[2]  # the first of equals
+    return max(found, key=lambda entry: entry[:3])[3]  # the first of equals
 
 
 def _find_layout(bare: Subject) -> Subject:
@@ -280,14 +280,25 @@ def accepts(subject: Subject, shape: Shape) -> bool:
 
 
 def _responds(subject: Subject, shape: Shape) -> bool:
-    """True if a small step of the input moves most training outputs."""
+    """True if a small step of the input moves many training outputs."""
     with _quietly():
         try:
             x, step = values(shape), 0.1 * values(shape, seed=1)
             before, after = (subject.trained(shape)(given) for given in (x, x + step))
         except Exception:  # of foreign code, any kind
             return False
-    return bool(moved_places(before, after, scale=0.01, tolerance=1e-3).float().mean() > 0.5)
+    return bool(moved_places(before, after, scale=0.01, tolerance=1e-3).float().mean() > RESPONDING)
+
+
+def _pools_channels(subject: Subject) -> bool:
+    if not subject.shapes:
+        return False
+    with _quietly():
+        try:
+            probe = Probe(subject.trained(subject.largest))
+            return probe.reads_across(values(subject.largest), 1) is not None
+        except Exception:  # of foreign code, any kind
+            return False
 
 
 @torch.no_grad()
