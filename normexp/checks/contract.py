@@ -624,7 +624,7 @@ def gradient_is_right(training: bool, subject: Subject) -> Answer:
             after = f" after {SETTLING_STEPS} steps" if settled else ""
             where = f"{mode_name(training)}, {show(shape)}"
             return f"gradient of {wrong} is not the slope of the output{after}, {where}"
-        coarse = f"to 1 % alone, as it computes below float64, {show(shape)}"
+        coarse = f"only to 1 %, as the norm computes below float64, {show(shape)}"
     return Finding("pass", detail=coarse)
 
 

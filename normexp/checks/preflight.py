@@ -236,7 +236,7 @@ def find_leak(
         names = name_some([name for entered in leaking for name in entered.names])
         return Leak(names, _find_remedy(leaking[0], length))
     probe = Probe(network.train(training), vocab_size=data.vocab_size, ways=1)
-    inputs, *mask = model_arguments({name: value[:1] for name, value in batch.items()})
+    inputs, *mask = model_arguments({name: value[:2] for name, value in batch.items()})
     if probe.reads_later(inputs, 1, *mask, most_cuts=NETWORK_CUTS) is not None:
         return Leak("the model outside its norms", "mask its attention, or use model=gpt")
     return None

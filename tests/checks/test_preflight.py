@@ -187,9 +187,7 @@ class Both(Ignores):
         return super().forward(self.norm2(inputs.flatten(1)))
 
 
-@pytest.mark.parametrize(
-    ("network", "message"), [(Ignores, "no norm site"), (Drops, "at norm2")]
-)
+@pytest.mark.parametrize(("network", "message"), [(Ignores, "no norm site"), (Drops, "at norm2")])
 def test_network_in_which_the_norm_changes_nothing_is_refused(network, message: str):
     with pytest.raises(UserError, match=f"{message}.*has no effect"):
         traits_of(network(NormFactory(LayerNorm)), image_data())
