@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import traceback
@@ -104,7 +105,7 @@ class NetworkBuilder:
         if not isinstance(network, nn.Module):
             kind = type(network).__name__
             raise UserError(f"model._target_={self.target} made a {kind}, not an nn.Module")
-        return network
+        return copy.deepcopy(network)  # modules that `make` reuses stay apart
 
 
 def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuilder:

@@ -34,7 +34,8 @@ from normexp.cells.plan import (
     plan_evaluation,
     plan_training,
 )
-from normexp.checks.preflight import Traits, check_optimizer, examine
+from normexp.checks.integrity import check_optimizer
+from normexp.checks.preflight import Traits, examine
 from normexp.checks.probe import fixed_draws
 from normexp.checks.sites import probe_batch
 from normexp.config.compose import shipped_config
