@@ -33,8 +33,7 @@ from normexp.cells.plan import (
 from normexp.checks.preflight import Traits, check_optimizer, examine
 from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan

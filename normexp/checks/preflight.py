@@ -28,8 +28,7 @@ from normexp.checks.sites import (
     run_through,
 )
 from normexp.data.dataset import Data
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
 
 logger = logging.getLogger(__name__)

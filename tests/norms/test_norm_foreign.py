@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.errors import UserError
-from normexp.norms.adapt import adapt, bind_eps, find_layout, foreign_factory
+from normexp.norms.adapt import adapt, bind_eps, foreign_factory
+from normexp.norms.layout import find_layout
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm
 from normexp.records.metrics import read_metrics
