@@ -62,10 +62,10 @@ class AffineNorm(nn.Module):
         weight, bias = torch.ones(num_features), torch.zeros(num_features)
         self.weight = nn.Parameter(weight) if affine else None
         self.bias = nn.Parameter(bias) if affine and self.has_bias else None
-        self.add_parameters()
+        self.add_state()
 
-    def add_parameters(self) -> None:
-        """Registers what a subclass has beyond weight and bias; the constructor calls it."""
+    def add_state(self) -> None:
+        """Registers parameters and buffers beyond weight and bias; the constructor calls it."""
 
     def extra_repr(self) -> str:
         """Lists the knobs: every plain number or word that the constructor has set."""

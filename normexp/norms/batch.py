@@ -73,8 +73,10 @@ class RunningNorm(AffineNorm):
                 "all steps equally"
             )
         self.momentum = momentum
+
+    def add_state(self) -> None:
         for name, start in self.averages.items():
-            self.register_buffer(name, torch.full((num_features,), start))
+            self.register_buffer(name, torch.full((self.num_features,), start))
         self.register_buffer("num_batches_tracked", torch.tensor(0))
         # An integer, so that casting the module to half precision does not round it.
         self.register_buffer("num_values", torch.tensor(0), persistent=False)

@@ -29,7 +29,8 @@ class EvalNorm(RunningMomentsNorm):
 
     running_share: Tensor
 
-    def add_parameters(self) -> None:
+    def add_state(self) -> None:
+        super().add_state()
         self.register_buffer("running_share", torch.tensor(0.5))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:

@@ -23,7 +23,8 @@ class EvoNormB0(RunningMomentsNorm):
     EvoNorm2dB0 computes the same, keeps no running mean, and has eps 1e-3; the paper has 1e-5.
     """
 
-    def add_parameters(self) -> None:
+    def add_state(self) -> None:
+        super().add_state()
         self.v = nn.Parameter(torch.ones(self.num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -56,7 +57,7 @@ class EvoNormS0(ChannelGroupsNorm):
         UserError: as `ChannelGroupsNorm`; in forward, one value per group.
     """
 
-    def add_parameters(self) -> None:
+    def add_state(self) -> None:
         self.v = nn.Parameter(torch.ones(self.num_features))
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:

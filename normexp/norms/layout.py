@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -95,14 +96,14 @@ class Trial:
 
     Attributes:
         problem: None if the norm takes the input.
-        reached: how far it came, to compare layouts: whether the result has as many dimensions as
-            the input (if there is one), and the number of torch's functions that ran.
+        reached: how far it came, to compare layouts: whether the result, if any, has as many
+            dimensions as the input, how many of torch's functions ran, the lines where it failed.
     """
 
     num_dims: int
     channels_last: bool
     problem: str | None
-    reached: tuple[bool, int]
+    reached: tuple[bool, int, tuple[int, ...]]
     reshapes: bool = False
 
 
@@ -169,13 +170,14 @@ class Probe:
         parameters = dict(norm.named_parameters())
         self.refuse_late([name for name, p in parameters.items() if is_lazy(p)])
         shapes = shapes_of_buffers(norm)
-        out, again, problem = None, [], None
+        out, again, problem, lines = None, [], None, ()
         with CallCounter() as counter:
             try:
                 out = norm(x)
                 again = [norm.eval()(other) for _ in range(2)]
             except Exception as error:  # of foreign code, any kind
                 problem = f"fails on an input of shape {tuple(x.shape)}: {first_line(error)}"
+                lines = tuple(line for _, line in walk_tb(error.__traceback__))
         self.refuse_late([n for n, p in norm.named_parameters() if p is not parameters.get(n)])
         reshapes = False
         if problem is None:
@@ -188,7 +190,7 @@ class Probe:
                 problem = f"changes the shape of its buffers on an input of shape {tuple(x.shape)}"
             else:
                 self.refuse_faults(norm, out.dtype, other, again)
-        reached = (not reshapes or out.ndim == x.ndim, counter.calls)
+        reached = (not reshapes or out.ndim == x.ndim, counter.calls, lines)
         return Trial(num_dims, channels_last, problem, reached, reshapes)
 
     def pools_last_axis_alone(self) -> bool:

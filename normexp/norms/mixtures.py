@@ -25,7 +25,8 @@ class SwitchableNorm(RunningMomentsNorm):
     evaluation may pool many batches instead of the running averages; that is evaluate_with=precise.
     """
 
-    def add_parameters(self) -> None:
+    def add_state(self) -> None:
+        super().add_state()
         self.mean_weight = nn.Parameter(torch.ones(3))
         self.var_weight = nn.Parameter(torch.ones(3))
 
@@ -76,7 +77,8 @@ class BatchInstanceNorm(RunningMomentsNorm):
         UserError: as `RunningNorm`; in forward, an input with one position.
     """
 
-    def add_parameters(self) -> None:
+    def add_state(self) -> None:
+        super().add_state()
         self.gate = nn.Parameter(torch.full((self.num_features,), 0.99))
 
     def refuse(self, shape: torch.Size) -> None:

@@ -47,7 +47,7 @@ class Derf(DynamicSquashing):
     alone.
     """
 
-    def add_parameters(self) -> None:
+    def add_state(self) -> None:
         self.shift = nn.Parameter(torch.tensor(0.0))
 
     def squash(self, x: Tensor) -> Tensor:

@@ -24,10 +24,13 @@ class SquareNorm(RunningNorm):
         UserError: as `RunningNorm`; no momentum, because these averages need one.
     """
 
-    averages = {"running_square": 1.0}
     needs_momentum = True
     running_square: Tensor
     momentum: float
+
+    def add_state(self) -> None:
+        super().add_state()
+        self.register_buffer("running_square", torch.ones(self.num_features))
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
