@@ -28,6 +28,7 @@ FEATURE_NAMES = (
     *("normalized_shape", "normalized_dim", "hidden_size", "hidden_dim", "d_model", "embed_dim"),
     *("in_features", "in_channels", "width", "dim"),
 )
+KNOWN_NAMES = (*FEATURE_NAMES, "_")  # an argument named _ is ignored
 AMBIGUOUS_NAMES = ("width", "dim")  # with a default, these may be an axis or a window
 EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
@@ -74,7 +75,7 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
     missing = [p.name for p in free if p is not feature and _is_required(p)]
     if missing:
         raise UserError(_needs(target, missing[0]))
-    is_guess = feature is not None and _is_required(feature) and feature.name not in FEATURE_NAMES
+    is_guess = feature is not None and _is_required(feature) and feature.name not in KNOWN_NAMES
 
     def construct(num_features: int) -> nn.Module:
         by_place, by_name = (), {}

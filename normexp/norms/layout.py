@@ -179,18 +179,18 @@ class Probe:
                 problem = f"fails on an input of shape {tuple(x.shape)}: {first_line(error)}"
                 lines = tuple(line for _, line in walk_tb(error.__traceback__))
         self.refuse_late([n for n, p in norm.named_parameters() if p is not parameters.get(n)])
-        reshapes = False
+        reshapes, keeps_dims = False, True
         if problem is None:
             if not isinstance(out, Tensor):
                 self.refuse(f"returns a {type(out).__name__}, not a tensor")
-            reshapes = out.shape != x.shape
+            reshapes, keeps_dims = out.shape != x.shape, out.ndim == x.ndim
             if reshapes:
                 problem = f"changes the shape, {tuple(x.shape)} to {tuple(out.shape)}"
             elif shapes_of_buffers(norm) != shapes:
                 problem = f"changes the shape of its buffers on an input of shape {tuple(x.shape)}"
             else:
                 self.refuse_faults(norm, out.dtype, other, again)
-        reached = (not reshapes or out.ndim == x.ndim, counter.calls, lines)
+        reached = (keeps_dims, counter.calls, lines)
         return Trial(num_dims, channels_last, problem, reached, reshapes)
 
     def pools_last_axis_alone(self) -> bool:
