@@ -45,6 +45,23 @@ class CellEntry:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class AttemptEntry:
+    """A stack that failed to train.
+
+    Attributes:
+        stack: its id, see `StackRecord`.
+        died: its process died; otherwise it raised.
+        checkpointed_at: of the stack when that happened, see `StackRecord`.
+    """
+
+    time: str
+    stack: str
+    error: str
+    died: bool
+    checkpointed_at: int
+
+
 @dataclass
 class CellHistory:
     """All entries of one cell: the union of its seeds, and the latest of every other value.
@@ -79,10 +96,11 @@ class CellHistory:
 
 @dataclass
 class History:
-    """The content of study.jsonl: commands, oldest first, and cells by digest."""
+    """The content of study.jsonl: commands and attempts, oldest first, and cells by digest."""
 
     commands: list[CommandEntry] = field(default_factory=list)
     cells: dict[str, CellHistory] = field(default_factory=dict)
+    attempts: list[AttemptEntry] = field(default_factory=list)
 
     def add(self, entry: CellEntry) -> None:
         self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
@@ -111,6 +129,8 @@ def read_history(study_dir: Path) -> History:
             ) from error
         if isinstance(entry, CommandEntry):
             history.commands.append(entry)
+        elif isinstance(entry, AttemptEntry):
+            history.attempts.append(entry)
         else:
             history.add(entry)
     return history
@@ -130,10 +150,24 @@ def append_command(
         TypeError: a value of the grid is not plain.
         OSError: the file could not be written, and is unchanged.
     """
-    time = datetime.now(UTC).isoformat(timespec="seconds")
-    line = _line(CommandEntry(time, list(command), grid, code_version, cells or {}))
+    _append(study_dir, CommandEntry(_now(), list(command), grid, code_version, cells or {}))
+
+
+def append_attempt(
+    study_dir: Path, stack: str, error: str, *, died: bool, checkpointed_at: int
+) -> None:
+    """Appends a failure of a stack with the current time; see `AttemptEntry` for the arguments."""
+    _append(study_dir, AttemptEntry(_now(), stack, error, died, checkpointed_at))
+
+
+def _append(study_dir: Path, entry: CommandEntry | AttemptEntry) -> None:
+    line = _line(entry)
     with open_append(study_dir / STUDY_FILE) as descriptor:
         append_lines(descriptor, [line])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
@@ -152,22 +186,25 @@ def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
         append_lines(descriptor, lines)
 
 
-def _line(entry: CommandEntry | CellEntry) -> str:
+def _line(entry: CommandEntry | AttemptEntry | CellEntry) -> str:
     return json.dumps(asdict(entry), allow_nan=False)
 
 
-def _parse(line: str) -> CommandEntry | CellEntry:
+def _parse(line: str) -> CommandEntry | AttemptEntry | CellEntry:
     """Raises TypeError or ValueError for a line that `_line` did not write."""
     content = json.loads(line)
-    kind = CommandEntry if isinstance(content, dict) and "command" in content else CellEntry
-    entry = kind(**content)
+    kinds = {"command": CommandEntry, "stack": AttemptEntry, "digest": CellEntry}
+    if not isinstance(content, dict):
+        raise TypeError
+    entry = next((kind for key, kind in kinds.items() if key in content), CellEntry)(**content)
     if any(not isinstance(getattr(entry, part.name), _TYPES[part.name]) for part in fields(entry)):
         raise TypeError
     return entry
 
 
 _TYPES = {
-    **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error"), str),
+    **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error", "stack"), str),
     **dict.fromkeys(("command", "seeds"), list),
     **dict.fromkeys(("grid", "cells"), dict),
+    **{"died": bool, "checkpointed_at": int},
 }

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from normexp.sweeps.grouping import group_cells
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.spec import CellSpec
 from normexp.sweeps import machine
-from normexp.sweeps.grouping import group_cells
 from normexp.sweeps.machine import Place, places_for, usable_cores, visible_gpus
 
 
