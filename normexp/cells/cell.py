@@ -34,14 +34,14 @@ from normexp.cells.plan import (
     plan_evaluation,
     plan_training,
 )
-from normexp.checks.preflight import Traits, check_optimizer, examine
+from normexp.checks.integrity import check_optimizer
+from normexp.checks.preflight import Traits, examine
 from normexp.checks.probe import fixed_draws
 from normexp.checks.sites import probe_batch
 from normexp.config.compose import shipped_config
 from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan

@@ -17,7 +17,7 @@ from rich.text import Text
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.paths import LOG_FILE
-from normexp.records.result import Result
+from normexp.records.result import Result, values_of
 from normexp.records.state import shared_words
 from normexp.records.timing import expected_seconds, read_timed
 from normexp.sweeps.display import spoken
@@ -208,6 +208,8 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
 
 def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
     """Prints a dry run: what is recorded, what would be trained, and how long it would take."""
+    from normexp.reporting.power import power_words  # scipy, for a dry run alone
+
     timed: dict[Path, list[Result]] = {}
     total, num_unknown = 0.0, 0
     rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
@@ -230,6 +232,10 @@ def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
     if num_unknown:
         parts.append(f"{counted(num_unknown, 'cell')} of unknown time")
     print("expected: " + ", and ".join(parts))
+    for study_dir, recorded in timed.items():
+        own = [o for o in outcomes if o.directory is not None and o.directory.parent == study_dir]
+        if words := power_words(own, recorded):
+            print(words)
 
 
 def _planned(outcome: Outcome, seconds: float | None) -> str:
@@ -239,11 +245,6 @@ def _planned(outcome: Outcome, seconds: float | None) -> str:
     if outcome.missing:
         parts.append("unknown time" if seconds is None else f"about {spoken(seconds)}")
     return ", ".join(parts)
-
-
-def values_of(results: Sequence[Result], name: str) -> list[float]:
-    """The values of a metric over the runs that have it."""
-    return [result.metrics[name] for result in results if name in result.metrics]
 
 
 def _spread(values: list[float]) -> list[str]:

@@ -11,6 +11,8 @@ import pytest
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result
 from normexp.records.timing import expected_seconds
+from normexp.reporting.power import family_size, power_words
+from normexp.stats import seeds_for, smallest_difference
 from normexp.sweeps.summary import (
     commands_to_look,
     next_commands,
@@ -201,3 +203,23 @@ def test_expected_time_is_of_the_runs_most_alike():
 def test_expected_time_is_unknown_without_a_run_alike():
     assert expected("batch", []) is None
     assert expected("batch", [timed("batch", 8.0, model="other")]) is None
+
+
+def test_a_plan_says_what_the_report_could_show():
+    """Three norms of which one mixes samples, at two sizes: three verdicts."""
+    planned = [
+        Outcome(
+            "planned", norm, f"{norm}{size}", record=RECORD | {"norm": norm, "mixes_samples": mixes}
+        )
+        for norm, mixes in (("batch", True), ("layer", False), ("group", False))
+        for size in ((2, 8) if mixes else (2,))
+    ]
+    for one in planned:
+        one.missing = list(range(8))
+    assert family_size(planned) == 3 and family_size(planned[:1]) == 0
+    assert power_words(planned[:1], []) == ""
+    assert "unknown" in power_words(planned, [run(0, 0.9)])
+    values = {0: 0.90, 1: 0.92, 2: 0.91}  # sd 1 point, of a difference sqrt(2)
+    words = power_words(planned, [run(seed, value) for seed, value in values.items()])
+    assert f"difference of {smallest_difference(8, 2**0.5, 3):.2g} points" in words
+    assert f"1 point takes {seeds_for(1.0, 2**0.5, 3)} seeds" in words
