@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.spec import Outcome
+from normexp.config.titles import spoken
 from normexp.records.logs import OnceFilter, messages_to
 from normexp.sweeps.crew import Seat
 
@@ -133,13 +134,3 @@ def _rest_of(worker: Seat, mean: float) -> float:
     if total and done / total > 0.05:
         return elapsed * (total - done) / done
     return max(0.0, mean - elapsed)
-
-
-def spoken(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `3 min`, `2 h 05 min`."""
-    if seconds < 1:
-        return f"{seconds:.1f} s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"

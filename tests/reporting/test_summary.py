@@ -12,8 +12,7 @@ from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result
 from normexp.records.timing import expected_seconds
 from normexp.reporting.power import family_size, power_words
-from normexp.stats import seeds_for, smallest_difference
-from normexp.sweeps.summary import (
+from normexp.reporting.summary import (
     commands_to_look,
     next_commands,
     notes_on,
@@ -21,6 +20,7 @@ from normexp.sweeps.summary import (
     print_plan,
     print_summary,
 )
+from normexp.stats import seeds_for, smallest_difference
 
 RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
 RECORD |= {"lr": 0.1, "chance_accuracy": 0.1, "batch_size": 32, "devices": 1}

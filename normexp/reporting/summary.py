@@ -16,11 +16,11 @@ from rich.text import Text
 
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
+from normexp.config.titles import spoken
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Result, values_of
 from normexp.records.state import shared_words
 from normexp.records.timing import expected_seconds, read_timed
-from normexp.sweeps.display import spoken
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
