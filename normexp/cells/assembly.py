@@ -17,9 +17,8 @@ from normexp.cells.cell import Cell
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.reporting.metric import describe_metric
-from normexp.training.compilation import set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
-from normexp.training.fit import device_type
+from normexp.training.fit import device_type, set_matmul_precision
 from normexp.training.module import Recipe, TrainingModule
 from normexp.training.optim import Schedule
 from normexp.training.progress import StepReports, TrainingProgress

@@ -205,6 +205,18 @@ def device_type(accelerator: str) -> str:
     return "cuda" if accelerator == "gpu" else accelerator
 
 
+def set_matmul_precision(precision: str, device_type: str) -> None:
+    """Sets how a GPU multiplies float32: `highest` in float32, `high` or `medium` on tensor cores.
+
+    `high` is TF32 with 10 bits of mantissa. By default torch uses TF32 for convolutions but not
+    for matrix products; here both follow one setting. A CPU always computes in float32.
+    """
+    if device_type != "cuda":
+        return
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
 def placed(options: dict[str, Any], stop: StopRequest | None = None) -> dict[str, Any]:
     """Returns the Trainer's options with `accelerator=auto` and `strategy=ddp` resolved."""
     options = options | {"accelerator": device_type(options["accelerator"])}
