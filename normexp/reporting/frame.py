@@ -16,10 +16,12 @@ from normexp.records.files import read_json
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, find_study, seed_of
 from normexp.records.result import read_run
 from normexp.reporting.metric import Metric, format_interval
-from normexp.stats import Interval, mean
+from normexp.stats import Interval, mean, smallest_step
 
 Row = dict[Any, Any]  # column to plain value
+PARTS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
+IN_BOTH = (*SIZES, "trainer")  # of the identity, but recorded beside it as well
 # Columns of the table of runs that come neither from the config nor from the metrics.
 FIELDS = (
     "study",
@@ -113,7 +115,8 @@ def values_of(runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
     """The metric, scaled, as (seeds, cells); NaN unless the run has finished and recorded it."""
     found = pd.Series(math.nan, runs.index) if metric.name not in runs else runs[metric.name]
     shown = metric.scale * found.where(runs["status"] == "finished")
-    return runs.assign(value=shown).pivot(index="seed", columns="cell", values="value")
+    table = runs[["seed", "cell"]].assign(value=shown)
+    return table.pivot(index="seed", columns="cell", values="value")
 
 
 def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.DataFrame:
@@ -123,10 +126,14 @@ def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.D
     missing) and `seeds` (the value of each seed, as text).
     """
     found = {}
-    for cell in cells["cell"].unique():
+    by_data = cells.groupby("data")["cell"].unique()
+    steps = {data: smallest_step(values[own]) for data, own in by_data.items()}
+    for cell, data in cells.drop_duplicates("cell")[["cell", "data"]].itertuples(index=False):
         own = values[cell].dropna()
         shown = ", ".join(f"{seed}: {x:.{metric.digits + 1}f}" for seed, x in own.items())
-        found[cell] = interval_row(mean(own), metric.digits) | {"seeds": shown or "none finished"}
+        found[cell] = interval_row(
+            mean(own, step=steps[data], bounds=metric.bounds), metric.digits
+        ) | {"seeds": shown or "none finished"}
     columns = ["mean", "low", "high", "n", "text", "seeds"]
     rows = [found[cell] for cell in cells["cell"]]
     table = cells.join(pd.DataFrame(rows, cells.index, columns, dtype=object))
@@ -154,19 +161,33 @@ def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> lis
 
 def _read_row(study: str, run_dir: Path) -> dict[str, Any]:
     result = read_run(run_dir)
-    if not isinstance(result.config.get("batch_size"), int):
+    config = dict(result.config)
+    if not isinstance(config.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no config.batch_size; was it edited by hand?")
-    identity = _flatten(result.config.get("identity") or {})
-    config = _flatten({key: v for key, v in result.config.items() if key != "identity"})
+    identity = config.pop("identity", {})
     own = result.to_dict()
     return (
-        {key: value for key, value in identity.items() if key.partition(".")[0] not in SIZES}
-        | config
+        _flatten({key: value for key, value in identity.items() if key not in IN_BOTH})
+        | _flatten(config)
+        | {
+            group: _own_name(config[group], identity.get(group) or {})
+            for group in PARTS
+            if group in config
+        }
         | _read_evaluation(run_dir)
         | result.metrics
         | _flatten({"timing": result.timing, "environment": result.environment})
         | {key: own[key] for key in FIELDS if key in own}
         | {"study": study, "cell": str(run_dir.parent), "directory": str(run_dir)}
+    )
+
+
+def _own_name(choice: str, part: Mapping[str, Any]) -> str:
+    """`group`; `MyNorm` for a user's own class; `resnet50` for one of torchvision's models."""
+    if isinstance(part.get("name"), str):
+        return part["name"]
+    return (
+        part["_target_"].rpartition(".")[2] if choice == "custom" and "_target_" in part else choice
     )
 
 
