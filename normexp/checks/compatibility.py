@@ -206,17 +206,6 @@ def takes_autocast(subject: Subject) -> Answer:
     return None
 
 
-def writes_in_place(subject: Subject) -> Finding:
-    """Does a training forward write into its buffers, or replace them by other tensors?"""
-    norm = subject.norm(subject.smallest)
-    before = dict(norm.named_buffers())
-    if not before:
-        return skipped("has no buffers")
-    norm(values(subject.smallest))
-    replaced = [name for name, buffer in norm.named_buffers() if buffer is not before.get(name)]
-    return measured("no", f"{replaced[0]} is another tensor") if replaced else measured("yes")
-
-
 CHANNELS = 64
 # Samples and positions: features, texts, maps.
 KEPT_AT = ((1024,), (32, 64), (32, 16, 16))
@@ -265,7 +254,6 @@ COMPATIBILITY = (
     Check("replicas under vmap", stacks),
     Check("ghost = accumulated", splits),
     Check("state of a split step", state_of_split),
-    Check("buffers written in place", writes_in_place),
     Check("autocast to bfloat16", takes_autocast),
 )
 COST = (Check("bytes kept for backward", bytes_kept),)
