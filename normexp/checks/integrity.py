@@ -128,7 +128,8 @@ def check_saved_state(network: nn.Module, batch: Batch, sites: Sequence[EnteredS
                 entered.probe(training=True).module, (entered.values(),), SITE_STEPS
             )
         if fault is not None:
-            raise UserError(f"the norm at {name_some(entered.names)} {fault}; {REMEDY}")
+            said = fault.replace("site.norm.", "")  # the path of the norm in the probe's wrapper
+            raise UserError(f"the norm at {name_some(entered.names)} {said}; {REMEDY}")
     fault = find_unsaved_state(network, model_arguments(batch), NETWORK_STEPS)
     if fault is not None:
         raise UserError(f"the model {fault}; {REMEDY}")

@@ -233,8 +233,8 @@ def test_state_that_checkpoints_lack_is_refused_before_training(norm: type[nn.Mo
 def test_state_of_the_process_is_told_from_attributes():
     for norm, words in (
         (broken.CountsInClass, "outside of the module"),
-        (broken.Counter, "its state_dict lacks: norm.steps"),
-        (broken.LateCounter, "a counter that its state_dict lacks: norm.steps"),
+        (broken.Counter, "its state_dict lacks: steps"),
+        (broken.LateCounter, "a counter that its state_dict lacks: steps"),
     ):
         with pytest.raises(UserError, match=words):
             traits_of(FlatNet(NormFactory(norm)), image_data())
