@@ -22,7 +22,7 @@ from normexp.checks.subject import (
     skipped,
     values,
 )
-from normexp.norms.adapt import first_line
+from normexp.errors import first_line
 from normexp.norms.state import read_state
 
 DRAWS = "draws random numbers, different ones in each dtype"
