@@ -18,6 +18,7 @@ from normexp.reporting.frame import Row
 from normexp.reporting.metric import Metric
 from normexp.reporting.slices import AXIS_TITLES, Slice
 from normexp.reporting.style import Style
+from normexp.reporting.tables import Table
 
 WIDTH, HEIGHT = 560, 320
 SQUARE = (74, 40)  # pixels; wide enough for `0.88` over `[0.47, 1.00]`
@@ -73,6 +74,12 @@ class Figure:
     caption: str
     spec: dict[str, Any]
 
+    @property
+    def rows(self) -> Table:
+        """The data of the figure."""
+        frame = pd.DataFrame(self.spec["datasets"]["rows"], dtype=object)
+        return Table(self.name, self.title, list(map(str, frame)), frame)
+
 
 def make_figure(
     name: str,
@@ -83,17 +90,30 @@ def make_figure(
     part: Slice,
     fit: str = "width",
 ) -> Figure:
-    """The chart as JSON, with its rows, title, theme and the page's filter parameters."""
+    """The figure of a slice."""
+    return finish_figure(f"{name}_{part.slug}", title, part.heading, caption, chart, rows, fit)
+
+
+def finish_figure(
+    name: str,
+    title: str,
+    subtitle: str,
+    caption: str,
+    chart: Any,
+    rows: Sequence[Row],
+    fit: str = "width",
+) -> Figure:
+    """The chart as JSON, with its rows, titles, theme and the page's filter parameters."""
     spec = chart.to_dict(validate=False)
     hidden = [{"name": name, "value": []} for name in ("hidden_norms", "hidden_sizes")]
     spec |= {
         "datasets": {"rows": list(rows)},
-        "title": {"text": title, "subtitle": part.heading},
+        "title": {"text": title, "subtitle": subtitle},
         "params": [*spec.get("params", []), *hidden],
         "usermeta": {"fit": fit},
         "config": CONFIG,
     }
-    return Figure(f"{name}_{part.slug}", title, caption, spec)
+    return Figure(name, title, caption, spec)
 
 
 def visible(condition: str | None = None) -> alt.Chart:
@@ -231,19 +251,19 @@ def squares(
     tip: list[alt.Tooltip],
     *,
     step: tuple[int, int] = SQUARE,
-    value: str = "mean",
+    measured: str = "mean",
     framed: str = "false",
-) -> alt.LayerChart:
-    """Coloured squares with the texts `over` and, below it, `under`, both in the colour `ink`.
+) -> Any:
+    """Coloured squares with the texts `value` and, below it, `under`, both in the colour `ink`.
 
-    Squares without a number in the column `value` are grey; those that satisfy `framed` are framed.
+    Squares without a number in the column `measured` are grey; those in `framed` are framed.
     """
     ink, lift = alt.Color("ink:N", scale=None), 8 if step == SQUARE else 0
     layers = [
-        visible(f"!isValid(datum.{value})").mark_rect(fill="#d9d9d9"),
-        visible(f"isValid(datum.{value})").mark_rect().encode(colour),
+        visible(f"!isValid(datum.{measured})").mark_rect(fill="#d9d9d9"),
+        visible(f"isValid(datum.{measured})").mark_rect().encode(colour),
         visible(framed).mark_rect(fillOpacity=0, stroke=DARK, strokeWidth=2.5),
-        visible().mark_text(dy=-lift, fontSize=12).encode(alt.Text("over:N"), ink, tooltip=tip),
+        visible().mark_text(dy=-lift, fontSize=12).encode(alt.Text("value:N"), ink, tooltip=tip),
         visible().mark_text(dy=lift, fontSize=9).encode(alt.Text("under:N"), ink),
     ]
     chart = alt.layer(*(layer.encode(x, y) for layer in layers), data=ROWS)

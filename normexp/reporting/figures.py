@@ -111,16 +111,22 @@ def _metric_panel(part: Slice, styles: Styles, rows: list[Row], outside: list[st
     x, y = size_axis(part, "x", grid=True), metric_axis(part.metric, rows, outside=outside)
     layers = lines(x, y, encode_norm(part.norms, styles), tooltip(*POINT_TIP))
     if outside:
-        is_low, digits = part.metric.higher_is_better, part.metric.digits
-        means = [(row["norm"], row["mean"]) for row in rows if row["mean"] is not None]
-        best = max if is_low else min
-        words = [f"{n}: {best(m for o, m in means if o == n):.{digits}f} at best" for n in outside]
-        side = {"baseline": "bottom" if is_low else "top", "dy": -10 if is_low else 10}
-        note = alt.Chart(alt.Data(values=[{}])).mark_text(
-            text=["outside the scale:", *words], align="left", fontSize=11, color=GREY, **side
-        )
-        layers.append(note.encode(x=alt.value(6), y=alt.value(HEIGHT if is_low else 0)))
+        layers.append(_outside_note(part.metric, rows, outside))
     return alt.layer(*layers, data=ROWS).properties(width=WIDTH, height=HEIGHT)
+
+
+def _outside_note(metric: Metric, rows: list[Row], outside: list[str]) -> alt.Chart:
+    """The best mean of each norm outside the scale, as lines of text at the edge where it is."""
+    best = max if metric.higher_is_better else min
+    words = ["outside the scale:"]
+    for norm in outside:
+        means = [row["mean"] for row in rows if row["norm"] == norm and row["mean"] is not None]
+        words.append(f"{norm}: {best(means):.{metric.digits}f} at best")
+    top = HEIGHT - 14 * len(words) - 10 if metric.higher_is_better else 20
+    note = alt.Chart(alt.Data(values=[{}])).mark_text(
+        text=words, align="right", dx=-8, baseline="top", fontSize=11, lineHeight=14, color=GREY
+    )
+    return note.encode(x=alt.value("width"), y=alt.value(top))
 
 
 def _count_strip(part: Slice) -> alt.Chart:
@@ -169,16 +175,16 @@ def _gradient(colour: alt.Color) -> alt.Color:
 
 
 def _square_text(row: Row, means: Sequence[float], metric: Metric) -> Row:
-    """`over`, `under` (half width and n), and a readable `ink` on the colours of `means`."""
+    """`value`, `under` (half width and n), and a readable `ink` on the colours of `means`."""
     if row["mean"] is None:
         reason = f"×{row['diverged']}" if row["diverged"] else f"{row['failed']} failed"
-        return {"over": reason, "under": row["count"], "ink": DIVERGED}
+        return {"value": reason, "under": row["count"], "ink": DIVERGED}
     spread = max(means) - min(means)
     share = (row["mean"] - min(means)) / spread if spread else 1.0
     brightness = share if metric.higher_is_better else 1 - share
     half = "" if row["low"] is None else f"±{(row['high'] - row['low']) / 2:.{metric.digits}f} "
     return {
-        "over": f"{row['mean']:.{metric.digits}f}",
+        "value": f"{row['mean']:.{metric.digits}f}",
         "under": f"{half}n={row['n']}",
         "ink": DARK if brightness > 0.55 else LIGHT,
     }
@@ -196,15 +202,15 @@ def draw_improvement(part: Slice) -> Figure | None:
     x = alt.X("other:N", title="... beats this norm", sort=norms)
     x = x.axis(labelAngle=-40, orient="top", domain=False)
     y = alt.Y("norm:N", title="this norm ...", sort=norms).axis(domain=False)
-    colour = alt.Color("shown:Q", title="probability that the interval leaves nearest to 0.5")
+    colour = alt.Color("shown:Q", title="bound nearest to 0.5")
     colour = _gradient(colour.scale(scheme="purplegreen", domain=[0, 1]))
-    tip = tooltip("norm", "other", "over", "under", "n:Q")
-    chart = squares(x, y, colour, tip, value="probability")
+    tip = tooltip("norm", "other", "value", "under", "n:Q")
+    chart = squares(x, y, colour, tip, measured="probability")
     caption = (
         f"Probability that the norm of the row beats the norm of the column at size "
         f"{part.sizes[0]}, in pairs of runs with one seed, with its 95 % Clopper-Pearson interval. "
-        "The colour shows what the interval excludes: pale where it contains 0.5, stronger the "
-        "further it stays away. Not corrected for the number of pairs: decisions belong to the "
+        "The colour is that of the bound nearest to 0.5: none where the interval contains 0.5. Not "
+        "corrected for the number of pairs: decisions belong to the "
         "verdict."
     )
     title = f"Probability of improvement at size {part.sizes[0]}"
@@ -228,7 +234,7 @@ def _improvement_rows(part: Slice) -> list[Row]:
                 "norm": norm,
                 "other": other,
                 "size": part.sizes[0],
-                "over": f"{chance:.2f}",
+                "value": f"{chance:.2f}",
                 "under": "" if found.low is None else f"[{low:.2f}, {high:.2f}]",
                 "probability": chance,
                 "low": found.low,

@@ -27,7 +27,7 @@ from normexp.reporting.export import log_to_wandb
 from normexp.reporting.frame import plain_rows
 from normexp.reporting.report import Report, build_report
 from normexp.reporting.style import order_norms
-from normexp.reporting.tables import Table, show
+from normexp.reporting.tables import Table
 from normexp.reporting.terminal import print_report
 
 PNG_SCALE = 2.0  # pixels per point of the figure
@@ -37,7 +37,7 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
     "img-src data: blob:"
 )
-LONG_COLUMNS = ("note", "seeds", "setting", "error")  # may wrap; a path stays on one line
+LONG_COLUMNS = ("note", "seeds", "setting", "error", "directory")  # may wrap
 SHOWN_ROWS = 3000
 
 
@@ -146,6 +146,8 @@ def _write_into(folder: Path, report: Report, reload_seconds: int | None) -> Non
 def _write_figure(folder: Path, figure: Figure) -> None:
     svg = vl_convert.vegalite_to_svg(json.dumps(figure.spec))
     (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
+    (folder / f"{figure.name}.csv").write_text(figure.rows.to_csv(), encoding="utf-8")
+    (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
     (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
 
 
@@ -167,13 +169,14 @@ def _render_page(report: Report, reload_seconds: int | None) -> str:
     )
     content = {
         "figures": {figure.name: figure.spec for figure in report.figures},
-        "tables": {table.name: table.to_csv() for table in report.tables},
+        "tables": {table.name: table.to_csv() for table in report.tables}
+        | {figure.name: figure.rows.to_csv() for figure in report.figures},
     }
     return environment.get_template("page.html.j2").render(
         report=report,
         reload_seconds=reload_seconds,
         filters=_filters(report),
-        tables=[_shown(table) for table in report.tables],
+        tables=[_shown(table, report.directory.parents[1]) for table in report.tables],
         long_columns=LONG_COLUMNS,
         policy=Markup(POLICY),
         css=_asset("page.css"),
@@ -207,22 +210,20 @@ def _filters(report: Report) -> dict[str, list[str]]:
     return {key: found for key, found in values.items() if len(found) > 1}
 
 
-def _shown(table: Table) -> dict[str, Any]:
-    """A table as the template needs it.
+def _shown(table: Table, runs_dir: Path) -> dict[str, Any]:
+    """A table as the template needs it, with paths inside `runs_dir`.
 
     Columns with one value are named above the table, so that the others fit on a page.
     """
-    texts = table.frame[table.columns].map(show)
-    same = {name: texts[name].iloc[0] for name in texts if texts[name].nunique() == 1}
-    if len(texts) < 2:
-        same = {}
-    shown = texts.drop(columns=list(same)).head(SHOWN_ROWS)
+    same, texts = table.split()
+    if "directory" in texts:
+        texts["directory"] = texts["directory"].str.removeprefix(f"{runs_dir}/")
     return {
         "name": table.name,
         "title": table.title,
-        "columns": list(shown),
-        "same": {name: text for name, text in same.items() if text != "-"},
-        "texts": shown.to_numpy().tolist(),
+        "columns": list(texts),
+        "same": same,
+        "texts": texts.head(SHOWN_ROWS).to_numpy().tolist(),
         "rows": plain_rows(table.frame.head(SHOWN_ROWS)),
-        "cut": len(texts) - len(shown),
+        "cut": max(0, len(texts) - SHOWN_ROWS),
     }

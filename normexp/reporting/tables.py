@@ -82,6 +82,14 @@ class Table:
         """The shown cells, row by row."""
         return self.frame[self.columns].map(show).to_numpy().tolist()
 
+    def split(self) -> tuple[dict[str, str], pd.DataFrame]:
+        """What is the same in every row, and the texts of the other columns."""
+        texts = self.frame[self.columns].map(show)
+        found = {name: list(texts[name].unique()) for name in self.columns}
+        same = {name: own[0] for name, own in found.items() if len(own) == 1 < len(texts)}
+        named = {name: text for name, text in same.items() if text != "-"}
+        return named, texts.drop(columns=list(same))
+
 
 def show(value: Any) -> str:
     """A value as text on one line."""

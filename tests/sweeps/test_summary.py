@@ -179,7 +179,7 @@ def test_expected_time_is_unknown_without_a_run_alike():
     assert expected_seconds(planned("batch"), [timed("batch", 8.0, model="other")]) is None
 
 
-def test_a_plan_says_what_the_report_could_show(tmp_path: Path):
+def test_a_plan_says_what_the_report_could_show():
     """Three norms of which one mixes samples, at two sizes: three verdicts."""
     planned = [
         Outcome(
