@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.paths import LOG_FILE, Study
@@ -44,8 +45,8 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
         return
     console = Console(highlight=False)
     how = {"skipped": "already recorded", "finished": "trained"}
-    count = len(outcome.results)
-    console.print(f"\n{outcome.title}: {how[outcome.status]}, n = {count} seeds", markup=False)
+    count = counted(len(outcome.results), "seed")
+    console.print(f"\n{outcome.title}: {how[outcome.status]}, n = {count}", markup=False)
     if outcome.invalid:
         console.print(f"INVALID, every number: {outcome.invalid}", markup=False, soft_wrap=True)
     table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
@@ -61,9 +62,27 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
     steps = outcome.results[0].timing.get("step_ms", 0.0)
     console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms per step of the whole stack")
     console.print(f"run directory: {outcome.directory}", markup=False, soft_wrap=True)
+    for note in notes_on(outcome):
+        console.print(note, markup=False, soft_wrap=True)
     console.print("next:")
     for command in next_commands(outcome, words):
         console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def notes_on(outcome: Outcome) -> list[str]:
+    """What a reader of these results must know: none is better than chance, or all diverged."""
+    values, chance = values_of(outcome.results, MAIN[0]), outcome.record.get("chance_accuracy")
+    notes = []
+    if values and chance is not None and statistics.mean(values) <= chance:
+        told = "the test split has one class" if chance == 1 else "no better than chance"
+        notes.append(
+            f"{told}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these runs "
+            f"{statistics.mean(values):.4f}"
+        )
+    if outcome.results and all(run.status == "diverged" for run in outcome.results):
+        lr = outcome.record["lr"]
+        notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={lr / 10:g}")
+    return notes
 
 
 def shown_metrics(results: Sequence[Result]) -> list[str]:
@@ -133,6 +152,9 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     console.print(table)
     counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    for titles, outcome in rows.values():
+        for note in notes_on(outcome):
+            console.print(f"{shared_words(titles)}: {note}", markup=False)
     for command in commands_to_look(outcomes):
         console.print(f"  {command}", markup=False, soft_wrap=True)
 
@@ -206,7 +228,7 @@ def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
         print(f"{title}: {_planned(outcome, seconds)}")
     parts = [f"{spoken(total)} of training in one process"] if total or not num_unknown else []
     if num_unknown:
-        parts.append(f"{_counted(num_unknown, 'cell')} of unknown time")
+        parts.append(f"{counted(num_unknown, 'cell')} of unknown time")
     print("expected: " + ", and ".join(parts))
     for study_dir, recorded in timed.items():
         own = [o for o in outcomes if o.directory is not None and o.directory.parent == study_dir]
@@ -216,7 +238,7 @@ def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
 
 def _planned(outcome: Outcome, seconds: float | None) -> str:
     num_done = sum(run.status != "failed" for run in outcome.results)
-    parts = [f"{_counted(len(outcome.missing), 'run')} to do", f"{num_done} done"]
+    parts = [f"{counted(len(outcome.missing), 'run')} to do", f"{num_done} done"]
     parts.append(f"{outcome.record['num_steps']} steps each")
     if outcome.missing:
         parts.append("unknown time" if seconds is None else f"about {spoken(seconds)}")
@@ -289,7 +311,7 @@ def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
     least, needed = smallest_difference(n, sd, size), seeds_for(metric.tolerance, sd, size)
     takes = f"{needed} seeds" if needed else "more than 1000 seeds"
     return (
-        f"with {_counted(n, 'seed')} and the spread recorded so far, a report with {size} verdicts "
+        f"with {counted(n, 'seed')} and the spread recorded so far, a report with {size} verdicts "
         f"would call a difference of {least:.2g} {metric.unit}".rstrip()
         + f" in 80 % of studies; {metric.tolerance_words} takes {takes}"
     )
@@ -309,10 +331,6 @@ def family_size(planned: Sequence[Outcome]) -> int:
         len(norms) - 1 + sum(norm in mixing and len(ids) > 1 for norm, ids in norms.items())
         for norms in cells.values()
     )
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:

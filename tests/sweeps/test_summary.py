@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from normexp.sweeps.summary import (
     expected_seconds,
     family_size,
     next_commands,
+    notes_on,
     power_words,
     print_closing_table,
     print_plan,
+    print_summary,
 )
 
 RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
-RECORD |= {"batch_size": 32, "micro_batch_size": None, "devices": 1}
+RECORD |= {"lr": 0.1, "chance_accuracy": 0.1, "batch_size": 32, "devices": 1}
+RECORD |= {"micro_batch_size": None}
 REFUSAL = "norm_batch_size=5 does not divide batch_size=32; try norm_batch_size=4"
 
 
@@ -65,6 +69,29 @@ def test_divergence_is_told_with_its_steps(capsys, monkeypatch):
     rows = closing_table(capsys, monkeypatch).splitlines()
     assert "0.5000; 1 of 2 diverged, at step 7" in rows[2]
     assert rows[3].split()[0] == "diverged" and "2 of 2 diverged, at step 7" in rows[3]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "chance", "notes"),
+    [
+        ((0.5, 0.4), 0.1, []),
+        ((0.1, 0.08), 0.1, ["no better than chance: .* test/accuracy 0.1000, these runs 0.0900"]),
+        ((1.0,), 1.0, ["the test split has one class"]),
+        ((None, None), 0.1, ["every run diverged; try a smaller lr than 0.1, such as lr=0.01"]),
+        ((None, 0.7), 0.1, []),
+    ],
+)
+def test_results_that_mean_nothing_are_noted_where_they_are_printed(accuracies, chance, notes):
+    one = outcome("a", *accuracies)
+    one.record = RECORD | {"chance_accuracy": chance}
+    found = notes_on(one)
+    assert len(found) == len(notes)
+    assert all(re.search(note, text) for note, text in zip(notes, found, strict=True))
+
+
+def test_one_seed_is_no_seeds(capsys):
+    print_summary(outcome("a", 0.5), ["normexp-train"])
+    assert "n = 1 seed\n" in capsys.readouterr().out
 
 
 def test_at_80_columns_no_line_is_wider_and_no_word_is_cut(capsys, monkeypatch):
