@@ -16,14 +16,12 @@ from normexp.build import build_optimizer, synchronized
 from normexp.cells.cell import Cell
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
-from normexp.reporting.metric import describe_metric
 from normexp.training.compilation import set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
 from normexp.training.fit import device_type
 from normexp.training.module import Recipe, TrainingModule
 from normexp.training.optim import Schedule
 from normexp.training.progress import StepReports, TrainingProgress
-from normexp.training.pruning import Pruner
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -80,10 +78,6 @@ def build_callbacks(cell: Cell, on_steps: OnSteps | None = None) -> list[Callbac
     callbacks: list[Callback] = [bar if on_steps is None else StepReports(on_steps)]
     if cell.cfg.diagnostics:
         callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
-    if cell.cfg.tune.get("thresholds"):  # of a search that ends trials early
-        metric = describe_metric(cell.cfg.tune.metric)
-        higher = metric.higher_is_better
-        callbacks.append(Pruner(metric.name, cell.cfg.tune.thresholds, higher_is_better=higher))
     return callbacks
 
 

@@ -1,6 +1,9 @@
-"""Trains one task: locks its cells, trains their missing runs, records them.
+"""Trains one task: claims its cells, trains their missing runs as stacks, and records them.
 
-A task is one cell, or several cells that differ only in learning rate and fit in one stack.
+A task is one cell, or several cells that differ only in learning rate and fit in one stack. A stack
+that has begun keeps its members until all of them have results, whoever claims them and however
+often it is interrupted, so that no number depends on that. If a stack fails, its runs are trained
+one by one, so that one failure takes no other run with it.
 """
 
 from __future__ import annotations
@@ -8,34 +11,34 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from omegaconf import DictConfig, OmegaConf
+
 from normexp.cells.assembly import OnSteps, will_stack
-from normexp.cells.attempts import (
-    CellRecords,
-    full_disk,
-    read_records,
-    record_failure,
-    stacks_of,
-)
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.devices import train_on_devices
+from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
 from normexp.cells.logs import collected_messages
-from normexp.cells.stack import Stack
+from normexp.cells.naming import GROUPS
+from normexp.cells.stack import Stack, new_stack
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
 from normexp.errors import UserError
-from normexp.records.committed import interrupted_stacks, publish_results
-from normexp.records.files import FileLock, ensure_writable, remove_leftovers
-from normexp.records.paths import CHECKPOINT_FILE, ENDED_FILE, LOCK_FILE, LOG_FILE
+from normexp.records.environment import describe_environment
+from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
+from normexp.records.history import append_attempt, read_history
+from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
+from normexp.records.result import CellRecords, Result, read_records, write_result
+from normexp.records.stacks import StackRecord, end_stack, list_stacks
 from normexp.training.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
 
-OnBegin = Callable[[int, Outcome], None]
+OnBegin = Callable[[StackRecord, Sequence[str]], None]
 
 
 def run_task(
@@ -47,51 +50,26 @@ def run_task(
     """Trains the missing runs of a task; returns the outcome of each cell, in their order.
 
     Errors become outcomes: `refused` for a user's mistake, `failed` for any other error. If another
-    process trains one of the cells, nothing is trained and all are `busy`. A cell that is `alone`
-    must be trained as a task of its own, because it does not stack with the others or because their
-    stack failed.
+    process trains one of the cells, nothing is trained and all are `busy`. Cells that are `alone`
+    do not stack with each other: each is to be trained as a task of its own. The outcomes are
+    without results, which the records hold.
 
     Args:
-        on_begin: called before a cell trains, with its position in the task and its outcome so far.
+        on_begin: called before a stack trains, with its record and the ids of the task's cells.
         on_steps: called with (step, num_steps) of a stack now and then; None shows a progress bar.
-        stop: lets another thread request a stop. Ctrl-C is noticed in any case.
+        stop: lets another thread request a stop. Ctrl-C is noticed while a stack trains.
     """
     started = time.monotonic()
     try:
-        outcomes = _run(specs, on_begin or (lambda *_: None), on_steps, stop or StopRequest())
+        task = _prepare_task(specs)
+        if task is None:
+            return [Outcome("alone", name_of(spec)) for spec in specs]
+        outcomes = _run(task, on_begin or (lambda *_: None), on_steps, stop or StopRequest())
     except Exception as error:  # user code may raise anything, and the other cells go on
         outcomes = _outcomes_of_error(error, specs)
-    settled = [outcome for outcome in outcomes if outcome.status != "alone"]
-    for outcome in settled:
-        outcome.seconds = (time.monotonic() - started) / len(settled)
+    for outcome in outcomes:
+        outcome.seconds = (time.monotonic() - started) / len(outcomes)
     return outcomes
-
-
-def _run(
-    specs: Sequence[CellSpec], on_begin: OnBegin, on_steps: OnSteps | None, stop: StopRequest
-) -> list[Outcome]:
-    first = _prepare(0, specs[0])
-    if len(specs) > 1 and not will_stack(first.cell, sum(len(spec.seeds) for spec in specs)):
-        return [Outcome("alone", name_of(spec)) for spec in specs]
-    cells = [first, *(_prepare(position, spec) for position, spec in enumerate(specs[1:], start=1))]
-    if cells[0].cell.cfg.dry_run:
-        return [each.outcome("planned") for each in cells]
-    open_cells = _open_cells(cells)
-    trained: set[str] = set()
-    error = ""
-    if open_cells:
-        with _claimed(open_cells) as busy:
-            if busy is not None:
-                return [busy] * len(specs)
-            for each in open_cells:
-                each.clean_up()
-            open_cells = _open_cells(cells)  # cleaning up, or another process, may leave none
-            trained = {each.cell.id for each in open_cells}
-            try:
-                error = _train(open_cells, on_begin, on_steps, stop) if open_cells else ""
-            except Interrupted:
-                return [each.outcome("stopped") for each in cells]
-    return [_settle(each, error, trained, is_alone=len(cells) == 1) for each in cells]
 
 
 @dataclass(frozen=True)
@@ -102,10 +80,9 @@ class TaskCell:
         messages: logged while the cell was prepared; they go to the log of its stack.
     """
 
-    position: int
     cell: Cell
-    seeds: list[int]
-    messages: list[str]
+    seeds: Sequence[int]
+    messages: Sequence[str] = ()
 
     def records(self) -> CellRecords:
         return read_records(self.cell.directory, self.seeds)
@@ -122,7 +99,6 @@ class TaskCell:
             status, error = "failed", error or self._last_failure(records)
         return Outcome(
             *(status, self.cell.title, self.cell.id, self.cell.directory, self.cell.record),
-            results=sorted(records.ended + records.failed, key=lambda run: run.seed),
             error=error,
             invalid=self.cell.invalid,
             missing=self.missing(),
@@ -136,39 +112,100 @@ class TaskCell:
         remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
         return f"{records.failed[0].error} (attempt {attempts}; {remedy} tries again)"
 
-    def fits_shared_stack(self) -> bool:
-        """True if runs are missing, and none of them has failed or has a checkpoint in the cell."""
-        records = self.records()
-        has_begun = any(self.cell.directory.glob(f"stacks/*/{CHECKPOINT_FILE}"))
-        return bool(records.new) and not records.failed and not has_begun
-
     def lock(self) -> FileLock:
         self.cell.directory.mkdir(parents=True, exist_ok=True)
         return FileLock(self.cell.directory / LOCK_FILE)
 
-    def clean_up(self) -> None:
-        """Removes what a killed process left and publishes its results. Needs the lock."""
-        folder = self.cell.directory
-        for each in (folder, *folder.glob("*"), *folder.glob("stacks/*")):
-            remove_leftovers(each)
-        publish_results(folder)
+    def remove_leftovers(self) -> None:
+        """Removes the unfinished files of killed processes. Needs the lock."""
+        for folder in (self.cell.directory, *self.cell.directory.glob("seed-*")):
+            remove_leftovers(folder)
 
 
-def _prepare(position: int, spec: CellSpec) -> TaskCell:
+# --- Claiming: the locks of all cells, or none ---------------------------------------------------
+
+
+def _prepare_task(specs: Sequence[CellSpec]) -> list[TaskCell] | None:
+    """Prepares the cells of a task; None if several do not stack, or one cannot be prepared."""
+    try:
+        first = _prepare(specs[0])
+        num_runs = sum(len(spec.seeds) for spec in specs)
+        if len(specs) > 1 and not will_stack(first.cell, num_runs):
+            return None
+        return [first, *map(_prepare, specs[1:])]
+    except Exception:
+        if len(specs) > 1:  # each is refused or fails for its own reason
+            return None
+        raise
+
+
+def _prepare(spec: CellSpec) -> TaskCell:
     if spec.cfg is None:
         raise UserError(spec.error)
     validate(spec.cfg)
     with collected_messages() as messages:
         cell = prepare_cell(spec.cfg, spec.choices)
-    return TaskCell(position, cell, spec.seeds, messages)
+    return TaskCell(cell, spec.seeds, messages)
 
 
-def _open_cells(cells: Sequence[TaskCell]) -> list[TaskCell]:
-    """The cells that this task trains; of several cells, only those that share a stack."""
-    if len(cells) == 1:
-        return [each for each in cells if each.missing()]
-    fitting = [each for each in cells if each.fits_shared_stack()]
-    return fitting if len(fitting) > 1 else []
+def _run(
+    task: Sequence[TaskCell], on_begin: OnBegin, on_steps: OnSteps | None, stop: StopRequest
+) -> list[Outcome]:
+    if task[0].cell.cfg.dry_run:
+        return [each.outcome("planned") for each in task]
+    is_missing = any(each.missing() for each in task)
+    records = _stacks_of(task)
+    if not is_missing and not _has_leftovers(task, records):
+        return [_skip(each) for each in task]
+    mates = _mates_of(task, records)
+    with _claimed([*task, *mates]) as busy:
+        if busy is not None or _stacks_of(task) != records:  # begun or ended before the lock
+            return [busy or each.outcome("busy") if is_missing else _skip(each) for each in task]
+        claim = Claim(task, mates, on_begin, on_steps, stop)
+        trained = {each.cell.id for each in task if each.missing()}
+        try:
+            with stop.listening():
+                claim.train(records)
+        except Interrupted:
+            return [each.outcome("stopped" if each.missing() else "finished") for each in task]
+    return [
+        each.outcome("finished", claim.errors.get(each.cell.id, ""))
+        if each.cell.id in trained
+        else _skip(each)
+        for each in task
+    ]
+
+
+def _stacks_of(task: Sequence[TaskCell]) -> list[StackRecord]:
+    return list_stacks(task[0].cell.study_dir, [each.cell.id for each in task])
+
+
+def _has_leftovers(task: Sequence[TaskCell], records: Sequence[StackRecord]) -> bool:
+    """True if a process was killed between its last result and cleaning up."""
+    study_dir = task[0].cell.study_dir
+    return any((each.cell.directory / LOCK_FILE).exists() for each in task) or any(
+        all(record.has_ended(study_dir, member) for member in record.members) for record in records
+    )
+
+
+def _mates_of(task: Sequence[TaskCell], records: Iterable[StackRecord]) -> list[TaskCell]:
+    """The other cells of begun stacks: an earlier command asked for them too."""
+    known = {each.cell.id: each for each in task}
+    mates: dict[str, TaskCell] = {}
+    for record in records:
+        ids = {cell_id for cell_id, _ in record.members}
+        template = next(known[cell_id] for cell_id in ids if cell_id in known).cell
+        for cell_id in sorted(ids - {*known, *mates}):
+            cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
+            choices = {group: template.record[group] for group in GROUPS}
+            with collected_messages():
+                cell = prepare_cell(cfg, choices)
+            if cell.id != cell_id:
+                raise UserError(
+                    f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
+                )
+            mates[cell_id] = TaskCell(cell, [])
+    return list(mates.values())
 
 
 @contextmanager
@@ -185,76 +222,149 @@ def _claimed(cells: Sequence[TaskCell]) -> Iterator[Outcome | None]:
         yield None
 
 
-def _train(
-    cells: Sequence[TaskCell], on_begin: OnBegin, on_steps: OnSteps | None, stop: StopRequest
-) -> str:
-    """Trains all stacks of a task; returns the first failure. Needs the locks.
+# --- Training: begun stacks as they were, then the other runs ------------------------------------
 
-    The failure of a stack of one cell is recorded. A stack of several cells raises its failure.
+
+class Claim:
+    """The cells of a task while their locks are held.
+
+    Attributes:
+        errors: by cell, the first failure of its runs.
     """
-    for each in cells:
-        on_begin(each.position, each.outcome("running"))
-    failures = []
-    for stack in _stacks_of(cells):
-        remove_leftovers(stack.directory)
+
+    def __init__(
+        self,
+        task: Sequence[TaskCell],
+        mates: Sequence[TaskCell],
+        on_begin: OnBegin,
+        on_steps: OnSteps | None,
+        stop: StopRequest,
+    ) -> None:
+        self.task = task
+        self.cells = {each.cell.id: each.cell for each in [*task, *mates]}
+        self.study_dir = task[0].cell.study_dir
+        self.on_begin = on_begin
+        self.on_steps = on_steps
+        self.stop = stop
+        self.errors: dict[str, str] = {}
+        for each in [*task, *mates]:
+            each.remove_leftovers()
+
+    def train(self, begun: Sequence[StackRecord]) -> None:
+        """Trains all missing runs of the task.
+
+        Args:
+            begun: the stacks with runs of the task that have not ended.
+        """
+        waiting = deque(self._arrange(begun))
+        while waiting:
+            stack = waiting.popleft()
+            error = self._earlier_failure(stack) or self._train(stack)
+            if error is None:
+                continue
+            if len(stack.runs) > 1:
+                logger.warning("each run of %s is trained apart: %s", stack.directory, error)
+                waiting.extendleft(reversed(self._split(stack, error)))
+            else:
+                self._record_failure(stack, error)
+
+    def _arrange(self, begun: Sequence[StackRecord]) -> list[Stack]:
+        """Begun stacks, then failed runs one by one, then all new runs as one stack."""
+        stacks = []
+        missing = {(each.cell.id, seed) for each in self.task for seed in each.missing()}
+        for record in begun:
+            left = [m for m in record.members if not record.has_ended(self.study_dir, m)]
+            if not left:
+                end_stack(record)
+            elif missing & set(left):
+                stacks.append(self._restored(record))
+            missing -= set(record.members)
+        new: list[tuple[Cell, list[int]]] = []
+        for each in self.task:
+            records = each.records()
+            for run in records.failed:
+                if (each.cell.id, run.seed) in missing:
+                    stacks.append(new_stack([(each.cell, [run.seed])], attempts=run.attempts))
+            seeds = [seed for seed in records.new if (each.cell.id, seed) in missing]
+            new += [(each.cell, seeds)] if seeds else []
+        return [*stacks, new_stack(new)] if new else stacks
+
+    def _restored(self, record: StackRecord) -> Stack:
+        seeds: dict[str, list[int]] = {}
+        for cell_id, seed in record.members:
+            seeds.setdefault(cell_id, []).append(seed)
+        return Stack([(self.cells[cell_id], each) for cell_id, each in seeds.items()], record)
+
+    def _earlier_failure(self, stack: Stack) -> str | None:
+        """Why a stack as it is must not be tried again; None if it may.
+
+        It raised, or its process died: a run alone once, several runs twice at one checkpoint.
+        """
+        attempts = [
+            attempt
+            for attempt in read_history(self.study_dir).attempts
+            if attempt.stack == stack.record.id
+        ]
+        raised = [attempt for attempt in attempts if not attempt.died]
+        here = stack.record.checkpointed_at
+        deaths = [attempt for attempt in attempts if attempt.checkpointed_at == here]
+        if raised or len(deaths) >= min(2, len(stack.runs)):
+            return attempts[-1].error
+        return None
+
+    def _train(self, stack: Stack) -> str | None:
+        """Trains and records a stack; returns why it failed, None if it did not."""
+        self.on_begin(stack.record, [each.cell.id for each in self.task])
         try:
-            train_on_devices(stack, cells[0].messages, stop, on_steps)
-        except (UserError, Interrupted):
+            train_on_devices(stack, self.task[0].messages, self.stop, self.on_steps)
+        except UserError:
+            end_stack(stack.record)
+            raise
+        except (Interrupted, RankDied):  # the checkpoint stays
             raise
         except Exception as error:
-            if len(cells) > 1 or full_disk(error, stack.cell.directory):
+            if full_disk(error, stack.directory):
                 raise
-            failures.append(_record_failure(cells[0], stack, error))
-    return failures[0] if failures else ""
+            with open(stack.directory / LOG_FILE, "a", encoding="utf-8") as file:
+                traceback.print_exception(error, file=file)
+            record, reason = stack.record, one_line(error)
+            append_attempt(
+                *(self.study_dir, record.id, reason),
+                died=False,
+                checkpointed_at=record.checkpointed_at,
+            )
+            return reason
+        return None
+
+    def _split(self, stack: Stack, reason: str) -> list[Stack]:
+        """A stack of its own for each run without a result."""
+        left = [run for run in stack.runs if not stack.has_ended(*run)]
+        apart = [new_stack([(cell, [seed])], apart=reason) for cell, seed in left]
+        end_stack(stack.record)
+        return apart
+
+    def _record_failure(self, stack: Stack, reason: str) -> None:
+        """Writes the failed result of a stack of one."""
+        ((cell, seed),) = stack.runs
+        run_dir = seed_dir(cell.directory, seed)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        failed = Result(
+            *(cell.id, seed, "failed", cell.record, {}, describe_environment()),
+            error=reason,
+            attempts=stack.record.attempts + 1,
+            apart=stack.record.apart,
+        )
+        write_result(run_dir, failed)
+        end_stack(stack.record)
+        self.errors.setdefault(cell.id, f"{reason} (see {stack.directory / LOG_FILE})")
 
 
-def _stacks_of(cells: Sequence[TaskCell]) -> list[Stack]:
-    """Interrupted stacks as they were, then the other missing runs."""
-    by_id = {each.cell.id: each for each in cells}
-    missing = {cell_id: each.missing() for cell_id, each in by_id.items()}
-
-    def stack_of(parts: Mapping[str, list[int]]) -> Stack:
-        return Stack([(by_id[cell_id].cell, seeds) for cell_id, seeds in parts.items()])
-
-    if len(cells) == 1:
-        (cell_id,) = missing
-        split = stacks_of(cells[0].cell.directory, missing[cell_id])
-        return [stack_of({cell_id: seeds}) for seeds in split]
-    stacks = []
-    for _, members in interrupted_stacks(cells[0].cell.study_dir):
-        parts: dict[str, list[int]] = {}
-        for cell_id, seed in members:
-            parts.setdefault(cell_id, []).append(seed)
-        if all(set(seeds) <= set(missing.get(cell_id, [])) for cell_id, seeds in parts.items()):
-            stacks.append(stack_of(parts))
-            for cell_id, seeds in parts.items():
-                missing[cell_id] = [seed for seed in missing[cell_id] if seed not in seeds]
-    rest = {cell_id: seeds for cell_id, seeds in missing.items() if seeds}
-    return [*stacks, stack_of(rest)] if len(rest) > 1 else stacks
+# --- Outcomes ------------------------------------------------------------------------------------
 
 
-def _record_failure(each: TaskCell, stack: Stack, error: Exception) -> str:
-    """Puts the traceback into the log of a stack and one line into each result."""
-    log = stack.directory / LOG_FILE
-    with open(log, "a", encoding="utf-8") as file:
-        traceback.print_exception(error, file=file)
-    record_failure(each.outcome("running"), stack.seeds, one_line(error))
-    return f"{one_line(error)} (see {log})"
-
-
-def _settle(each: TaskCell, error: str, trained: set[str], *, is_alone: bool) -> Outcome:
-    """The outcome of a cell when its task has ended."""
-    if not is_alone and each.missing():
-        return Outcome("alone", each.cell.title)
-    if each.cell.id in trained:
-        return each.outcome("finished", error)
-    cell = each.cell
-    ended = f"stacks/*/{ENDED_FILE}"
-    if any([*cell.directory.glob(ended), *cell.study_dir.glob(ended)]):
-        with each.lock() as held:  # a process was killed between its last result and cleaning up
-            if held:
-                each.clean_up()
-    suggest_evaluation(cell, each.seeds)
+def _skip(each: TaskCell) -> Outcome:
+    """The outcome of a cell of which no run was missing."""
+    suggest_evaluation(each.cell, each.seeds)
     return each.outcome("skipped")
 
 
@@ -262,12 +372,9 @@ def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outc
     full = full_disk(error, specs[0].study_dir)
     if full is not None:
         return [Outcome("failed", name_of(spec), error=full, halts=True) for spec in specs]
-    if len(specs) > 1:
-        if isinstance(error, UserError):  # each cell will be refused for its own reason
-            return [Outcome("alone", name_of(spec)) for spec in specs]
-        logger.warning("each learning rate is trained alone: %s", one_line(error))
-        return [Outcome("alone", name_of(spec), error=one_line(error)) for spec in specs]
     if isinstance(error, UserError):
-        return [Outcome("refused", name_of(specs[0]), error=str(error))]
-    logger.error("%s: %s", specs[0].title, "".join(traceback.format_exception(error)))
-    return [Outcome("failed", name_of(specs[0]), error=one_line(error))]
+        return [Outcome("refused", name_of(spec), error=str(error)) for spec in specs]
+    if not isinstance(error, RankDied):  # which has no traceback worth reading
+        told = "".join(traceback.format_exception(error))
+        logger.error("%s: %s", specs[0].title, told)
+    return [Outcome("failed", name_of(spec), error=one_line(error)) for spec in specs]

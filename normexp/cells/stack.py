@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,40 +17,30 @@ from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resum
 from normexp.cells.cell import Cell
 from normexp.cells.logs import messages_to_file
 from normexp.cells.trackers import open_loggers, wandb_runs
-from normexp.records.committed import (
-    commit_results,
-    interrupted_stacks,
-    publish_results,
-    shared_dir,
-    write_members,
-)
 from normexp.records.environment import describe_environment
-from normexp.records.files import open_atomic, write_config, write_evaluation
+from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
 from normexp.records.metrics import MetricsWriter
-from normexp.records.paths import (
-    CHECKPOINT_FILE,
-    LOG_FILE,
-    METRICS_FILE,
-    WEIGHTS_FILE,
-    checkpointed_stacks,
-    seed_dir,
-    stack_dir,
-)
-from normexp.records.result import Result
+from normexp.records.paths import LOG_FILE, METRICS_FILE, WEIGHTS_FILE, seed_dir
+from normexp.records.result import Result, write_result
+from normexp.records.samples import write_samples
+from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.pruning import Pruned
 from normexp.training.recorder import Recorder, RunSink
 from normexp.training.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
 
 
+Parts = list[tuple[Cell, list[int]]]  # cells that differ only in `lr`, and their seeds
+
+
 @dataclass(frozen=True)
 class Stack:
-    """Runs that are trained together: seeds of one cell, or of cells that differ only in `lr`."""
+    """Runs that are trained together, and what the disk knows of them."""
 
-    parts: list[tuple[Cell, list[int]]]
+    parts: Parts
+    record: StackRecord
 
     @property
     def cell(self) -> Cell:
@@ -69,34 +58,34 @@ class Stack:
         return [seed for _, seed in self.runs]
 
     @property
-    def members(self) -> list[tuple[str, int]]:
-        return [(cell.id, seed) for cell, seed in self.runs]
-
-    @property
     def lrs(self) -> list[float] | None:
         """The learning rate of each replica; None if they share the cell's."""
         return None if len(self.parts) == 1 else [cell.plan.lr for cell, _ in self.runs]
 
     @property
     def directory(self) -> Path:
-        if len(self.parts) > 1:
-            return shared_dir(self.cell.study_dir, self.members)
-        return stack_dir(self.cell.directory, self.seeds[0], self.seeds[-1])
+        return self.record.directory
 
     @property
     def checkpoint(self) -> Path:
-        return self.directory / CHECKPOINT_FILE
+        return self.record.checkpoint
+
+    def has_ended(self, cell: Cell, seed: int) -> bool:
+        return self.record.has_ended(cell.study_dir, (cell.id, seed))
 
 
-def train_stack(
-    cell: Cell,
-    seeds: list[int],
-    notes: Sequence[str] = (),
-    stop: StopRequest | None = None,
-    on_steps: OnSteps | None = None,
-) -> list[Result]:
-    """`train_together` for seeds of one cell."""
-    return train_together(Stack([(cell, seeds)]), notes, stop, on_steps)
+def new_stack(parts: Parts, *, apart: str | None = None, attempts: int = 0) -> Stack:
+    """Begins a stack: its members are on disk from here on. Needs the locks of its cells.
+
+    Args:
+        apart: why the run is trained apart from its former stack.
+        attempts: how often the run has failed, of a stack of one.
+    """
+    members = [(cell.id, seed) for cell, seeds in parts for seed in seeds]
+    rates = {cell.id: float(cell.cfg.lr) for cell, _ in parts}
+    study_dir = parts[0][0].study_dir
+    record = begin_stack(study_dir, members, rates, apart=apart, attempts=attempts)
+    return Stack(parts, record)
 
 
 def train_together(
@@ -113,7 +102,7 @@ def train_together(
         on_steps: shows the progress; None: a progress bar does.
 
     Returns:
-        A result for each run; none if a search ended the trial early.
+        A result for each run.
 
     Raises:
         Interrupted: stopped with a checkpoint, from which the next call resumes.
@@ -127,31 +116,29 @@ def train_together(
             return _train(stack, stop, on_steps)
 
 
-def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
-    """Runs `train_stack` in the other processes of a training: writes nothing."""
-    stack = Stack([(cell, seeds)])
-    with suitable_threads(cell.elements_per_forward), suppress(Pruned):  # the first process logs it
-        module = _build(stack, Recorder([[] for _ in seeds]))
-        _fit(stack, module, stop or StopRequest(), on_steps=lambda *_: None)
+def follow_stack(stack: Stack, stop: StopRequest) -> None:
+    """Runs `train_together` in the other processes of a training: writes nothing."""
+    with suitable_threads(stack.cell.elements_per_forward):
+        module = _build(stack, Recorder([[] for _ in stack.runs]))
+        _fit(stack, module, stop, on_steps=lambda *_: None)
 
 
 def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Result]:
     if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
         torch.cuda.reset_peak_memory_stats()
     folders = [seed_dir(cell.directory, seed) for cell, seed in stack.runs]
-    sinks: list[list[RunSink]] = [[MetricsWriter(folder / METRICS_FILE)] for folder in folders]
-    try:
-        with wandb_runs(stack.runs) as tracked:
-            for run_sinks, run in zip(sinks, tracked, strict=False):
-                run_sinks.append(run)
-            recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
-            module = _build(stack, recorder)
-            is_stopped = _fit(stack, module, stop, on_steps)
-            results = _record(stack, module)
-    except Pruned as pruned:
-        logger.info("ended early after %s", pruned)
-        stack.checkpoint.unlink(missing_ok=True)
-        return []
+    # A run that ended before its process was killed keeps its files.
+    sinks: list[list[RunSink]] = [
+        [] if stack.has_ended(*run) else [MetricsWriter(folder / METRICS_FILE)]
+        for run, folder in zip(stack.runs, folders, strict=True)
+    ]
+    with wandb_runs(stack.runs) as tracked:
+        for run_sinks, run in zip(sinks, tracked, strict=False):
+            run_sinks.append(run)
+        recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
+        module = _build(stack, recorder)
+        is_stopped = _fit(stack, module, stop, on_steps)
+        results = _record(stack, module)
     if is_stopped:
         raise Interrupted
     return results
@@ -179,35 +166,15 @@ def _fit(stack: Stack, module: TrainingModule, stop: StopRequest, on_steps: OnSt
 
 
 def _prepare_folders(stack: Stack) -> None:
-    stack.directory.mkdir(parents=True, exist_ok=True)
-    if len(stack.parts) > 1:
-        write_members(stack.directory, stack.members)
+    remove_leftovers(stack.directory)
     for cell, seeds in stack.parts:
         write_config(cell.directory, OmegaConf.to_yaml(cell.cfg, resolve=True))
         for seed in seeds:
             seed_dir(cell.directory, seed).mkdir(exist_ok=True)
-        remove_superseded(cell.directory, seeds, stack.directory)
-
-
-def remove_superseded(cell_dir: Path, seeds: list[int], own: Path) -> None:
-    """Removes checkpoints of other stacks that share a run, whose metrics are now rewritten.
-
-    Args:
-        own: the directory of this stack.
-    """
-    alone = checkpointed_stacks(cell_dir).items()
-    superseded = [path for path, held in alone if set(held) & set(seeds)]
-    runs = {(cell_dir.name, seed) for seed in seeds}
-    shared = interrupted_stacks(cell_dir.parent)
-    superseded += [path for path, members in shared if runs & set(members)]
-    for directory in superseded:
-        if directory != own:
-            logger.info("the stack %s replaces %s", own.name, directory)
-            (directory / CHECKPOINT_FILE).unlink(missing_ok=True)
 
 
 def _record(stack: Stack, module: TrainingModule) -> list[Result]:
-    """Writes weights and evaluations, then the result of every run: its presence means ended."""
+    """Writes everything of every run, and last its result, whose presence means ended."""
     device = module.trainer.strategy.root_device
     environment = describe_environment(gpu_name(device))
     if module.batches.data.source_version:
@@ -215,6 +182,8 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
     timing = _timing(module) | peak_memory(device)
     results = []
     for index, (cell, seed) in enumerate(stack.runs):
+        if stack.has_ended(cell, seed):
+            continue
         run_dir = seed_dir(cell.directory, seed)
         if cell.cfg.save_weights:
             with open_atomic(run_dir / WEIGHTS_FILE) as file:
@@ -222,22 +191,23 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
         if cell.evaluation.adds:
             content = module.evaluator.content(module.metrics, index)
             write_evaluation(run_dir, content)
-        results.append(_result_of(module, index, cell, seed, environment, timing))
-    commit_results(stack.directory, results)
-    for directory in dict.fromkeys(cell.directory for cell, _ in stack.runs):
-        publish_results(directory)
+        write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
+        results.append(_result_of(stack, module, index, environment, timing))
+    for result in results:
+        write_result(seed_dir(stack.cell.study_dir / result.cell_id, result.seed), result)
+    end_stack(stack.record)
     return results
 
 
 def _result_of(
+    stack: Stack,
     module: TrainingModule,
     index: int,
-    cell: Cell,
-    seed: int,
     environment: dict[str, object],
     timing: dict[str, float],
 ) -> Result:
     """Returns the result of replica `index`."""
+    cell, seed = stack.runs[index]
     metrics = {name: column[index] for name, column in module.metrics.items()}
     diverged_at = module.losses.diverged_at[index]
     if diverged_at is None and not all(map(math.isfinite, metrics.values())):
@@ -253,6 +223,7 @@ def _result_of(
         num_parameters=cell.num_parameters,
         timing=timing,
         invalid=cell.invalid,
+        apart=stack.record.apart,
     )
 
 

@@ -148,12 +148,10 @@ KEYS = {
     "evaluate_every_epoch": Key(FLAG, identity=False),
     "allow_leak": Key(FLAG, identity=False),
     "diagnostics": Key(INDEX.or_null(), "epochs", identity=False),
-    "tune.trials": Key(COUNT, identity=False),
+    "tune.points": Key(COUNT, identity=False),
     "tune.seeds": Key(SEVERAL, identity=False),
     "tune.first_seed": Key(INDEX, identity=False),
     "tune.metric": Key(TEXT.or_null(), identity=False),
-    "tune.pruning": Key(FLAG, identity=False),
-    "tune.storage": Key(FOLDER.or_null(), identity=False),
     # Keys of groups; not every choice has them.
     **{f"norm.{name}": key for name, key in SLOT_KEYS.items()},
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 CellStatus = Literal[
-    "running", "finished", "skipped", "refused", "failed", "stopped", "busy", "alone", "planned"
+    "finished", "skipped", "refused", "failed", "stopped", "busy", "alone", "planned"
 ]
 
 
@@ -115,7 +115,7 @@ class Outcome:
     Attributes:
         status: `finished`: runs were trained; `skipped`: none were missing; `busy`: another process
             trains the cell; `stopped` before its end; `alone`: to be trained as a task of its own;
-            `planned` in a dry run; `running` as its training begins.
+            `planned` in a dry run.
         title: norm and data, as in the closing table.
         results: of its recorded runs, by seed.
         missing: the seeds still to train.
@@ -138,15 +138,15 @@ class Outcome:
     halts: bool = False
 
 
-def place_of_command(cells: Sequence[CellSpec]) -> tuple[int, int] | None:
-    """Index of this process and number of processes started for these cells; None if alone."""
+def place_of_command(cells: Sequence[CellSpec]) -> int | None:
+    """Index of this process among those that were started for these cells; None if alone."""
     for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
         devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
         if not (isinstance(devices, int) and isinstance(num_nodes, int)):
             continue  # refused when the cell is validated
         index = place_among(devices * num_nodes)
         if index is not None:
-            return index, devices * num_nodes
+            return index
     return None
 
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -263,9 +264,47 @@ def is_held(path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Locks without waiting; returns False if another process has the lock."""
+    """Locks without waiting; returns False if another process has the lock.
+
+    Raises:
+        UserError: the file system knows no locks.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        raise UserError(
+            f"runs_dir is on a file system without flock ({error.strerror}), so two commands could "
+            "train the same run; take a local folder with runs_dir=..."
+        ) from error
     return True
+
+
+# A full disk.
+
+LEAST_FREE = 64 * 1024  # bytes; with less, torch's write errors mean a full disk
+
+
+def full_disk(error: BaseException, directory: Path | None) -> str | None:
+    """Returns the message for an error that was caused by a full disk, None for any other error."""
+    where = f" below {directory}" if directory is not None else ""
+    message = f"the disk is full{where}: free some space, then run the same command to continue"
+    chain: BaseException | None = error
+    seen: set[int] = set()
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        if isinstance(chain, OSError) and chain.errno in (errno.ENOSPC, errno.EDQUOT):
+            return message
+        chain = chain.__cause__ or chain.__context__
+    if isinstance(error, RuntimeError) and directory is not None and _free(directory) < LEAST_FREE:
+        return message
+    return None
+
+
+def _free(directory: Path) -> int:
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

@@ -45,6 +45,59 @@ class CellEntry:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class SearchEntry:
+    """The cells that a search has tried, for its tuning curve.
+
+    Attributes:
+        words: the overrides that all points share, as typed.
+        keys: the keys that were searched.
+        metric: the name of the validation metric that points are compared by.
+        points: the ids of the cells.
+    """
+
+    title: str
+    words: Sequence[str]
+    keys: Sequence[str]
+    metric: str
+    points: Sequence[str]
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """What a recorded cell followed from, see `cells.recorded`.
+
+    Attributes:
+        digest: of the cell, as in `CellEntry`.
+        key: a digest of everything that the results follow from.
+        sources: the user's own files and packages that are part of the key.
+        evaluated: other statistics than the running averages were asked for.
+    """
+
+    digest: str
+    key: str
+    cell_id: str
+    sources: Sequence[str]
+    evaluated: bool
+
+
+@dataclass(frozen=True)
+class AttemptEntry:
+    """A stack that failed to train.
+
+    Attributes:
+        stack: its id, see `StackRecord`.
+        died: its process died; otherwise it raised.
+        checkpointed_at: of the stack when that happened, see `StackRecord`.
+    """
+
+    time: str
+    stack: str
+    error: str
+    died: bool
+    checkpointed_at: int
+
+
 @dataclass
 class CellHistory:
     """All entries of one cell: the union of its seeds, and the latest of every other value.
@@ -79,16 +132,33 @@ class CellHistory:
 
 @dataclass
 class History:
-    """The content of study.jsonl: commands, oldest first, and cells by digest."""
+    """The content of study.jsonl; commands and attempts are sorted by time, oldest first."""
 
     commands: list[CommandEntry] = field(default_factory=list)
-    cells: dict[str, CellHistory] = field(default_factory=dict)
+    attempts: list[AttemptEntry] = field(default_factory=list)
+    cells: dict[str, CellHistory] = field(default_factory=dict)  # by digest
+    keys: dict[str, list[KeyEntry]] = field(default_factory=dict)  # by digest, oldest first
+    searches: dict[str, SearchEntry] = field(default_factory=dict)  # the latest of each space
 
-    def add(self, entry: CellEntry) -> None:
-        self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
+    def add(self, entry: NewEntry) -> None:
+        if isinstance(entry, SearchEntry):  # a longer search replaces the shorter one
+            self.searches[json.dumps([entry.words, entry.keys])] = entry
+        elif isinstance(entry, KeyEntry):
+            self.keys.setdefault(entry.digest, []).append(entry)
+        else:
+            self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
 
-    def has(self, entry: CellEntry) -> bool:
+    def has(self, entry: NewEntry) -> bool:
+        """True if the entry says nothing new."""
+        if isinstance(entry, SearchEntry):
+            return entry in self.searches.values()
+        if isinstance(entry, KeyEntry):
+            return entry in self.keys.get(entry.digest, [])
         return entry.digest in self.cells and self.cells[entry.digest].has(entry)
+
+
+NewEntry = CellEntry | SearchEntry | KeyEntry  # written only if they say something new
+Entry = CommandEntry | AttemptEntry | NewEntry
 
 
 def read_history(study_dir: Path) -> History:
@@ -111,6 +181,8 @@ def read_history(study_dir: Path) -> History:
             ) from error
         if isinstance(entry, CommandEntry):
             history.commands.append(entry)
+        elif isinstance(entry, AttemptEntry):
+            history.attempts.append(entry)
         else:
             history.add(entry)
     return history
@@ -130,14 +202,28 @@ def append_command(
         TypeError: a value of the grid is not plain.
         OSError: the file could not be written, and is unchanged.
     """
-    time = datetime.now(UTC).isoformat(timespec="seconds")
-    line = _line(CommandEntry(time, list(command), grid, code_version, cells or {}))
+    _append(study_dir, CommandEntry(_now(), list(command), grid, code_version, cells or {}))
+
+
+def append_attempt(
+    study_dir: Path, stack: str, error: str, *, died: bool, checkpointed_at: int
+) -> None:
+    """Appends a failure of a stack with the current time; see `AttemptEntry` for the arguments."""
+    _append(study_dir, AttemptEntry(_now(), stack, error, died, checkpointed_at))
+
+
+def _append(study_dir: Path, entry: CommandEntry | AttemptEntry) -> None:
+    line = _line(entry)
     with open_append(study_dir / STUDY_FILE) as descriptor:
         append_lines(descriptor, [line])
 
 
-def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
-    """Appends the entries that are new. Needs no write access if none is."""
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def append_cells(study_dir: Path, entries: Iterable[NewEntry]) -> None:
+    """Appends the entries that say something new. Needs no write access if none does."""
     entries = list(entries)
     history = read_history(study_dir)
     if all(history.has(entry) for entry in entries):
@@ -152,22 +238,29 @@ def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
         append_lines(descriptor, lines)
 
 
-def _line(entry: CommandEntry | CellEntry) -> str:
+def _line(entry: Entry) -> str:
     return json.dumps(asdict(entry), allow_nan=False)
 
 
-def _parse(line: str) -> CommandEntry | CellEntry:
+def _parse(line: str) -> Entry:
     """Raises TypeError or ValueError for a line that `_line` did not write."""
     content = json.loads(line)
-    kind = CommandEntry if isinstance(content, dict) and "command" in content else CellEntry
-    entry = kind(**content)
+    if not isinstance(content, dict):
+        raise TypeError
+    entry = next((kind for key, kind in _KINDS.items() if key in content), CellEntry)(**content)
     if any(not isinstance(getattr(entry, part.name), _TYPES[part.name]) for part in fields(entry)):
         raise TypeError
     return entry
 
 
+_KINDS = {
+    **{"command": CommandEntry, "stack": AttemptEntry, "points": SearchEntry, "key": KeyEntry},
+    "digest": CellEntry,
+}
 _TYPES = {
-    **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error"), str),
-    **dict.fromkeys(("command", "seeds"), list),
+    **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error", "stack"), str),
+    **dict.fromkeys(("metric", "key"), str),
+    **dict.fromkeys(("command", "seeds", "words", "keys", "points", "sources"), list),
     **dict.fromkeys(("grid", "cells"), dict),
+    **{"died": bool, "checkpointed_at": int},
 }

@@ -18,14 +18,13 @@ RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.csv"
 WEIGHTS_FILE = "weights.pt"
 EVALUATION_FILE = "evaluation.json"
+SAMPLES_FILE = "samples.npz"
 CHECKPOINT_FILE = "last.ckpt"
-ENDED_FILE = "ended.json"
 MEMBERS_FILE = "members.json"
 LOG_FILE = "run.log"
 LOCK_FILE = ".lock"
 
 _SEED_DIR = re.compile(r"seed-(0|[1-9][0-9]*)")
-_STACK_DIR = re.compile(r"(0|[1-9][0-9]*)-(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,6 @@ def seed_dir(cell_dir: Path, seed: int) -> Path:
 def stack_dir(cell_dir: Path, first: int, last: int) -> Path:
     """The directory of a stack of seeds `first` to `last`, both included."""
     return cell_dir / "stacks" / f"{first}-{last}"
-
-
-def checkpointed_stacks(cell_dir: Path) -> dict[Path, range]:
-    """Maps each stack directory of a cell that has a checkpoint to its seeds, sorted by name."""
-    stacks = {}
-    for path in sorted(cell_dir.glob(f"stacks/*/{CHECKPOINT_FILE}")):
-        match = _STACK_DIR.fullmatch(path.parent.name)  # a copy such as 0-3.bak does not match
-        seeds = range(int(match[1]), int(match[2]) + 1) if match else range(0)
-        if seeds:
-            stacks[path.parent] = seeds
-    return stacks
 
 
 def seed_of(run_dir: Path) -> int | None:

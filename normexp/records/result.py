@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from normexp.errors import UserError
 from normexp.records.files import read_json, write_json
-from normexp.records.paths import RESULT_FILE, seed_of
+from normexp.records.paths import RESULT_FILE, seed_dir, seed_of
 
 SCHEMA = 1
 Status = Literal["finished", "diverged", "failed"]
@@ -29,6 +29,7 @@ class Result:
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
             samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes.
         invalid: why the numbers must not be compared, such as a model that reads future tokens.
+        apart: why the run was trained apart from its stack: its last digits may differ.
 
     Raises:
         ValueError: an unknown status, a status without its reason, or a number that is not finite.
@@ -46,6 +47,7 @@ class Result:
     timing: dict[str, float] = field(default_factory=dict)
     invalid: str | None = None
     attempts: int = 1
+    apart: str | None = None
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
@@ -89,9 +91,9 @@ class Result:
         return cls(**{name: content[name] for name in known & set(content)})
 
 
-def write_result(seed_dir: Path, result: Result) -> None:
+def write_result(run_dir: Path, result: Result) -> None:
     """Writes result.json atomically. Write it last: its presence means that the run has ended."""
-    write_json(seed_dir / RESULT_FILE, result.to_dict())
+    write_json(run_dir / RESULT_FILE, result.to_dict())
 
 
 def read_result(path: Path) -> Result:
@@ -130,3 +132,39 @@ def read_run(run_dir: Path) -> Result:
             "moved or copied? Move it away, and the same command trains the run again"
         )
     return result
+
+
+def read_if_ended(run_dir: Path) -> Result | None:
+    """The result of a run; None if it has not ended. Raises UserError as `read_run` does."""
+    if run_dir.is_file():
+        raise UserError(f"{run_dir} is a file, and must be the folder of a run; move it away")
+    return read_run(run_dir) if (run_dir / RESULT_FILE).is_file() else None
+
+
+@dataclass(frozen=True)
+class CellRecords:
+    """The runs of a cell in order of their seeds: ended, failed, and the seeds of the others."""
+
+    ended: list[Result]
+    failed: list[Result]
+    new: list[int]
+
+    @property
+    def all(self) -> list[Result]:
+        return sorted(self.ended + self.failed, key=lambda result: result.seed)
+
+    def missing(self, *, retry_failed: bool, max_attempts: int) -> list[int]:
+        """The seeds to train: new ones, and failed ones that may be tried again."""
+        again = [run.seed for run in self.failed if retry_failed and run.attempts < max_attempts]
+        return sorted(self.new + again)
+
+
+def read_records(cell_dir: Path, seeds: Sequence[int]) -> CellRecords:
+    """Reads the results of these seeds. Raises UserError for one that cannot be read."""
+    results = {seed: read_if_ended(seed_dir(cell_dir, seed)) for seed in seeds}
+    known = [result for result in results.values() if result is not None]
+    return CellRecords(
+        ended=[result for result in known if result.status != "failed"],
+        failed=[result for result in known if result.status == "failed"],
+        new=[seed for seed, result in results.items() if result is None],
+    )

@@ -90,17 +90,30 @@ def make_figure(
     part: Slice,
     fit: str = "width",
 ) -> Figure:
-    """The chart as JSON, with its rows, title, theme and the page's filter parameters."""
+    """The figure of a slice."""
+    return finish_figure(f"{name}_{part.slug}", title, part.heading, caption, chart, rows, fit)
+
+
+def finish_figure(
+    name: str,
+    title: str,
+    subtitle: str,
+    caption: str,
+    chart: Any,
+    rows: Sequence[Row],
+    fit: str = "width",
+) -> Figure:
+    """The chart as JSON, with its rows, titles, theme and the page's filter parameters."""
     spec = chart.to_dict(validate=False)
     hidden = [{"name": name, "value": []} for name in ("hidden_norms", "hidden_sizes")]
     spec |= {
         "datasets": {"rows": list(rows)},
-        "title": {"text": title, "subtitle": part.heading},
+        "title": {"text": title, "subtitle": subtitle},
         "params": [*spec.get("params", []), *hidden],
         "usermeta": {"fit": fit},
         "config": CONFIG,
     }
-    return Figure(f"{name}_{part.slug}", title, caption, spec)
+    return Figure(name, title, caption, spec)
 
 
 def visible(condition: str | None = None) -> alt.Chart:

@@ -22,6 +22,7 @@ from normexp.reporting.tables import (
     run_table,
     sensitivity_table,
 )
+from normexp.reporting.tuning import draw_tuning
 from normexp.reporting.verdict import Answer, answer_over_data, answer_slice
 
 
@@ -40,6 +41,7 @@ class Report:
     sections: answers over several data sets first, then a section per slice
     changes: the later studies against the first
     tables: the main one first
+    tuning: the curves of the searches that chose for these studies
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
     problems: one line for each result that cannot be read
@@ -50,6 +52,7 @@ class Report:
     sections: list[Section]
     changes: list[Change]
     tables: list[Table]
+    tuning: list[Figure]
     cells: pd.DataFrame
     counts: str
     waiting: list[str]
@@ -57,7 +60,7 @@ class Report:
 
     @property
     def figures(self) -> list[Figure]:
-        return [figure for section in self.sections for figure in section.figures]
+        return [figure for section in self.sections for figure in section.figures] + self.tuning
 
 
 def build_report(
@@ -94,6 +97,9 @@ def build_report(
         + [Section(answer, draw_figures(answer.parts[0], styles)) for answer in answers],
         changes=changes,
         tables=[difference_table(changes), *tables] if changes else tables,
+        tuning=draw_tuning(
+            [runs_dir / f"{name}{end}" for name in names for end in ("", "-search")]
+        ),
         cells=cells,
         counts=_count_words(cells, records),
         waiting=records.waiting,

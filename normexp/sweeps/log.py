@@ -28,11 +28,9 @@ GRID_KEYS = ("batch_size", "micro_batch_size", "norm_batch_size", "lr", "seed", 
 class StudyLog:
     """The command and its cells. A study is written to only when one of its cells begins.
 
-    A command is recorded once in a study, though it may go on to `further` cells.
-
     Args:
         cells: all cells of the command, perhaps of several studies.
-        words: what was typed.
+        words: what was typed; nothing for a job, whose command is recorded by another process.
         writes: not in a dry run.
     """
 
@@ -43,14 +41,6 @@ class StudyLog:
         self.cells = cells
         self.words = list(words)
         self._begun: set[Path] = set()
-        self._checked: set[Path] = set()
-        self._recorded: set[Path] = set()  # studies whose history has the command
-
-    def further(self, cells: Sequence[CellSpec]) -> StudyLog:
-        """This log, for the next cells of the same command."""
-        self.cells = cells
-        self._begun = set()
-        return self
 
     def check(self) -> None:
         """Tells once of a study that was begun with other code.
@@ -59,9 +49,8 @@ class StudyLog:
             UserError: a study that is a file, or whose history cannot be read.
         """
         for study_dir in dict.fromkeys(cell.study_dir for cell in self.cells):
-            if study_dir is None or study_dir in self._checked:
+            if study_dir is None:
                 continue
-            self._checked.add(study_dir)
             if study_dir.is_file():
                 raise UserError(
                     f"study={study_dir.name}: {study_dir} is a file; take another name, or move "
@@ -76,11 +65,11 @@ class StudyLog:
                     *(study_dir.name, before[:7], code_version()[:7]),
                 )
 
-    def begin(self, cell: CellSpec, begun: Outcome) -> None:
+    def begin(self, cell: CellSpec, cell_id: str) -> None:
         """Records that a cell begins to train, in a study that has the command."""
         assert cell.study_dir is not None
         self.open(cell.study_dir)
-        self.tell(cell, cell_id=begun.cell_id)
+        self.tell(cell, cell_id=cell_id)
 
     def open(self, study_dir: Path) -> None:
         """Records the command and all cells it asks for, before the first training of a study."""
@@ -93,10 +82,10 @@ class StudyLog:
         cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
         with refusing_denied(study_dir, "take another study=..."):
             append_cells(study_dir, [_entry_of(cell) for cell in cells])
-            if study_dir not in self._recorded:
-                asked = {cell.digest: cell.seeds for cell in cells}
-                append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
-                self._recorded.add(study_dir)
+            asked = {cell.digest: cell.seeds for cell in cells}
+            if not self.words:
+                return
+            append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
 
     def tell(self, cell: CellSpec, *, cell_id: str = "", error: str = "") -> None:
         """What is known by now of a cell; only where its study is on disk and may be written."""

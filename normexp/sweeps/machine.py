@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from normexp.errors import UserError
+from normexp.records.files import FileLock
+
+logger = logging.getLogger(__name__)
 
 CGROUP_LIMITS = (  # quota and period in microseconds: cgroups 2, then 1
     ("/sys/fs/cgroup/cpu.max",),
@@ -20,29 +28,74 @@ CGROUP_LIMITS = (  # quota and period in microseconds: cgroups 2, then 1
 )
 
 
+TICK = 0.2  # seconds between two tries for a slot
+
+
 @dataclass(frozen=True)
 class Place:
-    """What one worker may use: CPU threads, and a GPU as CUDA_VISIBLE_DEVICES names it."""
+    """What one worker may use: CPU threads, and a GPU as CUDA_VISIBLE_DEVICES names it.
+
+    Attributes:
+        slots: of this machine, one of which the worker holds while it trains; all commands of a
+            user share them, so that two terminals do not train on one core.
+    """
 
     threads: int
     gpu: str | None = None
+    slots: Sequence[str] = ()
 
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment of the worker; keeps a lower OMP_NUM_THREADS set by the user."""
-        asked = inherited.get("OMP_NUM_THREADS", "")
-        threads = (
-            min(self.threads, int(asked)) if asked.isdecimal() and int(asked) else self.threads
-        )
+    @contextmanager
+    def environment(self) -> Iterator[None]:
+        """What a process that is started inside the block inherits, before it loads torch.
+
+        Keeps a lower OMP_NUM_THREADS set by the user.
+        """
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        is_set = asked.isdecimal() and int(asked)
+        threads = min(self.threads, int(asked)) if is_set else self.threads
         own = {"OMP_NUM_THREADS": str(threads)}
         if self.gpu is not None:
             own["CUDA_VISIBLE_DEVICES"] = self.gpu
-        return {**inherited, **own}
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Holds one of the slots inside the block; waits for it."""
+        folder = slots_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        locks = [FileLock(folder / name) for name in self.slots]
+        is_told = False
+        while locks and not any(lock.acquire() for lock in locks):
+            if not is_told:
+                logger.info("waiting: other commands use every core or GPU of this machine")
+            is_told = True
+            time.sleep(TICK)
+        try:
+            yield
+        finally:
+            for lock in locks:
+                lock.release()
+
+
+def slots_dir() -> Path:
+    """Where the slots of this machine are locked: a folder of the user that no reboot survives."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"normexp-{os.getuid()}"
 
 
 def places_for(
     cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None
 ) -> list[Place]:
-    """Returns one place per worker; none if the calling process trains.
+    """Returns one place per worker.
 
     Args:
         cfgs: the configs of all cells; they must agree on `workers`.
@@ -50,14 +103,24 @@ def places_for(
         workers: overrides the configs; None takes their value.
     """
     asked = shared_value(cfgs, "workers") if workers is None else workers
-    if asked == 0 or any(needs_whole_machine(cfg) for cfg in cfgs):
-        return []
     wants_gpu = any(cfg.trainer.accelerator in ("auto", "gpu", "cuda") for cfg in cfgs)
     gpus = visible_gpus() if wants_gpu else []
     cores = usable_cores()
     count = max(1, min(asked or (len(gpus) or cores), num_cells))
     threads = max(1, cores // count)
-    return [Place(threads, gpus[i % len(gpus)] if gpus else None) for i in range(count)]
+    if not gpus:
+        slots = [f"core-{i}" for i in range(max(cores, count))]
+        return [Place(threads, None, slots)] * count
+    # Several workers share a GPU only where a command asks for that.
+    shares = -(-count // len(gpus))
+    slots_of = {gpu: [f"gpu-{gpu}-{i}" for i in range(shares)] for gpu in gpus}
+    return [Place(threads, gpu, slots_of[gpu]) for gpu in islice(cycle(gpus), count)]
+
+
+def trains_here(cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None) -> bool:
+    """True if the calling process trains; otherwise workers do."""
+    asked = shared_value(cfgs, "workers") if workers is None else workers
+    return num_cells == 1 or asked == 0 or any(needs_whole_machine(cfg) for cfg in cfgs)
 
 
 def shared_value(cfgs: Sequence[DictConfig], key: str) -> Any:

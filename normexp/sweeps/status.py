@@ -6,7 +6,7 @@ import contextlib
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.errors import UserError
-from normexp.records.committed import interrupted_stacks
 from normexp.records.files import FileLock, is_held
 from normexp.records.history import CellHistory, CommandEntry, History, read_history
 from normexp.records.metrics import read_metrics
@@ -24,12 +23,12 @@ from normexp.records.paths import (
     METRICS_FILE,
     RESULT_FILE,
     Study,
-    checkpointed_stacks,
     find_study,
     list_seeds,
     seed_dir,
 )
 from normexp.records.result import read_run
+from normexp.records.stacks import Member, list_stacks
 from normexp.sweeps.display import shared_words, tell_apart
 
 ENDED = ("finished", "diverged")
@@ -134,15 +133,23 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
             never_begun.append(CellState(asked.title, states, {digest}, asked.error))
     for directory in Study(root).list_cells():  # also cells that were copied here
         by_id.setdefault(directory.name, {})
-    begun = [_status_of(root / cell_id, asked, history) for cell_id, asked in by_id.items()]
+    stacks = [stack for stack in list_stacks(root, by_id) if stack.checkpoint.is_file()]
+    interrupted = {member for stack in stacks for member in stack.members}
+    begun = [
+        _status_of(root / cell_id, asked, history, interrupted) for cell_id, asked in by_id.items()
+    ]
     return StudyStatus(root, [*begun, *never_begun], history.commands)
 
 
-def _status_of(directory: Path, asked: Mapping[str, CellHistory], history: History) -> CellState:
+def _status_of(
+    directory: Path,
+    asked: Mapping[str, CellHistory],
+    history: History,
+    interrupted: Collection[Member],
+) -> CellState:
     status = CellState(_title_of(directory.name, asked, history), digests=set(asked))
     on_disk = list_seeds(directory) if directory.is_dir() else []
     is_running = is_held(directory / LOCK_FILE)
-    checkpointed = _checkpointed_seeds(directory)
     for seed in sorted({seed for cell in asked.values() for seed in cell.seeds} | set(on_disk)):
         run_dir = seed_dir(directory, seed)
         if (run_dir / RESULT_FILE).is_file():
@@ -152,7 +159,8 @@ def _status_of(directory: Path, asked: Mapping[str, CellHistory], history: Histo
         elif is_running and seed in on_disk:
             status.states[seed] = "running"
         else:
-            status.states[seed] = "interrupted" if seed in checkpointed else "not started"
+            is_cut = (directory.name, seed) in interrupted
+            status.states[seed] = "interrupted" if is_cut else "not started"
     if is_running:
         status.notes.append(_progress(directory, on_disk))
     return status
@@ -180,13 +188,6 @@ def _read_state(run_dir: Path, seed: int, status: CellState) -> str:
     if reason and reason not in status.notes:
         status.notes.append(reason)
     return state
-
-
-def _checkpointed_seeds(directory: Path) -> set[int]:
-    seeds: set[int] = set().union(*checkpointed_stacks(directory).values())
-    for _, members in interrupted_stacks(directory.parent):
-        seeds.update(seed for cell_id, seed in members if cell_id == directory.name)
-    return seeds
 
 
 def _progress(directory: Path, seeds: list[int]) -> str:

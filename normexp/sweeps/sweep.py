@@ -1,4 +1,4 @@
-"""Trains the cells of a command in worker processes, one task at a time per place."""
+"""Trains the cells of a command, in this process or in workers, and prints what became of them."""
 
 from __future__ import annotations
 
@@ -6,246 +6,52 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from dataclasses import replace
+from itertools import count
 
-from normexp.cells.attempts import full_disk, record_death
 from normexp.config.place import is_under_agent
 from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.errors import UserError
+from normexp.records.files import full_disk
+from normexp.records.history import append_attempt
+from normexp.records.paths import LOG_FILE
+from normexp.records.result import read_records
+from normexp.sweeps.crew import Worker, ready_workers, shared_board
 from normexp.sweeps.display import Display
-from normexp.sweeps.grouping import Task, group_cells
 from normexp.sweeps.log import StudyLog
-from normexp.sweeps.machine import Place, places_for, shared_value
-from normexp.sweeps.messages import Begins, Ended, Note, Ready, Steps
-from normexp.sweeps.pool import PATIENCE, Pool, Worker, close_all
-from normexp.sweeps.queueing import Queue
+from normexp.sweeps.machine import Place, places_for, shared_value, trains_here
 from normexp.sweeps.summary import print_closing_table, print_plan, print_summary
+from normexp.sweeps.tasks import Board, Task, group_cells
 from normexp.sweeps.wandb import log_to_agent, refuse_many_cells
-from normexp.sweeps.worker import run_in_turn
+from normexp.sweeps.worker import (
+    Began,
+    Ended,
+    Event,
+    Note,
+    PutBack,
+    Ready,
+    Steps,
+    Took,
+    Trainer,
+    loaded,
+    work,
+)
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.2  # seconds between checks of the clock, signals and other processes' locks
+TICK = 0.2  # seconds between checks of signals and of the display
 FAILED_STARTS = 3  # consecutive failed starts after which the sweep gives up
+COMMAND_KEYS = ("study", "workers", "fail_fast", "retry_failed", "max_attempts", "dry_run")
+STOPPED = "stopped; the same command continues"
 
 
 class WorkersFail(Exception):
     """No worker process starts, so nothing can be trained."""
 
 
-class Sweep:
-    """Hands cells to workers until each has its outcome.
-
-    Args:
-        places, warm: see `Pool`.
-        fail_fast: stop everything at the first failure.
-        tasks: for each task, the indices of its cells; None: one task per cell.
-    """
-
-    new_worker = Worker
-
-    def __init__(
-        self,
-        cells: Sequence[CellSpec],
-        places: Sequence[Place],
-        log: StudyLog,
-        display: Display,
-        *,
-        fail_fast: bool,
-        tasks: Sequence[Task] | None = None,
-        warm: list[Worker] | None = None,
-    ) -> None:
-        self.cells = cells
-        self.log = log
-        self.display = display
-        self.fail_fast = fail_fast
-        self.queue = Queue([(index,) for index in range(len(cells))] if tasks is None else tasks)
-        self.outcomes: dict[int, Outcome] = {}
-        self.pool = Pool(places, warm, self.new_worker)
-        self.request = StopRequest()
-        self.stopping = False
-        self._failed_starts = 0
-
-    def run(self) -> list[Outcome]:
-        """Returns an outcome for every cell, in order; `stopped` for cells that did not end.
-
-        Raises:
-            KeyboardInterrupt: a second Ctrl-C; the workers are dead.
-            WorkersFail: no worker process starts.
-        """
-        try:
-            with self.request.listening():
-                while self._is_going_on():
-                    if self.request.requested and not self.stopping:
-                        logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
-                        self.stop()
-                    self._hand_out()
-                    self._listen()
-                    self.display.update(self.pool.workers, len(self.queue))
-        except BaseException:
-            self.pool.kill()
-            raise
-        finally:
-            self.pool.close(keep_warm=not self.stopping)
-        return [self.outcomes.get(index, self._unbegun(index)) for index in range(len(self.cells))]
-
-    def stop(self) -> None:
-        """Ends every training at a checkpoint, and starts no other."""
-        if not self.stopping:
-            self.stopping = self.display.is_stopping = True
-            for worker in self.pool.workers:
-                worker.ask_to_stop()
-
-    def _is_going_on(self) -> bool:
-        at_work = any(worker.task for worker in self.pool.workers)
-        return at_work or (bool(self.queue) and not self.stopping)
-
-    def _unbegun(self, index: int) -> Outcome:
-        return Outcome("stopped", name_of(self.cells[index]), missing=self.cells[index].seeds)
-
-    # --- assigning tasks ----------------------------------------------------------------------
-
-    def _hand_out(self) -> None:
-        if self.stopping:
-            return
-        idle = self.pool.idle()
-        while idle or self.pool.has_room:
-            task = self.queue.take()
-            if task is None:
-                if self.queue:
-                    self.queue.tell_of_waiting([worker.process.pid for worker in self.pool.workers])
-                return
-            given = [self.cells[index] for index in task]
-            if given[0].cfg is None:  # always a task of its own
-                refused = Outcome("refused", given[0].title, error=given[0].error)
-                self._end(task, [refused])
-                continue
-            worker = idle.pop(0) if idle else self.pool.start()
-            worker.give(task, given)
-
-    # --- receiving messages -------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        by_connection = {worker.connection: worker for worker in self.pool.workers}
-        for connection in wait(list(by_connection), TICK):
-            assert isinstance(connection, Connection)
-            worker = by_connection[connection]
-            try:
-                message = connection.recv()
-            except (EOFError, OSError):
-                self._bury(worker)
-            else:
-                self._hear(worker, message)
-            self._relay_output(worker)
-
-    def _hear(self, worker: Worker, message: Any) -> None:
-        match message:
-            case Ready():
-                worker.is_ready = True
-                worker.since = time.monotonic()  # leaves out the start of its process
-                self._failed_starts = 0
-            case Begins(position, begun):
-                worker.begun = begun if len(worker.task) == 1 else None
-                self.log.begin(self.cells[worker.task[position]], begun)
-            case Steps(done, total):
-                worker.steps = (done, total)
-            case Note(level, text):
-                logger.log(level, text)
-            case Ended(outcomes, spent):
-                task = worker.task
-                worker.take_back()
-                self._end(task, outcomes)
-                if spent:
-                    self.pool.dismiss(worker, PATIENCE)
-
-    def _relay_output(self, worker: Worker) -> None:
-        text = worker.read_output() if worker in self.pool.workers else ""
-        if text.strip():
-            self.display.print(text.rstrip("\n"))
-
-    def _bury(self, worker: Worker) -> None:
-        """Handles the death of a worker, by a signal or after a stop."""
-        reason = worker.describe_death()
-        task = worker.task
-        if task and self.stopping:
-            self._end(task, [Outcome("stopped", name_of(self.cells[index])) for index in task])
-        elif len(task) > 1 and worker.is_ready:  # one of its cells may be the cause
-            logger.warning("each learning rate is trained alone: %s", reason)
-            self._end(task, [Outcome("alone", "")] * len(task))
-        elif task and worker.is_ready:
-            self._end(task, [self._death_of(worker, reason)])
-        elif not worker.is_ready:  # its cells are not the cause
-            self._failed_starts += 1
-            if self._failed_starts == FAILED_STARTS:
-                raise WorkersFail(f"no worker process starts: {reason}")
-            if task:
-                self.queue.put_back(task)
-        worker.take_back()
-        self.pool.dismiss(worker, 0)
-
-    def _death_of(self, worker: Worker, reason: str) -> Outcome:
-        cell, begun = self.cells[worker.task[0]], worker.begun
-        if begun is None:
-            return Outcome("failed", name_of(cell), error=f"{reason}, before it was trained")
-        results = record_death(begun, cell.seeds, reason, worker.last_output())
-        return Outcome(
-            *("failed", name_of(cell), begun.cell_id, begun.directory, begun.record, results),
-            error=reason,
-        )
-
-    def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
-        """Records the outcomes of a task."""
-        for outcome in outcomes:
-            if outcome.status == "busy":
-                self.queue.put_off(task, outcome)
-                return
-        ended = dict(zip(task, outcomes, strict=True))
-        self.queue.put_back_apart([index for index in task if ended[index].status == "alone"])
-        for index, outcome in ended.items():
-            if outcome.status != "alone":
-                self._end_cell(index, outcome)
-
-    def _end_cell(self, index: int, outcome: Outcome) -> None:
-        cell = self.cells[index]
-        self.outcomes[index] = outcome
-        self.log.settle(cell, outcome)
-        if outcome.halts or (outcome.status == "failed" and self.fail_fast):
-            self.stop()
-        self.display.ended(cell.title, outcome)
-
-
-class Session:
-    """Keeps workers between sweeps, and records the command once per study.
-
-    with Session() as session:
-        outcomes = train_cells(cells, words, session=session)
-
-    Attributes:
-        idle: workers that wait for the next sweep.
-    """
-
-    def __init__(self) -> None:
-        self.idle: list[Worker] = []
-        self._log: StudyLog | None = None
-
-    def log_of(self, cells: Sequence[CellSpec], words: Sequence[str], *, writes: bool) -> StudyLog:
-        """Returns the log of the command, extended by `cells`."""
-        if self._log is None:
-            self._log = StudyLog(cells, words, writes=writes)
-        return self._log.further(cells)
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        close_all(self.idle)
-
-
-COMMAND_KEYS = ("study", "workers", "fail_fast", "retry_failed", "max_attempts", "dry_run")
-STOPPED = "stopped; the same command continues"
+# --- The command ---------------------------------------------------------------------------------
 
 
 def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
@@ -266,6 +72,11 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
             raise
         print(f"normexp: {message}", file=sys.stderr)
         return 1
+    return conclude(cells, outcomes, words)
+
+
+def conclude(cells: Sequence[CellSpec], outcomes: Sequence[Outcome], words: Sequence[str]) -> int:
+    """Prints the outcomes of a command; returns the exit code. Raises as `run_cells`."""
     halted = next((outcome for outcome in outcomes if outcome.halts), None)
     reasons = {outcome.error if outcome.status == "refused" else "" for outcome in outcomes}
     if len(reasons) == 1 and (reason := reasons.pop()):
@@ -291,37 +102,225 @@ def is_interrupted(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> bo
 
 
 def train_cells(
-    cells: Sequence[CellSpec],
-    words: Sequence[str],
-    *,
-    workers: int | None = None,
-    session: Session | None = None,
+    cells: Sequence[CellSpec], words: Sequence[str], *, workers: int | None = None
 ) -> list[Outcome]:
     """Trains the missing runs of each cell; returns the outcomes in the order of the cells.
 
     Args:
         words: the command, as study.jsonl records it.
-        workers: number of cells trained at once; overrides the config.
-        session: shared by several calls of one command.
+        workers: number of cells trained at once, 0 for this process; overrides the config.
     """
     cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
     for cfg in cfgs:
         validate_keys(cfg, COMMAND_KEYS)
-    fail_fast = bool(shared_value(cfgs, "fail_fast"))
     dry_run = bool(shared_value(cfgs, "dry_run"))
-    tasks = group_cells(cells)
-    places = places_for(cfgs, len(cells), workers) if len(cells) > 1 else []
-    warm = None if session is None else session.idle
-    log = (session or Session()).log_of(cells, words, writes=not dry_run)
-    display = Display([cell.title for cell in cells], len(places))
+    fail_fast = bool(shared_value(cfgs, "fail_fast"))
+    places = places_for(cfgs, len(cells), workers)
+    if dry_run:
+        places = [replace(place, slots=()) for place in places]
+    is_here = trains_here(cfgs, len(cells), workers)
+    log = StudyLog(cells, words, writes=not dry_run)
+    display = Display([cell.title for cell in cells], 1 if is_here else len(places))
     with display:
         log.check()
-        if places:
-            sweep = Sweep(cells, places, log, display, fail_fast=fail_fast, tasks=tasks, warm=warm)
-            outcomes = sweep.run()
-        else:
-            outcomes = run_in_turn(cells, tasks, log, display, fail_fast=fail_fast)
+        sweep = Sweep(cells, places, log, display, fail_fast=fail_fast)
+        outcomes = sweep.run_here() if is_here else sweep.run_workers()
         for cell, outcome in zip(cells, outcomes, strict=True):
             if not outcome.cell_id:  # it may have been refused before the study existed
                 log.settle(cell, outcome)
     return outcomes
+
+
+# --- The sweep -----------------------------------------------------------------------------------
+
+
+class Sweep:
+    """The cells of a command until each has its outcome: what workers tell comes together here.
+
+    Args:
+        places: of each worker; the first is also this process's own.
+        fail_fast: stop everything at the first failure.
+        tasks: for each task, the indices of its cells; None: as `group_cells`.
+        run_task: trains; None: `cells.run.run_task`.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[CellSpec],
+        places: Sequence[Place],
+        log: StudyLog,
+        display: Display,
+        *,
+        fail_fast: bool,
+        tasks: Sequence[Task] | None = None,
+        run_task: Trainer | None = None,
+    ) -> None:
+        self.cells = cells
+        self.places = places
+        self.log = log
+        self.display = display
+        self.fail_fast = fail_fast
+        self.tasks = group_cells(cells) if tasks is None else tasks
+        self.run_task = run_task
+        self.outcomes: dict[int, Outcome] = {}
+        self.workers: list[Worker] = []
+        self.request = StopRequest()
+        self.stopping = False
+        self._numbers = count(1)
+        self._failed_starts = 0
+
+    def run_here(self) -> list[Outcome]:
+        """Trains in this process; returns an outcome for each cell, in order."""
+        board = Board(self.tasks, [0] * len(self.cells), [0] * len(self.cells))
+        task: Task = ()
+
+        def report(event: Event) -> None:
+            nonlocal task
+            if isinstance(event, Took):
+                task = event.task
+            elif isinstance(event, Began):
+                self._begin(task, event)
+            elif isinstance(event, PutBack):
+                self._tell_of_holder(event)
+            elif isinstance(event, Ended):
+                self._end(event.task, event.outcomes)
+
+        with loaded(self.run_task) as run_task:
+            while board.num_open and not self.request.requested:
+                own = {"run_task": run_task, "shows_bar": True}
+                work(self.cells, board, self.places[0], report, self.request, **own)
+        return self._all_outcomes()
+
+    def run_workers(self) -> list[Outcome]:
+        """Trains in a worker for each place; returns an outcome for each cell, in order.
+
+        Raises:
+            KeyboardInterrupt: a second Ctrl-C; the workers are dead.
+            WorkersFail: no worker process starts.
+        """
+        board = shared_board(self.tasks, len(self.cells))
+        try:
+            with self.request.listening():
+                while self.workers or (board.num_open and not self.stopping):
+                    if self.request.requested and not self.stopping:
+                        logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
+                        self.stop()
+                    self._start_workers(board)
+                    for worker in ready_workers(self.workers, TICK):
+                        self._hear(worker, board)
+                    self.display.update(self.workers, board.num_open)
+        finally:
+            for worker in self.workers:
+                worker.kill()
+        return self._all_outcomes()
+
+    def stop(self) -> None:
+        """Ends every training of this command at a checkpoint, and starts no other."""
+        self.stopping = self.display.is_stopping = self.request.requested = True
+        for worker in self.workers:
+            worker.ask_to_stop()
+
+    def _all_outcomes(self) -> list[Outcome]:
+        return [
+            self.outcomes.get(index, Outcome("stopped", name_of(cell), missing=cell.seeds))
+            for index, cell in enumerate(self.cells)
+        ]
+
+    # --- Workers ----------------------------------------------------------------------------------
+
+    def _start_workers(self, board: Board) -> None:
+        """Starts workers in free places, for open tasks that none of the others will take."""
+        free = list(self.places)
+        for worker in self.workers:
+            free.remove(worker.place)
+        idle = sum(not worker.task for worker in self.workers)
+        wanted = 0 if self.stopping else max(0, len(board.open_tasks()) - idle)
+        for place in free[:wanted]:
+            number = next(self._numbers)
+            self.workers.append(Worker(number, place, self.cells, board, self.run_task))
+
+    def _hear(self, worker: Worker, board: Board) -> None:
+        event = worker.hear()
+        text = worker.new_output()
+        if text.strip():
+            self.display.print(text.rstrip("\n"))
+        match event:
+            case Ready():
+                worker.is_ready = True
+                worker.since = time.monotonic()
+                self._failed_starts = 0
+            case Took(task):
+                worker.take(task)
+            case Began(stack):
+                worker.stack = stack
+                self._begin(worker.task, event)
+            case Steps(done, total):
+                worker.steps = (done, total)
+            case Note(level, text):
+                logger.log(level, text)
+            case PutBack():
+                worker.take(())
+                self._tell_of_holder(event)
+            case Ended(task, outcomes):
+                worker.take(())
+                self._end(task, outcomes)
+            case None:
+                self._bury(worker, board)
+
+    def _bury(self, worker: Worker, board: Board) -> None:
+        """Handles the end of a worker: orderly, or by a signal, or at its start."""
+        reason = worker.describe_death()
+        task = board.taken_by(worker.number)
+        if not worker.is_ready and not self.stopping:  # its cells are not the cause
+            self._failed_starts += 1
+            if self._failed_starts == FAILED_STARTS:
+                raise WorkersFail(f"no worker process starts: {reason}")
+        elif task and not self.stopping:
+            self._count_death(worker, task, reason)
+        still_open = tuple(index for index in task if index not in self.outcomes)
+        board.put_back(still_open, alone=worker.stack is None and len(task) > 1)
+        for index in set(task) - {*still_open}:
+            board.end((index,))
+        self.workers.remove(worker)
+        worker.kill()
+
+    def _count_death(self, worker: Worker, task: Task, reason: str) -> None:
+        """A failed attempt of the stack that it trained, which the next worker knows of.
+
+        If it died before it trained, it may do so every time: a cell alone has failed.
+        """
+        stack, study_dir = worker.stack, self.cells[task[0]].study_dir
+        if stack is not None and study_dir is not None:
+            logger.warning("%s: %s", stack.directory, reason)
+            with open(stack.directory / LOG_FILE, "a", encoding="utf-8") as file:
+                file.write(f"{worker.last_output().rstrip()}\n{reason}\n".lstrip("\n"))
+            at = stack.checkpointed_at
+            append_attempt(study_dir, stack.id, reason, died=True, checkpointed_at=at)
+        elif len(task) == 1:
+            error = f"{reason}, before it was trained"
+            self._end(task, [Outcome("failed", name_of(self.cells[task[0]]), error=error)])
+
+    # --- Outcomes ---------------------------------------------------------------------------------
+
+    def _begin(self, task: Task, event: Began) -> None:
+        for index, cell_id in zip(task, event.cell_ids, strict=True):
+            self.log.begin(self.cells[index], cell_id)
+
+    def _tell_of_holder(self, event: PutBack) -> None:
+        """Says which other command is waited for."""
+        own = [worker.process.pid for worker in self.workers]
+        if event.holder is not None and event.holder not in own:
+            logger.info("waiting for process %s, which trains %s", event.holder, event.cell_id)
+
+    def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
+        for index, outcome in zip(task, outcomes, strict=True):
+            if index in self.outcomes:
+                continue
+            cell = self.cells[index]
+            if outcome.directory is not None:
+                outcome.results = read_records(outcome.directory, cell.seeds).all
+            self.outcomes[index] = outcome
+            self.log.settle(cell, outcome)
+            self.display.ended(cell.title, outcome)
+            if outcome.halts or (outcome.status == "failed" and self.fail_fast):
+                self.stop()

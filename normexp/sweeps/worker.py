@@ -1,214 +1,254 @@
-"""A process that trains one task after another for a sweep: `python -m normexp.sweeps.worker FD`.
+"""A worker: claims the open tasks of a command, one after another, and trains them.
 
-Imports torch once. A thread reads the pipe from the sweep's process. If the sweep stops or dies, a
-training ends at its next checkpoint; any other work ends at once, because nothing is lost.
+Nothing is assigned. Every worker of every command walks the same list, skips what is recorded or
+busy, and trains what it can lock. A command without other processes is the same loop.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import queue
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Protocol
 
-from normexp.config.spec import CellSpec, Outcome, name_of
-from normexp.sweeps.display import Display
-from normexp.sweeps.grouping import Task
-from normexp.sweeps.log import StudyLog
-from normexp.sweeps.messages import Begins, Ended, Note, Ready, Steps
-from normexp.sweeps.queueing import Queue
+from normexp.config.spec import CellSpec, Outcome
+from normexp.errors import INTERRUPTED
+from normexp.records.files import is_held
+from normexp.records.paths import LOCK_FILE
+from normexp.records.stacks import StackRecord
+from normexp.sweeps.machine import Place
+from normexp.sweeps.tasks import Board, Task
 from normexp.training.stopping import StopRequest
 
-STOPPED = 130
+TICK = 0.5  # seconds between two walks while all open tasks are busy
 
 
-class Link(logging.Handler):
-    """The worker's end of the pipe: receives tasks, sends reports and log messages."""
+# --- What a worker tells its command -------------------------------------------------------------
 
-    def __init__(self, connection: Connection) -> None:
+
+@dataclass(frozen=True)
+class Ready:
+    """Everything is imported."""
+
+
+@dataclass(frozen=True)
+class Took:
+    """The worker has a task; it prepares its cells."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class Began:
+    """A stack of the task begins to train; `cell_ids` are those of the task's cells."""
+
+    stack: StackRecord
+    cell_ids: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Optimizer steps done of the stack in training."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line of normexp's own log."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The task has outcomes, one for each cell; their results are left out."""
+
+    task: Task
+    outcomes: Sequence[Outcome]
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """The task is open again, to be trained cell by cell; or because a process trains a cell."""
+
+    holder: int | None = None
+    cell_id: str = ""
+
+
+Event = Ready | Took | Began | Steps | Note | Ended | PutBack
+Report = Callable[[Event], None]
+
+
+# --- The loop ------------------------------------------------------------------------------------
+
+
+class Trainer(Protocol):
+    """As `cells.run.run_task`."""
+
+    def __call__(
+        self,
+        specs: Sequence[CellSpec],
+        on_begin: Callable[[StackRecord, Sequence[str]], None] | None,
+        on_steps: Callable[[int, int], None] | None,
+        stop: StopRequest | None,
+    ) -> list[Outcome]: ...
+
+
+def work(
+    cells: Sequence[CellSpec],
+    board: Board,
+    place: Place,
+    report: Report,
+    stop: StopRequest,
+    *,
+    run_task: Trainer,
+    number: int = 1,
+    shows_bar: bool = False,
+) -> None:
+    """Trains open tasks until none is left, or a stop is requested, or a failure may spread.
+
+    Args:
+        number: of this worker, on the board.
+        shows_bar: a progress bar of its own in place of `Steps`.
+    """
+    busy: dict[Task, Path] = {}  # task to the lock of another process
+
+    def is_free(task: Task) -> bool:
+        return task not in busy or not is_held(busy[task])
+
+    def on_begin(stack: StackRecord, cell_ids: Sequence[str]) -> None:
+        report(Began(stack, cell_ids))
+
+    def on_steps(done: int, total: int) -> None:
+        report(Steps(done, total))
+
+    while board.num_open and not stop.requested:
+        with place.slot():
+            task = board.take(number, is_free)
+            if task is not None:
+                report(Took(task))
+                given = [cells[index] for index in task]
+                outcomes = run_task(given, on_begin, None if shows_bar else on_steps, stop)
+                if outcomes[0].status == "busy":
+                    assert outcomes[0].directory is not None
+                    busy[task] = outcomes[0].directory / LOCK_FILE
+                _give_back(task, outcomes, board, report)
+                if _may_spread(outcomes):
+                    return
+        if task is None:
+            time.sleep(TICK)
+
+
+def _give_back(task: Task, outcomes: Sequence[Outcome], board: Board, report: Report) -> None:
+    first = outcomes[0]
+    if first.status in ("busy", "alone"):
+        report(PutBack(first.holder, first.cell_id))
+        board.put_back(task, alone=first.status == "alone")
+    else:
+        report(Ended(task, outcomes))
+        board.end(task)
+
+
+def _may_spread(outcomes: Sequence[Outcome]) -> bool:
+    """True if a failure may affect later tasks: a broken GPU context, too little memory."""
+    errors = [outcome.error.lower() for outcome in outcomes if outcome.status == "failed"]
+    torch = sys.modules.get("torch")
+    has_gpu = torch is not None and torch.cuda.is_initialized()
+    return bool(errors) and (has_gpu or any("memory" in error for error in errors))
+
+
+# --- As a process of its own ---------------------------------------------------------------------
+
+
+class _Pipe(logging.Handler):
+    """Sends events and log messages to the command."""
+
+    def __init__(self, end: Connection) -> None:
         super().__init__()
-        self.connection = connection
-        self.tasks: queue.SimpleQueue[tuple[CellSpec, ...] | None] = queue.SimpleQueue()
-        self.stop: StopRequest | None = None  # set while a cell trains
-        self.is_idle = False
+        self._end = end
 
-    def listen(self) -> None:
-        """Runs in a thread of its own until the end of the process."""
-        while True:
-            try:
-                message = self.connection.recv()
-            except (EOFError, OSError):
-                message = None
-            if isinstance(message, tuple):
-                self.tasks.put(message)
-            elif self.stop is not None:
-                self.stop.requested = True
-                return
-            elif self.is_idle:
-                self.tasks.put(None)
-                return
-            else:
-                os._exit(STOPPED)
-
-    def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # the sweep's process is gone; `listen` handles it
-            self.connection.send(message)
+    def send(self, event: Event) -> None:
+        with suppress(OSError):  # the command is gone, and its worker ends soon
+            self._end.send(event)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.send(Note(record.levelno, record.getMessage()))
 
 
-class TaskReport:
-    """Reports on one task to the sweep's process, which can stop it once a cell trains."""
-
-    def __init__(self, link: Link, stop: StopRequest) -> None:
-        self.link = link
-        self.stop = stop
-
-    def on_begin(self, position: int, begun: Outcome) -> None:
-        self.link.stop = self.stop
-        if not self.link.tasks.empty():  # a stop that arrived together with this task
-            self.stop.requested = True
-        self.link.send(Begins(position, begun))
-
-    def on_steps(self, done: int, total: int) -> None:
-        self.link.send(Steps(done, total))
-
-
-def main() -> int:
-    """Exit code: 0 after the last task, 130 after a stop."""
-    link = open_link(int(sys.argv[1]))
-    import torch
-
-    from normexp.cells.cell import keeping_data
-    from normexp.cells.run import run_task
-
-    def run(task: tuple[CellSpec, ...], report: TaskReport, stop: StopRequest) -> Ended:
-        outcomes = run_task(task, report.on_begin, report.on_steps, stop)
-        errors = [each.error for each in outcomes if each.status in ("failed", "alone")]
-        return Ended(outcomes, _is_spent(errors))
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with keeping_data():
-        return serve(link, run)
-
-
-def open_link(descriptor: int) -> Link:
-    """Opens the worker's end of the pipe, starts its thread, and sends log messages there."""
-    logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
-    link = Link(Connection(descriptor))
-    threading.Thread(target=link.listen, daemon=True).start()
-    package = logging.getLogger("normexp")
-    package.addHandler(link)
-    package.setLevel(logging.INFO)
-    package.propagate = False
-    return link
-
-
-def serve(link: Link, run: Callable[[tuple[CellSpec, ...], TaskReport, StopRequest], Ended]) -> int:
-    """Runs tasks until the pipe closes or a stop is requested; returns the exit code."""
-    link.send(Ready())
-    while True:
-        link.is_idle = True
-        task = link.tasks.get()
-        link.is_idle = False
-        if task is None:
-            return 0
-        stop = StopRequest()
-        try:
-            ended = run(task, TaskReport(link, stop), stop)
-        finally:
-            link.stop = None
-        link.send(ended)
-        if stop.requested:
-            return STOPPED
-
-
-def _is_spent(errors: Sequence[str]) -> bool:
-    """True if a failure may affect later tasks: a broken GPU context, too little memory."""
-    import torch
-
-    told = [error.lower() for error in errors if error]
-    return bool(told) and (torch.cuda.is_initialized() or any("memory" in e for e in told))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-TICK = 0.5  # seconds between checks of other processes' locks
-
-
-def run_in_turn(
+def main(
+    end: Connection,
+    output: str,
     cells: Sequence[CellSpec],
-    tasks: Sequence[Task],
-    log: StudyLog,
-    display: Display,
-    *,
-    fail_fast: bool,
-) -> list[Outcome]:
-    """Trains tasks one by one; returns an outcome per cell, in order, `stopped` after a stop.
+    board: Board,
+    place: Place,
+    number: int,
+    run_task: Trainer | None,
+) -> None:
+    """Runs `work` in this process, which ends with its parent: at a checkpoint if one trains.
 
     Args:
-        tasks: for each task, the indices of its cells.
+        output: a file for all that is printed; removed here, as the parent has it open.
+        run_task: None: `cells.run.run_task`.
     """
-    from normexp.cells.cell import keeping_data  # torch
+    os.setsid()  # Ctrl-C is for the parent, which asks by SIGTERM
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _print_to(output)
+    pipe = _Pipe(end)
+    package = logging.getLogger("normexp")
+    package.addHandler(pipe)
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        with loaded(run_task) as trainer:
+            _limit_threads()
+            pipe.send(Ready())
+            work(cells, board, place, pipe.send, StopRequest(), run_task=trainer, number=number)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
-    outcomes: dict[int, Outcome] = {}
+
+@contextmanager
+def loaded(run_task: Trainer | None = None) -> Iterator[Trainer]:
+    """Imports torch and what trains; data sets stay in memory inside the block."""
+    if run_task is not None:
+        yield run_task
+        return
+    from normexp.cells.cell import keeping_data
+    from normexp.cells.run import run_task as trains
+
     with keeping_data():
-        _run(Queue(tasks), outcomes, cells, log, display, fail_fast=fail_fast)
-    return [
-        outcomes.get(index, Outcome("stopped", name_of(cell), missing=cell.seeds))
-        for index, cell in enumerate(cells)
-    ]
+        yield trains
 
 
-def _run(
-    queue: Queue,
-    outcomes: dict[int, Outcome],
-    cells: Sequence[CellSpec],
-    log: StudyLog,
-    display: Display,
-    *,
-    fail_fast: bool,
-) -> None:
-    """Fills `outcomes` until the queue is empty or an outcome ends the sweep."""
-    from normexp.cells.run import run_task
-
-    while queue:
-        task = queue.take()
-        if task is None:
-            queue.tell_of_waiting([])
-            time.sleep(TICK)
-            continue
-        given = [cells[index] for index in task]
-
-        def on_begin(position: int, begun: Outcome, given: list[CellSpec] = given) -> None:
-            log.begin(given[position], begun)
-
-        ended = dict(zip(task, run_task(given, on_begin), strict=True))
-        busy = [outcome for outcome in ended.values() if outcome.status == "busy"]
-        if busy:
-            queue.put_off(task, busy[0])
-            continue
-        queue.put_back_apart([index for index in task if ended[index].status == "alone"])
-        new = {index: outcome for index, outcome in ended.items() if outcome.status != "alone"}
-        outcomes |= new
-        ends_all = any(_ends_all(outcome, fail_fast=fail_fast) for outcome in new.values())
-        display.is_stopping = ends_all
-        for index, outcome in new.items():
-            log.settle(cells[index], outcome)
-            display.ended(cells[index].title, outcome)
-        if ends_all:
-            return
+def _limit_threads() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def _ends_all(outcome: Outcome, *, fail_fast: bool) -> bool:
-    failed = outcome.status == "failed" and fail_fast
-    return outcome.halts or outcome.status == "stopped" or failed
+def _print_to(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.unlink(path)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def _end_with_parent() -> None:
+    """Asks this process to stop, as the parent would have done."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from normexp.cells import attempts as attempts_module
 from normexp.cells.attempts import (
     full_disk,
     read_records,
@@ -16,6 +14,8 @@ from normexp.cells.attempts import (
     record_failure,
     stacks_of,
 )
+
+from normexp.cells import attempts as attempts_module
 from normexp.config.spec import Outcome
 from normexp.errors import UserError
 from normexp.records.files import FileLock

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from normexp.records.committed import commit_results, shared_dir
 
 from normexp.cells import assembly
 from normexp.cells import run as run_module
@@ -14,7 +15,6 @@ from normexp.cells.run import run_task
 from normexp.cli import parse_command, read_options
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec, Command
-from normexp.records.committed import commit_results, shared_dir
 from normexp.records.files import FileLock, is_held
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import (

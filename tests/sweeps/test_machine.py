@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from normexp.sweeps.grouping import group_cells
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.spec import CellSpec
 from normexp.sweeps import machine
-from normexp.sweeps.grouping import group_cells
 from normexp.sweeps.machine import Place, places_for, usable_cores, visible_gpus
 
 
@@ -93,7 +93,7 @@ def test_gpus_are_named_as_the_environment_names_them(
 
 CONFIG = {
     **{"lr": 0.1, "seed": 0, "replicas": 2, "batch_size": 32, "stack": "auto", "dry_run": False},
-    **{"trainer": {"devices": 1}, "logger": {"csv": {}}, "tune": {"metric": None}},
+    **{"trainer": {"devices": 1}, "logger": {"csv": {}}},
 }
 
 
@@ -127,7 +127,6 @@ def test_the_same_rate_twice_is_not_stacked_with_itself():
         {"dry_run": True},
         {"trainer": {"devices": 2}},
         {"logger": {"csv": {}, "tensorboard": {}}},
-        {"tune": {"metric": None, "thresholds": {3: 0.5}}},
     ],
 )
 def test_what_cannot_mix_rates_trains_alone(own: dict[str, Any]):

@@ -1,0 +1,119 @@
+"""Which runs are trained together: members.json, in the folder of their stack.
+
+Written before step 1 and removed when the last member has its result. Whoever claims a member in
+between trains all of them together again: a number of a run then never depends on how often its
+training was interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from normexp.errors import UserError
+from normexp.records.files import write_json
+from normexp.records.paths import CHECKPOINT_FILE, MEMBERS_FILE, seed_dir, stack_dir
+from normexp.records.result import Result, read_if_ended
+
+Member = tuple[str, int]  # cell id and seed
+
+
+@dataclass(frozen=True)
+class StackRecord:
+    """The runs of a stack that has begun.
+
+    Attributes:
+        id: names the stack in the history; a later stack in the same folder has another.
+        rates: `lr` of each cell, by which the cells of a stack differ.
+        apart: why a run is trained apart from its former stack; None for a stack as planned.
+        attempts: how often the run of a stack of one had failed before.
+    """
+
+    directory: Path
+    id: str
+    members: Sequence[Member]
+    rates: Mapping[str, float]
+    apart: str | None = None
+    attempts: int = 0
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / CHECKPOINT_FILE
+
+    @property
+    def checkpointed_at(self) -> int:
+        """When the checkpoint was written, in ns; 0 without one."""
+        try:
+            return self.checkpoint.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def has_ended(self, study_dir: Path, member: Member) -> bool:
+        """True if a member has its result of this stack, not of an earlier attempt."""
+        result = read_if_ended(seed_dir(study_dir / member[0], member[1]))
+        return result is not None and not self._is_earlier(result)
+
+    def _is_earlier(self, result: Result) -> bool:
+        return result.status == "failed" and result.attempts <= self.attempts
+
+
+def begin_stack(
+    study_dir: Path,
+    members: Sequence[Member],
+    rates: Mapping[str, float],
+    *,
+    apart: str | None = None,
+    attempts: int = 0,
+) -> StackRecord:
+    """Writes the members of a new stack; returns its record. Needs the locks of its cells."""
+    directory = directory_of(study_dir, members)
+    directory.mkdir(parents=True, exist_ok=True)
+    record = StackRecord(directory, secrets.token_hex(8), members, rates, apart, attempts)
+    content = {key: value for key, value in asdict(record).items() if key != "directory"}
+    write_json(directory / MEMBERS_FILE, content)
+    return record
+
+
+def end_stack(record: StackRecord) -> None:
+    """Removes what a stack needs only while it runs. Its log stays."""
+    record.checkpoint.unlink(missing_ok=True)
+    (record.directory / MEMBERS_FILE).unlink(missing_ok=True)
+
+
+def directory_of(study_dir: Path, members: Sequence[Member]) -> Path:
+    """The folder of a stack: in its cell, or in the study if it spans several."""
+    cell_ids = {cell_id for cell_id, _ in members}
+    if len(cell_ids) == 1:
+        seeds = sorted(seed for _, seed in members)
+        return stack_dir(study_dir / cell_ids.pop(), seeds[0], seeds[-1])
+    text = json.dumps([list(member) for member in members])
+    return study_dir / "stacks" / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def list_stacks(study_dir: Path, cell_ids: Iterable[str]) -> list[StackRecord]:
+    """The stacks with members in these cells that have begun and not ended.
+
+    Raises:
+        UserError: a members.json that cannot be read.
+    """
+    cell_ids = set(cell_ids)
+    folders = [study_dir, *(study_dir / cell_id for cell_id in sorted(cell_ids))]
+    paths = [path for each in folders for path in sorted(each.glob(f"stacks/*/{MEMBERS_FILE}"))]
+    records = [record for path in paths if (record := _read(path)) is not None]
+    return [each for each in records if cell_ids & {cell_id for cell_id, _ in each.members}]
+
+
+def _read(path: Path) -> StackRecord | None:
+    """None if another process has just ended the stack."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["members"] = [(str(cell_id), int(seed)) for cell_id, seed in content["members"]]
+        return StackRecord(path.parent, **content)
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} cannot be read; remove its folder and run again") from error
