@@ -15,10 +15,10 @@ from normexp.batching.replicas import suitable_threads
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
 from normexp.cells.cell import Cell
-from normexp.cells.logs import messages_to_file
 from normexp.cells.trackers import open_loggers, wandb_runs
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
+from normexp.records.logs import messages_to_file
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOG_FILE, METRICS_FILE, WEIGHTS_FILE, seed_dir
 from normexp.records.result import Result, write_result

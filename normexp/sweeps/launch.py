@@ -20,13 +20,13 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from normexp.cells.logs import messages_to_stderr
 from normexp.config.compose import VERSION_BASE, quoted
 from normexp.config.grid import compose_cells
 from normexp.config.help import conf_dir
 from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.history import read_history
+from normexp.records.logs import messages_to_stderr
 from normexp.records.result import read_records
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import shared_value
