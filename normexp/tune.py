@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from normexp.cli import ask_hydra, parse_command, run_entry
 
@@ -18,12 +19,17 @@ def _tune(words: list[str]) -> int:
     if command.asks_hydra:
         return ask_hydra(words)
     from normexp.search.points import plan_searches
-
-    plans = plan_searches(command)  # mistakes are refused before torch is imported
-
     from normexp.search.select import tune
+    from normexp.sweeps.sweep import train_cells
 
-    return tune(plans, ["normexp-tune", *words])
+    train = train_cells
+    if command.launcher is not None:
+        from normexp.sweeps.launch import check_launcher, launch_cells
+
+        check_launcher(command)
+        train = partial(launch_cells, command)
+    searches = plan_searches(command)
+    return tune(searches, ["normexp-tune", *words], train)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from normexp.records.history import read_history
+from normexp.records.metrics import read_metrics
 
 TRAIN = Path(__file__).with_name("kill_campaign_train.py")
 GRID = ["-m", "norm=batch,group", "lr=0.03,0.3", "norm_batch_size=4,32", "epochs=2", "log_every=5"]
@@ -300,6 +304,18 @@ def check_same(campaign: Campaign, study: Path, whole: dict[str, Run]) -> None:
             assert run.metrics == whole[name].metrics, (study, name)
 
 
+def check_nothing_torn(study: Path) -> None:
+    """Every file that a reader may open is whole, at any moment."""
+    for path in study.glob("*/seed-*/result.json"):
+        if json.loads(path.read_text())["status"] == "finished":
+            with zipfile.ZipFile(path.parent / "weights.pt") as weights:
+                assert weights.testzip() is None
+    for path in study.glob("*/seed-*/metrics.csv"):
+        read_metrics(path)
+    if study.is_dir():
+        read_history(study)
+
+
 def check_nothing_left(campaign: Campaign, study: Path) -> None:
     for name in (".lock", ".*.tmp", "last.ckpt", "members.json"):
         assert not list(study.rglob(name)), list(study.rglob(name))
@@ -339,6 +355,7 @@ def disturb(
         KILLERS[campaign.draw.choice(killers)](campaign, process)
         code = process.wait()
         assert code in (0, 1, 130, -signal.SIGKILL), (code, campaign.tail(study))
+        check_nothing_torn(folder)
         after = ended_runs(folder)
         assert {path: after.get(path) for path in before} == before, "a result was written twice"
         if code == 0:
@@ -487,7 +504,7 @@ def main() -> None:
         f"{campaign.kills.total()} disturbances in {number} studies by {campaign.commands} "
         f"commands ({campaign.num_cold} of them by new interpreters): {dict(campaign.kills)}; "
         f"{campaign.compared} runs equal to the bit, {campaign.apart} recorded as trained apart; "
-        f"files left in TMPDIR: {len(list((campaign.folder / 'tmp').iterdir()))}"
+        f"left in TMPDIR: {[path.name for path in (campaign.folder / 'tmp').iterdir()]}"
     )
 
 

@@ -34,7 +34,7 @@ ORDER = [
 ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "__init__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}
 # Slow to import or optional: imported inside the functions that use them.
-IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard", "optuna"}
+IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard"}
 TORCH = {"torch", "pytorch_lightning", "lightning_fabric", "torchvision"}
 
 TREES = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}

@@ -49,7 +49,7 @@ def test_a_mistake_is_raised_after_the_other_cells(tmp_path: Path):
     with pytest.raises(UserError, match="norm_batch_size=5 does not divide"):
         run(tmp_path, "-m", "norm_batch_size=5,8")
     assert len(normexp.load_study("default", tmp_path / "runs")) == 2
-    for words in (["norm=grup"], ["--cfg", "job"], ["-m", "hydra/launcher=joblib"], ["--nothing"]):
+    for words in (["norm=grup"], ["--cfg", "job"], ["-m", "hydra/launcher=ray"], ["--nothing"]):
         with pytest.raises(UserError):
             normexp.run(words)
     with pytest.raises(UserError, match="must be a list of words"):

@@ -16,14 +16,12 @@ from normexp.build import build_optimizer, synchronized
 from normexp.cells.cell import Cell
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
-from normexp.reporting.metric import describe_metric
 from normexp.training.compilation import set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
 from normexp.training.fit import device_type
 from normexp.training.module import Recipe, TrainingModule
 from normexp.training.optim import Schedule
 from normexp.training.progress import StepReports, TrainingProgress
-from normexp.training.pruning import Pruner
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
         lr_scales=None if lrs is None else tuple(lr / max(lrs) for lr in lrs),
         weight_decay=cfg.optim.weight_decay,
         decay_norm=cfg.optim.decay_norm,
-        max_grad_norm=cfg.max_grad_norm,
+        max_grad_norm=cell.plan.max_grad_norm,
         eval_group=cell.plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
         log_every=cfg.log_every,
         max_chunk=cfg.chunk,
@@ -80,10 +78,6 @@ def build_callbacks(cell: Cell, on_steps: OnSteps | None = None) -> list[Callbac
     callbacks: list[Callback] = [bar if on_steps is None else StepReports(on_steps)]
     if cell.cfg.diagnostics:
         callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
-    if cell.cfg.tune.get("thresholds"):  # of a search that ends trials early
-        metric = describe_metric(cell.cfg.tune.metric)
-        higher = metric.higher_is_better
-        callbacks.append(Pruner(metric.name, cell.cfg.tune.thresholds, higher_is_better=higher))
     return callbacks
 
 
@@ -98,7 +92,7 @@ def arrange_replicas(
 ) -> Replicas:
     """Stacks networks of one cell if that is possible and faster, see `will_stack`."""
     device = device_type(cell.cfg.trainer.accelerator)
-    set_matmul_precision(cell.cfg.get("matmul_precision", "high"), device)
+    set_matmul_precision(cell.plan.matmul_precision, device)
     if will_stack(cell, len(networks), is_stacked=is_stacked):
         return Stacked(networks)
     return InTurn(networks, has_foreign_draws=cell.traits.draws_for_itself)

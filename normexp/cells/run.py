@@ -22,7 +22,6 @@ from normexp.cells.assembly import OnSteps, will_stack
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
-from normexp.cells.logs import collected_messages
 from normexp.cells.naming import GROUPS
 from normexp.cells.stack import Stack, new_stack
 from normexp.config.rules import validate
@@ -31,6 +30,7 @@ from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
 from normexp.records.history import append_attempt, read_history
+from normexp.records.logs import collected_messages
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
 from normexp.records.result import CellRecords, Result, read_records, write_result
 from normexp.records.stacks import StackRecord, end_stack, list_stacks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from normexp.batching.replicas import suitable_threads
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
 from normexp.cells.cell import Cell
-from normexp.cells.logs import messages_to_file
 from normexp.cells.trackers import open_loggers, wandb_runs
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
+from normexp.records.logs import messages_to_file
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOG_FILE, METRICS_FILE, WEIGHTS_FILE, seed_dir
 from normexp.records.result import Result, write_result
@@ -27,7 +26,6 @@ from normexp.records.samples import write_samples
 from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.pruning import Pruned
 from normexp.training.recorder import Recorder, RunSink
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -104,7 +102,7 @@ def train_together(
         on_steps: shows the progress; None: a progress bar does.
 
     Returns:
-        A result for each run; none if a search ended the trial early.
+        A result for each run.
 
     Raises:
         Interrupted: stopped with a checkpoint, from which the next call resumes.
@@ -120,7 +118,7 @@ def train_together(
 
 def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Runs `train_together` in the other processes of a training: writes nothing."""
-    with suitable_threads(stack.cell.elements_per_forward), suppress(Pruned):
+    with suitable_threads(stack.cell.elements_per_forward):
         module = _build(stack, Recorder([[] for _ in stack.runs]))
         _fit(stack, module, stop, on_steps=lambda *_: None)
 
@@ -134,18 +132,13 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Re
         [] if stack.has_ended(*run) else [MetricsWriter(folder / METRICS_FILE)]
         for run, folder in zip(stack.runs, folders, strict=True)
     ]
-    try:
-        with wandb_runs(stack.runs) as tracked:
-            for run_sinks, run in zip(sinks, tracked, strict=False):
-                run_sinks.append(run)
-            recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
-            module = _build(stack, recorder)
-            is_stopped = _fit(stack, module, stop, on_steps)
-            results = _record(stack, module)
-    except Pruned as pruned:
-        logger.info("ended early after %s", pruned)
-        stack.checkpoint.unlink(missing_ok=True)
-        return []
+    with wandb_runs(stack.runs) as tracked:
+        for run_sinks, run in zip(sinks, tracked, strict=False):
+            run_sinks.append(run)
+        recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
+        module = _build(stack, recorder)
+        is_stopped = _fit(stack, module, stop, on_steps)
+        results = _record(stack, module)
     if is_stopped:
         raise Interrupted
     return results

@@ -16,7 +16,7 @@ from normexp.config.rules import OPTIONS, REQUIRED, as_typed
 from normexp.errors import UserError
 
 GROUPS = ("norm", "model", "data", "optim", "trainer", "logger", "experiment")
-CUSTOM_GROUPS = ("norm", "model", "data")  # take `<group>=custom <group>._target_=...`
+CUSTOM_GROUPS = ("norm", "model", "data", "optim")  # take `<group>=custom <group>._target_=...`
 WIDTH = 100
 
 
@@ -70,17 +70,19 @@ normexp trains one model with any norm and says how the result depends on the ba
     "tune": """\
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
 
-  python -m normexp.tune 'lr=tag(log,interval(1e-3,1))' norm=batch,group
+  python -m normexp.tune 'lr=interval(1e-3,1)' norm=batch,group
   python -m normexp.tune experiment=tuned_sensitivity
 
-The same line again resumes the search, and adds nothing to a search that is done; a larger
-tune.trials adds the difference. What is searched, and what is not:
-  lr=tag(log,interval(1e-3,1))     searched, evenly in log(lr); interval(a,b) evenly in the value
+The points are known in advance and are the same for every norm: all combinations of few choices,
+otherwise scrambled Sobol points. The same line again resumes the search, and trains nothing that
+is recorded; a larger tune.points adds the difference. What is searched, and what is not:
+  lr=interval(1e-3,1)              searched, evenly in log(lr)
+  optim.momentum=interval(0,0.99)  searched, evenly in the value; tag(log,interval(a,b)): in its log
   norm.num_groups=choice(2,4,8)    searched; choices alone, if few enough, are all tried
   batch_size=range(8,65,8)         searched, as a choice
   norm=batch,group                 a grid: one search for each
 All other keys are those of normexp.train. The runs of the search go to the study <study>-search,
-the fresh seeds to <study>; normexp.report reads both.
+the fresh seeds to <study>, whose report draws what k points would have found.
 """,
     "check": """\
 normexp.check measures a norm from outside, trusting no declaration: its card.
@@ -208,7 +210,7 @@ def _groups(config_dirs: Sequence[str]) -> str:
         lines.append(textwrap.fill(choices, WIDTH, initial_indent=head, subsequent_indent=" " * 14))
     lines += [
         "  A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.",
-        "  norm=custom, model=custom and data=custom take norm._target_=... and any knob.",
+        "  norm=custom takes norm._target_=... and its knobs; model, data and optim likewise.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -46,6 +46,42 @@ class CellEntry:
 
 
 @dataclass(frozen=True)
+class SearchEntry:
+    """The cells that a search has tried, for its tuning curve.
+
+    Attributes:
+        words: the overrides that all points share, as typed.
+        keys: the keys that were searched.
+        metric: the name of the validation metric that points are compared by.
+        points: the ids of the cells.
+    """
+
+    title: str
+    words: Sequence[str]
+    keys: Sequence[str]
+    metric: str
+    points: Sequence[str]
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """What a recorded cell followed from, see `cells.recorded`.
+
+    Attributes:
+        digest: of the cell, as in `CellEntry`.
+        key: a digest of everything that the results follow from.
+        sources: the user's own files and packages that are part of the key.
+        evaluated: other statistics than the running averages were asked for.
+    """
+
+    digest: str
+    key: str
+    cell_id: str
+    sources: Sequence[str]
+    evaluated: bool
+
+
+@dataclass(frozen=True)
 class AttemptEntry:
     """A stack that failed to train.
 
@@ -96,17 +132,33 @@ class CellHistory:
 
 @dataclass
 class History:
-    """The content of study.jsonl: commands and attempts, oldest first, and cells by digest."""
+    """The content of study.jsonl; commands and attempts are sorted by time, oldest first."""
 
     commands: list[CommandEntry] = field(default_factory=list)
-    cells: dict[str, CellHistory] = field(default_factory=dict)
     attempts: list[AttemptEntry] = field(default_factory=list)
+    cells: dict[str, CellHistory] = field(default_factory=dict)  # by digest
+    keys: dict[str, list[KeyEntry]] = field(default_factory=dict)  # by digest, oldest first
+    searches: dict[str, SearchEntry] = field(default_factory=dict)  # the latest of each space
 
-    def add(self, entry: CellEntry) -> None:
-        self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
+    def add(self, entry: NewEntry) -> None:
+        if isinstance(entry, SearchEntry):  # a longer search replaces the shorter one
+            self.searches[json.dumps([entry.words, entry.keys])] = entry
+        elif isinstance(entry, KeyEntry):
+            self.keys.setdefault(entry.digest, []).append(entry)
+        else:
+            self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
 
-    def has(self, entry: CellEntry) -> bool:
+    def has(self, entry: NewEntry) -> bool:
+        """True if the entry says nothing new."""
+        if isinstance(entry, SearchEntry):
+            return entry in self.searches.values()
+        if isinstance(entry, KeyEntry):
+            return entry in self.keys.get(entry.digest, [])
         return entry.digest in self.cells and self.cells[entry.digest].has(entry)
+
+
+NewEntry = CellEntry | SearchEntry | KeyEntry  # written only if they say something new
+Entry = CommandEntry | AttemptEntry | NewEntry
 
 
 def read_history(study_dir: Path) -> History:
@@ -170,8 +222,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
-    """Appends the entries that are new. Needs no write access if none is."""
+def append_cells(study_dir: Path, entries: Iterable[NewEntry]) -> None:
+    """Appends the entries that say something new. Needs no write access if none does."""
     entries = list(entries)
     history = read_history(study_dir)
     if all(history.has(entry) for entry in entries):
@@ -186,25 +238,29 @@ def append_cells(study_dir: Path, entries: Iterable[CellEntry]) -> None:
         append_lines(descriptor, lines)
 
 
-def _line(entry: CommandEntry | AttemptEntry | CellEntry) -> str:
+def _line(entry: Entry) -> str:
     return json.dumps(asdict(entry), allow_nan=False)
 
 
-def _parse(line: str) -> CommandEntry | AttemptEntry | CellEntry:
+def _parse(line: str) -> Entry:
     """Raises TypeError or ValueError for a line that `_line` did not write."""
     content = json.loads(line)
-    kinds = {"command": CommandEntry, "stack": AttemptEntry, "digest": CellEntry}
     if not isinstance(content, dict):
         raise TypeError
-    entry = next((kind for key, kind in kinds.items() if key in content), CellEntry)(**content)
+    entry = next((kind for key, kind in _KINDS.items() if key in content), CellEntry)(**content)
     if any(not isinstance(getattr(entry, part.name), _TYPES[part.name]) for part in fields(entry)):
         raise TypeError
     return entry
 
 
+_KINDS = {
+    **{"command": CommandEntry, "stack": AttemptEntry, "points": SearchEntry, "key": KeyEntry},
+    "digest": CellEntry,
+}
 _TYPES = {
     **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error", "stack"), str),
-    **dict.fromkeys(("command", "seeds"), list),
+    **dict.fromkeys(("metric", "key"), str),
+    **dict.fromkeys(("command", "seeds", "words", "keys", "points", "sources"), list),
     **dict.fromkeys(("grid", "cells"), dict),
     **{"died": bool, "checkpointed_at": int},
 }

@@ -90,17 +90,30 @@ def make_figure(
     part: Slice,
     fit: str = "width",
 ) -> Figure:
-    """The chart as JSON, with its rows, title, theme and the page's filter parameters."""
+    """The figure of a slice."""
+    return finish_figure(f"{name}_{part.slug}", title, part.heading, caption, chart, rows, fit)
+
+
+def finish_figure(
+    name: str,
+    title: str,
+    subtitle: str,
+    caption: str,
+    chart: Any,
+    rows: Sequence[Row],
+    fit: str = "width",
+) -> Figure:
+    """The chart as JSON, with its rows, titles, theme and the page's filter parameters."""
     spec = chart.to_dict(validate=False)
     hidden = [{"name": name, "value": []} for name in ("hidden_norms", "hidden_sizes")]
     spec |= {
         "datasets": {"rows": list(rows)},
-        "title": {"text": title, "subtitle": part.heading},
+        "title": {"text": title, "subtitle": subtitle},
         "params": [*spec.get("params", []), *hidden],
         "usermeta": {"fit": fit},
         "config": CONFIG,
     }
-    return Figure(f"{name}_{part.slug}", title, caption, spec)
+    return Figure(name, title, caption, spec)
 
 
 def visible(condition: str | None = None) -> alt.Chart:
@@ -147,7 +160,7 @@ def metric_axis(
 ) -> alt.Y:
     """Shows the means and bounds of all norms but those `outside`, which are drawn at the edge.
 
-    An accuracy's axis ends at 0 and 100 %, though its intervals may not.
+    An accuracy's axis ends at 0 and 100 %.
     """
     shown = [row for row in rows if row["norm"] not in outside]
     ends = [row[key] for row in shown for key in ("low", "high", "mean") if row[key] is not None]
@@ -156,8 +169,8 @@ def metric_axis(
     if outside:
         limits = {"domainMin": low} if metric.higher_is_better else {"domainMax": high}
     if metric.unit == "points":
-        limits |= {"domainMin": 0} if low < 0 else {}
-        limits |= {"domainMax": 100} if high > 100 else {}
+        limits |= {"domainMin": 0} if low <= 0 else {}
+        limits |= {"domainMax": 100} if high >= 100 else {}
     clamp = {"clamp": True} if limits else {}
     scale = alt.Scale(zero=False, **clamp, **limits)
     return alt.Y("mean:Q", title=label or metric.label, scale=scale)

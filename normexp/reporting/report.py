@@ -13,6 +13,7 @@ from normexp.reporting.compare import Change, compare_studies, difference_table
 from normexp.reporting.figures import draw_figures
 from normexp.reporting.frame import StudyRecords, metric_names, read_studies
 from normexp.reporting.metric import require_metric
+from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.style import assign_styles
 from normexp.reporting.tables import (
@@ -22,7 +23,8 @@ from normexp.reporting.tables import (
     run_table,
     sensitivity_table,
 )
-from normexp.reporting.verdict import Answer, answer_over_data, answer_slice
+from normexp.reporting.tuning import draw_tuning
+from normexp.reporting.verdict import Answer, answer_slices
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Report:
     sections: answers over several data sets first, then a section per slice
     changes: the later studies against the first
     tables: the main one first
+    tuning: the curves of the searches that chose for these studies
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
     problems: one line for each result that cannot be read
@@ -50,6 +53,7 @@ class Report:
     sections: list[Section]
     changes: list[Change]
     tables: list[Table]
+    tuning: list[Figure]
     cells: pd.DataFrame
     counts: str
     waiting: list[str]
@@ -57,7 +61,7 @@ class Report:
 
     @property
     def figures(self) -> list[Figure]:
-        return [figure for section in self.sections for figure in section.figures]
+        return [figure for section in self.sections for figure in section.figures] + self.tuning
 
 
 def build_report(
@@ -78,13 +82,13 @@ def build_report(
     cells = build_cells(records)
     slices = build_slices(cells, runs, metric=metric, tolerance=tolerance)
     over_data = answer_over_data(slices) if len(names) == 1 else []
-    answers = [answer_slice(part) for part in slices]
-    changes = compare_studies(cells, runs, metric, tolerance) if len(names) > 1 else []
+    answers = answer_slices(slices)
+    changes = compare_studies(cells, runs, metric) if len(names) > 1 else []
     styles = assign_styles(cells["norm"])
     tables = [
         cell_table(cells, runs, metric, tolerance),
         sensitivity_table(answers),
-        comparison_table([*over_data, *answers]),
+        comparison_table(answers),
         run_table(cells, runs),
     ]
     return Report(
@@ -94,6 +98,9 @@ def build_report(
         + [Section(answer, draw_figures(answer.parts[0], styles)) for answer in answers],
         changes=changes,
         tables=[difference_table(changes), *tables] if changes else tables,
+        tuning=draw_tuning(
+            [runs_dir / f"{name}{end}" for name in names for end in ("", "-search")]
+        ),
         cells=cells,
         counts=_count_words(cells, records),
         waiting=records.waiting,

@@ -1,291 +1,259 @@
-"""Runs searches on validation data, then trains fresh seeds at the best point of each."""
+"""Trains the points of searches, chooses on validation, and trains fresh seeds at the best."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
+import re
+import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.cells.cell import Cell, keeping_data, prepare_cell
-from normexp.cells.logs import collected_messages
+from normexp.config.rules import in_identity
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
-from normexp.records.history import read_history
-from normexp.reporting.metric import choose_metric, describe_metric, format_interval
-from normexp.search.objective import choose_objective
-from normexp.search.points import SearchPlan
-from normexp.search.pruning import median_thresholds, read_by_epoch
-from normexp.search.search import Search, Trial
-from normexp.search.storage import open_storage
+from normexp.records.history import SearchEntry, append_cells, read_history
+from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
+from normexp.search.points import VALIDATION, Point, Search
 from normexp.stats import mean
-from normexp.sweeps.sweep import STOPPED, Session, is_interrupted, train_cells
-
-if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
+from normexp.sweeps.sweep import STOPPED, is_interrupted, run_cells
 
 WIDTH = 200  # columns of a log file
+TRAINED = ("finished", "skipped")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A search, its best trial and the outcome of the fresh seeds; None if missing.
+@dataclass
+class Finding:
+    """The trained points of a search.
 
     Attributes:
-        reported_before: earlier best trials with fresh seeds of their own in the same study.
+        cells, outcomes: of each point, in the order of the points.
+        fresh: the outcome of the fresh seeds at the best point; None without one.
     """
 
     search: Search
-    best: Trial | None
-    outcome: Outcome | None
-    reported_before: Sequence[Trial] = ()
+    points: Sequence[Point]
+    cells: Sequence[CellSpec]
+    outcomes: Sequence[Outcome]
+    metric: Metric = field(init=False)
+    fresh: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        self.metric = choose_objective(self.search.base.tune.metric, self.outcomes)
 
     @property
-    def is_reported(self) -> bool:
-        return self.outcome is not None and self.outcome.status in ("finished", "skipped")
+    def values(self) -> list[float | None]:
+        """The mean of the metric over the seeds of each point; None for one that failed."""
+        return [
+            mean_value(outcome, self.metric) if outcome.status in TRAINED else None
+            for outcome in self.outcomes
+        ]
+
+    @property
+    def best(self) -> int | None:
+        """The index of the best point, the first of equals; None if no point has trained."""
+        sign = 1 if self.metric.higher_is_better else -1
+        known = [
+            (sign * value, -index)
+            for index, value in enumerate(self.values)
+            if value is not None and value != worst_of(self.metric)
+        ]
+        return -max(known)[1] if known else None
 
 
-def tell(search: Search, trial: Trial, value: float | None, error: str) -> None:
-    """Prints a line on stderr when a trial has ended."""
-    best = search.best()
-    shown = "stopped early" if value is None else f"{search.objective.name} {value:.4f}"
-    if error:
-        shown = f"failed: {error}"
-    so_far = "" if best is None else f" (best {best.value:.4f} at {_words(best.point)})"
-    place = f"trial {len(search.ended())}/{search.target}"
-    print(f"{search.plan.title}  {place}  {_words(trial.point)}  {shown}{so_far}", file=sys.stderr)
+def choose_objective(asked: str | None, outcomes: Sequence[Outcome]) -> Metric:
+    """The metric asked for, else accuracy, bits per byte or loss, whichever the runs have first.
+
+    Raises:
+        UserError: no finished run has the metric asked for.
+    """
+    results = [result for outcome in outcomes for result in outcome.results]
+    finished = [result for result in results if result.status == "finished"]
+    available = {name for result in finished for name in result.metrics if name.startswith("val/")}
+    if asked is not None and finished and asked not in available:
+        raise UserError(f"tune.metric={asked}: no run has it; there are {', '.join(available)}")
+    first = next((name for name in VALIDATION if name in available), VALIDATION[-1])
+    return describe_metric(asked or first)
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    """Prints the best value of each search, warnings, and commands that repeat the best."""
+def worst_of(metric: Metric) -> float:
+    """The value that a diverged run counts as."""
+    return 0.0 if metric.higher_is_better else math.inf
+
+
+def mean_value(outcome: Outcome, metric: Metric) -> float:
+    """The mean over the seeds of a cell; a seed that diverged counts as the worst value."""
+    worst = worst_of(metric)
+    found = [
+        result.metrics.get(metric.name, worst) if result.status == "finished" else worst
+        for result in outcome.results
+    ]
+    return statistics.fmean(found)
+
+
+Train = Callable[[Sequence[CellSpec], Sequence[str]], list[Outcome]]
+
+
+def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
+    """Searches, trains fresh seeds at the best points, prints a table; returns the exit code.
+
+    Args:
+        train: as `train_cells`.
+
+    Raises:
+        UserError: all points are refused, or no run has the metric.
+        KeyboardInterrupt: the user stopped the search; the same command continues.
+    """
+    points = [search.points for search in searches]
+    cells = [
+        [search.search_cell(point) for point in own]
+        for search, own in zip(searches, points, strict=True)
+    ]
+    flat = [cell for own in cells for cell in own]
+    if searches[0].base.dry_run:
+        return run_cells(flat, words)
+    outcomes = _train(flat, words, train)
+    if all(outcome.status == "refused" for outcome in outcomes):
+        raise UserError(outcomes[0].error)
+    ends = iter(outcomes)
+    findings = _distinct(
+        Finding(search, own, each, [next(ends) for _ in each])
+        for search, own, each in zip(searches, points, cells, strict=True)
+    )
+    lost = any(outcome.status not in TRAINED for outcome in outcomes)
+    if lost and searches[0].base.fail_fast:
+        print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
+    else:
+        _record(findings)
+        _report(findings, words, train)
+    print_table(findings)
+    return 1 if lost or any(not is_reported(each) for each in findings) else 0
+
+
+def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[Outcome]:
+    outcomes = train(cells, words)
+    if is_interrupted(cells, outcomes):
+        raise KeyboardInterrupt(STOPPED)
+    return outcomes
+
+
+def _distinct(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings without those whose sizes mean the same cells as those of an earlier one."""
+    found: dict[tuple[str, ...], Finding] = {}
+    for each in findings:
+        ids = [outcome.cell_id or each.search.title for outcome in each.outcomes]
+        found.setdefault(tuple(ids), each)
+    return list(found.values())
+
+
+def _record(findings: Sequence[Finding]) -> None:
+    """Writes to the history which cells belong to a search, for the tuning curve of the report."""
+    for each in findings:
+        base, search = each.search.base, each.search
+        words = [word for word in search.fixed if _defines(word)]
+        cells = [outcome.cell_id for outcome in each.outcomes if outcome.status in TRAINED]
+        entry = SearchEntry(search.title, words, list(search.space.keys), each.metric.name, cells)
+        if cells:
+            append_cells(Path(base.runs_dir) / search.study, [entry])
+
+
+def _defines(word: str) -> bool:
+    key = re.split("[/@=]", word.lstrip("+~"))[0]
+    return in_identity(key) or key == "experiment"
+
+
+def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:
+    """Trains fresh seeds at the best point of each search."""
+    chosen = [(each, each.best) for each in findings]
+    chosen = [(each, best) for each, best in chosen if best is not None]
+    cells = [each.search.report_cell(each.points[best]) for each, best in chosen]
+    outcomes = _train(cells, words, train) if cells else []
+    for (each, _), outcome in zip(chosen, outcomes, strict=True):
+        each.fresh = outcome
+
+
+def is_reported(finding: Finding) -> bool:
+    """True if the fresh seeds of a search are recorded."""
+    return finding.fresh is not None and finding.fresh.status in TRAINED
+
+
+def print_table(findings: Sequence[Finding]) -> None:
+    """Prints the best point of each search, warnings, and commands that repeat the best."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
-    objectives = {row.search.objective.name: row.search.objective for row in rows}
-    validation = " or ".join(objective.metric.label for objective in objectives.values())
-    table = Table("search", "best", "trials", f"{validation}, search seeds", box=None)
+    labels = dict.fromkeys(each.metric.label for each in findings)
+    table = Table("search", "best", "points", f"{' or '.join(labels)}, search seeds", box=None)
     table.add_column("fresh seeds, mean [95 % interval]")
     table.add_column("n")
-    for row in rows:
-        table.add_row(*map(Text, [row.search.plan.title, *_cells(row)]))
+    for each in findings:
+        table.add_row(*map(Text, [each.search.title, *_cells(each)]))
     console.print(table)
-    for row in rows:
-        for line in _warnings(row):
-            console.print(line, markup=False, soft_wrap=True)
-    lines = [row.search.plan.command(row.best.point) for row in rows if row.best is not None]
+    for line in (line for each in findings for line in _warnings(each)):
+        console.print(line, markup=False, soft_wrap=True)
+    bests = [(each, each.best) for each in findings]
+    lines = [each.search.command(each.points[best]) for each, best in bests if best is not None]
     if lines:
         console.print("to repeat the best:")
     for line in lines:
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def _cells(row: Row) -> list[str]:
-    counts = Counter(trial.state for trial in row.search.ended())
-    marks = {"pruned": "stopped early", "fail": "failed"}
-    notes = [f"{counts[state]} {word}" for state, word in marks.items() if counts[state]]
-    trials = ", ".join([str(len(row.search.ended())), *notes])
-    if row.best is None or row.best.value is None:
-        return ["none finished", trials, "-", "-", "0"]
-    metric = row.search.objective.metric
-    value = f"{metric.scale * row.best.value:.{metric.digits}f}"
-    return [_words(row.best.point), trials, value, *_reported(row)]
+def _cells(finding: Finding) -> list[str]:
+    counts = Counter(outcome.status for outcome in finding.outcomes)
+    lost = [f"{count} {status}" for status, count in counts.items() if status not in TRAINED]
+    count = ", ".join([str(len(finding.outcomes)), *lost])
+    if finding.best is None:
+        return ["none finished", count, "-", "-", "0"]
+    metric, value = finding.metric, finding.values[finding.best]
+    assert value is not None
+    shown = f"{metric.scale * value:.{metric.digits}f}"
+    return [_words(finding.points[finding.best]), count, shown, *_fresh(finding)]
 
 
-def _reported(row: Row) -> list[str]:
-    if row.outcome is None or not row.is_reported:
-        return [row.outcome.error if row.outcome is not None else "-", "0"]
-    available = {name for result in row.outcome.results for name in result.metrics}
-    name = choose_metric(available, None)
+def _fresh(finding: Finding) -> list[str]:
+    """The main metric over the fresh seeds, and their number."""
+    outcome = finding.fresh
+    if outcome is None or not is_reported(finding):
+        return [outcome.error if outcome is not None else "-", "0"]
+    name = choose_metric({name for r in outcome.results for name in r.metrics}, None)
     if name is None:
         return ["all diverged", "0"]
     metric = describe_metric(name)
-    finished = [r for r in row.outcome.results if r.status == "finished" and name in r.metrics]
-    interval = mean([metric.scale * result.metrics[name] for result in finished])
-    stamp = "INVALID " if row.outcome.invalid else ""
-    lost = len(row.outcome.results) - len(finished)
+    finished = [r for r in outcome.results if r.status == "finished" and name in r.metrics]
+    values = [metric.scale * result.metrics[name] for result in finished]
+    interval = mean(values, bounds=metric.bounds)
+    stamp = "INVALID " if outcome.invalid else ""
+    lost = len(outcome.results) - len(finished)
     count = f"{len(finished)}, {lost} diverged" if lost else str(len(finished))
     return [f"{stamp}{metric.label} {format_interval(interval, metric.digits)}", count]
 
 
-def _warnings(row: Row) -> list[str]:
-    if row.best is None:
-        return [f"{row.search.plan.title}: no trial has a value; see the lines above"]
-    plan = row.search.plan
-    earlier = [
-        f"{plan.title}: study={plan.base.study} also has the fresh seeds of {_words(trial.point)}, "
-        "an earlier best trial; the result above does not include them"
-        for trial in row.reported_before
+def _warnings(finding: Finding) -> list[str]:
+    search, best = finding.search, finding.best
+    if best is None:
+        return [f"{search.title}: no point has a value; see the lines above"]
+    study = search.base.study
+    known = read_history(Path(search.base.runs_dir) / study).cells
+    others = [
+        f"{search.title}: study={study} also has runs at {_words(point)}, another point of this "
+        "search; the result above does not include them"
+        for index, (point, cell) in enumerate(zip(finding.points, finding.cells, strict=True))
+        if index != best and cell.digest in known
     ]
-    return earlier + [
-        f"{plan.title}: the best {d.key}={row.best.point[d.key]} lies at the edge of "
-        f"{d.describe()}; a wider range may be better"
-        for d in plan.space.edges(row.best.point)
+    point = finding.points[best]
+    return others + [
+        f"{search.title}: the best {d.key}={point[d.key]} lies at the edge of {d.describe()}; "
+        "a wider range may be better"
+        for d in search.space.edges(point)
     ]
 
 
-def _words(point: dict[str, str]) -> str:
+def _words(point: Point) -> str:
     return " ".join(f"{key}={text}" for key, text in point.items())
-
-
-def tune(plans: Sequence[SearchPlan], words: Sequence[str]) -> int:
-    """Searches, trains fresh seeds at the best points, prints a table; returns the exit code.
-
-    The searches of a grid take turns: their next trials are trained together.
-
-    Raises:
-        UserError: a storage that is locked or unreadable, or a metric that the task lacks.
-        KeyboardInterrupt: the user stopped the search; the same command continues.
-    """
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    base = plans[0].base
-    folder = Path(base.runs_dir) / plans[0].search_study
-    if base.dry_run:
-        return _list(plans)
-    with keeping_data(), Session() as session:
-        with open_storage(base.tune.storage, folder) as storage:
-            searches = name_searches(plans, storage)
-            failed, is_cut = _search(searches, words, session)
-        bests = [(search, search.best()) for search in searches if not is_cut]
-        found = [(search, best) for search, best in bests if best is not None]
-        cells = [search.plan.report_cell(best.point) for search, best in found]
-        outcomes = train_cells(cells, words, session=session) if cells else []
-        if is_interrupted(cells, outcomes):
-            raise KeyboardInterrupt(STOPPED)
-    reported = {s.name: outcome for (s, _), outcome in zip(found, outcomes, strict=True)}
-    others = set(read_history(Path(base.runs_dir) / base.study).cells) - {
-        cell.digest for cell in cells
-    }
-    rows = [
-        Row(search, search.best(), reported.get(search.name), _reported_before(search, others))
-        for search in searches
-    ]
-    print_table(rows)
-    return 1 if failed or any(not row.is_reported for row in rows) else 0
-
-
-def name_searches(plans: Sequence[SearchPlan], storage: BaseStorage) -> list[Search]:
-    """Returns the different searches of `plans`; sizes that mean the same cell share a search.
-
-    A search is named after the identity of a cell in its space, so an edited norm or other data
-    starts another search.
-    """
-    searches: dict[str, Search] = {}
-    for plan in plans:
-        cell = _prepare_one(plan)
-        objective = choose_objective(plan.base.tune.metric, cell.data)
-        defined = {
-            "identity": cell.identity,
-            "space": plan.space.describe(),
-            "seeds": [plan.search_seeds[0], len(plan.search_seeds)],
-            "metric": objective.name,
-        }
-        text = json.dumps(defined, sort_keys=True, default=str)
-        name = f"{cell.record['norm']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-        if name not in searches:
-            searches[name] = Search(plan, name, objective, storage)
-    return list(searches.values())
-
-
-def _prepare_one(plan: SearchPlan) -> Cell:
-    """Returns a cell of the space that can be trained. Raises the first UserError if none can."""
-    refusal: UserError | None = None
-    for point in plan.space.probes():
-        composed = plan.report_cell(point)
-        try:
-            if composed.cfg is None:
-                raise UserError(composed.error)
-            with collected_messages():
-                return prepare_cell(composed.cfg, composed.choices)
-        except UserError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
-
-
-def _search(searches: Sequence[Search], words: Sequence[str], session: Session) -> tuple[int, bool]:
-    """Trains the trials that the searches propose until none proposes more.
-
-    Returns:
-        The number of failed trials, and True if fail_fast ended the searches.
-    """
-    failed, fails_fast = 0, searches[0].plan.base.fail_fast
-    while wanted := [(search, trial) for search in searches for trial in search.propose()]:
-        cells = [_cell_of(search, trial) for search, trial in wanted]
-        outcomes = train_cells(cells, words, session=session)
-        for (search, trial), outcome in zip(wanted, outcomes, strict=True):
-            if outcome.status != "stopped":  # the next command continues a stopped trial
-                failed += _tell(search, trial, outcome)
-        if is_interrupted(cells, outcomes):
-            raise KeyboardInterrupt(STOPPED)
-        if fails_fast and any(outcome.status == "failed" for outcome in outcomes):
-            print(
-                "fail_fast: the search ends here, and no fresh seeds are trained",
-                file=sys.stderr,
-            )
-            return failed, True
-    return failed, False
-
-
-def _cell_of(search: Search, trial: Trial) -> CellSpec:
-    pruning = search.plan.base.tune.pruning and not search.is_whole
-    thresholds = median_thresholds(search.trials()) if pruning else {}
-    return search.plan.search_cell(trial.point, search.objective.name, thresholds)
-
-
-def _tell(search: Search, trial: Trial, outcome: Outcome) -> bool:
-    """Records the outcome of a trial; returns True if it failed.
-
-    Raises:
-        UserError: another process trains it, or the disk is full.
-    """
-    if outcome.status == "busy":
-        raise UserError(f"process {outcome.holder} trains {outcome.cell_id}; wait for it")
-    if outcome.halts:
-        raise UserError(outcome.error)
-    seeds = search.plan.search_seeds
-    errors = [result.error for result in outcome.results if result.error is not None]
-    error = outcome.error or (errors[0] if errors else "")
-    value, by_epoch = None, {}
-    if not error and outcome.directory is not None:
-        by_epoch = read_by_epoch(outcome.directory, seeds, search.objective)
-        if len(outcome.results) == len(seeds):
-            value = search.objective.of_results(outcome.results)
-    search.tell(trial, value, by_epoch, pruned=not error)
-    tell(search, trial, value, error)
-    return bool(error)
-
-
-def _reported_before(search: Search, others: Set[str]) -> list[Trial]:
-    """Returns trials that were best earlier and have fresh seeds in the report's study.
-
-    A report shows these seeds too, as another learning rate of the same norm.
-
-    Args:
-        others: the digests of the cells in that study that this command did not train.
-    """
-    if not others:
-        return []
-    return [t for t in search.bests()[:-1] if search.plan.report_cell(t.point).digest in others]
-
-
-def _list(plans: Sequence[SearchPlan]) -> int:
-    """Prints a dry run: what the command would search. Writes nothing."""
-    from optuna.storages import InMemoryStorage
-
-    for search in name_searches(plans, InMemoryStorage()):
-        seeds = search.plan.search_seeds
-        print(
-            f"{search.plan.title}: {search.target} trials of {search.plan.space.describe()}, "
-            f"each with seeds {seeds[0]} to {seeds[-1]}, by {search.objective.name}"
-        )
-    return 0

@@ -1,13 +1,15 @@
-"""A sweep through one of Hydra's launchers, such as `hydra/launcher=ray`: a job for each cell.
+"""A sweep through one of Hydra's launchers, such as `hydra/launcher=ray`: a job for each task.
 
-Hydra composes and submits. A job trains its cell as any other command does, with the same records,
-locks and checkpoints, so it needs access to the folder of the study.
+A job trains its task as a worker does, with the same stacks, locks, checkpoints and records, so it
+needs access to the folder of the study. What became of the cells is read from the records.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import re
+import secrets
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,19 +18,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from normexp.cells.logs import messages_to_stderr
-from normexp.config.compose import VERSION_BASE, quoted, register_custom
+from normexp.config.compose import VERSION_BASE, quoted
 from normexp.config.grid import compose_cells
-from normexp.config.help import GROUPS, conf_dir
+from normexp.config.help import conf_dir
 from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
 from normexp.errors import UserError
-from normexp.records.files import open_atomic
+from normexp.records.history import read_history
+from normexp.records.logs import messages_to_stderr
+from normexp.records.result import read_records
 from normexp.sweeps.log import StudyLog
-from normexp.sweeps.summary import print_closing_table
-from normexp.sweeps.sweep import run_cells
+from normexp.sweeps.machine import shared_value
+from normexp.sweeps.sweep import conclude, train_cells
+from normexp.sweeps.tasks import group_cells
 
 # Launcher to the extra of normexp that installs it, and the module that holds it.
 LAUNCHERS = {
@@ -36,14 +39,14 @@ LAUNCHERS = {
     "ray_aws": ("ray", "hydra_plugins.hydra_ray_launcher"),
     "submitit_local": ("slurm", "hydra_plugins.hydra_submitit_launcher"),
     "submitit_slurm": ("slurm", "hydra_plugins.hydra_submitit_launcher"),
-    "joblib": ("joblib", "hydra_plugins.hydra_joblib_launcher"),
 }
 ADDRESS = "hydra.launcher.ray.init.address"
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
-def check_launcher(name: str, overrides: Sequence[str]) -> None:
+def check_launcher(command: Command) -> None:
     """Raises UserError if a launcher is not installed or its cluster does not answer."""
+    name = command.launcher
     if name not in LAUNCHERS:
         known = ", ".join(["basic", *LAUNCHERS])
         raise UserError(f"{LAUNCHER}{name}: no such launcher (choices: {known})")
@@ -51,7 +54,7 @@ def check_launcher(name: str, overrides: Sequence[str]) -> None:
     if not is_installed(module):
         raise UserError(f"{LAUNCHER}{name} is not installed; pip install 'normexp[{extra}]'")
     if name == "ray":
-        _check_address(overrides)
+        _check_address(command.overrides)
 
 
 def is_installed(module: str) -> bool:
@@ -80,49 +83,89 @@ def _check_address(overrides: Sequence[str]) -> None:
 
 
 def launch(command: Command, words: Sequence[str]) -> int:
-    """Trains every cell in a job, waits for all, prints the closing table; returns the exit code.
-
-    A job that dies leaves no outcome. Its cell is a failed row, and the same command tries again.
+    """Trains every task of a command in a job, waits for all; returns the exit code.
 
     Raises:
-        UserError: no such launcher or cluster, or a cell that does not compose.
+        UserError: no such launcher or cluster, or a mistake as in `run_cells`.
     """
-    assert command.launcher is not None
-    check_launcher(command.launcher, command.overrides)
+    check_launcher(command)
     cells = compose_cells(command)
-    if len(cells) == 1 and not command.multirun:
-        raise UserError(f"{LAUNCHER}{command.launcher} runs sweeps; add -m")
-    for cell in cells:
-        if cell.cfg is None:  # Hydra would refuse the whole sweep
-            raise UserError(f"{cell.error} (in the cell {cell.title})")
+    return conclude(cells, launch_cells(command, cells, words), words)
+
+
+def launch_cells(
+    command: Command, cells: Sequence[CellSpec], words: Sequence[str]
+) -> list[Outcome]:
+    """As `train_cells`, with a job of the launcher for each task.
+
+    A job that dies leaves no result. Its cells have failed, and the same command tries again.
+    """
     cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
-    if cfgs[0].dry_run:
-        return run_cells(cells, words)
+    if shared_value(cfgs, "dry_run"):
+        return train_cells(cells, words)
     log = StudyLog(cells, words)
     with messages_to_stderr():
         log.check()
-    for cell in cells:
-        if cell.study_dir is not None:
-            log.open(cell.study_dir)
+    before = [read_outcome(cell) for cell in cells]
+    for study_dir in dict.fromkeys(cell.study_dir for cell in cells):
+        if study_dir is not None:
+            log.open(study_dir)
+    tasks = [task for task in group_cells(cells) if cells[task[0]].cfg is not None]
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
-    for cell in cells:
-        _outcome_file(folder, cell).unlink(missing_ok=True)
-    error = _run_hydra(command, folder)
-    outcomes = [_outcome_of(folder, cell, error) for cell in cells]
-    for cell, outcome in zip(cells, outcomes, strict=True):
-        log.settle(cell, outcome)
-    print_closing_table(cells, outcomes)
-    return 0 if all(outcome.status in ("finished", "skipped") for outcome in outcomes) else 1
+    error = _run_hydra(command, folder, [[cells[index] for index in task] for task in tasks])
+    outcomes = [read_outcome(cell, error) for cell in cells]
+    for old, new in zip(before, outcomes, strict=True):
+        if (old.status, new.status) == ("failed", "skipped"):
+            new.status = "finished"
+    return outcomes
 
 
-def _run_hydra(command: Command, folder: Path) -> str:
-    """Runs Hydra's multirun; returns the error of the launcher in one line, empty without one."""
-    overrides = [*command.overrides, f"hydra.sweep.dir={quoted(str(folder))}"]
+def read_outcome(cell: CellSpec, launcher_error: str = "") -> Outcome:
+    """The outcome of a cell that other processes train, from the records: never `finished`."""
+    if cell.cfg is None or cell.study_dir is None:
+        return Outcome("refused", name_of(cell), error=cell.error)
+    known = read_history(cell.study_dir).cells.get(cell.digest)
+    if known is not None and known.error:
+        status, _, reason = known.error.partition(": ")
+        return Outcome("refused" if status == "refused" else "failed", name_of(cell), error=reason)
+    died = "the launcher stopped before its job ended" if launcher_error else "its job died"
+    outcome = Outcome("failed", name_of(cell), error=f"{died}; the same command continues")
+    if known is None or not known.cell_id:
+        return outcome
+    directory = cell.study_dir / known.cell_id
+    records = read_records(directory, cell.seeds)
+    outcome.cell_id, outcome.directory, outcome.results = directory.name, directory, records.all
+    outcome.missing = records.new
+    if records.all:
+        outcome.record, outcome.invalid = records.all[0].config, records.all[0].invalid
+    if records.failed:
+        outcome.error = records.failed[0].error or ""
+    elif not records.new:
+        outcome.status, outcome.error = "skipped", ""
+    return outcome
+
+
+def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec]]) -> str:
+    """Runs Hydra's multirun, a job for each task.
+
+    Returns the error of the launcher in one line, empty without one.
+    """
+    # Only what configures Hydra: the cells are composed, and a job receives the number of its task.
+    own = [word for word in command.overrides if re.match(r"\+*hydra[./]", word)]
+    numbers = ",".join(map(str, range(len(tasks))))
+    overrides = [*own, f"+task={numbers}", f"hydra.sweep.dir={quoted(str(folder))}"]
     if command.launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
     folders = [quoted(f"file://{Path(each).resolve()}") for each in command.config_dirs]
     search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
-    register_custom()
+    cwd = Path.cwd()
+    file = folder / f"tasks-{secrets.token_hex(8)}.pickle"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(pickle.dumps(tasks))
+
+    def job(cfg: DictConfig) -> None:
+        run_job(file, cfg.task, cwd)
+
     try:
         with _as_program(["-m", *search, *overrides]):
             hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(job)()
@@ -130,6 +173,8 @@ def _run_hydra(command: Command, folder: Path) -> str:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"normexp: the launcher stopped: {reason}", file=sys.stderr)
         return reason
+    finally:
+        file.unlink(missing_ok=True)
     return ""
 
 
@@ -149,37 +194,9 @@ def _as_program(argv: list[str]) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = full
 
 
-def job(cfg: DictConfig) -> str:
-    """Trains the cell of one of Hydra's jobs; returns the status of its outcome."""
-    settings = HydraConfig.get()
+def run_job(file: Path, number: int, cwd: Path) -> None:
+    """Trains one of the tasks in a file, as a worker of this machine does."""
     with suppress(OSError):  # on another machine, relative folders start where the job does
-        os.chdir(settings.runtime.cwd)
-    chosen = settings.runtime.choices
-    choices = {group: str(chosen[group]) for group in GROUPS if chosen.get(group) is not None}
-    cfg.study = str(cfg.study)  # study=2026 names a folder
-    overrides = list(settings.overrides.task)
-    composed = CellSpec(cfg, choices, " ".join(overrides), overrides=overrides)
-
-    from normexp.cells.run import run_task
-
-    with messages_to_stderr():
-        (outcome,) = run_task([composed])
-    with open_atomic(_outcome_file(Path(settings.sweep.dir), composed)) as file:
-        pickle.dump(outcome, file)
-    return outcome.status
-
-
-def _outcome_file(folder: Path, cell: CellSpec) -> Path:
-    return folder / f"{cell.digest}-{cell.seeds[0]}-{cell.seeds[-1]}.outcome"
-
-
-def _outcome_of(folder: Path, cell: CellSpec, error: str) -> Outcome:
-    """Reads and removes the outcome that a job left."""
-    path = _outcome_file(folder, cell)
-    if not path.is_file():
-        reason = "the launcher stopped before its job ended" if error else "its job died"
-        return Outcome("failed", name_of(cell), error=f"{reason}; the same command continues")
-    with open(path, "rb") as file:
-        outcome = pickle.load(file)
-    path.unlink()
-    return outcome
+        os.chdir(cwd)
+    tasks = pickle.loads(file.read_bytes())
+    train_cells(tasks[number], [], workers=0)  # the launching process has recorded the command

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from normexp.config.spec import CellSpec, Outcome
+from normexp.config.titles import title_of
 from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied
@@ -18,7 +19,6 @@ from normexp.records.history import (
     append_command,
     read_history,
 )
-from normexp.sweeps.display import title_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class StudyLog:
 
     Args:
         cells: all cells of the command, perhaps of several studies.
-        words: what was typed.
+        words: what was typed; nothing for a job, whose command is recorded by another process.
         writes: not in a dry run.
     """
 
@@ -83,6 +83,8 @@ class StudyLog:
         with refusing_denied(study_dir, "take another study=..."):
             append_cells(study_dir, [_entry_of(cell) for cell in cells])
             asked = {cell.digest: cell.seeds for cell in cells}
+            if not self.words:
+                return
             append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
 
     def tell(self, cell: CellSpec, *, cell_id: str = "", error: str = "") -> None:

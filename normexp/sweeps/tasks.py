@@ -49,8 +49,7 @@ def _all_but_lr(cell: CellSpec) -> str | None:
         return None
     if cfg.get("stack") is False or cfg.get("dry_run") or needs_whole_machine(cfg):
         return None
-    # A mean over the stack would mix rates: TensorBoard's curves, the early end of a search.
-    if "tensorboard" in (cfg.get("logger") or {}) or (cfg.get("tune") or {}).get("thresholds"):
+    if "tensorboard" in (cfg.get("logger") or {}):  # its curves are means over the stack
         return None
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     del plain["lr"]

@@ -131,16 +131,14 @@ def work(
     def on_begin(stack: StackRecord, cell_ids: Sequence[str]) -> None:
         report(Began(stack, cell_ids))
 
-    def on_steps(done: int, total: int) -> None:
-        report(Steps(done, total))
-
+    on_steps = None if shows_bar else lambda done, total: report(Steps(done, total))
     while board.num_open and not stop.requested:
         with place.slot():
             task = board.take(number, is_free)
             if task is not None:
                 report(Took(task))
                 given = [cells[index] for index in task]
-                outcomes = run_task(given, on_begin, None if shows_bar else on_steps, stop)
+                outcomes = run_task(given, on_begin, on_steps, stop)
                 if outcomes[0].status == "busy":
                     assert outcomes[0].directory is not None
                     busy[task] = outcomes[0].directory / LOCK_FILE
@@ -189,7 +187,7 @@ class _Pipe(logging.Handler):
 
 def main(
     end: Connection,
-    output: str,
+    output: Connection,
     cells: Sequence[CellSpec],
     board: Board,
     place: Place,
@@ -199,12 +197,13 @@ def main(
     """Runs `work` in this process, which ends with its parent: at a checkpoint if one trains.
 
     Args:
-        output: a file for all that is printed; removed here, as the parent has it open.
+        output: the file for all that is printed; only its descriptor is used.
         run_task: None: `cells.run.run_task`.
     """
     os.setsid()  # Ctrl-C is for the parent, which asks by SIGTERM
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _print_to(output)
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
     pipe = _Pipe(end)
     package = logging.getLogger("normexp")
     package.addHandler(pipe)
@@ -237,13 +236,6 @@ def loaded(run_task: Trainer | None = None) -> Iterator[Trainer]:
 def _limit_threads() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-
-def _print_to(path: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-    os.unlink(path)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
 
 
 def _end_with_parent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -18,51 +17,43 @@ from typing import Literal
 import pytest
 
 from normexp.config.spec import CellSpec, Outcome
-from normexp.records.history import CellEntry, append_cells
+from normexp.records.history import CellEntry, append_cells, read_history
 from normexp.records.result import Result, read_result
-from normexp.search import select as tuning
-from normexp.sweeps.sweep import Session
+from normexp.sweeps import sweep
 from normexp.tune import main
-
-LR = "lr=tag(log,interval(1e-3,1))"
 
 
 class Trainer:
-    """In place of the runner: accuracy from the learning rate and the seed, all at once."""
+    """In place of the sweep: accuracy from the learning rate and the seed."""
 
     def __init__(self, accuracy: Callable[[float, int], float | None]) -> None:
         self.accuracy = accuracy
-        self.batches: list[list[CellSpec]] = []
-        self.stop_after: int | None = None
+        self.sweeps: list[list[CellSpec]] = []
+        self.statuses: dict[float, Literal["failed", "stopped", "refused"]] = {}
 
-    def __call__(
-        self, cells: Sequence[CellSpec], words: Sequence[str], *, session: Session
-    ) -> list[Outcome]:
-        assert session is not None
+    def __call__(self, cells: Sequence[CellSpec], words: Sequence[str]) -> list[Outcome]:
         assert words[0] == "normexp-tune"
-        self.batches.append(list(cells))
-        if self.stop_after is not None and len(self.batches) > self.stop_after:
-            raise KeyboardInterrupt
+        self.sweeps.append(list(cells))
         return [self.train(cell) for cell in cells]
 
     def train(self, cell: CellSpec) -> Outcome:
-        assert cell.cfg is not None
+        assert cell.cfg is not None and cell.study_dir is not None
+        cell.study_dir.mkdir(parents=True, exist_ok=True)
+        if cell.cfg.lr in self.statuses:
+            return Outcome(self.statuses[cell.cfg.lr], cell.title, error="it broke")
         results = [self.result(cell.cfg.lr, seed) for seed in cell.seeds]
-        return Outcome("finished", cell.title, "a cell", Path("none"), results=results)
+        return Outcome("finished", cell.title, cell.digest, cell.study_dir, results=results)
 
     def result(self, lr: float, seed: int) -> Result:
         value = self.accuracy(lr, seed)
         if value is None:
             return Result("a cell", seed, "diverged", {}, {}, {}, diverged_at_step=3)
-        metrics = {"val/accuracy": value, "test/accuracy": value - 0.1}
+        metrics = {"val/accuracy": value, "val/loss": value, "test/accuracy": value - 0.1}
         return Result("a cell", seed, "finished", {}, metrics, {})
 
-    @property
-    def cells(self) -> list[CellSpec]:
-        return [cell for batch in self.batches for cell in batch]
-
     def rates(self, study: str) -> list[float]:
-        return [c.cfg.lr for c in self.cells if c.cfg is not None and c.cfg.study == study]
+        cells = [cell for sweep in self.sweeps for cell in sweep]
+        return [c.cfg.lr for c in cells if c.cfg is not None and c.cfg.study == study]
 
 
 def peak(lr: float, seed: int) -> float:
@@ -72,7 +63,7 @@ def peak(lr: float, seed: int) -> float:
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     replaced = Trainer(peak)
-    monkeypatch.setattr(tuning, "train_cells", replaced)
+    monkeypatch.setattr(sweep, "train_cells", replaced)
     return replaced
 
 
@@ -84,13 +75,28 @@ def test_best_mean_on_validation_is_reported_with_fresh_seeds(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):
     assert tune(tmp_path, "lr=choice(0.01,0.1,1.0)") == 0
-    assert [len(batch) for batch in trainer.batches] == [3, 1]  # all points at once, then the best
+    assert [len(sweep) for sweep in trainer.sweeps] == [3, 1]  # all points at once, then the best
     assert trainer.rates("s-search") == [0.01, 0.1, 1.0] and trainer.rates("s") == [0.1]
-    assert [cell.seeds for cell in trainer.cells] == [[1000, 1001]] * 3 + [[0, 1]]
+    seeds = [cell.seeds for sweep in trainer.sweeps for cell in sweep]
+    assert seeds == [[1000, 1001]] * 3 + [[0, 1]]
     out = capsys.readouterr().out
     assert "90.1" in out and "80.1 [78.8, 81.4]" in out  # 80.1 -+ t(1) * 0.1
     assert f"python -m normexp.train replicas=2 study=s runs_dir={tmp_path} lr=0.1" in out
     assert "edge" not in out
+
+
+def test_best_point_at_the_edge_is_noted(
+    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+):
+    assert tune(tmp_path, "lr=choice(0.1,0.3,1.0)") == 0
+    assert trainer.rates("s") == [0.1]
+    assert "lr=0.1 lies at the edge of lr=choice(0.1,0.3,1.0)" in capsys.readouterr().out
+
+
+def test_smaller_loss_is_better_and_the_first_of_equals_is_chosen(tmp_path: Path, trainer: Trainer):
+    trainer.accuracy = lambda lr, _: None if lr == 0.4 else max(lr, 0.2)
+    assert tune(tmp_path, "lr=choice(0.3,0.2,0.1,0.4)", "tune.metric=val/loss") == 0
+    assert trainer.rates("s") == [0.2]
 
 
 def test_diverged_seed_counts_as_the_worst_value_and_is_no_failure(
@@ -101,35 +107,37 @@ def test_diverged_seed_counts_as_the_worst_value_and_is_no_failure(
     assert trainer.rates("s") == [0.12]  # 0.2 has the mean (1 + 0) / 2
     trainer.accuracy = lambda *_: None
     assert tune(tmp_path / "all", "lr=choice(0.1,0.2)") == 1
-    assert trainer.rates("s") == [0.12]  # no trial has a value: nothing is reported
+    assert trainer.rates("s") == [0.12]  # no point has a value: nothing is reported
+
+
+def test_metric_that_no_run_has_is_refused_with_those_there_are(
+    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+):
+    assert tune(tmp_path, "lr=choice(0.1,0.2)", "tune.metric=val/bits_per_byte") == 2
+    assert "tune.metric=val/bits_per_byte" in capsys.readouterr().err
+    assert trainer.rates("s") == []
+
+
+def test_longer_search_adds_points_and_replaces_the_shorter_in_the_history(
+    tmp_path: Path, trainer: Trainer
+):
+    for count in (3, 7):
+        assert tune(tmp_path, "lr=interval(1e-3,1)", f"tune.points={count}") == 0
+    rates = [[c.cfg.lr for c in trainer.sweeps[i] if c.cfg is not None] for i in (0, 2)]
+    assert rates[1][:3] == rates[0] and len(set(rates[1])) == 7
+    (search,) = read_history(tmp_path / "s-search").searches.values()
+    assert (search.keys, search.metric) == (["lr"], "val/accuracy")
+    assert search.points == [cell.digest for cell in trainer.sweeps[2]]
 
 
 @pytest.mark.slow
-def test_interrupted_line_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path, trainer: Trainer):
-    words = [LR, "tune.trials=6"]
-    assert tune(tmp_path / "whole", *words) == 0
-    whole = trainer.rates("s-search")
-    assert len(set(whole)) == 6
-    trainer.batches, trainer.stop_after = [], 3
-    assert tune(tmp_path / "cut", *words) == 130
-    trainer.batches, trainer.stop_after = [], None
-    assert tune(tmp_path / "cut", *words) == 0
-    assert trainer.rates("s-search") == whole[3:]
-    trainer.batches = []
-    assert tune(tmp_path / "cut", *words) == 0
-    assert trainer.rates("s-search") == []  # nothing is added
-
-
-@pytest.mark.slow
-def test_sizes_that_come_to_one_cell_share_a_search(tmp_path: Path, trainer: Trainer):
+def test_sizes_that_come_to_one_cell_share_a_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     words = ["lr=choice(0.1,0.2)", "norm=batch,group", "norm_batch_size=4,8", "steps=2"]
-    assert tune(tmp_path, *words) == 0
-    titles = [cell.title for cell in trainer.batches[1]]
-    assert titles == [
-        "norm=batch norm_batch_size=4 lr=0.1",
-        "norm=batch norm_batch_size=8 lr=0.1",
-        "norm=group norm_batch_size=4 lr=0.1",
-    ]
+    assert tune(tmp_path, *words, "workers=0") == 0
+    rows = capsys.readouterr().out.partition("to repeat the best:")[2].strip().splitlines()
+    assert ["norm=batch" in row for row in rows] == [True, True, False]
 
 
 def test_stop_while_fresh_seeds_train_is_told_as_one(
@@ -144,53 +152,46 @@ def test_stop_while_fresh_seeds_train_is_told_as_one(
     assert "stopped" in told.err and told.out == ""
 
 
-def test_failure_under_fail_fast_ends_the_search_as_it_ends_a_sweep(
+def test_failed_point_is_not_chosen_and_fails_the_command(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):
-    words = ["lr=choice(0.01,0.1,1.0)", "fail_fast=true"]
-    train = trainer.train
-    statuses: dict[str, Literal["failed", "stopped"]] = {"0.1": "failed", "1.0": "stopped"}
-    trainer.train = lambda cell: (
-        Outcome(statuses[str(cell.cfg.lr)], cell.title, error="it broke")
-        if cell.cfg is not None and str(cell.cfg.lr) in statuses
-        else train(cell)
-    )
-    assert tune(tmp_path, *words) == 1
+    trainer.statuses = {0.1: "failed"}
+    assert tune(tmp_path, "lr=choice(0.01,0.1,1.0)") == 1
+    assert trainer.rates("s") == [0.01]
+    assert "3, 1 failed" in capsys.readouterr().out
+    trainer.statuses = {0.1: "refused", 0.2: "refused"}
+    assert tune(tmp_path, "lr=choice(0.1,0.2)") == 2
+    assert "it broke" in capsys.readouterr().err
+
+
+def test_failure_under_fail_fast_trains_no_fresh_seeds(
+    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+):
+    trainer.statuses = {0.1: "failed", 1.0: "stopped"}
+    assert tune(tmp_path, "lr=choice(0.01,0.1,1.0)", "fail_fast=true") == 1
     assert trainer.rates("s") == []
-    told = capsys.readouterr()
-    assert "lr=0.1  failed: it broke" in told.err and "fail_fast" in told.err
-    assert "2, 1 failed" in told.out
-    trainer.train = train
-    assert tune(tmp_path, *words) == 0  # the one that was stopped goes on, the other is tried again
-    assert trainer.rates("s-search") == [0.01, 0.1, 1.0, 1.0, 0.1] and trainer.rates("s") == [0.1]
+    assert "fail_fast" in capsys.readouterr().err
 
 
-def test_fresh_seeds_of_an_earlier_best_are_told_apart(
+def test_runs_at_another_point_in_the_study_of_the_report_are_told_apart(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):
-    rates = iter([0.2, 0.9, 0.3])
-    values: dict[float, float] = {}
-    trainer.accuracy = lambda lr, _: (
-        values[lr] if lr in values else values.setdefault(lr, next(rates))
-    )
-    assert tune(tmp_path, LR, "tune.trials=1") == 0
-    (first,) = trainer.rates("s")
-    cell = trainer.cells[-1]
-    (tmp_path / "s").mkdir()
+    assert tune(tmp_path, "lr=choice(0.01,0.03,0.3)") == 0
+    cell = trainer.sweeps[-1][0]
     append_cells(tmp_path / "s", [CellEntry(cell.digest, cell.title, cell.seeds, "a cell")])
     assert "also has" not in capsys.readouterr().out
-    assert tune(tmp_path, LR, "tune.trials=3") == 0
-    out = capsys.readouterr().out
-    assert f"study=s also has the fresh seeds of lr={first:g}" in out
-    assert len(trainer.rates("s")) == 2 and out.count("also has") == 1
+    assert tune(tmp_path, "lr=choice(0.01,0.03,0.1,0.3)") == 0
+    assert "study=s also has runs at lr=0.3" in capsys.readouterr().out
 
 
-def test_dry_run_writes_nothing(
-    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_dry_run_lists_the_points_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert tune(tmp_path, LR, "dry_run=true") == 0
-    assert trainer.batches == [] and list(tmp_path.iterdir()) == []
-    assert "20 trials of lr=tag(log,interval(0.001,1))" in capsys.readouterr().out
+    assert tune(tmp_path, "lr=choice(0.1,0.2)", "dry_run=true", "steps=3") == 0
+    assert list(tmp_path.iterdir()) == []
+    out = capsys.readouterr().out
+    assert "lr=0.1: 2 runs to do" in out and "lr=0.2: 2 runs to do" in out
 
 
 @pytest.mark.slow
@@ -198,8 +199,9 @@ def test_search_killed_at_any_moment_finishes_as_an_undisturbed_one(tmp_path: Pa
     """No mocks: every run of search and report has the same metrics, and none is trained twice."""
 
     def command(name: str) -> list[str]:
-        space = ["tune.trials=4", "tune.seeds=2", "epochs=1", "replicas=2", "workers=0"]
-        return [sys.executable, "-m", "normexp.tune", LR, *space, f"runs_dir={tmp_path / name}"]
+        space = ["tune.points=4", "tune.seeds=2", "epochs=1", "replicas=2", "workers=0"]
+        where = f"runs_dir={tmp_path / name}"
+        return [sys.executable, "-m", "normexp.tune", "lr=interval(1e-3,1)", *space, where]
 
     def results() -> list[Path]:
         # Not Path.glob, which raises where a folder goes away while it looks.
@@ -229,5 +231,3 @@ def test_search_killed_at_any_moment_finishes_as_an_undisturbed_one(tmp_path: Pa
     subprocess.run(command("cut"), check=True, capture_output=True)
     assert metrics("cut") == metrics("whole")
     assert all(path.stat().st_mtime_ns == before for path, before in ended.items())
-    journal = (tmp_path / "cut" / "default-search" / "optuna.journal").read_text()
-    assert all(json.loads(line) for line in journal.splitlines())

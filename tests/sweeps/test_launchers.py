@@ -9,14 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 
 import pytest
 
+from normexp.config.spec import CellSpec, Command
 from normexp.errors import UserError
+from normexp.records.history import read_history
 from normexp.records.result import read_result
 from normexp.sweeps import launch as launching
 from normexp.sweeps.launch import ADDRESS, check_launcher
+from normexp.sweeps.sweep import train_cells
 from normexp.train import main
 
 QUICK = ["steps=8", "replicas=1"]
@@ -26,9 +30,7 @@ def installed(module: str) -> bool:
     return launching.is_installed(f"hydra_plugins.{module}")
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"), [("ray", "ray"), ("submitit_slurm", "slurm"), ("joblib", "joblib")]
-)
+@pytest.mark.parametrize(("name", "extra"), [("ray", "ray"), ("submitit_slurm", "slurm")])
 def test_launcher_that_is_not_installed_names_its_extra(
     name: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -43,20 +45,24 @@ def test_unknown_launcher_is_refused_with_the_choices(capsys: pytest.CaptureFixt
     assert "basic, ray, ray_aws, submitit_local" in capsys.readouterr().err
 
 
+def ray(*words: str) -> Command:
+    return Command(["hydra/launcher=ray", *words])
+
+
 def test_ray_cluster_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launching, "is_installed", lambda _: True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"  # bound, and nobody listens
         with pytest.raises(UserError, match=f"{ADDRESS}={address}"):
-            check_launcher("ray", [f"{ADDRESS}={address}"])
+            check_launcher(ray(f"{ADDRESS}={address}"))
         monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
         with pytest.raises(UserError, match=address):
-            check_launcher("ray", [])
+            check_launcher(ray())
         probe.listen()
-        check_launcher("ray", [])
+        check_launcher(ray())
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    check_launcher("ray", [])
+    check_launcher(ray())
 
 
 def line(runs: Path, launcher: str, *words: str) -> list[str]:
@@ -72,21 +78,39 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(launching, "check_launcher", lambda _: None)
+    words = ["-m", "norm=none,group", "hydra/launcher=submitit_local", *QUICK, "workers=0"]
+    words += [f"runs_dir={tmp_path / 'runs'}"]
+
+    def run_jobs(count: int) -> None:
+        def train(command: object, folder: Path, tasks: list[list[CellSpec]]) -> str:  # noqa: ARG001
+            for task in tasks[:count]:
+                train_cells(task, [], workers=0)
+            return "one of them was killed" if count < len(tasks) else ""
+
+        monkeypatch.setattr(launching, "_run_hydra", train)
+
+    run_jobs(1)
+    assert main(words) == 1
+    assert "1 finished, 1 failed" in capsys.readouterr().out
+    run_jobs(2)
+    assert main(words) == 0
+    assert "1 finished, 1 skipped" in capsys.readouterr().out
+
+
 def results(runs: Path) -> dict[str, bytes]:
     paths = runs.glob("default/*/seed-*/result.json")
     return {str(path.relative_to(runs)): path.read_bytes() for path in paths}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "module"),
-    [("submitit_local", "hydra_submitit_launcher"), ("joblib", "hydra_joblib_launcher")],
-)
-def test_sweep_through_a_launcher_leaves_the_usual_records(
-    launcher: str, module: str, tmp_path: Path
-):
-    if not installed(module):
-        pytest.skip(f"{module} is not installed")
+def test_sweep_through_a_launcher_leaves_the_usual_records(tmp_path: Path):
+    if not installed("hydra_submitit_launcher"):
+        pytest.skip("hydra_submitit_launcher is not installed")
+    launcher = "submitit_local"
     first = run(line(tmp_path / "runs", launcher, *QUICK), tmp_path)
     assert first.returncode == 0, first.stderr
     assert "2 finished" in first.stdout
@@ -98,8 +122,38 @@ def test_sweep_through_a_launcher_leaves_the_usual_records(
     assert "2 skipped" in again.stdout
     assert results(tmp_path / "runs") == recorded
     refused = run(line(tmp_path / "runs", launcher, *QUICK, "micro_batch_size=5"), tmp_path)
-    assert refused.returncode == 1
-    assert "2 refused" in refused.stdout
+    assert refused.returncode == 2
+    assert "micro_batch_size=5" in refused.stderr
+    (command, _, _) = read_history(tmp_path / "runs" / "default").commands  # none for a job
+    assert command.command == ["normexp-train", *line(tmp_path / "runs", launcher, *QUICK)[3:]]
+
+
+@pytest.mark.slow
+def test_two_terminals_and_a_launcher_share_a_study(tmp_path: Path):
+    """Nothing missing, nothing twice, nothing left over."""
+    if not installed("hydra_submitit_launcher"):
+        pytest.skip("hydra_submitit_launcher is not installed")
+    words = ["lr=0.03,0.1", "norm_batch_size=4,32", "steps=60", "replicas=2"]
+    local = line(tmp_path / "runs", "basic", *words)
+    launched = line(tmp_path / "runs", "submitit_local", *words)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    commands = [
+        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+        for command in (local, local, launched)
+    ]
+    ended: dict[str, int] = {}
+    while any(command.poll() is None for command in commands):
+        for path in glob(f"{tmp_path}/runs/default/*/seed-*/result.json"):
+            assert ended.setdefault(path, os.stat(path).st_mtime_ns) == os.stat(path).st_mtime_ns
+        time.sleep(0.05)
+    assert [command.returncode for command in commands] == [0, 0, 0]
+    runs = [path.parent for path in tmp_path.glob("runs/default/*/seed-*/result.json")]
+    assert len(runs) == (2 * 2 + 2) * 2  # group norm mixes no samples: one size
+    assert {read_result(path).status for path in runs} == {"finished"}
+    left = {".lock", "last.ckpt", "members.json"}
+    assert not [p for p in tmp_path.rglob("*") if p.name in left or p.suffix in (".tmp", ".pickle")]
+    again = run(local, tmp_path)
+    assert "8 skipped" in again.stdout
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE, seed_dir
 from normexp.records.result import Result
 from normexp.reporting.metric import describe_metric
-from normexp.training.recorder import resolve_mode
 
 
 def refuse_many_cells(cells: Sequence[CellSpec]) -> None:
@@ -35,6 +34,8 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
     over the other seeds would not be comparable with other cells.
     """
     import wandb
+
+    from normexp.training.recorder import resolve_mode  # torch
 
     if outcome.directory is None or not outcome.results:
         return
