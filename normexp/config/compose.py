@@ -139,7 +139,9 @@ def register_custom() -> None:
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:
-        node: dict[str, Any] = {"_target_": "???", "_partial_": group != "data"}
+        node: dict[str, Any] = {"_target_": "???"} | (
+            {} if group == "data" else {"_partial_": True}
+        )
         if group == "optim":
             node |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
             node |= {"schedule": "cosine", "warmup": 0.1}
