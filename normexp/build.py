@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,14 +66,8 @@ def build_norm(
     make = _offer(make, {"num_positions": data.input_shape[-1]})
     target = str(cfg.norm["_target_"])
     factory = adapt if target.startswith("normexp.norms.") else foreign_factory
-    build = factory(make, target=target, eps=cfg.eps)
-
-    def build_apart(num_features: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # a norm's draws must not shift the weights' draws
-            return build(num_features)
-
     return NormFactory(
-        build_apart,
+        factory(make, target=target, eps=cfg.eps),
         view=view,
         norm_batch_size=sizes.norm_batch_size,
         slots=resolve(cfg, reserved),
@@ -246,7 +241,9 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
     if isinstance(cause, ModuleNotFoundError) and cause.name == package:
         reason = f"there is no module {package}; install it, or add its folder to PYTHONPATH"
     elif isinstance(cause, ModuleNotFoundError) and cause.name == target:
-        reason = f"{parent} has no {target[len(parent) + 1 :]}"
+        name = target[len(parent) + 1 :]
+        near = suggest(name, dir(sys.modules[parent]), most=3) if parent in sys.modules else ""
+        reason = f"{parent} has no {name}" + (f"; {near}" if near else "")
     else:
         first = (str(cause).splitlines() or [""])[0]
         reason = f"importing it fails with {type(cause).__name__}: {first}"

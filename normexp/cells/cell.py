@@ -41,8 +41,7 @@ from normexp.checks.sites import probe_batch
 from normexp.config.compose import shipped_config
 from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan

@@ -22,8 +22,7 @@ from normexp.checks.subject import (
     skipped,
     values,
 )
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.site import Site
 from normexp.norms.state import State, merge_state, read_state, write_state
 

@@ -37,8 +37,9 @@ from normexp.checks.subject import (
     skipped,
     values,
 )
-from normexp.errors import UserError
-from normexp.norms.adapt import FEATURE_NAMES, PROBED_DIMS, first_line
+from normexp.errors import UserError, first_line
+from normexp.norms.adapt import FEATURE_NAMES
+from normexp.norms.layout import PROBED_DIMS
 from normexp.norms.state import read_state
 
 BUILT = "can be built"

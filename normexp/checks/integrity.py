@@ -16,8 +16,8 @@ from torch.nn import functional
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.checks.probe import Probe, fixed_draws, moves, normal
 from normexp.checks.sites import EnteredSite, name_some, naming
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line, unlike_attributes
+from normexp.errors import UserError, first_line
+from normexp.norms.layout import unlike_attributes
 from normexp.norms.site import Site, named_sites
 
 logger = logging.getLogger(__name__)

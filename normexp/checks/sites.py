@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.checks.probe import Probe, fixed_draws, moved_places, source
 from normexp.data.dataset import Data
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 
 SHOWN_NAMES = 3  # sites that a message spells out
