@@ -21,6 +21,7 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.load import find_cell, load_config, load_weights
 from normexp.cells.naming import GROUPS
 from normexp.cells.plan import place_on_one_device
+from normexp.cells.recorded import has_evaluations
 from normexp.config.rules import OPTIONS
 from normexp.errors import UserError
 from normexp.records.files import read_json, refusing_denied, write_evaluation
@@ -96,7 +97,7 @@ def save_evaluations(cell_dir: Path, contents: Contents) -> None:
 def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     """Logs the command that adds the requested evaluations that recorded runs lack."""
     folders = [seed_dir(cell.directory, seed) for seed in seeds]
-    if not cell.evaluation.adds or all((each / EVALUATION_FILE).is_file() for each in folders):
+    if not cell.evaluation.adds or has_evaluations(cell.directory, seeds):
         return
     if not any((each / WEIGHTS_FILE).is_file() for each in folders):
         logger.info("recorded without these statistics, and without weights to measure them from")
