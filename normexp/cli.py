@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normexp.config.help import conf_dir, help_text
@@ -38,7 +39,8 @@ def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]],
         print(f"normexp: {error}", file=sys.stderr)
         return USER_MISTAKE
     except KeyboardInterrupt as stop:
-        print(f"normexp: {str(stop) or 'interrupted'}", file=sys.stderr)
+        with suppress(KeyboardInterrupt):  # one more changes nothing
+            print(f"normexp: {str(stop) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
 
 

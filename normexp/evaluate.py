@@ -22,7 +22,7 @@ def _evaluate(words: list[str]) -> int:
         options["evaluate_with"] = ["running", "precise", *batch]
 
     from normexp.cells.evaluate import evaluate_run
-    from normexp.cells.logs import messages_to_stderr
+    from normexp.records.logs import messages_to_stderr
 
     with messages_to_stderr():
         evaluate_run(cell_dir, options | {"evaluate_every_epoch": False})

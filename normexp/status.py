@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _status(words: list[str]) -> int:
     options = read_options("status", words)
 
-    from normexp.sweeps.status import print_status, read_status
+    from normexp.records.state import read_status
+    from normexp.sweeps.status import print_status
 
     print_status(read_status(Path(options["runs_dir"]), options["study"]))
     return 0

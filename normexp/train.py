@@ -26,10 +26,11 @@ def _train(words: list[str]) -> int:
     from normexp.config.spec import place_of_command
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
-    if place_of_command(cells) is not None:  # one of the processes of srun or torchrun
+    place = place_of_command(cells)
+    if place is not None:  # one of the processes of srun or torchrun
         from normexp.sweeps.together import run_together
 
-        return run_together(cells, line)
+        return run_together(cells, line, place)
     from normexp.sweeps.sweep import run_cells
 
     return run_cells(cells, line)

@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,13 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows there")
-    parser.add_argument("--list", action="store_true", help="print the names of the sections")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     words = options.only or [""]
     chosen = [name for name in SECTIONS if any(word in name for word in words)]
-    if options.list or not chosen:
-        print("\n".join(SECTIONS))
-        return 0 if options.list else 2
+    if not chosen:
+        parser.error(f"--only {' '.join(words)}: the sections are {', '.join(SECTIONS)}")
     machine = describe_machine()
     for line in machine.items():
         print("# {}: {}".format(*line))
@@ -56,7 +55,10 @@ def main() -> int:
                 print(f"{name:<22} {row}", flush=True)
                 rows.append(row)
             if options.json:
-                content = {"machine": machine, "rows": [row.as_dict() for row in rows]}
+                content = {
+                    "machine": machine,
+                    "rows": [{**asdict(row), "met": row.met} for row in rows],
+                }
                 options.json.write_text(json.dumps(content, indent=1) + "\n")
     missed = [row for row in rows if row.met is False]
     print(f"# {len(rows)} rows, {len(missed)} miss their aim")

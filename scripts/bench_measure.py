@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 Times = Mapping[str, list[float]]
@@ -43,9 +43,6 @@ class Row:
         if self.value is None or self.aim is None:
             return None
         return self.value <= self.aim if self.sense == "<=" else self.value >= self.aim
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met}
 
     def __str__(self) -> str:
         value = "not measured" if self.value is None else f"{self.value:.3g}{self.unit}"

@@ -12,20 +12,20 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
-import torch.nn.functional as F
 from bench_measure import Bench, Row, alternate, milliseconds, ratio, run_python
-from PIL import Image
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchvision import transforms
 
 from normexp.batching.replicas import suitable_threads
@@ -36,6 +36,7 @@ from normexp.train import main as train
 
 NEVER = 10**6  # epochs between validations, steps between records: only training is timed
 LR = 0.1
+STEPS = {2: 1200, 16: 800, 128: 240}  # of a timed training, by batch size
 ELEMENTS_PER_SAMPLE = 16 * 8 * 8 + 2 * 32 * 4 * 4  # values that reach the convnet's norms
 
 
@@ -70,15 +71,124 @@ def ours(
     options += [f"val_every_epochs={NEVER}", f"log_every={log_every}"]
 
     def run() -> None:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        with quiet():
             assert train([*trainer, *words, *options]) == 0
 
     return seconds_per_step(num_steps, run)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield
+
+
+def build_network(width: int = 16) -> nn.Module:
+    """model=convnet on digits, in plain PyTorch."""
+
+    def block(before: int, after: int) -> list[nn.Module]:
+        conv = nn.Conv2d(before, after, 3, padding=1, bias=False)
+        return [conv, nn.BatchNorm2d(after), nn.ReLU()]
+
+    first, second, third = block(1, width), block(width, 2 * width), block(2 * width, 2 * width)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10)]
+    return nn.Sequential(*first, nn.MaxPool2d(2), *second, *third, *head)
+
+
+def build_optimizer(network: nn.Module) -> torch.optim.Optimizer:
+    """optim=sgd: weight decay on weights, not on norms and biases."""
+    vectors = [p for p in network.parameters() if p.ndim == 1]
+    weights = [p for p in network.parameters() if p.ndim > 1]
+    groups = [{"params": weights, "weight_decay": 5e-4}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, lr=LR, momentum=0.9, nesterov=True, fused=True)
+
+
+def lr_factor(step: int, num_steps: int) -> float:
+    """Linear warm-up over a tenth of the steps, then a cosine."""
+    warm_up = round(0.1 * num_steps)
+    share = (step - warm_up) / (num_steps - warm_up)
+    return (step + 1) / warm_up if step < warm_up else (1 + math.cos(math.pi * share)) / 2
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    """Normalised training images and targets."""
+    data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
+    train_split = data.train.gather(torch.arange(len(data.train)))
+    return data.model_inputs(train_split["inputs"]), train_split["targets"]
+
+
+def train_by_hand(size: int, num_steps: int) -> float:
+    """Seconds per step of a loop over data in memory, as one writes it without a framework."""
+    network, (inputs, targets) = build_network(), digits()
+    optimizer = build_optimizer(network)
+
+    def batches() -> Iterator[Tensor]:
+        while True:
+            yield from torch.randperm(len(inputs)).split(size)[: len(inputs) // size]
+
+    def run() -> None:
+        losses = []
+        for step, chosen in zip(range(num_steps), batches(), strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = LR * lr_factor(step, num_steps)
+            optimizer.zero_grad()
+            loss = cross_entropy(network(inputs[chosen]), targets[chosen])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if len(losses) == 10:
+                torch.stack(losses).mean().item()
+                losses = []
+
+    with suitable_threads(size * ELEMENTS_PER_SAMPLE):
+        return seconds_per_step(num_steps, run)
+
+
+class LightningNetwork(pl.LightningModule):
+    """The network as Lightning's tutorial has it; `logs`: its loss as well."""
+
+    def __init__(self, num_steps: int, *, logs: bool) -> None:
+        super().__init__()
+        self.network = build_network()
+        self.num_steps = num_steps
+        self.logs = logs
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        inputs, targets = batch
+        loss = cross_entropy(self.network(inputs), targets)
+        if self.logs:
+            self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = build_optimizer(self.network)
+        schedule = LambdaLR(optimizer, lambda step: lr_factor(step, self.num_steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def train_by_lightning(
+    size: int, num_steps: int, *, accumulate: int = 1, folder: Path | None = None
+) -> float:
+    """Seconds per optimizer step of Lightning's automatic loop.
+
+    Args:
+        accumulate: micro-batches per optimizer step.
+        folder: where a Trainer leaves what it writes by default; None switches all of that off.
+    """
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    options = {"max_steps": num_steps, "max_epochs": -1, "accumulate_grad_batches": accumulate}
+    options |= off if folder is None else {"default_root_dir": folder / "lightning"}
+    loader = DataLoader(TensorDataset(*digits()), size // accumulate, shuffle=True, drop_last=True)
+    with quiet(), suitable_threads(size // accumulate * ELEMENTS_PER_SAMPLE):
+        module = LightningNetwork(num_steps, logs=folder is not None)
+        trainer = pl.Trainer(accelerator="cpu", enable_model_summary=False, **options)
+        return seconds_per_step(num_steps, lambda: trainer.fit(module, loader))
+
+
 def one_seed(bench: Bench) -> Iterator[Row]:
     for size in (2, 16, 128):
-        steps, word = num_steps_at(bench, size), f"batch_size={size}"
+        steps, word = STEPS[size] // (4 if bench.quick else 1), f"batch_size={size}"
         arms = {
             "ours": partial(ours, bench, steps, word),
             "ours, recorded": partial(ours, bench, steps, word, log_every=10),
@@ -94,13 +204,10 @@ def one_seed(bench: Bench) -> Iterator[Row]:
         yield Row(what, "Lightning without logger, bar and checkpoints", bare)
 
 
-def num_steps_at(bench: Bench, batch_size: int) -> int:
-    return {2: 1200, 16: 800, 128: 240}[batch_size] // (4 if bench.quick else 1)
-
-
 def replicas(bench: Bench) -> Iterator[Row]:
     for size, aim in ((2, 5.0), (16, 2.5), (128, 1.0)):
-        train_some = partial(ours, bench, num_steps_at(bench, size) // 4, f"batch_size={size}")
+        num_steps = STEPS[size] // (16 if bench.quick else 4)
+        train_some = partial(ours, bench, num_steps, f"batch_size={size}")
         arms = {"16": partial(train_some, replicas=16), "1": partial(train_some, replicas=1)}
         times = alternate(arms, bench.rounds(9))
         what, note = f"16 replicas, batch {size}", f"a step of {milliseconds(times, '16', '1')}"
@@ -120,142 +227,34 @@ def ghost(bench: Bench) -> Iterator[Row]:
     yield Row(what, "plain batch norm", ratio(times, "plain", "ghost"), 0.85, ">=")
 
 
-class HandWritten(nn.Module):
-    """model=convnet on digits, in plain PyTorch."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, width, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(2 * width)
-        self.conv3 = nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False)
-        self.norm3 = nn.BatchNorm2d(2 * width)
-        self.head = nn.Linear(2 * width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm1(self.conv1(x)))
-        x = F.relu(self.norm2(self.conv2(F.max_pool2d(x, 2))))
-        x = F.relu(self.norm3(self.conv3(x)))
-        return self.head(x.mean(dim=(2, 3)))
-
-
-def build_optimizer(network: nn.Module) -> torch.optim.Optimizer:
-    """optim=sgd: weight decay on everything but the norms."""
-    norms = [p for name, p in network.named_parameters() if "norm" in name]
-    others = [p for name, p in network.named_parameters() if "norm" not in name]
-    groups = [{"params": others, "weight_decay": 5e-4}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.SGD(groups, lr=LR, momentum=0.9, nesterov=True, fused=True)
-
-
-def lr_factor(step: int, num_steps: int) -> float:
-    """Linear warm-up over a tenth of the steps, then a cosine."""
-    warm_up = round(0.1 * num_steps)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return (1 + math.cos(math.pi * (step - warm_up) / (num_steps - warm_up))) / 2
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    """Normalised training images and targets."""
-    data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
-    train_split = data.train.gather(torch.arange(len(data.train)))
-    return data.model_inputs(train_split["inputs"]), train_split["targets"]
-
-
-def train_by_hand(size: int, num_steps: int) -> float:
-    """Seconds per step of a loop over data in memory, as one writes it without a framework."""
-    network, (inputs, targets) = HandWritten(), digits()
-    optimizer = build_optimizer(network)
-
-    def run() -> None:
-        done, losses = 0, []
-        while done < num_steps:
-            order = torch.randperm(len(inputs))
-            for chosen in order.split(size)[: min(len(inputs) // size, num_steps - done)]:
-                for group in optimizer.param_groups:
-                    group["lr"] = LR * lr_factor(done, num_steps)
-                optimizer.zero_grad()
-                loss = F.cross_entropy(network(inputs[chosen]), targets[chosen])
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-                if len(losses) == 10:
-                    torch.stack(losses).mean().item()
-                    losses = []
-                done += 1
-
-    with suitable_threads(size * ELEMENTS_PER_SAMPLE):
-        return seconds_per_step(num_steps, run)
-
-
-class LightningNetwork(pl.LightningModule):
-    """The network as Lightning's tutorial has it; `logs`: its loss as well."""
-
-    def __init__(self, num_steps: int, *, logs: bool) -> None:
-        super().__init__()
-        self.network = HandWritten()
-        self.num_steps = num_steps
-        self.logs = logs
-
-    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        inputs, targets = batch
-        loss = F.cross_entropy(self.network(inputs), targets)
-        if self.logs:
-            self.log("train/loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        optimizer = build_optimizer(self.network)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: lr_factor(step, self.num_steps)
-        )
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def train_by_lightning(
-    size: int, num_steps: int, *, accumulate: int = 1, folder: Path | None = None
-) -> float:
-    """Seconds per optimizer step of Lightning's automatic loop.
-
-    Args:
-        accumulate: micro-batches per optimizer step.
-        folder: where a Trainer leaves what it writes by default; None switches all of that off.
-    """
-    module = LightningNetwork(num_steps, logs=folder is not None)
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    extras = off if folder is None else {"default_root_dir": folder / "lightning"}
-    data = TensorDataset(*digits())
-    loader = DataLoader(data, size // accumulate, shuffle=True, drop_last=True)
-    quiet = redirect_stdout(StringIO()), redirect_stderr(StringIO())
-    with quiet[0], quiet[1], suitable_threads(size // accumulate * ELEMENTS_PER_SAMPLE):
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_steps=num_steps,
-            max_epochs=-1,
-            accumulate_grad_batches=accumulate,
-            enable_model_summary=False,
-            **extras,
-        )
-        return seconds_per_step(num_steps, lambda: trainer.fit(module, loader))
-
-
-MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
+def noise(num_images: int) -> Data:
+    """Images of CIFAR's shape with crop and flip; also what data=custom takes."""
+    images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8)
+    split = Examples(images, torch.arange(num_images) % 10)
+    facts = {"num_outputs": 10, "input_shape": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    augmentation = Augmentation(crop_padding=4, flip=True, cutout=0)
+    return Data("noise", "classification", *(split,) * 3, **facts, augmentation=augmentation)
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
     """Crop and flip, against torchvision's transforms in two worker processes."""
     num_images, size = 4096 if bench.quick else 12800, 128
-    images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8)
-    split = Examples(images, torch.randint(0, 10, (num_images,)))
-    facts = {"num_outputs": 10, "input_shape": (3, 32, 32), "mean": MEAN, "std": STD}
-    augmentation = Augmentation(crop_padding=4, flip=True, cutout=0)
-    data = Data("noise", "classification", *(split,) * 3, **facts, augmentation=augmentation)
+    data = noise(num_images)
     batches = TrainingBatches(data, [0], size, drop_last=True)
-    loader = DataLoader(
-        Pictures(split), size, shuffle=True, drop_last=True, num_workers=2, persistent_workers=True
-    )
     epochs = iter(range(10**6))
+    pictures = data.train.inputs.permute(0, 2, 3, 1).numpy()
+    crop, flip = transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()
+    scaled = [transforms.ToTensor(), transforms.Normalize(data.mean, data.std)]
+    transform = transforms.Compose([transforms.ToPILImage(), crop, flip, *scaled])
+    loader = DataLoader(
+        list(zip(pictures, data.train.targets.tolist(), strict=True)),
+        batch_size=size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=2,
+        persistent_workers=True,
+        collate_fn=lambda batch: default_collate([(transform(x), y) for x, y in batch]),
+    )
 
     def ours() -> float:
         started, first = time.perf_counter(), next(epochs) * batches.steps_per_epoch
@@ -278,28 +277,6 @@ def pipeline(bench: Bench) -> Iterator[Row]:
     yield Row(what, "torchvision, 2 workers", gain, 6, ">=", note=note)
 
 
-class Pictures(Dataset):
-    """Images in memory, handed out like torchvision's CIFAR10: one PIL picture at a time."""
-
-    def __init__(self, split: Examples) -> None:
-        self.arrays = split.inputs.permute(0, 2, 3, 1).contiguous().numpy()
-        self.targets = split.targets.tolist()
-        self.transform = transforms.Compose(
-            [
-                transforms.RandomCrop(32, padding=4),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize(MEAN, STD),
-            ]
-        )
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int):
-        return self.transform(Image.fromarray(self.arrays[index])), self.targets[index]
-
-
 IMPORTS = ("-c", "import torch, pytorch_lightning")
 FIRST_STEP = """
 import os, sys, time
@@ -314,27 +291,21 @@ register_optimizer_step_post_hook(ended)
 from normexp.train import main
 main(sys.argv[1:])
 """
-# Sampled after the imports: they need more memory for a moment than a small training ever does.
+# The peak is counted from the end of the imports, which need more memory than a small training.
 PEAK_MEMORY = """
-import sys, threading, time
+import sys
 from normexp.train import main
 import torch, pytorch_lightning
 
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1])
+def mebibytes(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
 
-peak = before = resident()
-
-def watch():
-    global peak
-    while True:
-        peak = max(peak, resident())
-        time.sleep(0.002)
-
-threading.Thread(target=watch, daemon=True).start()
+before = mebibytes("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
 code = main(sys.argv[1:])
-print("peak", before, peak)
+print("peak", before, mebibytes("VmHWM"))
 sys.exit(code)
 """
 
@@ -368,16 +339,15 @@ def start_up(bench: Bench) -> Iterator[Row]:
 
 
 def memory(bench: Bench) -> Iterator[Row]:
-    if not Path("/proc/self/statm").exists():  # Linux only
+    if not Path("/proc/self/clear_refs").exists():  # Linux only
         return
-    page = os.sysconf("SC_PAGE_SIZE") / 2**20  # MiB
     for size in (2, 128):
         peak, grown = {}, {}
         for count in (1, 16):
             words = ["norm=batch", "trainer=cpu", f"replicas={count}", f"batch_size={size}"]
             words += ["epochs=1", "stack=true", f"runs_dir={bench.folder}/memory-{size}-{count}"]
             printed = run_python("-c", PEAK_MEMORY, *words)[1].split("peak")[-1].split()
-            before, peak[count] = (int(value) * page for value in printed)
+            before, peak[count] = map(float, printed)
             grown[count] = peak[count] - before
         note = (
             f"whole process {peak[16]:.0f} and {peak[1]:.0f} MiB, "
@@ -407,23 +377,21 @@ def study(bench: Bench) -> Iterator[Row]:
         options = {"accumulate": BATCH_SIZE // size, "folder": bench.folder}
         rounds = [train_by_lightning(BATCH_SIZE, sample, **options) for _ in range(3)]
         sampled[size] = statistics.median(rounds)
-    steps = epochs * (len(digits()[1]) // BATCH_SIZE)
-    theirs = sum(sampled.values()) * steps * len(NORMS) * SEEDS
-    distinct = (sum(sampled.values()) + 3 * sampled[BATCH_SIZE]) * steps * SEEDS
+    scale = epochs * (len(digits()[1]) // BATCH_SIZE) * SEEDS
+    theirs = sum(sampled.values()) * len(NORMS) * scale
+    distinct = (sum(sampled.values()) + 3 * sampled[BATCH_SIZE]) * scale
+    runs = len(NORMS) * len(NORM_BATCH_SIZES) * SEEDS
     what = f"study: 4 norms x 6 norm batch sizes x 8 seeds, {epochs} epochs"
     note = (
         f"ours {seconds:.0f} s for {num_cells} distinct cells; Lightning {theirs:.0f} s by "
-        f"extrapolation of {sample} steps at each size ({distinct:.0f} s if its user knows which "
-        "cells are alike)"
+        f"extrapolation of {sample} steps at each size"
     )
     yield Row(what, "Lightning, a run each", theirs / seconds, 20, ">=", note=note)
     yield Row(what, "Lightning, distinct cells only", distinct / seconds)
     spread, _ = run_study(bench, epochs, workers=os.cpu_count() or 1)
     yield Row(what, "the same with a worker for each core", seconds / spread)
-    runs = len(NORMS) * len(NORM_BATCH_SIZES) * SEEDS
-    yield Row(
-        what, "Lightning, a process each", (theirs + runs * run_python(*IMPORTS)[0]) / seconds
-    )
+    imports = runs * run_python(*IMPORTS)[0]
+    yield Row(what, "Lightning, a process each", (theirs + imports) / seconds)
 
 
 def run_study(bench: Bench, epochs: int, workers: int) -> tuple[float, int]:
@@ -443,28 +411,16 @@ def gpu_networks(bench: Bench) -> Iterator[Row]:
     """Samples per second of all replicas together: resnet20 on noise of CIFAR's shape."""
     if not torch.cuda.is_available():
         return
-    root = write_noise(bench.folder / "noise", num_images=4096)
-    words = ["trainer=gpu", "model=resnet20", "data=image_folder", f"data.root={root}"]
-    words += [f"data_dir={bench.folder}", "batch_size=256"]
-    steps = 60 if bench.quick else 200
+    words = ["trainer=gpu", "model=resnet20", "data=custom", "data._target_=bench_training.noise"]
+    words += ["data.num_images=4096", "batch_size=256"]
     variants = {f"norm batch {size}": (1, f"norm_batch_size={size}") for size in (2, 16, 128)}
     variants |= {f"{count} replicas": (count, "compile=false") for count in (1, 4, 16)}
     variants |= {"eager": (1, "compile=false"), "compiled": (1, "compile=true")}
     for name, (count, word) in variants.items():
+        steps = 60 if bench.quick else 200
         arms = {"step": partial(ours, bench, steps, *words, word, replicas=count)}
         rate = count * 256 / statistics.median(alternate(arms, bench.rounds(3, 1))["step"])
         yield Row(f"resnet20 on 32x32 noise, {name}", "-", rate, unit=" samples/s")
-
-
-def write_noise(root: Path, num_images: int) -> Path:
-    """Images of ten classes as a folder for data=image_folder."""
-    pixels = torch.randint(0, 256, (num_images, 32, 32, 3), dtype=torch.uint8).numpy()
-    for index, image in enumerate(pixels):
-        split = "test" if index % 8 == 0 else "train"
-        folder = root / split / f"class{index // 8 % 10}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / f"{index}.png")
-    return root
 
 
 SECTIONS = {

@@ -12,6 +12,7 @@ from normexp.evaluate import main
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import list_seeds, seed_dir
 from normexp.records.result import read_result
+from normexp.records.samples import read_samples
 from normexp.train import main as train
 
 ALL = "evaluate_with=[running,precise,batch]"
@@ -56,6 +57,19 @@ def test_training_records_three_statistics_in_every_file(cell_dir: Path):
         assert found["precise"]["num_samples"] == 1294
         assert set(found["gap"]) == {"norm1", "norm2", "norm3"}
     assert found["batch2"]["test/loss"] > found["running"]["test/loss"]
+
+
+def test_samples_are_recorded_for_every_kind_and_extended(cell_dir: Path, tmp_path: Path):
+    copy = shutil.copytree(cell_dir, tmp_path / cell_dir.name)
+    before = [read_samples(seed_dir(copy, seed)) for seed in (0, 1)]
+    assert main([f"run={copy}", "evaluate_with=[batch]", "evaluate_batch_sizes=[32]"]) == 0
+    for seed in (0, 1):
+        found, own = read_samples(seed_dir(copy, seed)), evaluation(copy, seed)
+        assert found.keys() == {"running", "precise", "batch2", "batch32"}
+        for kind, right in found.items():
+            assert right.mean() == pytest.approx(own[kind]["test/accuracy"])
+        for kind, right in before[seed].items():
+            assert right.tolist() == found[kind].tolist()
 
 
 def test_evaluating_kept_weights_gives_what_training_recorded(

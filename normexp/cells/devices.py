@@ -1,21 +1,71 @@
-"""Trains a stack on as many devices as its cell has, one process for each."""
+"""Trains a stack on several devices, with a process for each; the first one, rank 0, writes.
+
+Lightning starts the processes (`ddp_spawn`), unless srun or torchrun has started them already.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import connection, parent_process
+from typing import Any
 
-from omegaconf import OmegaConf
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, fitting_replicas
 from normexp.cells.cell import prepare_cell
-from normexp.cells.device_processes import Order, run_processes
+from normexp.records.logs import messages_to_stderr
 from normexp.cells.naming import GROUPS
-from normexp.cells.peers import Peers, meet
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
-from normexp.errors import INTERRUPTED
+from normexp.records.stacks import StackRecord
+from normexp.training.fit import device_type, quiet_lightning
 from normexp.training.stopping import Interrupted, StopRequest
+
+TICK = 0.1  # seconds between two looks at what other processes say
+
+
+class RankDied(Exception):
+    """A process of a training was killed, or ended without a reason."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks are to train, in plain values: each builds it for itself."""
+
+    cfg: dict[str, Any]
+    choices: dict[str, str]
+    seeds: list[int]
+    record: StackRecord
+    notes: list[str]  # shown as the cell was prepared
+
+    def train(self, rank: int, stop: StopRequest, on_steps: OnSteps | None) -> None:
+        """Trains as this rank. Raises Interrupted in all ranks alike."""
+        if rank == 0:
+            with messages_to_stderr(known=self.notes):
+                stack = self._build()
+                train_together(stack, self.notes, stop, on_steps)
+        else:
+            with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
+                follow_stack(self._build(), stop)
+
+    def _build(self) -> Stack:
+        cell = prepare_cell(OmegaConf.create(self.cfg), self.choices)
+        return Stack([(cell, self.seeds)], self.record)
 
 
 def train_on_devices(
@@ -24,56 +74,160 @@ def train_on_devices(
     stop: StopRequest | None = None,
     on_steps: OnSteps | None = None,
 ) -> None:
-    """Trains a stack as `train_together` does, with a process for each device of its cell.
-
-    If srun or torchrun has started the processes, this is the first of them; otherwise starts
-    them and waits for them. Only the first process writes.
+    """Trains a stack as `train_together` does, on as many devices as its cell has.
 
     Raises:
-        ProcessFailed: one of the processes that were started here failed, or died.
-        Interrupted: as in `train_together`; or the other processes cannot go on.
+        RankDied: a process was killed. Its checkpoint stays, and one process can resume it too.
+        Interrupted: as in `train_together`.
     """
-    cell, seeds = stack.cell, stack.seeds
+    cell = stack.cell
     if cell.num_devices == 1:
         train_together(stack, notes, stop, on_steps)
         return
-    # Sets aside a checkpoint that does not fit, before two processes read it.
-    fitting_replicas(cell, seeds, stack.checkpoint)
-    order = Order(
-        cfg=plain(cell.cfg),
-        choices={group: cell.record[group] for group in GROUPS},
-        seeds=seeds,
-        notes=list(notes),
-        shows_progress=on_steps is None,
-    )
-    place = place_among(cell.num_devices)
-    if place is not None:
-        peers = meet(place, cell.num_devices)
-        peers.tell(order)
-        with peers.training():
-            train_together(stack, notes, stop, on_steps)
-        return
+    fitting_replicas(cell, stack.seeds, stack.checkpoint)  # sets an unfitting one aside, once
+    choices = {group: cell.record[group] for group in GROUPS}
+    order = Order(plain(cell.cfg), choices, stack.seeds, stack.record, list(notes))
     stop = stop or StopRequest()
-    with stop.listening():
-        run_processes(order, cell.num_devices, stop, on_steps)
+    if place_among(cell.num_devices) is None:
+        with stop.listening():
+            _spawn_ranks(order, stop, on_steps)
+    else:
+        with started_ranks(cell.cfg).training(order):
+            train_together(stack, notes, stop, on_steps)
 
 
-def follow(peers: Peers) -> int:
-    """Trains the first process's stacks until its command ends; returns the exit code.
+# --- processes that Lightning starts --------------------------------------------------------------
 
-    Prints nothing: the first process reports refusals and results.
-    """
+# What this process and its ranks tell each other, in memory that they share.
+STOP, STEP, NUM_STEPS = range(3)
+
+
+def _spawn_ranks(order: Order, stop: StopRequest, on_steps: OnSteps | None) -> None:
+    trainer = order.cfg["trainer"]
+    board = torch.zeros(3, dtype=torch.int64).share_memory_()
+    errors = multiprocessing.get_context("spawn").SimpleQueue()
+    with quiet_lightning():
+        fabric = Fabric(
+            accelerator=device_type(trainer["accelerator"]),
+            devices=trainer["devices"],
+            strategy="ddp_spawn",
+            plugins=[LightningEnvironment()],  # whatever job this process is a part of
+        )
+    run_rank = partial(
+        _run_rank, order=order, board=board, errors=errors, shows_bar=on_steps is None
+    )
+    with ThreadPoolExecutor(1) as pool:
+        with _ctrl_c_blocked():  # in the ranks too, until they can answer
+            ended = pool.submit(fabric.launch, run_rank)
+        while not wait([ended], TICK).done:
+            board[STOP] = stop.requested
+            if on_steps is not None and board[NUM_STEPS]:
+                on_steps(int(board[STEP]), int(board[NUM_STEPS]))
     try:
-        while (order := peers.hear()) is not None:
-            try:
-                with peers.training():
-                    cell = prepare_cell(OmegaConf.create(order.cfg), order.choices)
-                    follow_stack(cell, order.seeds)
-            except Interrupted:
-                return INTERRUPTED
-            except Exception:
-                if peers.is_apart:
-                    raise
-        return 0
+        is_interrupted = ended.result()
+    except ProcessExitedException as error:
+        if stop.requested:
+            raise Interrupted from error
+        raise RankDied(f"{error}; the same command continues from the checkpoint") from None
+    except ProcessRaisedException as error:
+        if errors.empty():  # before it trained
+            raise
+        raise errors.get() from error  # the first one; other ranks may have lost their peer
+    if is_interrupted:
+        raise Interrupted
+
+
+def _run_rank(fabric: Fabric, *, order: Order, board: Tensor, errors: Any, shows_bar: bool) -> bool:
+    """Trains as one rank; returns True if it was interrupted."""
+
+    def show(step: int, num_steps: int) -> None:
+        board[STEP], board[NUM_STEPS] = step, num_steps
+
+    stop = StopRequest()
+    threading.Thread(target=_watch_parent, args=(board, stop), daemon=True).start()
+    with stop.listening():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        try:
+            order.train(fabric.global_rank, stop, None if shows_bar else show)
+        except Interrupted:
+            return True
+        except Exception as error:
+            error.add_note(traceback.format_exc())  # the queue keeps no traceback
+            errors.put(error)
+            raise
+    return False
+
+
+def _watch_parent(board: Tensor, stop: StopRequest) -> None:
+    """Passes its requests to stop on; ends this process with it, as it holds the lock."""
+    parent = parent_process()
+    assert parent is not None
+    while not connection.wait([parent.sentinel], TICK):
+        if board[STOP]:
+            stop.requested = True
+    os._exit(1)
+
+
+@contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
     finally:
-        peers.leave()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# --- processes that srun or torchrun has started --------------------------------------------------
+
+
+class StartedRanks:
+    """The processes that were started for one command: rank 0 decides what all of them train.
+
+    It alone reads what is recorded, so that they cannot come to different answers.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+        self.are_waiting = True  # for an order, while this process is rank 0
+
+    @contextmanager
+    def training(self, order: Order) -> Iterator[None]:
+        """In rank 0, around the training of an order by all ranks."""
+        self.fabric.broadcast(order)
+        self.are_waiting = False
+        yield
+        self.are_waiting = True
+
+    def dismiss(self) -> None:
+        """Ends `follow` in the other ranks, unless a failure or a stop has ended them already."""
+        if self.are_waiting:
+            self.fabric.broadcast(None)
+
+    def follow(self) -> None:
+        """Trains the orders of rank 0 until its command ends. Raises Interrupted with it."""
+        while (order := self.fabric.broadcast(None)) is not None:
+            order.train(self.fabric.global_rank, StopRequest(), None)
+
+
+@cache  # they were started once
+def _connect(accelerator: str, devices: int, num_nodes: int) -> StartedRanks:
+    by_srun = "RANK" not in os.environ
+    environment = SLURMEnvironment(auto_requeue=False) if by_srun else LightningEnvironment()
+    with quiet_lightning():
+        fabric = Fabric(
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            strategy="ddp",
+            plugins=[environment],
+        )
+        fabric.launch()
+    places = {"LOCAL_RANK": fabric.local_rank, "NODE_RANK": fabric.node_rank}  # for the Trainer
+    os.environ.update({name: str(place) for name, place in places.items()})
+    return StartedRanks(fabric)
+
+
+def started_ranks(cfg: DictConfig) -> StartedRanks:
+    """Waits for all processes that were started for a cell with this config."""
+    trainer = cfg.trainer
+    return _connect(device_type(trainer.accelerator), trainer.devices, trainer.num_nodes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -33,6 +34,7 @@ from normexp.records.paths import (
     seed_dir,
 )
 from normexp.records.result import Result, read_run
+from normexp.records.samples import read_samples, write_samples
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
 from normexp.training.recorder import Recorder
@@ -40,6 +42,7 @@ from normexp.training.recorder import Recorder
 logger = logging.getLogger(__name__)
 
 Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
+Samples = dict[int, dict[str, np.ndarray]]  # the content of samples.npz by seed
 
 
 def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
@@ -64,9 +67,9 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
             f"config now means {cell.id}; train that cell"
         )
-    contents = _evaluate(cell, cell_dir, [result.seed for result in results])
+    contents, samples = _evaluate(cell, cell_dir, [result.seed for result in results])
     print_evaluations(cell, contents)
-    save_evaluations(cell_dir, contents)
+    save_evaluations(cell_dir, contents, samples)
 
 
 def finished_results(cell_dir: Path) -> list[Result]:
@@ -86,11 +89,16 @@ def finished_results(cell_dir: Path) -> list[Result]:
     return finished
 
 
-def save_evaluations(cell_dir: Path, contents: Contents) -> None:
-    """Adds to the evaluation.json of each run. Raises UserError if it cannot be written."""
+def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> None:
+    """Adds to evaluation.json and samples.npz of each run.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
     for seed, content in contents.items():
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
         with refusing_denied(path, "the numbers are printed, but not saved"):
+            write_samples(path.parent, read_samples(path.parent) | samples[seed])
             write_evaluation(path.parent, (read_json(path) if path.exists() else {}) | content)
 
 
@@ -113,7 +121,7 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     )
 
 
-def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
+def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> tuple[Contents, Samples]:
     precision = cell.cfg.trainer.precision
     networks = [cell.build(seed) for seed in seeds]
     for seed, network in zip(seeds, networks, strict=True):
@@ -121,8 +129,10 @@ def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> Contents:
     replicas = arrange_replicas(cell, networks)
     module = build_module(cell, seeds, replicas, Recorder([]))
     evaluate(module, accelerator=cell.cfg.trainer.accelerator, precision=precision)
-    content = module.evaluator.content
-    return {seed: content(module.metrics, index) for index, seed in enumerate(seeds)}
+    evaluator, metrics = module.evaluator, module.metrics
+    contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
+    samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
+    return contents, samples
 
 
 def print_evaluations(cell: Cell, contents: Contents) -> None:

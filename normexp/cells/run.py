@@ -20,9 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from normexp.cells.assembly import OnSteps, will_stack
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.devices import train_on_devices
+from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
-from normexp.cells.logs import collected_messages
 from normexp.cells.naming import GROUPS
 from normexp.cells.recorded import has_evaluations, key_entry
 from normexp.cells.stack import Stack, new_stack
@@ -32,6 +31,7 @@ from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
 from normexp.records.history import KeyEntry, append_attempt, read_history
+from normexp.records.logs import collected_messages
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
 from normexp.records.result import CellRecords, Result, read_records, write_result
 from normexp.records.stacks import StackRecord, end_stack, list_stacks
@@ -330,7 +330,7 @@ class Claim:
         except UserError:
             end_stack(stack.record)
             raise
-        except Interrupted:
+        except (Interrupted, RankDied):  # the checkpoint stays
             raise
         except Exception as error:
             if full_disk(error, stack.directory):
@@ -384,6 +384,7 @@ def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outc
         return [Outcome("failed", name_of(spec), error=full, halts=True) for spec in specs]
     if isinstance(error, UserError):
         return [Outcome("refused", name_of(spec), error=str(error)) for spec in specs]
-    told = "".join(traceback.format_exception(error))
-    logger.error("%s: %s", specs[0].title, told)
+    if not isinstance(error, RankDied):  # which has no traceback worth reading
+        told = "".join(traceback.format_exception(error))
+        logger.error("%s: %s", specs[0].title, told)
     return [Outcome("failed", name_of(spec), error=one_line(error)) for spec in specs]

@@ -15,14 +15,15 @@ from normexp.batching.replicas import suitable_threads
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
 from normexp.cells.cell import Cell
-from normexp.cells.logs import messages_to_file
 from normexp.cells.trackers import open_loggers, wandb_runs
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
+from normexp.records.logs import messages_to_file
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOG_FILE, METRICS_FILE, WEIGHTS_FILE, seed_dir
 from normexp.records.result import Result, write_result
-from normexp.records.stacks import StackRecord, begin_stack, directory_of, end_stack
+from normexp.records.samples import write_samples
+from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder, RunSink
@@ -115,14 +116,11 @@ def train_together(
             return _train(stack, stop, on_steps)
 
 
-def follow_stack(cell: Cell, seeds: list[int], stop: StopRequest | None = None) -> None:
+def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Runs `train_together` in the other processes of a training: writes nothing."""
-    members = [(cell.id, seed) for seed in seeds]
-    record = StackRecord(directory_of(cell.study_dir, members), "", members, {})
-    stack = Stack([(cell, seeds)], record)
-    with suitable_threads(cell.elements_per_forward):
-        module = _build(stack, Recorder([[] for _ in seeds]))
-        _fit(stack, module, stop or StopRequest(), on_steps=lambda *_: None)
+    with suitable_threads(stack.cell.elements_per_forward):
+        module = _build(stack, Recorder([[] for _ in stack.runs]))
+        _fit(stack, module, stop, on_steps=lambda *_: None)
 
 
 def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Result]:
@@ -176,7 +174,7 @@ def _prepare_folders(stack: Stack) -> None:
 
 
 def _record(stack: Stack, module: TrainingModule) -> list[Result]:
-    """Writes weights and evaluations, then the result of every run: its presence means ended."""
+    """Writes everything of every run, and last its result, whose presence means ended."""
     device = module.trainer.strategy.root_device
     environment = describe_environment(gpu_name(device))
     if module.batches.data.source_version:
@@ -193,6 +191,7 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
         if cell.evaluation.adds:
             content = module.evaluator.content(module.metrics, index)
             write_evaluation(run_dir, content)
+        write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
         results.append(_result_of(stack, module, index, environment, timing))
     for result in results:
         write_result(seed_dir(stack.cell.study_dir / result.cell_id, result.seed), result)

@@ -18,23 +18,6 @@ def place_among(num_processes: int) -> int | None:
     return None
 
 
-def environment_of(index: int, num_processes: int, port: int) -> dict[str, str]:
-    """Variables that give a process its place on this machine, named as torchrun names them.
-
-    Args:
-        port: of the caller's TCPStore, where the processes meet.
-    """
-    return {
-        "RANK": str(index),
-        "LOCAL_RANK": str(index),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no process starts its own store
-    }
-
-
 def is_under_agent() -> bool:
     """True if a W&B agent started this process."""
     return bool(os.environ.get("WANDB_SWEEP_ID"))

@@ -142,15 +142,15 @@ class Outcome:
     key: KeyEntry | None = None
 
 
-def place_of_command(cells: Sequence[CellSpec]) -> tuple[int, int] | None:
-    """Index of this process and number of processes started for these cells; None if alone."""
+def place_of_command(cells: Sequence[CellSpec]) -> int | None:
+    """Index of this process among those that were started for these cells; None if alone."""
     for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
         devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
         if not (isinstance(devices, int) and isinstance(num_nodes, int)):
             continue  # refused when the cell is validated
         index = place_among(devices * num_nodes)
         if index is not None:
-            return index, devices * num_nodes
+            return index
     return None
 
 

@@ -95,7 +95,7 @@ def directory_of(study_dir: Path, members: Sequence[Member]) -> Path:
 
 
 def list_stacks(study_dir: Path, cell_ids: Iterable[str]) -> list[StackRecord]:
-    """The stacks with members in these cells that have begun and not ended.
+    """The stacks with members in these cells that have begun and not ended; no copies of them.
 
     Raises:
         UserError: a members.json that cannot be read.
@@ -104,7 +104,12 @@ def list_stacks(study_dir: Path, cell_ids: Iterable[str]) -> list[StackRecord]:
     folders = [study_dir, *(study_dir / cell_id for cell_id in sorted(cell_ids))]
     paths = [path for each in folders for path in sorted(each.glob(f"stacks/*/{MEMBERS_FILE}"))]
     records = [record for path in paths if (record := _read(path)) is not None]
-    return [each for each in records if cell_ids & {cell_id for cell_id, _ in each.members}]
+    return [
+        each
+        for each in records
+        if cell_ids & {cell_id for cell_id, _ in each.members}
+        and each.directory == directory_of(study_dir, each.members)
+    ]
 
 
 def _read(path: Path) -> StackRecord | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ import pandas as pd
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE
-from normexp.reporting.figures import (
+from normexp.reporting.charts import (
     HEIGHT,
     ROWS,
     WIDTH,
     Figure,
     Styles,
     encode_norm,
+    lines,
     make_figure,
     metric_axis,
     tooltip,
@@ -33,7 +33,6 @@ from normexp.reporting.style import DIVERGED
 from normexp.stats import mean
 
 MOST_POINTS = 60  # of one curve; more cannot be told apart at the width of a figure
-History = dict[str, dict[str, pd.DataFrame]]  # by cell and metric
 CROSS = "M-1,-1L1,1M1,-1L-1,1"
 DIAGNOSTICS = {
     "output_rms": "rms of the output",
@@ -46,7 +45,7 @@ DIAGNOSTICS = {
 
 
 def draw_history(part: Slice, styles: Styles) -> list[Figure]:
-    """Draws training loss and validation metric over samples, and diagnostics after training.
+    """Training loss and validation metric over samples, and diagnostics after training.
 
     Curves show the smallest and the largest size, diagnostics the smallest.
     """
@@ -56,14 +55,14 @@ def draw_history(part: Slice, styles: Styles) -> list[Figure]:
     return [*filter(None, curves), *_draw_sites(part, styles, history)]
 
 
-def _read_history(part: Slice) -> History:
-    """Finite values of all seeds, by cell and metric: columns `samples` and `value`.
+def _read_history(part: Slice) -> pd.DataFrame:
+    """Finite values of all seeds: `name`, `samples` and `value`, with the columns of their point.
 
     The curve of a diverged seed ends with its values. A run with a torn file has no curve, but does
     not fail the report.
     """
-    ends = part.points["cell"][part.points["size"].isin([part.sizes[0], part.sizes[-1]])]
-    runs = part.runs[part.runs["cell"].isin(ends) & (part.runs["status"] != "failed")]
+    points = part.points[part.points["size"].isin([part.sizes[0], part.sizes[-1]])]
+    runs = part.runs[part.runs["cell"].isin(points["cell"]) & (part.runs["status"] != "failed")]
     rows = []
     for cell, directory in zip(runs["cell"], runs["directory"], strict=True):
         with suppress(UserError):
@@ -71,30 +70,21 @@ def _read_history(part: Slice) -> History:
                 if math.isfinite(row.value):
                     rows.append((cell, row.name, row.samples_seen, row.value))
     table = pd.DataFrame(rows, columns=["cell", "name", "samples", "value"])
-    return {
-        str(cell): {str(name): own for name, own in of_cell.groupby("name", sort=False)}
-        for cell, of_cell in table.groupby("cell", sort=False)
-    }
+    return points[["norm", "size", "cell", "diverged"]].merge(table, on="cell")
 
 
-def _draw_curve(part: Slice, styles: Styles, history: History, metric: Metric) -> Figure | None:
-    rows = [
-        row
-        for point in plain_rows(part.points)
-        if point["size"] in (part.sizes[0], part.sizes[-1])
-        for row in _curve(point, history.get(point["cell"], {}).get(metric.name), metric)
-    ]
-    counts = Counter((row["norm"], row["size"]) for row in rows)
-    if max(counts.values(), default=0) < 2:  # a single validation is a point, not a curve
+def _draw_curve(
+    part: Slice, styles: Styles, history: pd.DataFrame, metric: Metric
+) -> Figure | None:
+    own = history[history["name"] == metric.name]
+    curves = [_curve(curve, metric) for _, curve in own.groupby(["norm", "size"], sort=False)]
+    if max(map(len, curves), default=0) < 2:  # a single validation is a point, not a curve
         return None
-    panels = [
-        _panel(part, styles, metric_axis(metric, own), size)
-        for size in sorted({part.sizes[0], part.sizes[-1]})
-        if (own := [row for row in rows if row["size"] == size])
-    ]
-    chart = alt.vconcat(*panels, data=ROWS) if len(panels) > 1 else panels[0].properties(data=ROWS)
+    rows = sum(curves, [])
+    sizes = sorted({row["size"] for row in rows})
+    chart = alt.vconcat(*(_panel(part, styles, metric, rows, size) for size in sizes), data=ROWS)
     caption = (
-        f"{metric.label} over training samples: mean over seeds with its 95 % t interval as band. "
+        f"{metric.label} over training samples: mean over seeds with its 95 % interval as band. "
         "A cross marks the last value of a norm with diverged seeds; the mean then continues "
         "over the remaining seeds."
     )
@@ -108,23 +98,22 @@ def _draw_curve(part: Slice, styles: Styles, history: History, metric: Metric) -
     return make_figure(name, f"{metric.label} during training", caption, chart, rows, part)
 
 
-def _curve(point: Row, values: pd.DataFrame | None, metric: Metric) -> list[Row]:
+def _curve(curve: pd.DataFrame, metric: Metric) -> list[Row]:
     """At most MOST_POINTS rows of one norm at one size, the last point always among them."""
-    if values is None:
-        return []
-    points = list(values.groupby("samples")["value"])
-    every = math.ceil(len(points) / MOST_POINTS)
+    point = plain_rows(curve[["norm", "size", "cell", "diverged"]].head(1))[0]
+    values = list(curve.groupby("samples")["value"])
+    every = math.ceil(len(values) / MOST_POINTS)
     rows = [
         {"norm": point["norm"], "size": point["size"], "samples": samples, "lost": False}
         | interval_row(mean(metric.scale * own), metric.digits)
         | {"directory": point["cell"]}
-        for samples, own in points[(len(points) - 1) % every :: every]
+        for samples, own in values[(len(values) - 1) % every :: every]
     ]
     rows[-1]["lost"] = point["diverged"] > 0
     return rows
 
 
-def _panel(part: Slice, styles: Styles, y: alt.Y, size: int) -> Any:
+def _panel(part: Slice, styles: Styles, metric: Metric, rows: list[Row], size: int) -> Any:
     colour, _, dash = encode_norm(part.norms, styles)
     colour = colour.legend(
         symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1, symbolSize=300
@@ -135,8 +124,10 @@ def _panel(part: Slice, styles: Styles, y: alt.Y, size: int) -> Any:
         .scale(zero=True, nice=False)
     )
     # The loss of a seed about to diverge has many digits.
-    y = y.axis(labelExpr="abs(datum.value) < 1e6 ? datum.label : format(datum.value, '.2~e')")
-    base = visible().transform_filter(f"datum.size == {size}")
+    y = metric_axis(metric, [row for row in rows if row["size"] == size]).axis(
+        labelExpr="abs(datum.value) < 1e6 ? datum.label : format(datum.value, '.2~e')"
+    )
+    base = visible(f"datum.size == {size}")
     cross = base.mark_point(shape=CROSS, size=50, stroke=DIVERGED, strokeWidth=2)
     tip = tooltip("norm", "samples", "text", "n", "directory")
     return alt.layer(
@@ -149,52 +140,33 @@ def _panel(part: Slice, styles: Styles, y: alt.Y, size: int) -> Any:
     ).properties(width=WIDTH, height=HEIGHT * 0.65, title=f"{AXIS_WORDS[part.axis]} {size}")
 
 
-def _draw_sites(part: Slice, styles: Styles, history: History) -> list[Figure]:
+def _draw_sites(part: Slice, styles: Styles, history: pd.DataFrame) -> list[Figure]:
     """One figure per diagnostic: norm sites in order of depth, a line per norm."""
-    rows = _site_rows(part, history)
+    own = history[(history["size"] == part.sizes[0]) & history["name"].str.match("diagnostics/")]
+    last = own[own["samples"] == own.groupby(["cell", "name"])["samples"].transform("max")]
+    keys = ["norm", "size", "cell", "name"]
+    table = last.groupby(keys, sort=False)["value"].agg(["mean", "size"])
+    rows = []
+    for (norm, size, cell, name), (value, n) in zip(table.index, table.to_numpy(), strict=True):
+        site, _, diagnostic = name.removeprefix("diagnostics/").rpartition("/")
+        row = {"norm": norm, "size": size, "site": site, "diagnostic": diagnostic}
+        rows.append(row | {"value": value, "n": int(n), "directory": cell})
     where = f"{AXIS_WORDS[part.axis]} {part.sizes[0]}"
     figures = []
     for name, title in DIAGNOSTICS.items():
-        own = [row for row in rows if row["diagnostic"] == name]
-        if own:
-            chart = _site_chart(part, styles, title, list(dict.fromkeys(r["site"] for r in own)))
+        if shown := [row for row in rows if row["diagnostic"] == name]:
             caption = f"{title} at each norm site after training, {where}; mean over seeds."
+            chart = _site_chart(part, styles, title, list(dict.fromkeys(r["site"] for r in shown)))
             heading = f"{title}, {where}"
-            figures.append(make_figure(f"sites_{name}", heading, caption, chart, own, part))
+            figures.append(make_figure(f"sites_{name}", heading, caption, chart, shown, part))
     return figures
 
 
 def _site_chart(part: Slice, styles: Styles, title: str, sites: list[str]) -> Any:
-    colour, shape, dash = encode_norm(part.norms, styles)
     x = alt.X("site:N", title="norm site, by depth", sort=sites).axis(
         labelAngle=-45, labelLimit=130, labelOverlap="greedy"
     )
     y = alt.Y("value:Q", title=title).scale(zero=False)
     tip = tooltip("norm", "site", "value:Q", "n:Q", "directory")
-    dots = visible().mark_point(filled=True, opacity=1, size=44)
-    return alt.layer(
-        visible().mark_line(strokeWidth=1.4).encode(x, y, colour, dash),
-        dots.encode(x, y, colour, shape, tooltip=tip),
-        data=ROWS,
-    ).properties(width=560, height=220)
-
-
-def _site_rows(part: Slice, history: History) -> list[Row]:
-    rows = []
-    for point in plain_rows(part.smallest):
-        for name, values in history.get(point["cell"], {}).items():
-            if name.startswith("diagnostics/"):
-                site, _, diagnostic = name.removeprefix("diagnostics/").rpartition("/")
-                last = values["value"][values["samples"] == values["samples"].max()]
-                rows.append(
-                    {
-                        "norm": point["norm"],
-                        "size": point["size"],
-                        "site": site,
-                        "diagnostic": diagnostic,
-                        "value": float(last.mean()),
-                        "n": len(last),
-                        "directory": point["cell"],
-                    }
-                )
-    return rows
+    layers = lines(x, y, encode_norm(part.norms, styles), tip, intervals=False, size=44)
+    return alt.layer(*layers, data=ROWS).properties(width=WIDTH, height=220)

@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from normexp.errors import UserError
 from normexp.records.paths import CONFIG_FILE
 from normexp.reporting.report import Report
-from normexp.reporting.tables import Table
 
 DEFAULT_PROJECT = "normexp"  # as in conf/logger/wandb.yaml
 
@@ -71,35 +69,23 @@ def find_project(cell_dirs: Iterable[Path]) -> tuple[str, str | None]:
 
 
 def _content(report: Report) -> dict[str, Any]:
+    """Tables as text: W&B wants one type per column, and a norm batch size may be `any`."""
     import wandb
 
-    main = report.tables[0]
-    images = {
-        f"figures/{figure.name}": wandb.Image(
-            str(report.directory / "figures" / f"{figure.name}.png"), caption=figure.caption
-        )
-        for figure in report.figures
-    }
-    tables = {
-        f"tables/{main.name}": _wandb_table(main),
-        "tables/verdict": _wandb_table(_verdict(report)),
-    }
-    return tables | images
-
-
-def _verdict(report: Report) -> Table:
-    columns = ["setting", "kind", "text"]
-    rows = [
-        (section.answer.heading, one.kind, one.text)
+    main, folder = report.tables[0], report.directory / "figures"
+    rows: list[Any] = main.texts()
+    verdict: list[Any] = [
+        [section.answer.heading, one.kind, one.text]
         for section in report.sections
         for one in section.answer.sentences
     ]
-    return Table("verdict", "Verdict", columns, pd.DataFrame(rows, columns=columns))
-
-
-def _wandb_table(table: Table) -> Any:
-    """All as text: W&B wants one type per column, and a norm batch size may be `any`."""
-    import wandb
-
-    rows: list[Any] = table.texts()
-    return wandb.Table(columns=list(table.columns), data=rows)
+    images = {
+        f"figures/{figure.name}": wandb.Image(
+            str(folder / f"{figure.name}.png"), caption=figure.caption
+        )
+        for figure in report.figures
+    }
+    return images | {
+        f"tables/{main.name}": wandb.Table(columns=list(main.columns), data=rows),
+        "tables/verdict": wandb.Table(columns=["setting", "kind", "text"], data=verdict),
+    }

@@ -19,7 +19,9 @@ from normexp.reporting.metric import Metric, format_interval
 from normexp.stats import Interval, mean
 
 Row = dict[Any, Any]  # column to plain value
+PARTS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
+IN_BOTH = (*SIZES, "trainer")  # of the identity, but recorded beside it as well
 # Columns of the table of runs that come neither from the config nor from the metrics.
 FIELDS = (
     "study",
@@ -154,19 +156,33 @@ def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> lis
 
 def _read_row(study: str, run_dir: Path) -> dict[str, Any]:
     result = read_run(run_dir)
-    if not isinstance(result.config.get("batch_size"), int):
+    config = dict(result.config)
+    if not isinstance(config.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no config.batch_size; was it edited by hand?")
-    identity = _flatten(result.config.get("identity") or {})
-    config = _flatten({key: v for key, v in result.config.items() if key != "identity"})
+    identity = config.pop("identity", {})
     own = result.to_dict()
     return (
-        {key: value for key, value in identity.items() if key.partition(".")[0] not in SIZES}
-        | config
+        _flatten({key: value for key, value in identity.items() if key not in IN_BOTH})
+        | _flatten(config)
+        | {
+            group: _own_name(config[group], identity.get(group) or {})
+            for group in PARTS
+            if group in config
+        }
         | _read_evaluation(run_dir)
         | result.metrics
         | _flatten({"timing": result.timing, "environment": result.environment})
         | {key: own[key] for key in FIELDS if key in own}
         | {"study": study, "cell": str(run_dir.parent), "directory": str(run_dir)}
+    )
+
+
+def _own_name(choice: str, part: Mapping[str, Any]) -> str:
+    """`group`; `MyNorm` for a user's own class; `resnet50` for one of torchvision's models."""
+    if isinstance(part.get("name"), str):
+        return part["name"]
+    return (
+        part["_target_"].rpartition(".")[2] if choice == "custom" and "_target_" in part else choice
     )
 
 

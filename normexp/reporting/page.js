@@ -1,7 +1,7 @@
 // Draws the figures when they come into view, and filters, sorts and saves what is on the page.
 const report = JSON.parse(document.getElementById("report").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const figures = new Map(); // element -> { view, width }
+const figures = new Map(); // element -> { view, page: its width }
 const hidden = { norm: new Set(), size: new Set(), model: new Set(), data: new Set() };
 
 function theme() {
@@ -21,6 +21,9 @@ function merged(base, extra) {
   return result;
 }
 
+const NARROW = 58; // pixels; the least width of a square with an interval in it
+const columnsOf = ({ layer, datasets }) => new Set(datasets.rows.map((r) => r[layer[0].encoding.x.field])).size;
+
 // The specification for the available width; `shrink`: pixels by which the last try was too wide.
 function fitted(spec, room, shrink) {
   const copy = structuredClone(spec);
@@ -34,6 +37,8 @@ function fitted(spec, room, shrink) {
   if (fit === "facet") {
     copy.columns = Math.max(1, Math.floor(room / 270));
     copy.spec.width = Math.max(130, Math.min(240, room / copy.columns - 80) - shrink / copy.columns);
+  } else if (copy.width?.step) {
+    copy.width.step = Math.max(NARROW, Math.min(copy.width.step, (room - 130) / columnsOf(spec)));
   } else if (fit === "width") {
     for (const view of copy.vconcat ?? [copy]) view.width = width;
     for (const view of copy.vconcat ?? []) if (view.title) view.title = { text: view.title, fontSize: 12 };
@@ -43,6 +48,8 @@ function fitted(spec, room, shrink) {
 
 async function draw(element) {
   const spec = report.figures[element.dataset.figure];
+  const isWide = spec.width?.step && columnsOf(spec) * NARROW + 130 > element.clientWidth;
+  element.closest("figure").classList.toggle("wide", Boolean(isWide));
   const room = element.clientWidth;
   if (!room) return;
   const options = { actions: false, renderer: "svg", tooltip: { theme: dark.matches ? "dark" : "light" } };
@@ -54,7 +61,7 @@ async function draw(element) {
     result.finalize();
     result = await embed(excess + 4);
   }
-  figures.set(element, { view: result.view, width: room });
+  figures.set(element, { view: result.view, page: innerWidth });
   await filterView(result.view);
   element.dataset.ready = "yes";
 }
@@ -68,6 +75,9 @@ function filterPage() {
   for (const row of document.querySelectorAll("[data-norm], [data-model]")) {
     row.hidden = Object.entries(hidden).some(([key, values]) => values.has(row.dataset[key]));
   }
+  document.body.classList.toggle("some-sizes", hidden.size.size > 0);
+  const count = Object.values(hidden).reduce((sum, values) => sum + values.size, 0);
+  document.querySelector(".filters summary").textContent = count ? `Filters: ${count} hidden` : "Filters";
   for (const { view } of figures.values()) if (view) filterView(view);
 }
 
@@ -86,17 +96,6 @@ function saveCsv(name, text) {
 async function saveImage(chart, kind) {
   const { view } = figures.get(chart) ?? {};
   if (view) save(`${chart.dataset.figure}.${kind}`, await view.toImageURL(kind, 2));
-}
-
-function asCsv(rows) {
-  const columns = [...new Set(rows.flatMap(Object.keys))];
-  const quoted = (value) => {
-    const text = value == null ? "" : String(value);
-    const safe = typeof value === "string" && /^[=+@\t]/.test(text) ? `'${text}` : text;
-    return /[",\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
-  };
-  return [columns, ...rows.map((row) => columns.map((c) => row[c]))]
-    .map((line) => line.map(quoted).join(",")).join("\n") + "\n";
 }
 
 function sortBy(header) {
@@ -125,9 +124,8 @@ document.addEventListener("change", (event) => {
 });
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
-  const { rows, table, image } = button?.dataset ?? {};
-  if (rows) saveCsv(rows, asCsv(report.figures[rows].datasets.rows));
-  else if (table) saveCsv(table, report.tables[table]);
+  const { table, image } = button?.dataset ?? {};
+  if (table) saveCsv(table, report.tables[table]);
   else if (image) saveImage(button.closest("figure").querySelector(".chart"), image);
   else if (button?.closest("th")) sortBy(button.closest("th"));
 });
@@ -147,5 +145,5 @@ dark.addEventListener("change", () => redraw(() => true));
 let waiting;
 addEventListener("resize", () => {
   clearTimeout(waiting);
-  waiting = setTimeout(() => redraw((c) => figures.get(c).width !== c.clientWidth), 200);
+  waiting = setTimeout(() => redraw((c) => figures.get(c).page !== innerWidth), 200);
 });

@@ -1,4 +1,4 @@
-"""A report on disk and in the terminal, once or again whenever its studies have new results."""
+"""A report as a folder: page, figures and tables, written once or whenever there are results."""
 
 from __future__ import annotations
 
@@ -7,23 +7,38 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from glob import escape, glob
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import vl_convert
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
+from normexp.reporting.charts import Figure
 from normexp.reporting.export import log_to_wandb
-from normexp.reporting.figures import Figure
-from normexp.reporting.page import render_page
+from normexp.reporting.frame import plain_rows
 from normexp.reporting.report import Report, build_report
+from normexp.reporting.style import order_norms
+from normexp.reporting.tables import Table
 from normexp.reporting.terminal import print_report
 
 PNG_SCALE = 2.0  # pixels per point of the figure
 LOOK_EVERY = 2.0  # seconds between checks for new results
 RELOAD_EVERY = 10  # seconds between reloads of a watched page
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
+    "img-src data: blob:"
+)
+LONG_COLUMNS = ("note", "seeds", "setting", "error", "directory")  # may wrap
+SHOWN_ROWS = 3000
 
 
 def publish(
@@ -47,9 +62,10 @@ def publish(
 
     def write(reload_seconds: int | None) -> Report:
         report = build_report(runs_dir, names, metric=metric, tolerance=tolerance)
-        write_report(report, reload_seconds=reload_seconds)
+        _write_report(report, reload_seconds)
         return report
 
+    seen = _stamp(runs_dir, names)
     report = write(RELOAD_EVERY if watch else None)
     print_report(report)
     print(f"\nreport: {report.directory / 'index.html'}")
@@ -58,79 +74,23 @@ def publish(
     if watch:
         print("watching for new results; Ctrl-C stops", flush=True)
         with suppress(KeyboardInterrupt):
-            _watch(lambda: _stamp(runs_dir, names), lambda: write(RELOAD_EVERY))
+            for _ in _news(runs_dir, names, seen):
+                try:
+                    print(f"{time.strftime('%H:%M:%S')} {write(RELOAD_EVERY).counts}", flush=True)
+                except UserError as error:  # as without any ended run; the last page stands
+                    print(f"normexp: {error}", flush=True)
         print()
         write(None)  # the final page does not reload itself
 
 
-def _watch(look: Callable[[], object], write: Callable[[], Report]) -> None:
-    """Writes the report whenever `look` returns something new; never returns."""
-    seen = look()
+def _news(runs_dir: Path, names: Sequence[str], seen: set[tuple[str, int]]) -> Iterator[None]:
+    """Waits, and yields whenever the studies have a result that is not in `seen`; never ends."""
     while True:
         time.sleep(LOOK_EVERY)
-        now = look()
+        now = _stamp(runs_dir, names)
         if now != seen:
             seen = now
-            try:
-                print(f"{time.strftime('%H:%M:%S')} {write().counts}", flush=True)
-            except UserError as error:  # as without any ended run; the last page stands
-                print(f"normexp: {error}", flush=True)
-
-
-def write_report(report: Report, *, reload_seconds: int | None = None) -> Path:
-    """Writes the report beside its folder, then swaps the two; returns the folder.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    target = report.directory
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=".report-", dir=target.parent))
-    except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror})") from error
-    try:
-        _write_into(fresh, report, reload_seconds)
-        fresh.chmod(0o755)
-        _swap(fresh, target)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return target
-
-
-def _write_into(folder: Path, report: Report, reload_seconds: int | None) -> None:
-    tables, figures = folder / "tables", folder / "figures"
-    tables.mkdir()
-    figures.mkdir()
-    for table in report.tables:
-        texts = {"csv": table.to_csv(), "md": table.to_markdown(), "tex": table.to_latex()}
-        for ending, text in texts.items():
-            (tables / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
-    # Drawing and bundling release Python's lock, so threads use all cores.
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        page = pool.submit(render_page, report, reload_seconds=reload_seconds)
-        for written in [pool.submit(_write_figure, figures, figure) for figure in report.figures]:
-            written.result()
-        (folder / "index.html").write_text(page.result(), encoding="utf-8")
-
-
-def _write_figure(folder: Path, figure: Figure) -> None:
-    import vl_convert
-
-    svg = vl_convert.vegalite_to_svg(json.dumps(figure.spec))
-    (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
-    (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
-
-
-def _swap(fresh: Path, target: Path) -> None:
-    """Replaces `target` by `fresh`: a reader sees the old report or the new one."""
-    if not target.exists():
-        os.replace(fresh, target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=".report-", dir=target.parent))
-    os.replace(target, old / "old")
-    os.replace(fresh, target)
-    shutil.rmtree(old)
+            yield
 
 
 def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
@@ -143,3 +103,127 @@ def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
                 with suppress(FileNotFoundError):  # just removed by a rerun
                     found.add((path, os.stat(path).st_mtime_ns))
     return found
+
+
+def _write_report(report: Report, reload_seconds: int | None) -> None:
+    """Writes the report beside its folder, then swaps the two: readers see the old or the new one.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    target = report.directory
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=".report-", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror})") from error
+    try:
+        new, old = fresh / "new", fresh / "old"
+        _write_into(new, report, reload_seconds)
+        with suppress(FileNotFoundError):
+            os.replace(target, old)
+        os.replace(new, target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _write_into(folder: Path, report: Report, reload_seconds: int | None) -> None:
+    tables, figures = folder / "tables", folder / "figures"
+    tables.mkdir(parents=True)
+    figures.mkdir()
+    for table in report.tables:
+        texts = {"csv": table.to_csv(), "md": table.to_markdown(), "tex": table.to_latex()}
+        for ending, text in texts.items():
+            (tables / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
+    # Drawing and bundling release Python's lock, so threads use all cores.
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        page = pool.submit(_render_page, report, reload_seconds)
+        for written in [pool.submit(_write_figure, figures, one) for one in report.figures]:
+            written.result()
+        (folder / "index.html").write_text(page.result(), encoding="utf-8")
+
+
+def _write_figure(folder: Path, figure: Figure) -> None:
+    svg = vl_convert.vegalite_to_svg(json.dumps(figure.spec))
+    (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
+    (folder / f"{figure.name}.csv").write_text(figure.rows.to_csv(), encoding="utf-8")
+    (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
+    (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
+
+
+# The page
+
+
+def _render_page(report: Report, reload_seconds: int | None) -> str:
+    """index.html with everything needed to show it; reloads itself if `reload_seconds` is set.
+
+    Everything from configs, file names and error messages is escaped by the template or, as data,
+    is JSON without a `<`.
+    """
+    environment = Environment(
+        loader=PackageLoader("normexp.reporting", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    content = {
+        "figures": {figure.name: figure.spec for figure in report.figures},
+        "tables": {table.name: table.to_csv() for table in report.tables}
+        | {figure.name: figure.rows.to_csv() for figure in report.figures},
+    }
+    return environment.get_template("page.html.j2").render(
+        report=report,
+        reload_seconds=reload_seconds,
+        filters=_filters(report),
+        tables=[_shown(table, report.directory.parents[1]) for table in report.tables],
+        long_columns=LONG_COLUMNS,
+        policy=Markup(POLICY),
+        css=_asset("page.css"),
+        js=_asset("page.js"),
+        bundle=_bundle(),
+        data=Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c")),
+    )
+
+
+def _asset(name: str) -> Markup:
+    return Markup(files("normexp.reporting").joinpath(name).read_text(encoding="utf-8"))
+
+
+@cache
+def _bundle() -> Markup:
+    """Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed."""
+    # The stub asks for a snippet, which the function itself has a default for.
+    bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
+    return Markup(bundle.replace("</script", "<\\/script"))
+
+
+def _filters(report: Report) -> dict[str, list[str]]:
+    """The values of each filter; one with a single value filters nothing and is left out."""
+    parts = [part for section in report.sections for part in section.answer.parts]
+    values = {
+        "norm": order_norms(report.cells["norm"]),
+        "model": sorted(report.cells["model"].unique()),
+        "data": sorted(report.cells["data"].unique()),
+        "size": list(map(str, sorted({size for part in parts for size in part.sizes}))),
+    }
+    return {key: found for key, found in values.items() if len(found) > 1}
+
+
+def _shown(table: Table, runs_dir: Path) -> dict[str, Any]:
+    """A table as the template needs it, with paths inside `runs_dir`.
+
+    Columns with one value are named above the table, so that the others fit on a page.
+    """
+    same, texts = table.split()
+    if "directory" in texts:
+        texts["directory"] = texts["directory"].str.removeprefix(f"{runs_dir}/")
+    return {
+        "name": table.name,
+        "title": table.title,
+        "columns": list(texts),
+        "same": same,
+        "texts": texts.head(SHOWN_ROWS).to_numpy().tolist(),
+        "rows": plain_rows(table.frame.head(SHOWN_ROWS)),
+        "cut": max(0, len(texts) - SHOWN_ROWS),
+    }

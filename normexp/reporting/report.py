@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from normexp.reporting.charts import Figure
 from normexp.reporting.compare import Change, compare_studies, difference_table
-from normexp.reporting.curves import draw_history
-from normexp.reporting.figures import Figure, draw_answer, draw_cost
-from normexp.reporting.frame import metric_names, read_studies
+from normexp.reporting.figures import draw_figures
+from normexp.reporting.frame import StudyRecords, metric_names, read_studies
 from normexp.reporting.metric import require_metric
 from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.style import assign_styles
@@ -83,6 +83,7 @@ def build_report(
     over_data = answer_over_data(slices) if len(names) == 1 else []
     answers = [answer_slice(part) for part in slices]
     changes = compare_studies(cells, runs, metric, tolerance) if len(names) > 1 else []
+    styles = assign_styles(cells["norm"])
     tables = [
         cell_table(cells, runs, metric, tolerance),
         sensitivity_table(answers),
@@ -93,29 +94,24 @@ def build_report(
         title=" and ".join(names),
         directory=runs_dir / "+".join(names) / "report",
         sections=[Section(answer, []) for answer in over_data]
-        + [Section(answer, _draw(answer, cells)) for answer in answers],
+        + [Section(answer, draw_figures(answer.parts[0], styles)) for answer in answers],
         changes=changes,
         tables=[difference_table(changes), *tables] if changes else tables,
         tuning=draw_tuning(
             [runs_dir / f"{name}{end}" for name in names for end in ("", "-search")]
         ),
         cells=cells,
-        counts=_count_words(cells, records.num_unended, len(records.problems)),
+        counts=_count_words(cells, records),
         waiting=records.waiting,
         problems=records.problems,
     )
 
 
-def _draw(answer: Answer, cells: pd.DataFrame) -> list[Figure]:
-    part, styles = answer.parts[0], assign_styles(cells["norm"])
-    return [*draw_answer(part, styles), *draw_history(part, styles), *draw_cost(part, styles)]
-
-
-def _count_words(cells: pd.DataFrame, num_unended: int, num_problems: int) -> str:
+def _count_words(cells: pd.DataFrame, records: StudyRecords) -> str:
     ended = {status: int(cells[status].sum()) for status in ("finished", "diverged", "failed")}
     lost = {
-        "not ended": num_unended,
-        "unreadable": num_problems,
+        "not ended": records.num_unended,
+        "unreadable": len(records.problems),
         "seeds missing": int(cells["missing"].sum()),
     }
     numbers = {"cell": len(cells), "run": sum(ended.values())}

@@ -12,11 +12,9 @@ import pandas as pd
 
 from normexp.reporting.frame import (
     SIZES,
-    Row,
     StudyRecords,
     config_columns,
     metric_names,
-    plain_rows,
     values_of,
     varying_columns,
 )
@@ -99,7 +97,8 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     batch_size, micro_batch_size, norm_batch_size: effective, never None; protocol: `full`,
         `accumulated` or `ghost`
     mixes_samples: False if the norm was measured not to look across samples
-    settings: what must be equal for cells to be compared; `title`: how it differs from others
+    settings: what must be equal for cells to be compared; `setting`: how it differs from others, in
+        words; `title`: model, data and `setting`
     expected, diverged, failed, missing: numbers of seeds
     """
     runs = records.runs
@@ -114,7 +113,9 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     suffix += pd.Series(np.where(cells["invalid"].notna(), " INVALID", ""), cells.index)
     suffix += _protocol_words(cells.assign(norm=names + suffix))
     cells["norm"], cells["base"] = names + suffix, cells["name"] + suffix
-    cells["title"] = _titles(cells["settings"], config[keys])
+    cells["setting"] = _setting_words(config[keys])
+    parts = cells["model"] + " on " + cells["data"]
+    cells["title"] = parts + cells["setting"].where(cells["setting"] == "", ", " + cells["setting"])
     rank = {norm: place for place, norm in enumerate(order_norms(cells["norm"]))}
     order = cells.assign(rank=cells["norm"].map(rank), lr=cells["lr"].fillna(0).astype(float))
     order = order.sort_values(["rank", "batch_size", "norm_batch_size", "lr"], kind="stable")
@@ -153,10 +154,8 @@ def _measured_columns(
     counts = pd.crosstab(runs["cell"], runs["status"]).reindex(first.index)
     counts = counts.reindex(columns=["finished", "diverged", "failed"], fill_value=0)
     expected = first["study"].map(num_seeds)
-    name = recorded("norm").fillna("-").astype(str)
-    target = recorded("norm._target_").fillna(name).astype(str).str.rpartition(".")[2]
     table = first[["study", "cell"]].assign(
-        name=name.where(name != "custom", target),
+        name=recorded("norm").fillna("-").astype(str),
         model=recorded("model").fillna("-").astype(str),
         data=recorded("data").fillna("-").astype(str),
         lr=recorded("lr"),
@@ -224,19 +223,19 @@ def _protocol_words(cells: pd.DataFrame) -> pd.Series:
     return (" " + cells["protocol"]).where(doubled, "")
 
 
-def _titles(settings: pd.Series, config: pd.DataFrame) -> pd.Series:
-    """For each cell the settings in which it differs from others: `resnet on cifar10, epochs=3`."""
-    knobs = [
-        key
-        for key in varying_columns(config.loc[settings.drop_duplicates().index])
-        if key not in ("model", "data") and not key.startswith(("model.", "data."))
-    ]
+def _setting_words(config: pd.DataFrame) -> pd.Series:
+    """For each cell the settings in which it differs from others: `epochs=3, model.width=8`.
 
-    def title(row: Row) -> str:
-        names = [str(row[key]) for key in ("model", "data") if row.get(key)]
-        return ", ".join([" on ".join(names) or "all", *(f"{key}={row[key]}" for key in knobs)])
-
-    return pd.Series([title(row) for row in plain_rows(config)], config.index)
+    Keys of a model, data set or optimizer count only where two of one name differ in them.
+    """
+    words = pd.Series("", config.index)
+    for key in map(str, config.drop(columns=["model", "data"], errors="ignore")):
+        part = key.partition(".")[0]
+        is_inside = part != key and part in config
+        for _, alike in config.groupby(part) if is_inside else [("", config)]:
+            if alike[key].map(repr).nunique() > 1:
+                words[alike.index] += alike[key].fillna("null").map(f", {key}={{}}".format)
+    return words.str[2:]
 
 
 def _is_norm_key(key: str) -> bool:

@@ -64,20 +64,18 @@ def assign_styles(labels: Iterable[str]) -> dict[str, Style]:
 
     Beyond 12 norms the colours begin again, each with another marker and dash.
     """
-    ordered = order_norms(labels)
-    slots: dict[str, int] = {}
-    rounds: dict[str, int] = {}
+    ordered, heirs = order_norms(labels), {}
     for label in ordered:  # the first variant of a shipped norm, `group num_groups=4`, is its heir
-        base = base_of(label)
-        if base in ORDER and ORDER.index(base) not in slots.values():
-            slots[label] = ORDER.index(base)
-    free = [slot for slot in range(len(SLOTS)) if slot not in slots.values()]
+        if base_of(label) in ORDER:
+            heirs.setdefault(base_of(label), label)
+    slots = {label: ORDER.index(base) for base, label in heirs.items()}
     # The colour of a shipped norm that is not there is taken last.
-    free.sort(key=lambda slot: slot < len(ORDER))
-    for position, label in enumerate([label for label in ordered if label not in slots]):
-        rounds[label], place = divmod(position, len(free))
-        slots[label] = free[place]
-    return {label: _style(slots[label], rounds.get(label, 0)) for label in ordered}
+    free = sorted(set(range(len(SLOTS))) - set(slots.values()), key=lambda s: (s < len(ORDER), s))
+    styles = {}
+    for label in ordered:
+        turn, place = divmod(len(styles.keys() - slots.keys()), len(free))
+        styles[label] = _style(slots[label], 0) if label in slots else _style(free[place], turn)
+    return styles
 
 
 def _style(slot: int, turn: int) -> Style:

@@ -76,6 +76,14 @@ class Table:
         """The shown cells, row by row."""
         return self.frame[self.columns].map(show).to_numpy().tolist()
 
+    def split(self) -> tuple[dict[str, str], pd.DataFrame]:
+        """What is the same in every row, and the texts of the other columns."""
+        texts = self.frame[self.columns].map(show)
+        found = {name: list(texts[name].unique()) for name in self.columns}
+        same = {name: own[0] for name, own in found.items() if len(own) == 1 < len(texts)}
+        named = {name: text for name, text in same.items() if text != "-"}
+        return named, texts.drop(columns=list(same))
+
 
 def show(value: Any) -> str:
     """A value as text on one line."""
@@ -102,7 +110,7 @@ def cell_table(
         for name, same in cells.groupby(names.fillna("val/loss"), sort=False)
     ]
     columns = [
-        *("norm", "model", "data", "batch size", "norm batch size", "lr", "metric"),
+        *("norm", "model", "data", "setting", "batch size", "norm batch size", "lr", "metric"),
         *("mean [95 % interval]", "median [95 % interval]", "IQM [95 % interval]"),
         *("n", "seeds", "diverged", "failed", "missing", "note", "directory"),
     ]
@@ -158,7 +166,16 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
 
 def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:
     """Every ended run with all its metrics as recorded."""
-    labels = ["cell", "norm", "model", "data", "batch_size", "norm_batch_size", "mixes_samples"]
+    labels = [
+        "cell",
+        "norm",
+        "model",
+        "data",
+        "setting",
+        "batch_size",
+        "norm_batch_size",
+        "mixes_samples",
+    ]
     recorded = ["study", "cell", "lr", "seed", "status", "diverged_at_step", "error", "invalid"]
     metrics = metric_names(runs)
     known = [name for name in recorded if name in runs]
@@ -168,8 +185,8 @@ def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:
     renamed = {"batch_size": "batch size", "norm_batch_size": "norm batch size"}
     frame = frame.rename(columns=renamed | {"diverged_at_step": "diverged at step"})
     columns = [
-        *("study", "norm", "model", "data", "batch size", "norm batch size", "lr", "seed"),
-        *("status", "diverged at step", "error", "invalid", *metrics, "directory"),
+        *("study", "norm", "model", "data", "setting", "batch size", "norm batch size", "lr"),
+        *("seed", "status", "diverged at step", "error", "invalid", *metrics, "directory"),
     ]
     return Table("runs", "Runs", columns, frame.reindex(columns=columns))
 

@@ -23,7 +23,16 @@ from scipy.special import gammaln
 from normexp.records.history import SearchEntry, read_history
 from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir
 from normexp.records.result import Result, read_run
-from normexp.reporting.figures import CONFIG, HEIGHT, ROWS, VISIBLE, WIDTH, Figure
+from normexp.reporting.charts import (
+    HEIGHT,
+    ROWS,
+    WIDTH,
+    Figure,
+    encode_style,
+    finish_figure,
+    tooltip,
+    visible,
+)
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.style import assign_styles
 
@@ -156,31 +165,17 @@ def draw_tuning(study_dirs: Sequence[Path]) -> list[Figure]:
 
 def _draw(curves: Sequence[Curve], number: int) -> Figure:
     metric, objective, setting = curves[0].metric, curves[0].objective, curves[0].setting
-    styles = assign_styles(curve.norm for curve in curves)
-    colours = alt.Scale(domain=list(styles), range=[style.colour for style in styles.values()])
-    dashes = alt.Scale(domain=list(styles), range=[list(style.dash) for style in styles.values()])
-    base = alt.Chart().transform_filter(VISIBLE)
+    colour, _, dash = encode_style("norm", assign_styles(curve.norm for curve in curves))
+    colour = colour.legend(symbolOpacity=1)
     x = alt.X("k:Q", title="points tried, k", axis=alt.Axis(tickMinStep=1, format="d"))
-    legend = alt.Legend(symbolOpacity=1)
-    colour = alt.Color("norm:N", scale=colours, title=None, legend=legend)
     y = alt.Y("mean:Q", title=metric.label, scale=alt.Scale(zero=False))
-    tip = [alt.Tooltip(f"{name}:Q") for name in ("k", "n", "mean", "low", "high")]
-    band = base.mark_area(opacity=0.15).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)
-    line = base.mark_line(point=True).encode(
-        x, y, colour, alt.StrokeDash("norm:N", scale=dashes, title=None), tooltip=["norm:N", *tip]
-    )
+    tip = tooltip("norm", *(f"{name}:Q" for name in ("k", "n", "mean", "low", "high")))
+    band = visible().mark_area(opacity=0.15).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)
+    line = visible().mark_line(point=True).encode(x, y, colour, dash, tooltip=tip)
     chart = alt.layer(band, line, data=ROWS).properties(width=WIDTH, height=HEIGHT)
-    title = "Expected best of k points"
-    spec = chart.to_dict(validate=False)
-    hidden = [{"name": name, "value": []} for name in ("hidden_norms", "hidden_sizes")]
-    spec |= {
-        "datasets": {"rows": [row for curve in curves for row in curve.rows()]},
-        "title": {"text": title, "subtitle": setting or "the default training"},
-        "params": [*spec.get("params", []), *hidden],
-        "usermeta": {"fit": "width"},
-        "config": CONFIG,
-    }
     caption = CAPTION.format(
         metric=metric.label, objective=objective.label, resamples=f"{RESAMPLES:,}"
     )
-    return Figure(f"tuning_{number}", title, caption, spec)
+    rows = [row for curve in curves for row in curve.rows()]
+    title, subtitle = "Expected best of k points", setting or "the default training"
+    return finish_figure(f"tuning_{number}", title, subtitle, caption, chart, rows)

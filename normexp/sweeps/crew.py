@@ -8,9 +8,8 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from normexp.config.spec import CellSpec
 from normexp.records.stacks import StackRecord
@@ -18,7 +17,6 @@ from normexp.sweeps.machine import Place
 from normexp.sweeps.tasks import Board, Task
 from normexp.sweeps.worker import Event, Trainer, main
 
-PATIENCE = 10.0  # seconds for a worker to end that has nothing left to do
 SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threads and locks
 
 
@@ -27,14 +25,31 @@ def shared_board(tasks: Sequence[Task], num_cells: int) -> Board:
     return Board(tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells))
 
 
-class Worker:
-    """One worker process, and what it has told.
+class Seat:
+    """What is known of one that works: a worker process, or this process.
 
     Attributes:
-        number: of it on the board, from 1; no other worker of the command has had it.
         task: the cells it has at the moment; none while it has none.
         stack: the last stack of its task that began to train.
         since: when it took its task.
+    """
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.take(())
+
+    def take(self, task: Task) -> None:
+        self.task = task
+        self.stack: StackRecord | None = None
+        self.steps = (0, 0)
+        self.since = time.monotonic()
+
+
+class Worker(Seat):
+    """One worker process.
+
+    Attributes:
+        number: of it on the board, from 1; no other worker of the command has had it.
     """
 
     def __init__(
@@ -45,26 +60,18 @@ class Worker:
         board: Board,
         run_task: Trainer | None = None,
     ) -> None:
+        super().__init__()
         self.number = number
         self.place = place
-        self.is_ready = False
-        self.task: Task = ()
-        self.stack: StackRecord | None = None
-        self.steps = (0, 0)
-        self.since = time.monotonic()
         self._shown = 0
-        descriptor, path = tempfile.mkstemp(prefix="normexp-worker-")
-        self._output = descriptor
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  as long as the worker
         self.connection, theirs = SPAWN.Pipe(duplex=False)
-        arguments = (theirs, path, cells, board, place, number, run_task)
-        self.process = SPAWN.Process(target=main, args=arguments, name=f"normexp-worker-{number}")
-        with theirs, place.environment():
-            _start_without_interrupts(self.process)
-        self._path = Path(path)
-
-    def take(self, task: Task) -> None:
-        self.task, self.stack, self.steps = task, None, (0, 0)
-        self.since = time.monotonic()
+        # A connection is what multiprocessing hands over; its descriptor is what the worker takes.
+        with theirs, Connection(os.dup(self._output.fileno()), readable=False) as output:
+            arguments = (theirs, output, cells, board, place, number, run_task)
+            self.process = SPAWN.Process(target=main, args=arguments)
+            with place.environment():
+                _start_without_interrupts(self.process)
 
     def hear(self) -> Event | None:
         """Its next event; None once it has ended."""
@@ -80,15 +87,17 @@ class Worker:
 
     def new_output(self) -> str:
         """What it has printed since this was last called."""
-        size = os.fstat(self._output).st_size
-        text = os.pread(self._output, size - self._shown, self._shown)
-        self._shown = size
+        text = self._read(self._shown)
+        self._shown += len(text)
         return text.decode(errors="replace")
 
     def last_output(self) -> str:
         """The end of all that it has printed."""
-        size = os.fstat(self._output).st_size
-        return os.pread(self._output, 4000, max(0, size - 4000)).decode(errors="replace")
+        return self._read(0)[-4000:].decode(errors="replace")
+
+    def _read(self, start: int) -> bytes:
+        descriptor = self._output.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size - start, start)
 
     def describe_death(self) -> str:
         """Why it ended, in one line; it has ended."""
@@ -100,17 +109,12 @@ class Worker:
         return f"its process ended with code {code}" + (f": {lines[-1]}" if lines else "")
 
     def close(self) -> None:
-        """Waits for its end, which it is about to reach, or kills it."""
-        self.process.join(PATIENCE)
-        self.kill()
-
-    def kill(self) -> None:
+        """Ends it at once, if it has not ended."""
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
         self.connection.close()
-        os.close(self._output)
-        self._path.unlink(missing_ok=True)  # of one that died before it removed it
+        self._output.close()
 
 
 def _start_without_interrupts(process: BaseProcess) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
 from collections import Counter
@@ -16,12 +15,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from normexp.cells.logs import OnceFilter, messages_to
-from normexp.config.rules import in_identity
 from normexp.config.spec import Outcome
+from normexp.records.logs import OnceFilter, messages_to
 
 if TYPE_CHECKING:
-    from normexp.config.spec import CellSpec
+    pass
 
 SECONDS_BETWEEN_LINES = 60.0  # between progress lines without a terminal
 COUNTED = ("finished", "skipped", "failed", "refused", "stopped", "planned")
@@ -157,50 +155,3 @@ def spoken(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
-
-
-def title_of(cell: CellSpec) -> str:
-    """The norm, the sizes and the typed overrides of a cell.
-
-    For example `norm=batch batch_size=32 norm_batch_size=2 epochs=3`. Independent of the other
-    cells of the command; leaves out the study, folders and seeds.
-    """
-    if cell.cfg is None:
-        return " ".join(text for text in cell.overrides if not _is_apart(text)) or cell.title
-    said = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
-    words = [f"{key}={value}" for key, value in said.items() if value is not None]
-    typed = [text for text in cell.overrides if _key_of(text) not in said]
-    return " ".join([*words, *(text for text in typed if not _is_apart(text))])
-
-
-def _key_of(text: str) -> str:
-    return text.lstrip("+~").partition("=")[0]
-
-
-def _is_apart(text: str) -> bool:
-    """True if an override sets where, when or how a cell is trained, but not what."""
-    key = re.split(r"[/@]", _key_of(text))[0]
-    return key == "trainer" or not in_identity(key)
-
-
-def shared_words(titles: Sequence[str]) -> str:
-    """The words that all titles of one cell share, such as `norm=none` for several sizes."""
-    first, *others = [title.split() for title in titles]
-    return " ".join(word for word in first if all(word in other for other in others)) or titles[0]
-
-
-def tell_apart(titles: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the words that all titles share, and each title without them. Norms are kept."""
-    rows = [title.split() for title in titles]
-    if len(rows) < 2:
-        return "", list(titles)
-    shared = [
-        word
-        for word in rows[0]
-        if not word.startswith("norm=") and all(word in row for row in rows)
-    ]
-    own = [" ".join(word for word in row if word not in shared) for row in rows]
-    return " ".join(shared), [text or title for text, title in zip(own, titles, strict=True)]

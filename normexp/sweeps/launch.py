@@ -20,7 +20,6 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from normexp.cells.logs import messages_to_stderr
 from normexp.cells.recorded import passed_over, recorded_outcome
 from normexp.config.compose import VERSION_BASE, quoted
 from normexp.config.grid import compose_cells
@@ -28,6 +27,7 @@ from normexp.config.help import conf_dir
 from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.history import read_history
+from normexp.records.logs import messages_to_stderr
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import shared_value
 from normexp.sweeps.sweep import conclude, train_cells

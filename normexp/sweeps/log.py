@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from normexp.config.spec import CellSpec, Outcome
+from normexp.config.titles import title_of
 from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied
@@ -19,7 +20,6 @@ from normexp.records.history import (
     append_command,
     read_history,
 )
-from normexp.sweeps.display import title_of
 
 logger = logging.getLogger(__name__)
 

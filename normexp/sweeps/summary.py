@@ -18,7 +18,8 @@ from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.paths import LOG_FILE, Study
 from normexp.records.result import Result, read_result
-from normexp.sweeps.display import shared_words, spoken
+from normexp.records.state import shared_words
+from normexp.sweeps.display import spoken
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")

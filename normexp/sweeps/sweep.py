@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from normexp.cells.recorded import passed_over
@@ -18,13 +18,13 @@ from normexp.records.files import full_disk
 from normexp.records.history import append_attempt
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
-from normexp.sweeps.crew import Worker, ready_workers, shared_board
+from normexp.reporting.agent import log_to_agent, refuse_many_cells
+from normexp.sweeps.crew import Seat, Worker, ready_workers, shared_board
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place, places_for, shared_value, trains_here
 from normexp.sweeps.summary import print_closing_table, print_plan, print_summary
 from normexp.sweeps.tasks import Board, Task, group_cells
-from normexp.sweeps.wandb import log_to_agent, refuse_many_cells
 from normexp.sweeps.worker import (
     Began,
     Ended,
@@ -180,17 +180,7 @@ class Sweep:
         self._pass_over(board)
         if not board.num_open:
             return self._all_outcomes()
-        task: Task = ()
-
-        def report(event: Event) -> None:
-            nonlocal task
-            if isinstance(event, Took):
-                task = event.task
-            elif isinstance(event, Began):
-                self._begin(task, event)
-            elif isinstance(event, Ended):
-                self._end(event.task, event.outcomes)
-
+        report = partial(self._note, Seat())
         with loaded(self.run_task) as run_task:
             while board.num_open and not self.request.requested:
                 own = {"run_task": run_task, "shows_bar": True}
@@ -218,7 +208,7 @@ class Sweep:
                     self.display.update(self.workers, board.num_open)
         finally:
             for worker in self.workers:
-                worker.kill()
+                worker.close()
         return self._all_outcomes()
 
     def _pass_over(self, board: Board) -> None:
@@ -258,27 +248,10 @@ class Sweep:
         text = worker.new_output()
         if text.strip():
             self.display.print(text.rstrip("\n"))
-        match event:
-            case Ready():
-                worker.is_ready = True
-                worker.since = time.monotonic()
-                self._failed_starts = 0
-            case Took(task):
-                worker.take(task)
-            case Began(stack):
-                worker.stack = stack
-                self._begin(worker.task, event)
-            case Steps(done, total):
-                worker.steps = (done, total)
-            case Note(level, text):
-                logger.log(level, text)
-            case PutBack():
-                worker.take(())
-            case Ended(task, outcomes):
-                worker.take(())
-                self._end(task, outcomes)
-            case None:
-                self._bury(worker, board)
+        if event is None:
+            self._bury(worker, board)
+        else:
+            self._note(worker, event)
 
     def _bury(self, worker: Worker, board: Board) -> None:
         """Handles the end of a worker: orderly, or by a signal, or at its start."""
@@ -295,7 +268,7 @@ class Sweep:
         for index in set(task) - {*still_open}:
             board.end((index,))
         self.workers.remove(worker)
-        worker.kill()
+        worker.close()
 
     def _count_death(self, worker: Worker, task: Task, reason: str) -> None:
         """A failed attempt of the stack that it trained, which the next worker knows of.
@@ -313,11 +286,30 @@ class Sweep:
             error = f"{reason}, before it was trained"
             self._end(task, [Outcome("failed", name_of(self.cells[task[0]]), error=error)])
 
-    # --- Outcomes ---------------------------------------------------------------------------------
+    # --- Events -----------------------------------------------------------------------------------
 
-    def _begin(self, task: Task, event: Began) -> None:
-        for index, cell_id in zip(task, event.cell_ids, strict=True):
-            self.log.begin(self.cells[index], cell_id)
+    def _note(self, seat: Seat, event: Event) -> None:
+        match event:
+            case Ready():
+                seat.is_ready = True
+                self._failed_starts = 0
+            case Took(task):
+                seat.take(task)
+            case Began(stack, cell_ids):
+                seat.stack = stack
+                for index, cell_id in zip(seat.task, cell_ids, strict=True):
+                    self.log.begin(self.cells[index], cell_id)
+            case Steps(done, total):
+                seat.steps = (done, total)
+            case Note(level, text):
+                logger.log(level, text)
+            case PutBack(holder, cell_id):
+                seat.take(())
+                if holder not in [None, *(worker.process.pid for worker in self.workers)]:
+                    logger.info("waiting for process %s, which trains %s", holder, cell_id)
+            case Ended(task, outcomes):
+                seat.take(())
+                self._end(task, outcomes)
 
     def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         for index, outcome in zip(task, outcomes, strict=True):

@@ -29,8 +29,6 @@ from normexp.sweeps.machine import Place
 from normexp.sweeps.tasks import Board, Task
 from normexp.training.stopping import StopRequest
 
-logger = logging.getLogger(__name__)
-
 TICK = 0.5  # seconds between two walks while all open tasks are busy
 
 
@@ -83,7 +81,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class PutBack:
-    """The task is open again: busy, or to be trained cell by cell."""
+    """The task is open again, to be trained cell by cell; or because a process trains a cell."""
+
+    holder: int | None = None
+    cell_id: str = ""
 
 
 Event = Ready | Took | Began | Steps | Note | Ended | PutBack
@@ -130,18 +131,15 @@ def work(
     def on_begin(stack: StackRecord, cell_ids: Sequence[str]) -> None:
         report(Began(stack, cell_ids))
 
-    def on_steps(done: int, total: int) -> None:
-        report(Steps(done, total))
-
+    on_steps = None if shows_bar else lambda done, total: report(Steps(done, total))
     while board.num_open and not stop.requested:
         with place.slot():
             task = board.take(number, is_free)
             if task is not None:
                 report(Took(task))
                 given = [cells[index] for index in task]
-                outcomes = run_task(given, on_begin, None if shows_bar else on_steps, stop)
+                outcomes = run_task(given, on_begin, on_steps, stop)
                 if outcomes[0].status == "busy":
-                    _tell_of_holder(outcomes[0])
                     assert outcomes[0].directory is not None
                     busy[task] = outcomes[0].directory / LOCK_FILE
                 _give_back(task, outcomes, board, report)
@@ -152,17 +150,13 @@ def work(
 
 
 def _give_back(task: Task, outcomes: Sequence[Outcome], board: Board, report: Report) -> None:
-    if outcomes[0].status in ("busy", "alone"):
-        report(PutBack())
-        board.put_back(task, alone=outcomes[0].status == "alone")
+    first = outcomes[0]
+    if first.status in ("busy", "alone"):
+        report(PutBack(first.holder, first.cell_id))
+        board.put_back(task, alone=first.status == "alone")
     else:
         report(Ended(task, outcomes))
         board.end(task)
-
-
-def _tell_of_holder(outcome: Outcome) -> None:
-    if outcome.holder is not None:
-        logger.info("waiting for process %s, which trains %s", outcome.holder, outcome.cell_id)
 
 
 def _may_spread(outcomes: Sequence[Outcome]) -> bool:
@@ -193,7 +187,7 @@ class _Pipe(logging.Handler):
 
 def main(
     end: Connection,
-    output: str,
+    output: Connection,
     cells: Sequence[CellSpec],
     board: Board,
     place: Place,
@@ -203,12 +197,13 @@ def main(
     """Runs `work` in this process, which ends with its parent: at a checkpoint if one trains.
 
     Args:
-        output: a file for all that is printed; removed here, as the parent has it open.
+        output: the file for all that is printed; only its descriptor is used.
         run_task: None: `cells.run.run_task`.
     """
     os.setsid()  # Ctrl-C is for the parent, which asks by SIGTERM
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _print_to(output)
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
     pipe = _Pipe(end)
     package = logging.getLogger("normexp")
     package.addHandler(pipe)
@@ -241,13 +236,6 @@ def loaded(run_task: Trainer | None = None) -> Iterator[Trainer]:
 def _limit_threads() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-
-def _print_to(path: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-    os.unlink(path)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
 
 
 def _end_with_parent() -> None:

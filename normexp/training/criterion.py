@@ -26,6 +26,10 @@ class Criterion(ABC):
         return {"loss": self.loss(output, batch)}
 
     @abstractmethod
+    def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
+        """Returns what samples.npz keeps of each sample (N,)."""
+
+    @abstractmethod
     def summarise(self, means: Measured, split: str) -> Measured:
         """Returns metrics from what `measure` returned, summed and divided by the targets."""
 
@@ -38,8 +42,14 @@ class Classification(Criterion):
         return functional.cross_entropy(output, batch["targets"], reduction="sum")
 
     def measure(self, output: Tensor, batch: Batch) -> Measured:
-        correct = (output.argmax(dim=-1) == batch["targets"]).sum()
-        return {"loss": self.loss(output, batch), "correct": correct}
+        return {
+            "loss": self.loss(output, batch),
+            "correct": self.each_sample(output, batch).sum(),
+        }
+
+    def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
+        """Right or not, bool."""
+        return output.argmax(dim=-1) == batch["targets"]
 
     def summarise(self, means: Measured, split: str) -> Measured:  # noqa: ARG002
         loss, correct = means["loss"], means["correct"]
@@ -60,6 +70,13 @@ class LanguageModeling(Criterion):
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()  # (N*T, V), (N*T,)
         return functional.cross_entropy(logits, targets, reduction="sum")
+
+    def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
+        """Mean loss per token of each sequence, in nats."""
+        losses = functional.cross_entropy(
+            output.movedim(2, 1), batch["targets"], reduction="none"
+        )  # (N, T)
+        return losses.mean(dim=1)
 
     def summarise(self, means: Measured, split: str) -> Measured:
         bits = means["loss"] / math.log(2)

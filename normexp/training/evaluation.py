@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,7 @@ class Evaluator:
             mix samples there.
 
     Attributes:
+        samples: what samples.npz keeps of each test sample (S, N), by kind of statistics.
         population: the latest precise statistics; None before they are measured, or if the norm
             has no running state.
     """
@@ -84,6 +86,7 @@ class Evaluator:
         self.criterion = criterion
         self.plan = plan
         self.eval_group = eval_group
+        self.samples: dict[str, Tensor] = {}
         self.population: Population | None = None
         self._lacks_running_state = False
 
@@ -104,7 +107,6 @@ class Evaluator:
             metrics |= self.batch(size, splits)
         return metrics
 
-    @torch.no_grad()
     def precise(self, splits: Sequence[str]) -> Columns:
         """Measures `population` anew; empty if the norm has no running state."""
         if self._lacks_running_state:
@@ -122,10 +124,9 @@ class Evaluator:
         metrics: Columns = {}
         with self.population.used_by(self.replicas):
             for split in splits:
-                metrics |= self._score(split, suffix="@precise")
+                metrics |= self._score(split, "precise")
         return metrics
 
-    @torch.no_grad()
     def batch(self, batch_size: int, splits: Sequence[str]) -> Columns:
         """Norms use the statistics of batches of `batch_size` samples, in a random order.
 
@@ -141,13 +142,14 @@ class Evaluator:
                         f"evaluate_batch_sizes={batch_size}: {split} has {available} samples; "
                         f"try evaluate_batch_sizes=[{available}] or less"
                     )
-                metrics |= self._score(split, suffix=f"@batch{batch_size}", group_size=batch_size)
+                metrics |= self._score(split, f"batch{batch_size}", group_size=batch_size)
         return metrics
 
+    @torch.no_grad()
     def _score(
         self,
         split: str,
-        suffix: str = "",
+        kind: str = "running",
         *,
         group_size: int | None = None,
         num_samples: int | None = None,
@@ -155,27 +157,45 @@ class Evaluator:
         """Returns the metrics of a split with the statistics that the norms use now.
 
         Args:
+            kind: of these statistics.
             group_size: samples that share statistics; None if samples do not.
             num_samples: per forward; None: as many as fit.
         """
         sums: dict[str, Tensor] = {}  # (S,) each, in float64
+        samples: list[Tensor] = []  # (S, block) each
+        order: list[Tensor] = []
         num_targets = 0
         num_samples = num_samples or block_size(self.replicas, group_size or 1)
         for indices, num_counted in evaluation_blocks(self.data, split, num_samples, group_size):
             batch = gather(self.replicas, self.data, split, indices)
-            for name, value in self._measure(batch, num_counted).items():
+            measured = self._measure(batch, num_counted, each_sample=split == "test")
+            if split == "test":
+                samples.append(measured.pop("samples"))
+                order.append(indices[:num_counted])
+            for name, value in measured.items():
                 sums[name] = sums.get(name, 0) + value.double()
             num_targets += batch["targets"][:num_counted].numel()
         means = {name: total / num_targets for name, total in sums.items()}
+        if split == "test":
+            kept = torch.cat(samples, dim=1).cpu()[:, torch.cat(order).argsort()]
+            self.samples[kind] = kept
         summary = self.criterion.summarise(means, split)
+        suffix = suffix_of(kind)
         return {f"{split}/{name}{suffix}": value.tolist() for name, value in summary.items()}
 
-    def _measure(self, batch: Batch, num_counted: int) -> Measured:
-        """Sums over the first `num_counted` samples of a forward of the whole batch."""
+    def _measure(self, batch: Batch, num_counted: int, *, each_sample: bool) -> Measured:
+        """Sums over the first `num_counted` samples of a forward of the whole batch.
+
+        Args:
+            each_sample: add the `samples` themselves, (S, num_counted).
+        """
 
         def measure_counted(output: Tensor, own: Batch) -> Measured:
             counted = {name: value[:num_counted] for name, value in own.items()}
-            return self.criterion.measure(output[:num_counted], counted)
+            measured = self.criterion.measure(output[:num_counted], counted)
+            if each_sample:
+                measured["samples"] = self.criterion.each_sample(output[:num_counted], counted)
+            return measured
 
         return self.replicas.measure(batch, measure_counted, shared=True)
 
@@ -195,6 +215,14 @@ class Evaluator:
             found["gap"] = self.population.gaps[index]
         return found
 
+    def samples_of(self, metrics: Columns, index: int) -> dict[str, np.ndarray]:
+        """Returns samples.npz of replica `index`: kinds whose test loss is finite."""
+        return {
+            kind: rows[index].numpy()
+            for kind, rows in self.samples.items()
+            if math.isfinite(metrics["test/loss" + suffix_of(kind)][index])
+        }
+
     def log_gaps(self) -> None:
         """Logs one line per site: running averages against the population, means over runs."""
         gaps = [] if self.population is None else self.population.gaps
@@ -206,6 +234,11 @@ class Evaluator:
                 finite_mean([gap["mean_shift"]["mean"] for gap in found]),
                 finite_mean([gap["log2_var_ratio"]["mean"] for gap in found]),
             )
+
+
+def suffix_of(kind: str) -> str:
+    """Returns the end of the names of metrics with this kind of statistics."""
+    return "" if kind == "running" else f"@{kind}"
 
 
 Block = tuple[Tensor, int]  # sample indices of a forward, and how many of the first ones count

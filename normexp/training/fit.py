@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -184,13 +183,6 @@ class ReplicatedStrategy(DDPStrategy):
         super().barrier(name)
 
 
-class LastingEnvironment(LightningEnvironment):
-    """Processes placed by environment variables (RANK ...), kept for the next training."""
-
-    def teardown(self) -> None:
-        pass  # Lightning's own removes the variables
-
-
 def device_type(accelerator: str) -> str:
     """Returns "cuda" or "cpu"; any other accelerator is left for Lightning to check.
 
@@ -208,31 +200,25 @@ def placed(options: dict[str, Any], stop: StopRequest | None = None) -> dict[str
         return options
     if options["devices"] * options.get("num_nodes", 1) == 1:
         return options | {"strategy": "auto"}
-    # Without an explicit environment Lightning would prefer SLURM's wherever a job runs below it.
-    environment = LastingEnvironment() if "RANK" in os.environ else None
-    return options | {"strategy": ReplicatedStrategy(stop, cluster_environment=environment)}
+    # All processes are connected already. Without an explicit environment Lightning would prefer
+    # SLURM's wherever a job runs below it.
+    strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
+    return options | {"strategy": strategy}
 
 
-CHATTY_LOGGERS = (
+for _name in (  # told once, here: processes that Lightning starts have heard nothing else yet
     "pytorch_lightning.utilities.rank_zero",
     "lightning_fabric.utilities.rank_zero",
     "lightning_fabric.utilities.distributed",
-)
+):
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Silences Lightning's messages and warnings that do not apply here."""
-    loggers = [logging.getLogger(name) for name in CHATTY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-            warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
-            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    """Silences Lightning's warnings that do not apply here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
+        yield

@@ -108,6 +108,8 @@ class TrainingModule(pl.LightningModule):
         if self._is_placed:  # by an earlier stage
             return
         self._is_placed = True
+        # Lightning converts too, but only once it has loaded a checkpoint into what is here now.
+        self.trainer.precision_plugin.convert_module(self)
         device = self.trainer.strategy.root_device
         self.batches = self.batches.to(device)
         self.evaluator = self.evaluator.on(self.batches.data)

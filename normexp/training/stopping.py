@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class Interrupted(Exception):
     """Training was asked to stop and has written a checkpoint."""
@@ -25,10 +27,7 @@ class StopRequest:
     def listening(self) -> Iterator[None]:
         """Inside the block SIGINT and SIGTERM are requests; no effect outside the main thread."""
         try:
-            previous = {
-                number: signal.signal(number, self._request)
-                for number in (signal.SIGINT, signal.SIGTERM)
-            }
+            previous = {number: signal.signal(number, self._request) for number in SIGNALS}
         except ValueError:  # not the main thread
             previous = {}
         try:
@@ -40,7 +39,7 @@ class StopRequest:
     def keep_listening(self) -> None:
         """Inside `listening`, reinstalls the handlers if other code has replaced them."""
         with suppress(ValueError):  # not the main thread
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 signal.signal(number, self._request)
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:

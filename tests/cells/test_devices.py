@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from normexp.build import check_trainer
-from normexp.cells.device_processes import Order, ProcessFailed, run_processes
 from normexp.cells.plan import check_norm_batch_size, place_on_one_device, plan_training, sizes_of
 from normexp.config.compose import compose_config
-from normexp.config.place import environment_of, place_among
+from normexp.config.place import place_among
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, place_of_command
 from normexp.errors import UserError
-from normexp.records.result import read_result
+from normexp.records.result import Result, read_result
+from normexp.records.samples import read_samples
 from normexp.train import main
-from normexp.training.stopping import StopRequest
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
 
@@ -84,8 +85,8 @@ def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert (place_among(2), place_among(4), place_among(1)) == (1, None, None)
-    for name, value in environment_of(3, 4, 29500).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
     assert place_among(4) == 3
 
 
@@ -94,21 +95,63 @@ def test_devices_that_are_no_number_are_no_place_and_left_to_be_refused(words: l
     assert place_of_command([CellSpec(compose_config(words), {}, words[0])]) is None
 
 
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    ("words", "code", "out"),
+    [(["dry_run=true"], 0, "runs to do"), (["-m", "norm=batch,group"], 2, "2 cells")],
+    ids=["dry_run", "sweep"],
+)
+def test_first_of_started_processes_alone_answers_what_needs_no_other(
+    index: int,
+    words: list[str],
+    code: int,
+    out: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(index))
+    assert main([*DDP, *words, f"runs_dir={tmp_path}"]) == code
+    told = capsys.readouterr()
+    if index == 0:
+        assert out in told.out + told.err
+    else:
+        assert told.out + told.err == ""
+    assert not list(tmp_path.iterdir())
+
+
+# --- whole trainings ------------------------------------------------------------------------------
+
+TWO = [*DDP, "norm=batch", "trainer.precision=64-true"]
+ONE = ["trainer=cpu", "norm=batch", "norm_batch_size=16", "trainer.precision=64-true"]
+
+
+def results_of(runs_dir: Path) -> dict[Path, Result]:
+    """The results of all runs, by their place in the folder."""
+    found = runs_dir.glob("default/*/seed-*/result.json")
+    return {path.relative_to(runs_dir): read_result(path) for path in found}
+
+
 @pytest.mark.slow
-def test_two_processes_leave_the_records_of_the_cell_that_one_device_trains(tmp_path: Path):
-    common = ["norm=batch", "steps=12", "replicas=2", "trainer.precision=64-true"]
-    assert main([*DDP, *common, f"runs_dir={tmp_path / 'two'}"]) == 0
-    one = [*common, "trainer=cpu", "trainer.precision=64-true", "norm_batch_size=16"]
-    assert main([*one, f"runs_dir={tmp_path / 'one'}"]) == 0
-    runs = {kind: sorted(tmp_path.glob(f"{kind}/default/*/seed-*")) for kind in ("one", "two")}
-    assert [run.relative_to(tmp_path / "one") for run in runs["one"]] == [
-        run.relative_to(tmp_path / "two") for run in runs["two"]
-    ]
-    for alone, shared in zip(runs["one"], runs["two"], strict=True):
-        own, theirs = read_result(alone), read_result(shared)
-        assert theirs.metrics == pytest.approx(own.metrics, abs=1e-9)
-        assert (own.config["devices"], theirs.config["devices"]) == (1, 2)
-        assert theirs.config["norm_batch_size"] == 16
+def test_two_processes_leave_the_records_of_the_cell_that_one_device_trains(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    words = ["steps=12", "replicas=2"]
+    assert main([*TWO, *words, f"runs_dir={tmp_path / 'two'}"]) == 0
+    told = capfd.readouterr()
+    assert main([*ONE, *words, f"runs_dir={tmp_path / 'one'}"]) == 0
+    assert told.err == capfd.readouterr().err  # each message once, and none of Lightning's
+    alone, shared = results_of(tmp_path / "one"), results_of(tmp_path / "two")
+    assert len(alone) == 2 and alone.keys() == shared.keys()
+    for path, own in alone.items():
+        assert shared[path].metrics == pytest.approx(own.metrics, abs=1e-12)
+        assert (own.config["devices"], shared[path].config["devices"]) == (1, 2)
+        assert shared[path].config["norm_batch_size"] == 16
+        samples = [
+            read_samples((tmp_path / kind / path).parent)["running"] for kind in ("one", "two")
+        ]
+        assert samples[0].tolist() == samples[1].tolist()
     assert not list(tmp_path.glob("two/default/*/stacks/*/*.ckpt"))
 
 
@@ -117,19 +160,93 @@ def test_processes_that_torchrun_has_started_train_one_cell(tmp_path: Path):
     words = [*DDP, "norm=group", "steps=8", "replicas=1", f"runs_dir={tmp_path}"]
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     line = [sys.executable, *run, "-m", "normexp.train", *words]
-    ended = subprocess.run(line, capture_output=True, text=True, check=False, cwd=os.getcwd())
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("trained, n = 1 seeds") == 1
-    (result,) = tmp_path.glob("default/*/seed-0/result.json")
-    assert read_result(result).status == "finished"
+    for told in ("trained, n = 1 seeds", "already"):
+        ended = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.count(told) == 1
+    (result,) = results_of(tmp_path).values()
+    assert result.status == "finished"
+
+
+BROKEN = """
+import os
+from torch import nn
+
+class BreaksInSecond(nn.BatchNorm2d):
+    def forward(self, x):
+        if os.environ.get("LOCAL_RANK") == "1":
+            raise RuntimeError("broken in the second process")
+        return super().forward(x)
+"""
 
 
 @pytest.mark.slow
-def test_failure_of_one_process_ends_the_others_and_is_told():
-    plain = OmegaConf.to_container(compose_config([*DDP, "norm=batch"]), resolve=True)
-    assert isinstance(plain, dict)
-    plain["model"]["_target_"] = "normexp.nowhere.Model"
-    choices = {"norm": "batch", "model": "convnet", "data": "digits", "optim": "sgd"}
-    order = Order({str(key): value for key, value in plain.items()}, choices, [0], [], False)
-    with pytest.raises((UserError, ProcessFailed), match="normexp.nowhere"):
-        run_processes(order, 2, StopRequest())
+def test_failure_of_one_process_ends_the_others_and_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "norm_of_one_rank.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    norm = ["norm=custom", "norm._target_=norm_of_one_rank.BreaksInSecond"]
+    assert main([*DDP, *norm, "steps=4", "replicas=1", f"runs_dir={tmp_path / 'runs'}"]) == 1
+    (result,) = results_of(tmp_path / "runs").values()
+    assert result.status == "failed"
+    assert "broken in the second process" in (result.error or "")
+
+
+def begin(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Starts a training in a session of its own, as in a terminal."""
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "normexp.train", *words],
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    while not condition():
+        assert process.poll() is None, "it ended before"
+        time.sleep(0.05)
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that it has spawned, but for the tracker of their shared memory."""
+    found = subprocess.run(
+        ["ps", "--ppid", str(process.pid), "-o", "pid=,args="], capture_output=True, text=True
+    )
+    lines = [line for line in found.stdout.splitlines() if "spawn_main" in line]
+    return [int(line.split()[0]) for line in lines]
+
+
+@pytest.mark.slow
+def test_stopped_and_killed_ranks_leave_a_checkpoint_that_one_device_resumes(tmp_path: Path):
+    words = ["steps=400", "epochs=11", "replicas=2", "log_every=10", "chunk=4"]
+    assert main([*ONE, *words, f"runs_dir={tmp_path / 'alone'}"]) == 0
+    runs_dir, log = tmp_path / "runs", tmp_path / "log"
+    line = [*TWO, *words, f"runs_dir={runs_dir}"]
+
+    def checkpoint() -> list[Path]:
+        return list(runs_dir.glob("default/*/stacks/*/last.ckpt"))
+
+    def trains() -> bool:
+        logs = list(runs_dir.glob("default/*/stacks/*/run.log"))
+        return bool(logs) and len(ranks_of(process)) == 2
+
+    process = begin(line, log)
+    wait_for(trains, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(120) == 130
+    assert checkpoint() and "Traceback" not in log.read_text()
+    process = begin([*line, "steps=400"], log)
+    wait_for(trains, process)
+    os.kill(ranks_of(process)[-1], signal.SIGKILL)
+    assert process.wait(120) == 1
+    assert "killed" in log.read_text() or "SIGKILL" in log.read_text()
+    assert checkpoint()
+    assert main([*ONE, *words, f"runs_dir={runs_dir}"]) == 0
+    alone, resumed = results_of(tmp_path / "alone"), results_of(runs_dir)
+    assert alone.keys() == resumed.keys()
+    for path, own in alone.items():
+        assert resumed[path].status == "finished"
+        assert resumed[path].metrics == pytest.approx(own.metrics, abs=1e-9)

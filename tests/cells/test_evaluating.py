@@ -44,8 +44,8 @@ def test_evaluation_without_a_number_says_why_in_one_line(
 
 def test_run_that_may_not_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def denied(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "evaluation.json.tmp")
+        raise PermissionError(13, "Permission denied", "samples.npz.tmp")
 
-    monkeypatch.setattr(evaluating, "write_evaluation", denied)
+    monkeypatch.setattr(evaluating, "write_samples", denied)
     with pytest.raises(UserError, match=r"Permission denied"):
-        evaluating.save_evaluations(tmp_path, {0: {}})
+        evaluating.save_evaluations(tmp_path, {0: {}}, {0: {}})

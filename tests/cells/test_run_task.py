@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,22 +13,18 @@ from normexp.cells import assembly
 from normexp.cells import run as run_module
 from normexp.cells.cell import prepare_cell
 from normexp.cells.run import run_task
+from normexp.cells.stack import Stack
 from normexp.cli import parse_command, read_options
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec, Command
-from normexp.records.committed import commit_results, shared_dir
 from normexp.records.files import FileLock, is_held
+from normexp.records.history import append_attempt, read_history
 from normexp.records.metrics import read_metrics
-from normexp.records.paths import (
-    CHECKPOINT_FILE,
-    ENDED_FILE,
-    LOCK_FILE,
-    LOG_FILE,
-    seed_dir,
-    stack_dir,
-)
+from normexp.records.paths import LOCK_FILE, LOG_FILE, MEMBERS_FILE, seed_dir
 from normexp.records.result import Result, read_result, write_result
+from normexp.records.stacks import StackRecord, begin_stack, list_stacks
 from normexp.train import main
+from normexp.training.stopping import StopRequest
 
 RATES = ["lr=0.05,0.5"]
 QUICK = ["norm_batch_size=2", "steps=6", "log_every=2", "replicas=2", "save_weights=false"]
@@ -81,20 +79,71 @@ def test_more_seeds_and_rates_train_what_is_missing(tmp_path: Path):
     assert {path: path.stat().st_ino for path in before} == before
 
 
-def test_failing_stack_of_rates_is_trained_cell_by_cell(
+def fail_stacks(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Stack], bool]) -> None:
+    trains = run_module.train_on_devices
+
+    def train_or_fail(stack: Stack, *arguments: Any) -> None:
+        if fails(stack):
+            raise RuntimeError("no more")
+        trains(stack, *arguments)
+
+    monkeypatch.setattr(run_module, "train_on_devices", train_or_fail)
+
+
+def test_rate_that_fails_takes_no_other_run_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    train_on_devices = run_module.train_on_devices
-
-    def fail(stack, *arguments: object) -> None:
-        if len(stack.parts) > 1:
-            raise RuntimeError("no more")
-        train_on_devices(stack, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(run_module, "train_on_devices", fail)
-    assert train(tmp_path, *RATES) == 0
+    fail_stacks(monkeypatch, lambda stack: any(cell.plan.lr == 0.5 for cell, _ in stack.runs))
+    assert train(tmp_path, *RATES) == 1
     assert "RuntimeError: no more" in capsys.readouterr().err
-    assert {run.timing["stack_size"] for run in results_of(tmp_path).values()} == {2}
+    results = results_of(tmp_path)
+    assert {key: run.status for key, run in results.items()} == {
+        **{(0.05, seed): "finished" for seed in (0, 1)},
+        **{(0.5, seed): "failed" for seed in (0, 1)},
+    }
+    assert {run.apart for run in results.values()} == {"RuntimeError: no more"}
+    (stack, *alone) = read_history(tmp_path / "s").attempts
+    assert (stack.error, stack.died, len(alone)) == ("RuntimeError: no more", False, 2)
+    assert not list(tmp_path.rglob(MEMBERS_FILE))
+    monkeypatch.undo()
+    assert train(tmp_path, *RATES) == 0  # the failed runs are tried again, one by one
+    assert {run.status for run in results_of(tmp_path).values()} == {"finished"}
+
+
+@pytest.mark.parametrize(("deaths", "apart"), [([0], None), ([0, 0], "killed"), ([1, 0], None)])
+def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
+    tmp_path: Path, deaths: list[int], apart: str | None
+):
+    (spec, _) = specs_of(tmp_path)
+    assert spec.cfg is not None
+    cell = prepare_cell(spec.cfg, spec.choices)
+    members = [(cell.id, 0), (cell.id, 1)]
+    stack = begin_stack(cell.study_dir, members, {cell.id: 0.05})
+    for at in deaths:
+        append_attempt(cell.study_dir, stack.id, "killed", died=True, checkpointed_at=at)
+    assert [outcome.status for outcome in run_task([spec])] == ["finished"]
+    results = results_of(tmp_path).values()
+    assert {(run.apart, run.timing["stack_size"]) for run in results} == {
+        (apart, 1 if apart else 2)
+    }
+
+
+def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
+    """Also where fewer or more seeds and rates are asked for than when it began."""
+    specs = specs_of(tmp_path)
+    stop = StopRequest()
+    stop.requested = True
+    assert {outcome.status for outcome in run_task(specs, stop=stop)} == {"stopped"}
+    assert len(list(tmp_path.rglob("last.ckpt"))) == 1
+    begun: list[StackRecord] = []
+    (later,) = [each for each in specs_of(tmp_path, "replicas=3") if each.cfg and each.cfg.lr > 0.1]
+    (outcome,) = run_task([later], lambda stack, _: begun.append(stack))
+    assert outcome.status == "finished"
+    assert [len(stack.members) for stack in begun] == [4, 1]
+    results = results_of(tmp_path)
+    assert results.keys() == {(lr, seed) for lr in (0.05, 0.5) for seed in (0, 1)} | {(0.5, 2)}
+    assert {run.apart for run in results.values()} == {None}
+    assert [outcome.status for outcome in run_task(specs)] == ["skipped", "skipped"]
 
 
 def test_refused_cells_are_told_as_if_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -126,26 +175,23 @@ def test_task_is_busy_and_holds_nothing_while_another_process_trains_one_cell(tm
     assert not is_held(first / LOCK_FILE)
     assert not results_of(tmp_path)
     lock.release()
-    begun: list[tuple[int, str, list[int]]] = []
-    outcomes = run_task(specs, lambda i, each: begun.append((i, each.cell_id, each.missing)))
+    begun: list[tuple[list[tuple[str, int]], list[str]]] = []
+    outcomes = run_task(specs, lambda stack, ids: begun.append((list(stack.members), list(ids))))
     assert [outcome.status for outcome in outcomes] == ["finished", "finished"]
-    assert begun == [(0, first.name, [0, 1]), (1, second.name, [0, 1])]
+    ids = [first.name, second.name]
+    assert begun == [([(cell_id, seed) for cell_id in ids for seed in (0, 1)], ids)]
     assert not is_held(first / LOCK_FILE) and not (first / LOCK_FILE).exists()
 
 
-@pytest.mark.parametrize("has_failed", [True, False])
-def test_cell_with_a_failed_or_begun_run_is_trained_alone(tmp_path: Path, has_failed: bool):
+def test_failed_runs_are_tried_again_one_by_one(tmp_path: Path):
     specs = specs_of(tmp_path)
     first, _ = (prepare_cell(each.cfg, each.choices) for each in specs if each.cfg)
-    if has_failed:
-        run_dir = seed_dir(first.directory, 0)
-        run_dir.mkdir(parents=True)
-        write_result(run_dir, Result(first.id, 0, "failed", {}, {}, {}, error="no more"))
-    else:
-        stack = stack_dir(first.directory, 0, 1)
-        stack.mkdir(parents=True)
-        (stack / CHECKPOINT_FILE).touch()
-    assert [outcome.status for outcome in run_task(specs)] == ["alone", "alone"]
+    run_dir = seed_dir(first.directory, 0)
+    run_dir.mkdir(parents=True)
+    write_result(run_dir, Result(first.id, 0, "failed", {}, {}, {}, error="no more"))
+    assert [outcome.status for outcome in run_task(specs)] == ["finished", "finished"]
+    sizes = [run.timing["stack_size"] for run in results_of(tmp_path).values()]
+    assert sorted(sizes) == [1, 3, 3, 3]
 
 
 def train_one(tmp_path: Path, *words: str) -> Path:
@@ -155,28 +201,43 @@ def train_one(tmp_path: Path, *words: str) -> Path:
     return cell
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_checkpoint_of_an_ended_stack_is_removed_by_the_next_command(
-    tmp_path: Path, is_shared: bool
+def test_what_a_process_leaves_that_is_killed_at_its_end_is_removed_by_the_next_command(
+    tmp_path: Path,
 ):
-    """As a process leaves it that is killed between the last result.json and cleaning up."""
     cell = train_one(tmp_path)
     before = (cell / "seed-0/result.json").stat().st_ino
-    stack = shared_dir(cell.parent, [(cell.name, 0)]) if is_shared else cell / "stacks" / "0-0"
-    stack.mkdir(parents=True, exist_ok=True)
-    commit_results(stack, [read_result(cell / "seed-0")])
-    for name in (CHECKPOINT_FILE, LOG_FILE):
-        (stack / name).touch()
+    stack = begin_stack(cell.parent, [(cell.name, 0)], {cell.name: 0.1})
+    stack.checkpoint.touch()
+    (cell / LOCK_FILE).touch()
     train_one(tmp_path, "dry_run=true")
-    assert (stack / ENDED_FILE).exists()  # a dry run writes nothing
+    assert stack.checkpoint.exists()  # a dry run writes nothing
     train_one(tmp_path)
-    assert [path.name for path in stack.iterdir()] == [LOG_FILE]
+    assert [path.name for path in stack.directory.iterdir()] == [LOG_FILE]
+    assert not (cell / LOCK_FILE).exists()
+    (cell / LOCK_FILE).touch()
+    train_one(tmp_path)
+    assert not (cell / LOCK_FILE).exists()
     assert (cell / "seed-0/result.json").stat().st_ino == before
-    result = read_result(cell / "seed-0")
-    commit_results(stack, [result])
-    (cell / "seed-0/result.json").unlink()  # killed before the first result.json
-    train_one(tmp_path)
-    assert read_result(cell / "seed-0") == result
+
+
+def test_run_of_a_stack_that_has_its_result_keeps_it(tmp_path: Path):
+    """As after a kill between the first and the last result.json of a stack."""
+    specs = specs_of(tmp_path)
+    assert [outcome.status for outcome in run_task(specs)] == ["finished", "finished"]
+    whole = results_of(tmp_path)
+    ids = list(dict.fromkeys(run.cell_id for run in whole.values()))
+    study = tmp_path / "s"
+    members = [(cell_id, seed) for cell_id in ids for seed in (0, 1)]
+    begin_stack(study, members, dict(zip(ids, (0.05, 0.5), strict=True)))
+    kept = {path: path.stat().st_ino for path in study.glob("*/seed-0/*")}
+    for cell_id in ids:
+        (study / cell_id / "seed-1" / "result.json").unlink()
+    assert [outcome.status for outcome in run_task(specs)] == ["finished", "finished"]
+    assert {path: path.stat().st_ino for path in study.glob("*/seed-0/*")} == kept
+    assert {key: run.metrics for key, run in results_of(tmp_path).items()} == {
+        key: run.metrics for key, run in whole.items()
+    }
+    assert not list_stacks(study, ids)
 
 
 def test_recorded_cell_names_the_command_that_adds_an_evaluation(

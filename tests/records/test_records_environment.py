@@ -17,7 +17,7 @@ STDLIB_ONLY = """
 import sys
 import normexp.records.result, normexp.records.files, normexp.records.identity
 import normexp.records.environment, normexp.records.metrics, normexp.records.history
-import normexp.records.committed
+import normexp.records.stacks
 normexp.records.environment.describe_environment()
 print([name for name in ("torch", "numpy", "yaml", "hydra") if name in sys.modules])
 """

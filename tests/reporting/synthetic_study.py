@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def write_cell(
     metrics: Mapping[str, float] | None = None,
     with_history: bool = False,
     result: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> Path:
     """Writes the runs of one cell and returns its folder.
@@ -40,6 +42,7 @@ def write_cell(
     accuracies: in 0..1 by seed, None for a seed that diverged
     mixes_samples: True for batch unless given
     metrics: instead of those that follow from the accuracy
+    identity: parts of the identity, besides the knobs of the norm
     result, config: override fields of the result, and values of its config
     """
     mixes = norm == "batch" if mixes_samples is None else mixes_samples
@@ -55,12 +58,16 @@ def write_cell(
         "lr": 0.1,
         "mixes_samples": mixes,
         **config,
-        "identity": {"norm": {"_target_": f"normexp.norms.{norm}.Norm", **(knobs or {})}},
+        "identity": {
+            "norm": {"_target_": f"normexp.norms.{norm}.Norm", **(knobs or {})},
+            **(identity or {}),
+        },
     }
     size = norm_batch_size if mixes else None
     names = [norm, record["model"], record["data"], f"b{batch_size}", f"n{size}"]
-    names += [f"{key}{value}" for key, value in sorted({**config, **(knobs or {})}.items())]
-    cell = root / study / "-".join(map(str, names)).replace("/", "_")
+    own = {**config, **(knobs or {}), **(identity or {})}
+    names += [f"{key}{value}" for key, value in sorted(own.items())]
+    cell = root / study / re.sub(r"[/ {}':]", "_", "-".join(map(str, names)))
     for seed, accuracy in accuracies.items():
         status = "failed" if seed in failed else "diverged" if accuracy is None else "finished"
         own = _metrics_of(accuracy) if metrics is None and accuracy is not None else metrics

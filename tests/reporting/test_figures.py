@@ -11,16 +11,15 @@ import pytest
 import vl_convert
 from synthetic_study import TIMING, slices_of, write_cell, write_study
 
-from normexp.reporting.curves import draw_history
-from normexp.reporting.figures import Figure, draw_answer, draw_cost
+from normexp.reporting.charts import Figure
+from normexp.reporting.figures import draw_figures
 from normexp.reporting.style import ORDER, SLOTS, assign_styles, order_norms
 
 
 def figures_of(root: Path) -> dict[str, Figure]:
     """The figures of the only slice by name; each one is drawn."""
     (part,) = slices_of(root)
-    styles = assign_styles(part.norms)
-    drawn = [*draw_answer(part, styles), *draw_history(part, styles), *draw_cost(part, styles)]
+    drawn = draw_figures(part, assign_styles(part.norms))
     return {figure.name.removesuffix("_main"): figure for figure in drawn}
 
 
@@ -44,13 +43,55 @@ def test_a_study_has_its_figures_and_all_draw(tmp_path: Path):
         assert figure.title in svg and "<path" in svg
 
 
-def test_rows_of_an_independent_norm_show_their_interval_once(tmp_path: Path):
+def test_an_independent_norm_has_its_interval_at_every_size(tmp_path: Path):
     write_study(tmp_path, np.random.default_rng(0))
-    rows = [
-        row for row in rows_of(figures_of(tmp_path)["metric_by_size"]) if row["norm"] == "group"
+    figure = figures_of(tmp_path)["metric_by_size"]
+    rows = [row for row in rows_of(figure) if row["norm"] == "group"]
+    assert [row["size"] for row in rows] == [2, 8, 32, 128]
+    assert len({(row["mean"], row["low"], row["high"]) for row in rows}) == 1
+    assert "Hollow markers" in figure.caption
+
+
+def write_levels(root: Path, levels: dict[str, float], **options: Any) -> None:
+    for norm, level in levels.items():
+        write_cell(root, norm, {0: level, 1: level + 0.004}, norm_batch_size=2, **options)
+
+
+LEVELS = {"layer": 0.95, "group": 0.948, "rms": 0.94}
+
+
+@pytest.mark.parametrize(
+    ("bad", "outside"),
+    [
+        ({"none": 0.12}, ["none: 12.2 at best"]),
+        ({"none": 0.12, "instance": 0.31}, ["instance: 31.2 at best", "none: 12.2 at best"]),
+        ({"none": 0.87}, []),  # far from the others, but within 10 tolerances
+        ({norm: 0.1 for norm in ("none", "dyt", "derf")}, []),  # as many bad ones as good ones
+    ],
+)
+def test_a_few_bad_norms_do_not_squeeze_the_scales(tmp_path: Path, bad, outside):
+    write_levels(tmp_path, LEVELS | bad)
+    figures = figures_of(tmp_path)
+    panel = figures["metric_by_size"].spec["vconcat"][0]["layer"]
+    scale = panel[0]["encoding"]["y"]["scale"]
+    notes = [
+        layer["mark"]["text"] for layer in panel if isinstance(layer["mark"].get("text"), list)
     ]
-    assert len(rows) == 4 and len({row["mean"] for row in rows}) == 1
-    assert [row["size"] for row in rows if row["shown"]] == [128]
+    assert [note[1:] for note in notes] == ([outside] if outside else [])
+    colours = figures["heat_map"].spec["layer"][1]["encoding"]["color"]["scale"]["domain"]
+    lowest = 100 * (0.942 if outside else min(bad.values()) + 0.002)
+    assert colours[0] == pytest.approx(lowest)
+    assert (scale.get("domainMin", 0) > 80) == bool(outside)
+    svg = svg_of(figures["metric_by_size"])
+    assert all(words in svg for words in outside)
+
+
+def test_a_norm_that_is_bad_at_one_size_stays_on_the_scale(tmp_path: Path):
+    for size, level in ((2, 0.3), (128, 0.95)):
+        write_cell(tmp_path, "batch", {0: level, 1: level}, norm_batch_size=size)
+    write_levels(tmp_path, LEVELS)
+    panel = figures_of(tmp_path)["metric_by_size"].spec["vconcat"][0]["layer"]
+    assert panel[0]["encoding"]["y"]["scale"] == {"zero": False}
 
 
 def test_every_point_has_its_n_and_what_diverged(tmp_path: Path):
@@ -96,6 +137,22 @@ def test_improvement_of_a_over_b_and_b_over_a_are_complements(tmp_path: Path):
     found = {(row["norm"], row["other"]): row["probability"] for row in rows}
     assert all(p + found[b, a] == pytest.approx(1) for (a, b), p in found.items())
     assert found["group", "batch"] == 1
+
+
+@pytest.mark.parametrize(("num_seeds", "shown"), [(5, 0.5), (8, 0.63)])
+def test_the_colour_of_an_improvement_is_the_bound_nearest_to_a_half(
+    tmp_path: Path, num_seeds: int, shown: float
+):
+    """Five wins of five pairs do not exclude 0.5; eight of eight do."""
+    write_cell(tmp_path, "batch", dict.fromkeys(range(num_seeds), 0.8))
+    write_cell(tmp_path, "group", dict.fromkeys(range(num_seeds), 0.9))
+    figure = figures_of(tmp_path)["improvement"]
+    rows = {row["norm"]: row for row in rows_of(figure)}
+    assert rows["group"]["probability"] == 1
+    assert rows["group"]["shown"] == pytest.approx(shown, abs=0.005)
+    assert rows["batch"]["shown"] == pytest.approx(1 - shown, abs=0.005)
+    colour = figure.spec["layer"][1]["encoding"]["color"]
+    assert (colour["field"], colour["scale"]["domain"]) == ("shown", [0, 1])
 
 
 def test_one_pair_has_no_probability_of_improvement(tmp_path: Path):

@@ -68,15 +68,17 @@ def test_a_report_has_its_page_figures_tables_and_verdict(tmp_path: Path, capsys
     folder = report(tmp_path)
     names = {path.stem for path in (folder / "figures").glob("*.svg")}
     assert {"metric_by_size_main", "heat_map_main", "improvement_main"} <= names
-    assert names == {path.stem for path in (folder / "figures").glob("*.png")}
+    for ending in ("png", "pdf", "csv"):
+        assert names == {path.stem for path in (folder / "figures").glob(f"*.{ending}")}
     printed = capsys.readouterr().out
     assert "6 cells, 48 runs: 48 finished" in printed and str(folder / "index.html") in printed
     page = Page(folder)
     assert set(page.values("data-figure")) == names == set(page.data["figures"])
-    for sentence in page.texts["li"]:
+    sentences = [found for _, found in page.tags if "data-norm" in found and "class" in found]
+    kinds = ["loses", "better", "better", "independent", "independent"]  # the headline first
+    assert [found["class"] for found in sentences] == kinds
+    for sentence in [page.texts["p"][1], *page.texts["li"]]:
         assert f"- {sentence}" in printed
-    kinds = [found["class"] for tag, found in page.tags if tag == "li"]
-    assert kinds == ["loses", "independent", "independent", "better", "better"]
     assert not list((tmp_path / "synthetic").glob(".report-*"))
 
 
@@ -85,9 +87,12 @@ def test_tables_hold_the_numbers_of_the_study(tmp_path: Path):
     folder = report(tmp_path)
     tables = {}
     for name, text in Page(folder).data["tables"].items():
-        assert (folder / "tables" / f"{name}.csv").read_text() == text
+        (file,) = folder.glob(f"*/{name}.csv")
+        assert file.read_text() == text
         tables[name] = list(csv.DictReader(text.splitlines()))
-    assert list(tables) == ["cells", "sensitivity", "comparisons", "runs"]
+    assert list(tables)[:4] == ["cells", "sensitivity", "comparisons", "runs"]
+    points = [float(row["mean"]) for row in tables["metric_by_size_main"]]
+    assert points[:4] == [float(row["mean"]) for row in tables["cells"][:4]]
     assert [row["n"] for row in tables["cells"]] == ["8"] * 6
     row = tables["cells"][0]
     for name in ("mean", "median", "IQM"):
@@ -129,8 +134,17 @@ def test_text_from_configs_and_errors_is_escaped_everywhere(tmp_path: Path):
     page = Page(folder)
     assert EVIL not in page.source and "img" not in dict(page.tags)
     assert len(re.findall("</script", page.source)) == len(re.findall("<script", page.source))
-    assert EVIL in page.values("data-value")
+    assert EVIL in page.values("data-data")
     assert "'=cmd()" in (folder / "tables" / "cells.csv").read_text()
+
+
+def test_the_headline_of_a_section_is_a_finding(tmp_path: Path):
+    write_cell(tmp_path, "batch", dict.fromkeys(range(4), 0.8), norm_batch_size=2)
+    write_cell(tmp_path, "group", {0: 0.91, 1: 0.9, 2: 0.92, 3: 0.91})
+    page = Page(report(tmp_path))
+    (headline,) = [text for text in page.texts["p"] if "batch" in text and "Holm" not in text]
+    assert "group is better" in headline
+    assert any("one norm batch size" in text for text in page.texts["li"])
 
 
 # Several studies

@@ -155,7 +155,7 @@ def test_a_click_on_a_heading_sorts_numbers_as_numbers(browser: Browser, page: s
 def test_every_chart_and_table_can_be_saved(browser: Browser, page: str, tmp_path: Path):
     show(browser, page)
     browser.command("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    buttons = "document.querySelectorAll('button[data-rows], button[data-table]')"
+    buttons = "document.querySelectorAll('button[data-table]')"
     count = browser.run(f"return {buttons}.length")
     for index in range(count):
         browser.run(f"{buttons}[{index}].click()")

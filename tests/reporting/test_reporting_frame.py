@@ -14,6 +14,7 @@ from normexp.records.files import write_evaluation
 from normexp.reporting.frame import read_studies, values_of
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.slices import build_cells
+from normexp.reporting.tables import cell_table, run_table, show
 
 ACCURACY = describe_metric("test/accuracy")
 
@@ -146,10 +147,56 @@ def test_a_momentum_that_follows_from_the_size_is_no_knob(tmp_path: Path):
     assert set(labels_of(tmp_path)) == {"batch"}
 
 
-def test_a_custom_norm_is_called_by_its_class_and_a_leaking_one_is_stamped(tmp_path: Path):
-    write_cell(tmp_path, "custom", {0: 0.9}, knobs={"_target_": "my_pkg.MyNorm"})
+def test_parts_of_the_user_are_called_by_their_class_or_name(tmp_path: Path):
+    identity = {
+        "model": {"_target_": "my_pkg.MyNet", "width": 8},
+        "data": {"_target_": "my_pkg.load_cats"},
+        "optim": {"_target_": "my_pkg.Lion"},
+        "norm": {"_target_": "my_pkg.MyNorm"},
+    }
+    for kind in ("custom", "mine"):  # `mine`: a YAML file of the user's
+        parts = dict.fromkeys(("model", "data", "optim"), kind)
+        write_cell(tmp_path, kind, {0: 0.9}, identity=identity, **parts)
+    named = {**identity, "model": {"name": "resnet50"}}
+    write_cell(tmp_path, "batch", {0: 0.9}, model="torchvision", identity=named)
+    cells = cells_of(tmp_path).set_index("norm")
+    assert cells.loc["MyNorm", "title"] == "MyNet on load_cats, optim=Lion"
+    assert cells.loc["mine", "title"] == "mine on mine, optim=mine"
+    assert cells.loc["batch", "title"] == "resnet50 on cifar10, optim=sgd"
+
+
+def test_a_norm_that_leaks_is_stamped(tmp_path: Path):
     write_cell(tmp_path, "instance", {0: 0.9}, result={"invalid": "leaks the future"})
-    assert labels_of(tmp_path) == ["instance INVALID", "MyNorm"]
+    assert labels_of(tmp_path) == ["instance INVALID"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "identity", "words"),
+    [
+        ({"precision": "bf16-mixed"}, {}, "precision=bf16-mixed"),
+        ({"max_grad_norm": 1.0}, {}, "max_grad_norm=1.0"),
+        ({"num_steps": 7}, {}, "num_steps=7"),
+        ({}, {"model": {"width": 8}}, "model.width=8"),
+        ({}, {"model": {"source_digest": "b7"}}, "model.source_digest=b7"),
+        ({}, {"data": {"digest": "b7"}}, "data.digest=b7"),
+        ({}, {"optim": {"momentum": 0.5}}, "optim.momentum=0.5"),
+        ({}, {"norm": {"source_digest": "b7"}}, "layer source_digest=b7"),
+        ({}, {"norm": {"affine": False}}, "layer affine=False"),
+    ],
+)
+def test_cells_that_differ_in_anything_show_it_in_titles_and_tables(
+    tmp_path: Path, changes, identity, words: str
+):
+    before = {"precision": "32-true", "max_grad_norm": None, "num_steps": 9}
+    parts = {"model": {}, "data": {}, "optim": {}, "norm": {}}
+    write_cell(tmp_path, "layer", {0: 0.9}, identity=parts, **before)
+    write_cell(tmp_path, "layer", {0: 0.9}, identity=parts | identity, **before | changes)
+    records = read_studies(tmp_path, ["synthetic"])
+    cells = build_cells(records)
+    assert (cells["norm"] + ", " + cells["title"]).str.contains(words, regex=False).sum() == 1
+    for table in (cell_table(cells, records.runs, None, None), run_table(cells, records.runs)):
+        texts = table.frame[table.columns].drop(columns="directory").map(show)
+        assert not texts.duplicated().any()
 
 
 def test_a_budget_separates_cells_unless_it_follows_from_the_size(tmp_path: Path):

@@ -12,7 +12,6 @@ from normexp.cli import parse_command
 from normexp.config.compose import parse_overrides
 from normexp.config.grid import compose_cells, is_searched, list_cells
 from normexp.config.help import help_text
-from normexp.config.place import environment_of
 from normexp.errors import UserError
 from normexp.search.points import Choice, Range, Search, Space, plan_searches, read_space
 
@@ -115,7 +114,7 @@ def test_a_refusal_imports_no_torch():
 
 
 def test_search_that_torchrun_has_started_is_refused(monkeypatch: pytest.MonkeyPatch):
-    for name, value in environment_of(1, 2, 29500).items():
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="torchrun"):
         searches_of(LR, "trainer=ddp")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.spec import CellSpec
 from normexp.sweeps import machine
-from normexp.sweeps.grouping import group_cells
-from normexp.sweeps.machine import Place, places_for, usable_cores, visible_gpus
+from normexp.sweeps.machine import Place, places_for, trains_here, usable_cores, visible_gpus
+from normexp.sweeps.tasks import group_cells
 
 
 def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
@@ -31,7 +33,9 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, 100, 8, 1), (None, 3, 3, 2), (2, 100, 2, 4), (20, 100, 20, 1), (1, 100, 1, 8)],
 )
 def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, threads: int):
-    assert places_for([cfg(workers)], num_cells) == [Place(threads)] * count
+    places = places_for([cfg(workers)], num_cells)
+    assert [place.threads for place in places] == [threads] * count
+    assert {len(place.slots) for place in places} == {max(8, count)}
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -44,19 +48,48 @@ def test_gpus_take_turns_and_a_cpu_training_gets_none(monkeypatch: pytest.Monkey
     assert {place.gpu for place in places_for([cfg()], 100)} == {None}
 
 
-def test_no_worker_where_asked_and_where_a_cell_takes_the_whole_machine():
-    assert places_for([cfg(0)], 9) == []
-    assert places_for([cfg(), cfg(devices=2)], 9) == []
+def test_this_process_trains_where_asked_and_where_a_cell_takes_the_whole_machine():
+    assert trains_here([cfg(0)], 9)
+    assert trains_here([cfg(), cfg(devices=2)], 9)
+    assert trains_here([cfg()], 1)
+    assert not trains_here([cfg()], 2)
 
 
-def test_threads_that_the_user_set_are_not_raised():
-    assert Place(4).environment({"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
-    assert Place(1).environment({"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "1"
-    assert Place(4, "1").environment({"A": "b"}) == {
-        "A": "b",
-        "OMP_NUM_THREADS": "4",
-        "CUDA_VISIBLE_DEVICES": "1",
-    }
+@pytest.mark.parametrize(
+    ("place", "asked", "threads", "gpu"),
+    [(Place(4), "2", "2", None), (Place(1), "2", "1", None), (Place(4, "1"), None, "4", "1")],
+)
+def test_worker_inherits_its_threads_and_gpu_and_what_the_user_set_is_not_raised(
+    monkeypatch: pytest.MonkeyPatch, place: Place, asked: str | None, threads: str, gpu: str | None
+):
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    with place.environment():
+        assert [os.environ.get(name) for name in names] == [threads, gpu]
+    assert [os.environ.get(name) for name in names] == [asked, None]
+
+
+def test_commands_share_the_slots_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    place = Place(1, None, ["core-0", "core-1"])
+    order: list[str] = []
+
+    def train() -> None:
+        with place.slot():
+            order.append("third")
+
+    third = threading.Thread(target=train)
+    with place.slot():
+        with place.slot():
+            third.start()
+            time.sleep(0.5)
+            order.append("first")
+        third.join(30)
+    assert order == ["first", "third"]
+    assert not list(tmp_path.glob("*/core-*"))
 
 
 def test_a_containers_quota_cuts_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

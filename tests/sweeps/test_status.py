@@ -14,10 +14,11 @@ from normexp.config.help import conf_dir
 from normexp.records.files import FileLock
 from normexp.records.history import CellEntry, append_cells, append_command
 from normexp.records.metrics import MetricsWriter
-from normexp.records.paths import LOCK_FILE, seed_dir, stack_dir
+from normexp.records.paths import LOCK_FILE, seed_dir
 from normexp.records.result import Result, Status, write_result
+from normexp.records.stacks import begin_stack
+from normexp.records.state import MAX_ATTEMPTS, CellState, read_status
 from normexp.status import main
-from normexp.sweeps.status import MAX_ATTEMPTS, CellState, read_status
 
 WORDS = ["normexp-train", "-m", "norm=batch,group,bad", "study=s"]
 
@@ -52,9 +53,7 @@ def study(tmp_path: Path) -> Path:
     write(study, "b-1", 0, "finished")
     write(study, "b-1", 1, "diverged")
     write(study, "b-1", 2, "failed")
-    stack = stack_dir(study / "g-1", 0, 1)
-    stack.mkdir(parents=True)
-    (stack / "last.ckpt").touch()
+    begin_stack(study, [("g-1", 0), ("g-1", 1)], {"g-1": 0.1}).checkpoint.touch()
     return study
 
 

@@ -1,16 +1,18 @@
-"""Trainings that two processes share, and the one process that trains the same; run as a script.
-
-`python process_cases.py FOLDER` in each process leaves FOLDER/<case>.pt, written by the first.
-"""
+"""Trainings that two processes share, and the one process that trains the same."""
 
 from __future__ import annotations
 
-import sys
+import os
+import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from test_splits import StrangerNorm
 from torch import Tensor, nn
 from training_cases import (
@@ -28,6 +30,7 @@ from training_cases import (
 from normexp.batching.sizes import Sizes
 from normexp.norms.group import GroupNorm
 from normexp.norms.sharing import SyncBatchNorm
+from normexp.training import fit
 from normexp.training.module import TrainingModule
 
 
@@ -81,12 +84,39 @@ def outcome_of(module: TrainingModule) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def in_two_processes(function: Callable[[Fabric], None]) -> None:
+    """Calls a function of a module in two processes at once."""
+    environment = LightningEnvironment()
+    Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn", plugins=[environment]).launch(
+        function
+    )
+
+
+def train_all(fabric: Fabric, *, folder: Path) -> None:
+    """Leaves the outcome of each case in FOLDER/<case>.<rank>.pt."""
     for name in CASES:
-        module = build(name)
-        train(module, folder / f"{name}.ckpt", strategy="ddp", devices=2)
-        torch.save(outcome_of(module), folder / f"{name}.{module.global_rank}.pt")
+        module = train(build(name), folder / f"{name}.ckpt", strategy="ddp", devices=2)
+        torch.save(outcome_of(module), folder / f"{name}.{fabric.global_rank}.pt")
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+class KillSecond(pl.Callback):
+    """Kills the process of rank 1 within a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, *args):  # noqa: ARG002
+        if trainer.global_rank == 1 and pl_module.step >= self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_second(fabric: Fabric, *, name: str, checkpoint: Path, step: int) -> None:
+    """Saves often, and loses rank 1 after `step`."""
+    del fabric
+    fit.SECONDS_BETWEEN_SAVES = 0
+    train(build(name), checkpoint, [KillSecond(step)], strategy="ddp", devices=2)
+
+
+def resume(fabric: Fabric, *, name: str, checkpoint: Path) -> None:
+    module = train(build(name), checkpoint, strategy="ddp", devices=2)
+    torch.save(outcome_of(module), checkpoint.with_suffix(f".{fabric.global_rank}.pt"))

@@ -21,8 +21,9 @@ from training_cases import (
     train,
 )
 
-from normexp.data.dataset import Examples
+from normexp.data.dataset import Data, Examples, Windows
 from normexp.errors import UserError
+from normexp.models.gpt import GPT
 from normexp.norms.batch import BatchNorm
 from normexp.norms.deviations import BatchNormBiasedAverage
 from normexp.norms.group import GroupNorm
@@ -356,3 +357,57 @@ def test_training_records_each_kind_when_asked_and_changes_no_weight(tmp_path: P
     assert content["gap"].keys() == {"norm1", "norm2", "norm3"}
     plain = train(build_module(**choices), tmp_path / "b.ckpt")
     assert_same_state(module, plain, 0, replica=1)
+
+
+@in_every_form
+def test_samples_tell_which_test_samples_are_right_in_the_order_of_the_split(monkeypatch, form):
+    monkeypatch.setattr(statistics, "STACK_SAMPLES", 10)  # several blocks
+    module = trained(**form)
+    data, evaluator = module.batches.data, module.evaluator
+    module.replicas.eval()
+    metrics = evaluator.running("test") | evaluator.others(["test"])
+    inputs = data.model_inputs(data.test.inputs, torch.float64)
+    for index in range(len(form["seeds"])):
+        samples = evaluator.samples_of(metrics, index)
+        assert samples.keys() == {"running", "precise", "batch4"}
+        for kind, right in samples.items():
+            name = "test/accuracy" if kind == "running" else f"test/accuracy@{kind}"
+            assert right.mean() == pytest.approx(metrics[name][index], abs=1e-12)
+        network = module.replicas.replica(index)
+        running = network(inputs).argmax(dim=1) == data.test.targets
+        assert samples["running"].tolist() == running.tolist()
+        order = shuffled(data, "test")
+        grouped = [network.train()(inputs[part]).argmax(dim=1) for part in order.split(4)]
+        expected = torch.empty(12, dtype=torch.int64)
+        expected[order] = torch.cat(grouped)
+        assert samples["batch4"].tolist() == (expected == data.test.targets).tolist()
+
+
+def test_samples_of_a_language_model_are_losses_per_sequence():
+    tokens = torch.randint(0, 5, (200,), generator=torch.Generator().manual_seed(0))
+    windows = Windows(tokens, 4)
+    data = Data(
+        *("letters", "language_modeling", windows, windows, windows, 5, (4,)),
+        vocab_size=5,
+        bytes_per_token=dict.fromkeys(("train", "val", "test"), 1.0),
+    )
+    model = partial(GPT, vocab_size=5, block_size=4, depth=1, width=8, num_heads=2, dropout=0.0)
+    module = build_module(model=model, data=data, seeds=(0, 1), stacked=True)
+    module.replicas.eval()
+    metrics = module.evaluator.running("test")
+    for index in range(2):
+        losses = module.evaluator.samples_of(metrics, index)["running"]
+        assert len(losses) == 49
+        assert losses.mean() == pytest.approx(metrics["test/loss"][index], rel=1e-6)
+        batch = windows.gather(torch.tensor([7]))
+        output = module.replicas.replica(index)(batch["inputs"])
+        own = functional.cross_entropy(output[0], batch["targets"][0])
+        assert losses[7] == pytest.approx(own.item(), rel=1e-5)
+
+
+def test_kind_whose_loss_is_not_finite_has_no_samples():
+    module = trained()
+    module.replicas.eval()
+    metrics = module.evaluator.running("test") | module.evaluator.precise(["test"])
+    metrics["test/loss"] = [float("nan")]
+    assert module.evaluator.samples_of(metrics, 0).keys() == {"precise"}

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from normexp.cells.plan import (
+from normexp.errors import UserError
+from normexp.training.budget import (
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,
     scale_learning_rate,
 )
-from normexp.errors import UserError
 
 
 @pytest.mark.parametrize(
