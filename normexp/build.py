@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
+from normexp.config.rules import suggest
+from normexp.config.spec import one_line
 from normexp.data.dataset import Data, validate
 from normexp.errors import UserError
 from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve
-from normexp.training.fit import quiet_lightning
+from normexp.records.identity import source_digest
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs what it raises
 
@@ -37,9 +41,11 @@ RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight
 
 def build_data(cfg: DictConfig) -> Data:
     """The data set that `data` names, checked, on the CPU."""
-    data = _instantiate(plain(cfg.data), "data")
+    make, target = _maker(plain(cfg.data), "data"), cfg.data._target_
+    data = _call(make, f"data._target_={target}")
     if not isinstance(data, Data):
-        raise UserError(f"data._target_={cfg.data._target_} did not return a normexp.data.Data")
+        kind = type(data).__name__
+        raise UserError(f"data._target_={target} returned a {kind}, not a normexp.data.Data")
     validate(data)
     return data
 
@@ -60,14 +66,8 @@ def build_norm(
     make = _offer(make, {"num_positions": data.input_shape[-1]})
     target = str(cfg.norm["_target_"])
     factory = adapt if target.startswith("normexp.norms.") else foreign_factory
-    build = factory(make, target=target, eps=cfg.eps)
-
-    def build_apart(num_features: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # a norm's draws must not shift the weights' draws
-            return build(num_features)
-
     return NormFactory(
-        build_apart,
+        factory(make, target=target, eps=cfg.eps),
         view=view,
         norm_batch_size=sizes.norm_batch_size,
         slots=resolve(cfg, reserved),
@@ -90,18 +90,23 @@ class NetworkBuilder:
     """Builds the network of one seed: the same initial weights for every norm."""
 
     make: Callable[..., nn.Module]
+    target: str
 
     def __call__(self, seed: int) -> nn.Module:
+        """Raises UserError if the model's own code fails, or makes something else."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init"))
-            return self.make()
+            network = _call(self.make, f"model._target_={self.target}")
+        if not isinstance(network, nn.Module):
+            kind = type(network).__name__
+            raise UserError(f"model._target_={self.target} made a {kind}, not an nn.Module")
+        return copy.deepcopy(network)  # modules that `make` reuses stay apart
 
 
 def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuilder:
     """The model that `model` names, called with the norm and the data facts in its signature."""
-    make = _instantiate({**plain(cfg.model), "_partial_": True}, "model")
+    make, target = _maker(plain(cfg.model), "model"), str(cfg.model["_target_"])
     names = _arguments_of(make)
-    target = str(cfg.model["_target_"])
     if "norm" not in names:
         raise UserError(
             f"model._target_={target} has no argument `norm`; "
@@ -118,19 +123,23 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
         "vocab_size": data.vocab_size,
         "block_size": data.input_shape[0],
     }
-    return NetworkBuilder(_offer(make, facts))
+    return NetworkBuilder(_offer(make, facts), target)
 
 
 def build_optimizer(
     cfg: DictConfig, *, momentum: float | None = None
 ) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer that `optim` names, to be called with parameters and a learning rate."""
+    """The optimizer that `optim` names, to be called with parameters and a learning rate.
+
+    Raises:
+        UserError: a knob that it does not take.
+    """
     values = plain(cfg.optim)
     for key in RESERVED_OPTIM_KEYS:
         values.pop(key, None)
     if momentum is not None:
         values["momentum"] = momentum
-    return _instantiate(values, "optim")
+    return _maker(values, "optim")
 
 
 def synchronized(cfg: DictConfig) -> bool:
@@ -142,7 +151,7 @@ def synchronized(cfg: DictConfig) -> bool:
 
 
 def check_trainer(cfg: DictConfig) -> None:
-    """Refuses GPUs that this machine lacks, and options that Lightning's Trainer refuses."""
+    """Refuses GPUs that this machine lacks."""
     accelerator, devices = cfg.trainer.accelerator, cfg.trainer.devices
     count = torch.cuda.device_count()
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
@@ -150,23 +159,11 @@ def check_trainer(cfg: DictConfig) -> None:
             f"trainer.accelerator={accelerator}: this machine has no CUDA GPU; "
             "try trainer=cpu, or trainer=auto, which takes a GPU if there is one"
         )
-    if accelerator == "mps":
-        raise UserError(
-            "trainer.accelerator=mps: sums over a data set are in float64, which mps lacks; "
-            "try trainer=cpu"
-        )
     if accelerator != "cpu" and torch.cuda.is_available() and devices > max(count, 1):
         raise UserError(
             f"trainer.devices={devices}: this machine has {count} GPU{'s' if count > 1 else ''}; "
             f"try trainer.devices={count} or trainer.accelerator=cpu"
         )
-    one_device = {"devices": 1, "num_nodes": 1, "strategy": "auto"}  # all devices are alike
-    try:
-        with quiet_lightning():
-            options = plain(cfg.trainer) | one_device
-            pl.Trainer(logger=False, enable_checkpointing=False, **options)
-    except (MisconfigurationException, ImportError, ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"trainer: {str(error).splitlines()[0]}") from error
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -180,9 +177,10 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _arguments_of(make: Callable[..., Any]) -> set[str]:
-    """Names of all arguments of a class, function or partial, the bound ones among them."""
+    """Names of all arguments of a class, function or partial; `**` if it takes any other."""
     try:
-        return set(inspect.signature(make.func if isinstance(make, partial) else make).parameters)
+        found = inspect.signature(make.func if isinstance(make, partial) else make).parameters
+        return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in found.items()}
     except (TypeError, ValueError):  # not callable, or written in C
         return set()
 
@@ -193,6 +191,31 @@ def _offer(make: Callable[..., Any], facts: Mapping[str, Any]) -> Callable[..., 
     names = _arguments_of(make) - set(bound)
     wanted = {name: fact for name, fact in facts.items() if name in names}
     return partial(make, **wanted) if wanted else make
+
+
+def _maker(values: dict[str, Any], group: str) -> Callable[..., Any]:
+    """A partial of the target with its knobs. Raises UserError for one that it does not take."""
+    make, target = _instantiate({**values, "_partial_": True}, group), values["_target_"]
+    names = _arguments_of(make)
+    knobs = make.keywords if isinstance(make, partial) else {}
+    unknown = [] if not names or "**" in names else sorted(set(knobs) - names)
+    if unknown:
+        hint = suggest(unknown[0], names) or f"it takes {', '.join(sorted(names)) or 'nothing'}"
+        raise UserError(f"{group}.{unknown[0]}: {target} has no such argument; {hint}")
+    return make
+
+
+def _call(make: Callable[[], Any], what: str) -> Any:
+    """Calls foreign code; its error becomes a UserError that names the line of the user's file."""
+    try:
+        return make()
+    except UserError:
+        raise
+    except Exception as error:  # of any kind
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if source_digest(Path(f.filename)) is not None]
+        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        raise UserError(f"{what} fails: {one_line(error)}{place}") from error
 
 
 def _instantiate(values: dict[str, Any], key: str) -> Any:
@@ -218,7 +241,9 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
     if isinstance(cause, ModuleNotFoundError) and cause.name == package:
         reason = f"there is no module {package}; install it, or add its folder to PYTHONPATH"
     elif isinstance(cause, ModuleNotFoundError) and cause.name == target:
-        reason = f"{parent} has no {target[len(parent) + 1 :]}"
+        name = target[len(parent) + 1 :]
+        near = suggest(name, dir(sys.modules[parent]), most=3) if parent in sys.modules else ""
+        reason = f"{parent} has no {name}" + (f"; {near}" if near else "")
     else:
         first = (str(cause).splitlines() or [""])[0]
         reason = f"importing it fails with {type(cause).__name__}: {first}"

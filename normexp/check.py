@@ -20,10 +20,10 @@ def _check(words: list[str]) -> int:
 
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported
 
-    from normexp.cells.cards import measure_cards, print_cards
+    from normexp.cells.cards import measure_cards, show_cards
 
     cards = measure_cards(norms, contract_only=options["part"] == "contract")
-    print_cards(cards, options["format"])
+    show_cards(cards, options["format"])
     return 1 if any(card.failures for card in cards) else 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normexp.config.help import conf_dir, help_text
@@ -44,6 +44,19 @@ def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]],
         return INTERRUPTED
 
 
+@contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Shows a line on a terminal while the block runs, such as the seconds of importing torch."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(text, end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
 # --- train, tune, check: Hydra's overrides ------------------------------------------------------
 
 TAKES_OVERRIDES = ("train", "tune", "check")
@@ -67,6 +80,7 @@ def parse_command(words: Sequence[str]) -> Command:
     parser.add_argument("--info", "-i", nargs="?", const="all")
     parser.add_argument("--shell-completion", "-sc", action="store_true")
     options = parser.parse_intermixed_args(list(words))
+    _refuse_repeated(options.overrides)
     shows = options.cfg is not None or options.info is not None
     if shows and options.multirun:
         raise UserError("--cfg and --info show one cell: drop -m and name one value per key")
@@ -76,6 +90,15 @@ def parse_command(words: Sequence[str]) -> Command:
         config_dirs=options.config_dir,
         asks_hydra=shows or options.shell_completion,
     )
+
+
+def _refuse_repeated(words: Sequence[str]) -> None:
+    given: dict[str, str] = {}
+    for word in words:
+        key = word.partition("=")[0].lstrip("+~")
+        if key in given:
+            raise UserError(f"{key} is given twice, as {given[key]} and {word}; name it once")
+        given[key] = word
 
 
 def ask_hydra(words: Sequence[str]) -> int:
@@ -122,6 +145,7 @@ def read_options(entry: str, words: Sequence[str]) -> dict[str, Any]:
     Raises:
         UserError: an unknown, doubled or missing key, or a value that its rule refuses.
     """
+    _refuse_repeated(words)
     options = OPTIONS[entry]
     given: dict[str, Any] = {}
     for word in words:
@@ -131,8 +155,6 @@ def read_options(entry: str, words: Sequence[str]) -> dict[str, Any]:
         if key not in options:
             hint = suggest(key, options) or f"{entry} takes {', '.join(options)}"
             raise UserError(f"{key}: unknown key; {hint}")
-        if key in given:
-            raise UserError(f"{key} is given twice; name it once")
         given[key] = _read(key, text, options[key].rule)
     for key, option in options.items():
         if key not in given and option.default is REQUIRED:

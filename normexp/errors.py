@@ -9,3 +9,9 @@ class UserError(ValueError):
 
     Entries print it without a traceback and exit with code 2.
     """
+
+
+def first_line(error: Exception) -> str:
+    """Returns an error's message in one line, with its type if it is empty or a bare key."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.cli import read_options, run_entry
+from normexp.cli import announced, read_options, run_entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,8 +21,9 @@ def _evaluate(words: list[str]) -> int:
         batch = ["batch"] if options["evaluate_batch_sizes"] else []
         options["evaluate_with"] = ["running", "precise", *batch]
 
-    from normexp.cells.evaluate import evaluate_run
-    from normexp.records.logs import messages_to_stderr
+    with announced(f"{cell_dir.name}: importing torch ..."):
+        from normexp.cells.evaluate import evaluate_run
+        from normexp.records.logs import messages_to_stderr
 
     with messages_to_stderr():
         evaluate_run(cell_dir, options | {"evaluate_every_epoch": False})

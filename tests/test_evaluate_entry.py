@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from normexp import load
 from normexp.evaluate import main
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import list_seeds, seed_dir
@@ -161,6 +162,18 @@ def test_changed_config_is_refused(
     (copy / "config.yaml").write_text(config.replace("width: 4", "width: 8"))
     assert main([f"run={copy}"]) == 2
     assert "has changed since it was trained" in capsys.readouterr().err
+
+
+def test_a_run_from_before_a_knob_is_evaluated_with_its_default(cell_dir: Path, tmp_path: Path):
+    copy = shutil.copytree(cell_dir, tmp_path / cell_dir.name)
+    lines = (copy / "config.yaml").read_text().splitlines()
+    newer = ("  affine:", "  nesterov:", "max_grad_norm:", "residual_scale:")
+    older = [line for line in lines if not line.startswith(newer)]
+    assert len(older) == len(lines) - len(newer)
+    (copy / "config.yaml").write_text("\n".join(older))
+    assert main([f"run={copy}", "evaluate_with=[precise]"]) == 0
+    assert evaluation(copy)["precise"] == evaluation(cell_dir)["precise"]
+    assert not load(copy / "seed-0").training
 
 
 @pytest.mark.parametrize(("text", "told"), [(": [", "is not valid YAML"), ("a: 1", "has no norm")])

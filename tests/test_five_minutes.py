@@ -1,4 +1,4 @@
-"""The README's "Your norm in five minutes", word for word."""
+"""conf/README.md, word for word: its norm, model, data set and optimizer, and every command."""
 
 from __future__ import annotations
 
@@ -10,20 +10,61 @@ import sys
 from pathlib import Path
 
 import pytest
+from train_cases import files
 
 from normexp.checks import assert_contract
+from normexp.config.compose import compose_config
+from normexp.config.help import help_text
+from normexp.train import main
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTION = README.split("## Your norm in five minutes")[1].split("\n## ")[0]
-CODE = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)[0]
-COMMANDS = re.findall(r"```sh\n(.*?)```", SECTION, flags=re.DOTALL)[0].splitlines()
+GUIDE = (ROOT / "conf" / "README.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", GUIDE, flags=re.DOTALL | re.MULTILINE))
+FILES = dict(re.findall(r"as\s`(my_\w+\.py)`:\n\n```python\n(.*?)```", GUIDE, flags=re.DOTALL))
+
+
+def commands(section: str) -> list[str]:
+    return re.findall(r"```sh\n(.*?)```", SECTIONS[section], flags=re.DOTALL)[0].splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of the guide, in which its commands are typed."""
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
+        sys.modules.pop(name.removesuffix(".py"), None)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def test_the_norm_keeps_the_contract():
     names: dict[str, type] = {}
-    exec(CODE, names)
+    exec(FILES["my_norm.py"], names)
     assert_contract(names["AbsNorm"])
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [("Your model", "Tiny"), ("Your data set", "stripes"), ("Your optimizer", "RMSprop")],
+)
+def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: str, capsys):
+    (command,) = commands(section)
+    words = shlex.split(command)[3:]
+    assert main([*words, "replicas=1"]) == 0
+    assert "n = 1 seed\n" in capsys.readouterr().out
+    (result,) = (text for path, text in files(folder / "runs").items() if "result.json" in path)
+    assert f'"{name}"'.encode() in result
+
+
+def test_a_yaml_gives_a_norm_its_name_and_its_line_in_the_help(folder: Path):
+    text = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)[0]
+    path = folder / "my_conf" / "norm" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert compose_config(["norm=mine"], ["my_conf"]).norm._target_ == "my_norm.AbsNorm"
+    family = help_text("train", ["my_conf"]).partition("\n  token\n")[2]
+    assert re.search(r"^    mine +Absolute norm: divides by the mean", family, re.MULTILINE)
 
 
 def run(command: str, folder: Path) -> str:
@@ -44,11 +85,11 @@ def run(command: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_every_line_does_what_it_says(tmp_path: Path):
-    (tmp_path / "my_norm.py").write_text(CODE)
-    card, own, _, report = [run(command, tmp_path) for command in COMMANDS]
+def test_every_line_of_the_five_minutes_does_what_it_says(folder: Path):
+    typed = commands("Your norm in five minutes")
+    card, own, _, report = [run(command, folder) for command in typed]
     assert "AbsNorm: the contract holds" in card
     assert re.search(r"mixes samples +no", card)
-    assert "test/accuracy" in own
+    assert "test/accuracy" in own and "AbsNorm on digits" in own
     assert "AbsNorm does not depend on the norm batch size" in report
-    assert (tmp_path / "runs" / "mine" / "report" / "index.html").is_file()
+    assert (folder / "runs" / "mine" / "report" / "index.html").is_file()

@@ -60,7 +60,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
         lr_scales=None if lrs is None else tuple(lr / max(lrs) for lr in lrs),
         weight_decay=cfg.optim.weight_decay,
         decay_norm=cfg.optim.decay_norm,
-        max_grad_norm=cfg.max_grad_norm,
+        max_grad_norm=cell.plan.max_grad_norm,
         eval_group=cell.plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
         log_every=cfg.log_every,
         max_chunk=cfg.chunk,
@@ -92,7 +92,7 @@ def arrange_replicas(
 ) -> Replicas:
     """Stacks networks of one cell if that is possible and faster, see `will_stack`."""
     device = device_type(cell.cfg.trainer.accelerator)
-    set_matmul_precision(cell.cfg.get("matmul_precision", "high"), device)
+    set_matmul_precision(cell.plan.matmul_precision, device)
     if will_stack(cell, len(networks), is_stacked=is_stacked):
         return Stacked(networks)
     return InTurn(networks, has_foreign_draws=cell.traits.draws_for_itself)

@@ -7,21 +7,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from normexp.batching.replicas import suitable_threads
 from normexp.build import norm_maker
-from normexp.checks.card import (
-    Card,
-    as_json,
-    as_markdown,
-    measure_card,
-    print_card,
-    print_comparison,
-)
+from normexp.checks.card import Card, as_json, as_markdown, measure_card, print_cards
 from normexp.config.spec import NormSpec
 from normexp.norms.slots import resolve
 
 PIPE_WIDTH = 120  # characters, without a terminal
 
 
+@suitable_threads(0)  # probes are too small for a second thread to pay
 def measure_cards(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; says on stderr which one is being measured."""
     cards = []
@@ -41,7 +36,7 @@ def measure_cards(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Car
     return cards
 
 
-def print_cards(cards: Sequence[Card], style: str) -> None:
+def show_cards(cards: Sequence[Card], style: str) -> None:
     """To stdout: `json`, `markdown`, or as a table for a terminal."""
     if style == "json":
         print(as_json(cards))
@@ -52,7 +47,4 @@ def print_cards(cards: Sequence[Card], style: str) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
-    if len(cards) == 1:
-        print_card(console, cards[0])
-    else:
-        print_comparison(console, cards)
+    print_cards(console, cards)

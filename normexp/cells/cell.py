@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.build import (
     NetworkBuilder,
     build_data,
@@ -21,7 +23,9 @@ from normexp.build import (
     build_norm,
     build_optimizer,
     check_trainer,
+    plain,
 )
+from normexp.cells.memory import check_memory
 from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import (
     Plan,
@@ -31,11 +35,14 @@ from normexp.cells.plan import (
     plan_training,
 )
 from normexp.cells.recorded import digest_of_data
-from normexp.checks.preflight import Traits, check_optimizer, examine
-from normexp.config.rules import as_typed
+from normexp.checks.integrity import check_optimizer
+from normexp.checks.preflight import Traits, examine
+from normexp.checks.probe import fixed_draws
+from normexp.checks.sites import probe_batch
+from normexp.config.compose import shipped_config
+from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import PLACES, changed, without_place
 from normexp.training.evaluation import EvaluationPlan
@@ -125,16 +132,37 @@ class Cell:
         return None if leak is None else f"leaks the future at {leak.where}"
 
 
+class WatchedConfig(DictConfig):
+    """A config that keeps the names of its top-level keys that were read, in `keys_read`."""
+
+    def __init__(self, content: DictConfig) -> None:
+        super().__init__(content)
+        object.__setattr__(self, "keys_read", set())
+
+    def __getattr__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getattr__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default_value: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default_value)
+
+
 @suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     """Builds, probes and names a cell. Raises every user mistake before any training.
 
     Args:
-        choices: the name chosen in each config group.
+        choices: the name of what each config group holds.
 
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
+    asked, cfg = cfg, WatchedConfig(cfg)
     check_trainer(cfg)
     data, data_digest = load_data(cfg)
     plan = plan_training(cfg, len(data.train))
@@ -142,11 +170,17 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
     _check_slots(cfg, norm, model=choices["model"])
+    _check_outputs(cfg, network, data)
     traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
     if traits.mixes_samples:
         check_norm_batch_size(cfg, plan.sizes)
     _check_optimizer(cfg, plan, network)
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
+    _check_read(asked, cfg.keys_read)
+    num_parameters = sum(p.numel() for p in network.parameters())
+    check_memory(cfg, num_parameters, plan.sizes.micro * traits.elements_per_sample)
+    for note in plan.notes:
+        logger.info(note)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
         norm.norm_batch_size = None
         logger.info(
@@ -154,19 +188,22 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
             "for all sizes"
         )
     slots = changed(norm.slots, norm.used)
-    identity = identity_of(cfg, data, plan, slots, mixes_samples=traits.mixes_samples)
+    identity = identity_of(asked, data, plan, slots, mixes_samples=traits.mixes_samples)
     return Cell(
-        cfg=cfg,
+        cfg=asked,
         id=id_of(identity, choices),
         identity=identity,
-        record=record_of(cfg, choices, plan, identity) | slots | _record_of_traits(traits),
+        record=record_of(choices, plan, identity, cfg)
+        | slots
+        | _record_of_traits(traits)
+        | _chance_of(data),
         plan=plan,
         data=data,
         data_digest=data_digest,
         build=build,
         traits=traits,
         evaluation=evaluation,
-        num_parameters=sum(p.numel() for p in network.parameters()),
+        num_parameters=num_parameters,
     )
 
 
@@ -185,6 +222,43 @@ def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
         logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
 
 
+def _check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:
+    """Raises UserError unless the model scores every class, or token, of every sample."""
+    batch = probe_batch(data, 2)
+    try:
+        with fixed_draws(), torch.no_grad():
+            output = copy.deepcopy(network).eval()(*model_arguments(batch))
+    except Exception:  # of foreign code, any kind: the probes that follow name the site
+        return
+    wanted = (*batch["targets"].shape, data.num_outputs)
+    shape = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    if shape != wanted:
+        raise UserError(
+            f"model._target_={cfg.model._target_} returns {shape} for inputs of shape "
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: take the last size "
+            "from an argument `num_outputs`"
+        )
+
+
+def _check_read(cfg: DictConfig, keys_read: set[str]) -> None:
+    """Refuses a value that would give the training an id of its own, but that nothing reads."""
+    defaults = shipped_config()
+    for key, value in plain(cfg).items():
+        if key not in keys_read and in_identity(key) and value != defaults.get(key):
+            raise UserError(
+                f"{key}={as_typed(value)}: nothing reads this key, so the training would be that "
+                f"of {key}={as_typed(defaults.get(key))}"
+            )
+
+
+def _chance_of(data: Data) -> dict[str, float]:
+    """The test accuracy of always naming the most frequent class; only for classification."""
+    if data.task != "classification":
+        return {}
+    targets = data.test.tensors[1]
+    return {"chance_accuracy": torch.bincount(targets).max().item() / len(targets)}
+
+
 def _check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
     """Builds the training's optimizer, to check that it holds every parameter."""
     groups = parameter_groups(
@@ -192,6 +266,8 @@ def _check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
     )
     try:
         optimizer = build_optimizer(cfg, momentum=plan.optimizer_momentum)(groups, lr=plan.lr)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
         raise UserError(f"optim._target_={cfg.optim._target_}: {first_line(error)}") from error
     check_optimizer(network, optimizer)

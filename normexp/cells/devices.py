@@ -28,10 +28,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, fitting_replicas
 from normexp.cells.cell import prepare_cell
-from normexp.records.logs import messages_to_stderr
 from normexp.cells.naming import GROUPS
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
+from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord
 from normexp.training.fit import device_type, quiet_lightning
 from normexp.training.stopping import Interrupted, StopRequest

@@ -23,7 +23,7 @@ from normexp.cells.load import find_cell, load_config, load_weights
 from normexp.cells.naming import GROUPS
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
-from normexp.config.rules import OPTIONS
+from normexp.config.rules import OPTIONS, counted
 from normexp.errors import UserError
 from normexp.records.files import read_json, refusing_denied, write_evaluation
 from normexp.records.paths import (
@@ -56,12 +56,12 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     """
     find_cell(cell_dir)
     results = finished_results(cell_dir)
-    choices = {group: results[0].config[group] for group in GROUPS}
-    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir), asked))
+    names = {group: results[0].config[group] for group in GROUPS}
+    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, names), asked))
     place_on_one_device(cfg)  # evaluation does not need the devices of the training
     if not torch.cuda.is_available():
         cfg.trainer.accelerator = "cpu"
-    cell = prepare_cell(cfg, choices)
+    cell = prepare_cell(cfg, names)
     if cell.id != results[0].cell_id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
@@ -147,7 +147,8 @@ def print_evaluations(cell: Cell, contents: Contents) -> None:
             f"{cell.title}: {_why_nothing(cell.evaluation)}", markup=False, soft_wrap=True
         )
         return
-    console.print(f"{cell.title}: n = {len(contents)} seeds, mean (sd)", markup=False)
+    n = counted(len(contents), "seed")
+    console.print(f"{cell.title}: n = {n}, mean (sd)", markup=False)
     metrics = [name for name in names if name != "num_samples"]
     table = Table("statistics", box=None)
     for name in metrics:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +13,9 @@ from torch import nn
 from yaml import YAMLError
 
 from normexp.build import build_data, build_network, build_norm
+from normexp.cells.naming import GROUPS
 from normexp.cells.plan import plan_training
+from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.errors import UserError
 from normexp.records.paths import (
     CONFIG_FILE,
@@ -21,6 +25,7 @@ from normexp.records.paths import (
     seed_dir,
     seed_of,
 )
+from normexp.records.result import read_run
 
 GROUPS_TRAINED = ("norm", "model", "data", "optim", "trainer")
 REMEDY = "remove the cell's folder and train it again"
@@ -38,7 +43,7 @@ def load_run(run_dir: Path) -> nn.Module:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
     """
     cell_dir, seed = _find_run(run_dir)
-    cfg = load_config(cell_dir)
+    cfg = load_config(cell_dir, read_run(seed_dir(cell_dir, seed)).config)
     data = build_data(cfg)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
@@ -47,8 +52,15 @@ def load_run(run_dir: Path) -> nn.Module:
     return network.eval()
 
 
-def load_config(cell_dir: Path) -> DictConfig:
-    """Reads the resolved config of a cell. Raises UserError for any other file."""
+def load_config(cell_dir: Path, names: Mapping[str, Any]) -> DictConfig:
+    """Reads the resolved config of a cell; keys that are newer than its training have defaults.
+
+    Args:
+        names: the name of what each group holds, as recorded.
+
+    Raises:
+        UserError: the file is not the config of a cell.
+    """
     path = cell_dir / CONFIG_FILE
     try:
         cfg = OmegaConf.load(path)
@@ -57,7 +69,9 @@ def load_config(cell_dir: Path) -> DictConfig:
     lacking = [key for key in GROUPS_TRAINED if key not in cfg]
     if not isinstance(cfg, DictConfig) or lacking:
         raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
-    return cfg
+    groups = {group: shipped_defaults(group, names[group]) or {} for group in GROUPS}
+    newer = OmegaConf.merge(shipped_config(), groups)
+    return DictConfig(OmegaConf.merge(newer, cfg))
 
 
 def load_weights(network: nn.Module, run_dir: Path, *, precision: str) -> None:

@@ -80,9 +80,9 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
 
 
 def record_of(
-    cfg: DictConfig, choices: Mapping[str, str], plan: Plan, identity: dict[str, Any]
+    choices: Mapping[str, str], plan: Plan, identity: dict[str, Any], cfg: DictConfig
 ) -> dict[str, Any]:
-    """The config in result.json: names as typed, sizes as trained, and the whole identity."""
+    """The config in result.json: names, sizes as trained, and the whole identity."""
     as_given = ("batch_size", "micro_batch_size", "lr_rule", "eps", "drop_last")
     return {
         **{group: choices[group] for group in GROUPS},
@@ -93,9 +93,9 @@ def record_of(
         "epochs": plan.num_steps / plan.steps_per_epoch,
         "num_steps": plan.num_steps,
         "lr": plan.lr,
-        "max_grad_norm": cfg.max_grad_norm,
+        "max_grad_norm": plan.max_grad_norm,
         "precision": cfg.trainer.precision,
-        "matmul_precision": cfg.matmul_precision,
+        "matmul_precision": plan.matmul_precision,
         "identity": identity,
     }
 
@@ -129,18 +129,17 @@ def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any
 
 def _slug(identity: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
     """norm, model and data, the sizes that are set, and the learning rate."""
-    names = [_label(group, choices[group], identity[group]) for group in ("norm", "model", "data")]
+    names = [_label(choices[group], identity[group]) for group in ("norm", "model", "data")]
     sizes = {"b": "batch_size", "m": "micro_batch_size", "n": "norm_batch_size"}
     set_sizes = [f"{letter}{identity[key]}" for letter, key in sizes.items() if identity[key]]
     return [*names, *set_sizes, f"lr{identity['lr']:.6g}"]
 
 
-def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:
-    """The `name` of a part, as in torchvision's resnet50; otherwise its choice or user's class."""
+def _label(choice: str, values: Mapping[str, Any]) -> str:
+    """The `name` of a part, as in torchvision's resnet50; otherwise its choice without folder."""
     if isinstance(values.get("name"), str):
         return values["name"]
-    is_shipped = shipped_defaults(group, choice) is not None
-    return choice.rpartition("/")[2] if is_shipped else values["_target_"].rpartition(".")[2]
+    return choice.rpartition("/")[2].rpartition(".")[2]
 
 
 def _parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from normexp.batching.sizes import Share, Sizes
 from normexp.build import synchronized
 from normexp.checks.preflight import Traits
 from normexp.checks.sites import name_some
+from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.training.budget import (
@@ -35,6 +36,9 @@ class Plan:
     lr: float
     optimizer_momentum: float | None  # None for an optimizer without momentum
     norm_momentum: float | None  # of the running averages; None unless norm.half_life is set
+    max_grad_norm: float | None
+    matmul_precision: str
+    notes: tuple[str, ...] = ()  # for the user, once nothing is refused
 
     @property
     def epochs(self) -> int:
@@ -52,9 +56,6 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
     if synchronized(cfg):
         _check_presence(cfg, sizes, num_train)
     steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=cfg.drop_last)
-    left_out = num_train - steps_per_epoch * sizes.batch_size
-    if left_out > 0:
-        logger.info("drop_last=true drops %d of %d samples per epoch", left_out, num_train)
     lr, momentum = scale_learning_rate(
         cfg.lr_rule,
         lr=cfg.lr,
@@ -62,10 +63,13 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
         batch_size=sizes.batch_size,
         base_batch_size=cfg.base_batch_size,
     )
+    notes = []
+    if (left_out := num_train - steps_per_epoch * sizes.batch_size) > 0:
+        notes.append(f"drop_last=true drops {left_out} of {num_train} samples per epoch")
     if lr != cfg.lr:
-        logger.info(
-            "lr_rule=%s changes lr=%g at base_batch_size=%d to lr=%g at batch_size=%d",
-            *(cfg.lr_rule, cfg.lr, cfg.base_batch_size, lr, sizes.batch_size),
+        notes.append(
+            f"lr_rule={cfg.lr_rule} changes lr={cfg.lr:g} at base_batch_size={cfg.base_batch_size} "
+            f"to lr={lr:g} at batch_size={sizes.batch_size}"
         )
     return Plan(
         sizes=sizes,
@@ -81,6 +85,9 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
         lr=lr,
         optimizer_momentum=momentum,
         norm_momentum=_norm_momentum(cfg, sizes),
+        max_grad_norm=cfg.max_grad_norm,
+        matmul_precision=cfg.matmul_precision,
+        notes=tuple(notes),
     )
 
 
@@ -149,6 +156,12 @@ def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -
             positions of a text.
     """
     asked = tuple(cfg.evaluate_with)
+    if cfg.evaluate_batch_sizes and "batch" not in asked:
+        sizes_asked = as_typed(cfg.evaluate_batch_sizes)
+        raise UserError(
+            f"evaluate_batch_sizes={sizes_asked} is of batch statistics: add batch, as in "
+            f"evaluate_with={as_typed([*asked, 'batch'])}"
+        )
     batch_sizes: tuple[int, ...] = ()
     if "batch" in asked:
         batch_sizes = tuple(cfg.evaluate_batch_sizes or [sizes.norm])

@@ -46,6 +46,19 @@ class Card:
         """The lines of the contract that failed."""
         return [line for line in self.lines if line.section == "contract" and line.status == "fail"]
 
+    @property
+    def headline(self) -> str:
+        if not self.num_features:
+            return f"{self.name} ({self.target}): cannot be built"
+        return f"{self.name} ({self.target}), {self.num_features} channels; takes {self.takes}"
+
+    @property
+    def verdict(self) -> str:
+        count = len(self.failures)
+        if not count:
+            return f"{self.name}: the contract holds"
+        return f"{self.name}: {count} {'line' if count == 1 else 'lines'} of the contract failed"
+
 
 def measure_card(
     make: Callable[..., Any],
@@ -86,44 +99,20 @@ def as_json(cards: Sequence[Card]) -> str:
 
 
 def as_markdown(cards: Sequence[Card]) -> str:
-    """One card with its details, or several side by side with what failed below."""
-    if len(cards) == 1:
-        return _one_as_markdown(cards[0])
-    names = [card.name for card in cards]
-    rows = [["", *names], ["---", *["---"] * len(names)]]
+    """What failed, then every line: of one card with its details, of several side by side."""
+    alone = len(cards) == 1
+    titles = [cards[0].name, "shown by"] if alone else [card.name for card in cards]
+    rows = [["", *titles], ["---", *["---"] * len(titles)]]
     for section, lines in side_by_side(cards):
-        rows.append([f"**{section}**", *[""] * len(names)])
-        rows += [[name, *(outcome(line) for line in found)] for name, found in lines]
-    text = "\n".join(_row(row) for row in rows)
-    below = [f"- {card.name}, {line.name}: {line.detail}" for card, line in all_failures(cards)]
-    return text + ("\n\n" + "\n".join(below) if below else "")
-
-
-def _one_as_markdown(card: Card) -> str:
-    rows = [["", card.name, "shown by"], ["---", "---", "---"]]
-    for section, lines in side_by_side([card]):
-        rows.append([f"**{section}**", "", ""])
-        rows += [[name, outcome(line), line.detail if line else ""] for name, (line,) in lines]
-    return "\n".join([headline(card), "", *(_row(row) for row in rows)])
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def headline(card: Card) -> str:
-    """What was measured, in one line."""
-    if not card.num_features:
-        return f"{card.name} ({card.target}): cannot be built"
-    return f"{card.name} ({card.target}), {card.num_features} channels; takes {card.takes}"
-
-
-def verdict(card: Card) -> str:
-    """States in one line whether the contract holds."""
-    count = len(card.failures)
-    if not count:
-        return f"{card.name}: the contract holds"
-    return f"{card.name}: {count} {'line' if count == 1 else 'lines'} of the contract failed"
+        rows.append([f"**{section}**", *[""] * len(titles)])
+        for name, found in lines:
+            details = [found[0].detail] if alone and found[0] else []
+            rows.append([name, *map(outcome, found), *details])
+    table = ["| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows]
+    failures = [f"- {card.name}, {line.name}: {line.detail}" for card, line in failures_of(cards)]
+    head = [card.headline if alone else card.verdict for card in cards]
+    blocks = [head, failures, table]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def outcome(line: Line | None) -> str:
@@ -135,81 +124,75 @@ def outcome(line: Line | None) -> str:
     return "FAIL" if line.status == "fail" else "pass"
 
 
-def side_by_side(
-    cards: Sequence[Card],
-) -> list[tuple[str, list[tuple[str, list[Line | None]]]]]:
-    """By section and line, in the order of the cards, the line of each card."""
-    keys = dict.fromkeys((line.section, line.name) for card in cards for line in card.lines)
+Rows = list[tuple[str, list[Line | None]]]
+
+
+def side_by_side(cards: Sequence[Card]) -> list[tuple[str, Rows]]:
+    """By section and name, in the order of the cards, the line of each card."""
+    sections: dict[str, dict[str, None]] = {}
+    for line in (line for card in cards for line in card.lines):
+        sections.setdefault(line.section, {})[line.name] = None
     found = [{(line.section, line.name): line for line in card.lines} for card in cards]
-    sections = dict.fromkeys(section for section, _ in keys)
     return [
-        (
-            section,
-            [
-                (name, [own.get((section, name)) for own in found])
-                for own_section, name in keys
-                if own_section == section
-            ],
-        )
-        for section in sections
+        (section, [(name, [own.get((section, name)) for own in found]) for name in names])
+        for section, names in sections.items()
     ]
 
 
-def all_failures(cards: Sequence[Card]) -> list[tuple[Card, Line]]:
+def failures_of(cards: Sequence[Card]) -> list[tuple[Card, Line]]:
     """Every failed line of any section."""
     return [(card, line) for card in cards for line in card.lines if line.status == "fail"]
 
 
-def print_card(console: Console, card: Card) -> None:
-    """Prints every line with its detail, and the failures again at the end, with the target."""
-    console.print(headline(card), markup=False)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(style="dim", overflow="fold")
-    for section, lines in side_by_side([card]):
-        table.add_row(Text(f"\n{section}", style="bold"), "", "")
-        for name, (line,) in lines:
-            table.add_row(Text(f"  {name}"), _shown(line), Text(line.detail if line else ""))
-    console.print(table)
-    console.print()
-    _print_failures(console, [card])
-    _print_verdicts(console, [card])
+def print_cards(console: Console, cards: Sequence[Card]) -> None:
+    """Prints verdicts and failures, then the lines that say more than `pass`, then counts.
 
-
-def print_comparison(console: Console, cards: Sequence[Card]) -> None:
-    """Prints a column per norm, in several tables if the terminal is too narrow for one."""
+    One card has its details; several have a column each, in several tables if the terminal is too
+    narrow for one.
+    """
+    for card in cards:
+        if len(cards) == 1:
+            console.print(card.headline, markup=False)
+        console.print(card.verdict, markup=False, style="bold red" if card.failures else "green")
+    for card, line in failures_of(cards):
+        question = f" ({line.question})" if line.question else ""
+        said = f"  FAIL {card.name}, {line.name}: {line.detail}{question}"
+        console.print(said, markup=False, style="red")
     fitting = max(1, (console.width - NAME_WIDTH) // (CELL_WIDTH + 2))
     for first in range(0, len(cards), fitting):
-        _print_table(console, cards[first : first + fitting])
-    console.print()
-    _print_failures(console, cards)
-    _print_verdicts(console, cards)
+        console.print(_table(cards[first : first + fitting], alone=len(cards) == 1))
 
 
-def _print_table(console: Console, cards: Sequence[Card]) -> None:
-    table = Table(box=None, pad_edge=False)
+def _table(cards: Sequence[Card], *, alone: bool) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=not alone)
     table.add_column("", no_wrap=True)
     for card in cards:
-        table.add_column(Text(card.name), min_width=CELL_WIDTH, justify="right")
-    for section, lines in side_by_side(cards):
-        table.add_row(Text(section, style="bold"), *[""] * len(cards))
-        for name, found in lines:
-            table.add_row(Text(f"  {name}"), *map(_shown, found))
-    console.print(table)
+        table.add_column(
+            Text(card.name), min_width=CELL_WIDTH, justify="left" if alone else "right"
+        )
+    if alone:
+        table.add_column(style="dim", overflow="fold")
+    for section, rows in side_by_side(cards):
+        shown = [row for row in rows if not all(map(_is_plain, row[1]))]
+        folded = [found for row in rows if row not in shown for found in row[1][:1]]
+        table.add_row(Text(f"\n{section}", style="bold"))
+        for name, found in shown:
+            details = [Text(line.detail) for line in found[:1] if alone and line]
+            table.add_row(Text(f"  {name}"), *map(_cell, found), *details)
+        for status, word in (("pass", "pass"), ("skipped", "-")):
+            count = sum(line is not None and line.status == status for line in folded)
+            if count:
+                marks = [Text(word, style=STYLES[status]) for _ in cards]
+                table.add_row(Text(f"  {count} {'more ' if shown else ''}lines"), *marks)
+    return table
 
 
-def _shown(line: Line | None) -> Text:
+def _is_plain(line: Line | None) -> bool:
+    """True if a count of such lines says enough."""
+    if line is None or line.section == "traits":
+        return False
+    return line.status == "skipped" or (line.status == "pass" and not line.detail)
+
+
+def _cell(line: Line | None) -> Text:
     return Text(outcome(line), style=STYLES[line.status] if line else "dim")
-
-
-def _print_failures(console: Console, cards: Sequence[Card]) -> None:
-    for card, line in all_failures(cards):
-        said = f"{card.name} ({card.target}), {line.name}: {line.detail}"
-        console.print(said, markup=False, style="red")
-
-
-def _print_verdicts(console: Console, cards: Sequence[Card]) -> None:
-    for card in cards:
-        style = "bold red" if card.failures else "green"
-        console.print(verdict(card), markup=False, style=style)

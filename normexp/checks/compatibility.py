@@ -9,30 +9,30 @@ from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, InTurn, Stacked
 from normexp.checks.subject import (
-    PASSED,
-    Checks,
+    MODES,
+    Answer,
+    Check,
     Finding,
     Shape,
     Subject,
-    failed,
     measured,
+    mode_name,
     relative_change,
     show,
     skipped,
     values,
 )
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.site import Site
 from normexp.norms.state import State, merge_state, read_state, write_state
 
-EXACT = 1e-9  # of float64
+EXACT = 1e-6  # of inputs in float64; a norm may compute in float32
 CLOSE = 1e-4  # of float32
 HALF = 0.03  # of bfloat16, which has 8 bits
 PARTS, PART_SIZE = 4, 2
 
 
-def compiles(training: bool, subject: Subject) -> Finding:
+def compiles(training: bool, subject: Subject) -> Answer:
     """torch.compile traces forward and backward as one graph, with the same outputs.
 
     Without code generation, because only tracing is tested.
@@ -46,14 +46,14 @@ def compiles(training: bool, subject: Subject) -> Finding:
         out = compiled(values(shape).requires_grad_())
         out.sum().backward()
     except Exception as error:  # dynamo and foreign code may raise anything
-        return failed(f"{_reason(error)}, {show(shape)}")
+        return f"{_reason(error)}, {show(shape)}"
     finally:
         torch.compiler.reset()
     torch.default_generator.manual_seed(0)
     change = relative_change(norm(values(shape)).detach(), out.detach())
     if change > CLOSE:
-        return failed(f"compiled outputs differ by {change:.2g}, {show(shape)}")
-    return PASSED
+        return f"compiled outputs differ by {change:.2g}, {show(shape)}"
+    return None
 
 
 def _reason(error: Exception) -> str:
@@ -63,7 +63,7 @@ def _reason(error: Exception) -> str:
     return (named or lines or [type(error).__name__])[0].removeprefix("Explanation: ")
 
 
-def stacks(subject: Subject) -> Finding:
+def stacks(subject: Subject) -> Answer:
     """Two replicas under vmap do what each does alone: outputs, gradients and running state."""
     for shape in subject.shapes:
         networks = [_shaken(subject, shape, seed) for seed in (1, 2)]
@@ -73,11 +73,11 @@ def stacks(subject: Subject) -> Finding:
             stacked = Stacked(networks)
             found = [_measure_replicas(replicas, pair) for replicas in (alone, stacked)]
         except Exception as error:  # vmap and foreign code may raise anything
-            return failed(f"{first_line(error)}, {show(shape)}")
+            return f"{first_line(error)}, {show(shape)}"
         for name, before in found[0].items():
             if relative_change(before, found[1][name]) > EXACT:
-                return failed(f"{name} differs under vmap, {show(shape)}")
-    return PASSED
+                return f"{name} differs under vmap, {show(shape)}"
+    return None
 
 
 def _shaken(subject: Subject, shape: Shape, seed: int) -> nn.Module:
@@ -111,7 +111,7 @@ def _measure_replicas(replicas: InTurn | Stacked, batch: Batch) -> State:
     return found
 
 
-def splits(subject: Subject) -> Finding:
+def splits(subject: Subject) -> Answer:
     """k ghost groups in one forward give outputs, gradients and state of k micro-batches."""
     shape = _to_split(subject)
     if shape is None:
@@ -121,8 +121,8 @@ def splits(subject: Subject) -> Finding:
     ghost, parts = _split_both_ways(subject, shape)
     for name, before in parts.items():
         if relative_change(before, ghost[name]) > EXACT:
-            return failed(f"{name} differs, {PARTS} groups of {show((PART_SIZE, *shape[1:]))}")
-    return PASSED
+            return f"{name} differs, {PARTS} groups of {show((PART_SIZE, *shape[1:]))}"
+    return None
 
 
 def state_of_split(subject: Subject) -> Finding:
@@ -186,7 +186,7 @@ def _leave(norm: nn.Module, out: Tensor, x: Tensor) -> State:
     return {"the output": out.detach(), **found, **read_state(norm)}
 
 
-def takes_autocast(subject: Subject) -> Finding:
+def takes_autocast(subject: Subject) -> Answer:
     """Behind a linear layer under bfloat16 autocast: finite, and near the outputs of float32."""
     for shape in subject.shapes:
         norm = subject.norm(shape)
@@ -203,8 +203,8 @@ def takes_autocast(subject: Subject) -> Finding:
         change = 0.0 if subject.draws else change  # other draws in each dtype
         gradients = [p.grad for p in norm.parameters() if p.grad is not None]
         if not all(t.isfinite().all() for t in (out, *gradients)) or change > HALF:
-            return failed(f"off by {change:.2g} of the output's size, {show(shape)}")
-    return PASSED
+            return f"off by {change:.2g} of the output's size, {show(shape)}"
+    return None
 
 
 def writes_in_place(subject: Subject) -> Finding:
@@ -260,13 +260,23 @@ def _shape_to_keep(step: Shape, subject: Subject) -> Shape:
     return shape
 
 
-COMPATIBILITY: Checks = {
-    "torch.compile in training": partial(compiles, True),
-    "torch.compile in evaluation": partial(compiles, False),
-    "replicas under vmap": stacks,
-    "ghost = accumulated": splits,
-    "state of a split step": state_of_split,
-    "buffers written in place": writes_in_place,
-    "autocast to bfloat16": takes_autocast,
-}
-COST: Checks = {"bytes kept for backward": bytes_kept}
+COMPATIBILITY = (
+    *(
+        Check(
+            f"torch.compile {mode_name(training)}",
+            "is it traced as one graph, with the same outputs?",
+            partial(compiles, training),
+        )
+        for training in MODES
+    ),
+    Check("replicas under vmap", "do two replicas give what each gives alone?", stacks),
+    Check("ghost = accumulated", "do ghost groups give what micro-batches give?", splits),
+    Check(
+        "state of a split step",
+        "how far is its state from that of the step unsplit?",
+        state_of_split,
+    ),
+    Check("buffers written in place", "does a forward keep the buffers' tensors?", writes_in_place),
+    Check("autocast to bfloat16", "is the output near that of float32?", takes_autocast),
+)
+COST = (Check("bytes kept for backward", "memory that a training forward keeps", bytes_kept),)

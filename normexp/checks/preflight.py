@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
+from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
-from normexp.checks.probe import Probe, fixed_draws, moved_state, moves
+from normexp.checks.integrity import (
+    cannot_stack,
+    check_saved_state,
+    check_wiring,
+    ignores_inputs,
+)
+from normexp.checks.probe import Probe, moved_state, moves
 from normexp.checks.sites import (
     EnteredSite,
     Reach,
@@ -23,19 +28,22 @@ from normexp.checks.sites import (
     measure_reaches,
     name_some,
     naming,
-    network_probe,
+    open_network,
     probe_batch,
     run_through,
+    shorten,
 )
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.adapt import first_line
 from normexp.norms.site import Site, named_sites
 
 logger = logging.getLogger(__name__)
 
 PROBE_SAMPLES = 4
 EXTRA_POSITIONS = 3  # padding appended to a site's input
+MOST_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
+MOST_VALUES = 2**20  # of one site
+NETWORK_CUTS = 4  # of a text, into before and after
 FEW_VALUES = 8  # warn of statistics over fewer values
 MODES = (True, False)
 
@@ -106,22 +114,33 @@ def examine(
     group_size = smallest_group(sizes, len(data.train), drop_last=drop_last)
     first = probe_batch(data, min(group_size, PROBE_SAMPLES))
     elements = run_through(network, first, sizes.norm_batch_size)
-    batch = probe_batch(data, PROBE_SAMPLES)
-    sites = enter_sites(network, batch)
+    batch, own = probe_batch(data, PROBE_SAMPLES), open_network(network)
+    short = shorten(own.train(), batch)
+    check_wiring(own, short)
+    sites = enter_sites(own, batch)
     reaches = measure_reaches(sites)
     check_reaches(reaches, group_size)
-    if len(batch["inputs"]) > 1 and ignores_inputs(network, batch):
+    if len(batch["inputs"]) > 1 and ignores_inputs(own, short):
         raise UserError(
             "with this norm the model's output is the same for every input, for example because it "
             "averages positions after a norm that centres them; try norm=layer"
         )
-    check_padding(network, data)
-    leaks = {mode: find_leak(network, sites, batch, data, training=mode) for mode in MODES}
+    check_padding(own, data)
+    check_saved_state(own, short, sites)
+    leaks = {mode: find_leak(own, sites, batch, data, training=mode) for mode in MODES}
     _judge_leaks(leaks, allow_leak=allow_leak)
-    own_draws = network_probe(network, training=True).observe(*model_arguments(batch)).drew
+    own_draws = Probe(own.train()).observe(*model_arguments(short)).drew
     obstacle = "a module draws its own random numbers" if own_draws else None
-    _warn_of_frozen(parameters_without_gradient(network, batch))
-    mixes = {mode: mixes_samples(network, sites, batch, data, training=mode) for mode in MODES}
+    many = min(sizes.micro, max(PROBE_SAMPLES, MOST_ELEMENTS // max(elements, 1)))
+    samples = shorten(own, probe_batch(data, many))
+    mixes = {
+        mode: any_site_mixes(sites, sizes.micro, training=mode)
+        or Probe(own.train(mode), vocab_size=data.vocab_size, ways=1).reads_samples(
+            *model_arguments(samples), training=mode
+        )
+        is not None
+        for mode in MODES
+    }
     return Traits(
         mixes_samples=mixes[True],
         mixes_samples_in_evaluation=mixes[False],
@@ -137,16 +156,21 @@ def examine(
 # ---------------------------------------------------------------- other samples
 
 
-def mixes_samples(
-    network: nn.Module, sites: Sequence[EnteredSite], batch: Batch, data: Data, *, training: bool
-) -> bool:
-    """True if a sample depends on others at a site, or anywhere in the network."""
+def any_site_mixes(sites: Sequence[EnteredSite], num_samples: int, *, training: bool) -> bool:
+    """True if a sample depends on others at a site, in a batch of `num_samples` or of a few."""
     for entered in sites:
         with naming(entered):
-            if entered.probe(training=training).reads_samples(entered.values(), training=training):
+            probe = entered.probe(training=training)
+            if probe.reads_samples(entered.values(), training=training):
                 return True
-    probe = network_probe(network, training=training, opened=True, vocab_size=data.vocab_size)
-    return probe.reads_samples(*model_arguments(batch), training=training) is not None
+            if num_samples <= PROBE_SAMPLES:
+                continue
+            small = entered.with_few_positions()
+            fitting = max(PROBE_SAMPLES, MOST_VALUES // small.shape[1:].numel())
+            values = small.values(min(num_samples, fitting))
+            if small.probe(training=training).reads_samples(values, training=training):
+                return True
+    return False
 
 
 def check_reaches(reaches: Mapping[str, Reach], group_size: int) -> None:
@@ -209,10 +233,11 @@ def find_leak(
     length = batch["inputs"].shape[1]
     leaking = [entered for entered in sites if site_leaks(entered, length, training=training)]
     if leaking:
-        names = name_some([entered.name for entered in leaking])
+        names = name_some([name for entered in leaking for name in entered.names])
         return Leak(names, _find_remedy(leaking[0], length))
-    probe = network_probe(network, training=training, opened=True, vocab_size=data.vocab_size)
-    if probe.reads_later(batch["inputs"], 1, batch.get("mask")) is not None:
+    probe = Probe(network.train(training), vocab_size=data.vocab_size, ways=1)
+    inputs, *mask = model_arguments({name: value[:2] for name, value in batch.items()})
+    if probe.reads_later(inputs, 1, *mask, most_cuts=NETWORK_CUTS) is not None:
         return Leak("the model outside its norms", "mask its attention, or use model=gpt")
     return None
 
@@ -279,11 +304,11 @@ def check_padding(network: nn.Module, data: Data) -> None:
             mixes = entered.probe(training=True).reads_across(entered.values(), 0)
         if mixes:
             raise UserError(
-                f"the norm at {entered.name} mixes samples but takes no mask, and texts of "
-                "different length reach it one at a time; try norm.view=token, or give its "
-                "forward an argument `mask`"
+                f"the norm at {name_some(entered.names)} mixes samples but its forward has no "
+                "argument `mask`, so texts of different length reach it one at a time; try "
+                "norm.view=token, or add `mask`"
             )
-    reading = [entered.name for entered in sites if site_reads_padding(entered)]
+    reading = [name for e in sites if site_reads_padding(e) for name in e.names]
     if reading:
         raise UserError(
             f"norm reads padding at {name_some(reading)}: it moves real positions or the running "
@@ -342,9 +367,9 @@ def model_reads_padding(network: nn.Module, batch: Batch, data: Data) -> bool:
     inputs, mask = batch["inputs"], batch["mask"]
     longest = int(mask.any(dim=0).nonzero().max()) + 1
     for training in MODES:
-        probe = network_probe(network, training=False, opened=True, vocab_size=data.vocab_size)
-        for _, site in named_sites(probe.module):
+        for _, site in named_sites(network.eval()):
             site.train(training)
+        probe = Probe(network, vocab_size=data.vocab_size, ways=1)
         before = probe.observe(inputs, mask)
         others = [(torch.where(mask, inputs, probe.replacement(inputs, w)), mask) for w in (0, 1)]
         try:
@@ -355,72 +380,3 @@ def model_reads_padding(network: nn.Module, batch: Batch, data: Data) -> bool:
             if moves(before.output, after.output) or moved_state(before.state, after.state):
                 return True
     return False
-
-
-# ---------------------------------------------------------------- gradients and parameters
-
-
-def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for a parameter that requires a gradient but is in no group.
-
-    Args:
-        optimizer: built for the parameters of this network.
-    """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [n for n, p in network.named_parameters() if p.requires_grad and id(p) not in held]
-    if missing:
-        raise UserError(
-            f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
-            "try another optim, or set requires_grad=False on what is not to be trained"
-        )
-
-
-def parameters_without_gradient(network: nn.Module, batch: Batch) -> list[str]:
-    """Names of norm parameters without a gradient after a backward of the cross-entropy."""
-    own = network_probe(network, training=True).module
-    with fixed_draws(), torch.enable_grad():
-        output = own(*model_arguments(batch))  # (N, classes) or (B, T, V)
-        functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten()).backward()
-    return [
-        f"{name}.{parameter_name}"
-        for name, site in named_sites(own)
-        for parameter_name, parameter in site.named_parameters()
-        if parameter.requires_grad and parameter.grad is None
-    ]
-
-
-def _warn_of_frozen(names: Sequence[str]) -> None:
-    if names:
-        logger.warning("no gradient reaches %s of the norm, so it is not trained", name_some(names))
-
-
-def ignores_inputs(network: nn.Module, batch: Batch) -> bool:
-    """True if every sample has the same output, even after zero parameters are replaced."""
-    probe = network_probe(network, training=True, opened=True)
-    inputs = batch["inputs"].clone()
-    floating = inputs.is_floating_point()
-    inputs[0] = 3 * inputs[0].flip(-1) + 1 if floating else inputs[0].roll(1, dims=-1)
-    output = probe.observe(*model_arguments({**batch, "inputs": inputs})).output
-    return not moves(output[:1].expand_as(output), output, scale=1e-2)
-
-
-def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
-    """Says why two replicas cannot run under vmap; None if they can and agree."""
-    networks = [copy.deepcopy(network).train() for _ in range(2)]
-    pair = {name: torch.stack([value, value]) for name, value in batch.items()}
-
-    def outputs(output: Tensor, _: Batch) -> dict[str, Tensor]:
-        return {"output": output}
-
-    try:
-        with torch.no_grad():
-            replicas = Stacked(networks)
-            stacked = replicas.measure(pair, outputs)["output"]
-            alone = InTurn(networks).measure(pair, outputs)["output"]
-    except Exception as error:  # foreign modules may raise anything; the fallback is exact
-        return first_line(error)
-    try:
-        copy.deepcopy(replicas)
-    except Exception:  # a tensor from inside vmap cannot be used outside
-        return "a module keeps a tensor of its forward outside its buffers"
-    return "its outputs under vmap differ" if moves(alone, stacked, scale=1e-2) else None

@@ -12,14 +12,20 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import combinations, islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from normexp.norms.state import State, read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
 SMALLEST_SCALE = 1e-6  # values below are compared on this scale
+MOST_CUTS = 64  # of one sequence
+CONTAINERS = (dict, list, set)
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,50 @@ class Observation:
         return replace(self, parameter_gradients={})
 
 
+class Snapshot:
+    """The parameters, buffers and attributes of a module, to return to after forwards.
+
+    Writes values back in place, which is much faster than a copy of the module. Restores lists,
+    sets and dicts, but neither other objects in attributes nor state outside of the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = [(own, _copied(_attributes(own))) for own in module.modules()]
+        tensors = {id(t): t for _, kept in self._attributes for t in _tensors_in(kept)}
+        self._tensors = [(t, t.detach().clone()) for t in tensors.values() if not is_lazy(t)]
+
+    def restore(self) -> None:
+        for module, attributes in self._attributes:
+            for name in _attributes(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(_copied(attributes))
+        for tensor, value in self._tensors:
+            tensor.detach().copy_(value)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if "hook" not in name}
+
+
+def _copied(value: Any) -> Any:
+    """Copies dicts, lists and sets, with the same members in the end."""
+    if isinstance(value, dict):
+        own = copy.copy(value)
+        own.update({name: _copied(v) for name, v in value.items() if type(v) in CONTAINERS})
+        return own
+    return type(value)(map(_copied, value)) if type(value) in CONTAINERS else value
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) in CONTAINERS:
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member)
+
+
 class Probe:
-    """Runs a module repeatedly from the same state and random state; never changes it.
+    """Runs a module repeatedly from the same parameters, state and random state; then restores it.
 
     Args:
         module: in the mode to be examined. Axes that are held or changed lead its input and its
@@ -64,11 +112,8 @@ class Probe:
         self.module = module
         self.vocab_size = vocab_size
         self.ways = ways
-        self._replacements: dict[tuple[torch.Size, int], Tensor] = {}
-
-    def fresh(self) -> nn.Module:
-        """A copy in the original state; it shares the parameters, which are never written."""
-        return copy.deepcopy(self.module, {id(p): p for p in self.module.parameters()})
+        self._start = Snapshot(self.module)
+        self._normal = cache(normal)
 
     def observe(
         self,
@@ -84,28 +129,35 @@ class Probe:
             upstream: leading axes of the output; random upstream gradients are multiplied by it.
             only: boolean (N,), runs only these samples.
         """
-        module, num_samples = self.fresh(), len(x)
+        num_samples = len(x)
         if only is not None:
             x, mask = x[only], None if mask is None else mask[only]
         takes_gradient = upstream is not None and x.is_floating_point()
         # A copy, as a norm may write into its input.
         x = x.detach().clone().requires_grad_(takes_gradient)
-        with fixed_draws(), torch.set_grad_enabled(upstream is not None):
-            start = torch.get_rng_state()
-            out = module(x) if mask is None else module(x, mask)
-            drew = not torch.equal(start, torch.get_rng_state())
-            if upstream is None or not out.requires_grad:
-                return Observation(out.detach(), read_state(module), drew)
-            weights = normal((num_samples, *out.shape[1:]), seed=7) * fit(upstream, out)
-            weights = (weights if only is None else weights[only]).to(out.dtype)
-            named = {n: p for n, p in module.named_parameters() if p.requires_grad}
-            wanted = [*([x] if x.requires_grad else []), *named.values()]
-            found = torch.autograd.grad(
-                out, wanted, weights, allow_unused=True, materialize_grads=True
-            )
+        try:
+            with fixed_draws(), torch.set_grad_enabled(upstream is not None):
+                start = torch.get_rng_state()
+                out = self.module(x) if mask is None else self.module(x, mask)
+                drew = not torch.equal(start, torch.get_rng_state())
+                own, slopes = None, {}
+                if upstream is not None and out.requires_grad:
+                    weights = self._normal((num_samples, *out.shape[1:]), 7) * fit(upstream, out)
+                    weights = weights if only is None else weights[only]
+                    own, slopes = self._backward(out, x, weights.to(out.dtype))
+            return Observation(out.detach().clone(), read_state(self.module), drew, own, slopes)
+        finally:
+            self._start.restore()
+
+    def _backward(self, out: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor | None, State]:
+        """Gradients of the input, if it takes one, and of the parameters."""
+        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        wanted = [*([x] if x.requires_grad else []), *named.values()]
+        if not wanted:
+            return None, {}
+        found = torch.autograd.grad(out, wanted, weights, allow_unused=True, materialize_grads=True)
         own = found[: len(wanted) - len(named)]
-        slopes = dict(zip(named, found[len(own) :], strict=True))
-        return Observation(out.detach(), read_state(module), drew, own[0] if own else None, slopes)
+        return own[0] if own else None, dict(zip(named, found[len(own) :], strict=True))
 
     def influence(
         self,
@@ -141,14 +193,12 @@ class Probe:
         Large values are about sqrt(n) for n values, so a mean over m <= n of them moves by more
         than sqrt(n) / m.
         """
-        if (x.shape, way) not in self._replacements:
-            size = math.sqrt(x.numel()) if way % 2 == 0 else 3.0
-            drawn = 1 + size * normal(x.shape, seed=way + 1)
-            if self.vocab_size is not None:
-                drawn = torch.randint(1, self.vocab_size, x.shape, generator=source(way))
-            self._replacements[x.shape, way] = drawn.to(x.dtype)
-        drawn = self._replacements[x.shape, way]
-        return drawn if self.vocab_size is None else (x + drawn) % self.vocab_size
+        if self.vocab_size is not None:
+            return (x + torch.randint(1, self.vocab_size, x.shape, generator=source(way))) % (
+                self.vocab_size
+            )
+        size = math.sqrt(x.numel()) if way % 2 == 0 else 3.0
+        return (1 + size * self._normal(x.shape, way + 1)).to(x.dtype)
 
     def reads_across(
         self,
@@ -170,7 +220,7 @@ class Probe:
         for index, hold in enumerate(holds(sizes.numel())):
             keep = hold.view(*[1] * axis, *sizes)
             before = self.observe(x, mask, upstream=keep) if gradients else whole
-            moved = self.influence(x, keep, mask, before=before, state=state, first_way=index)
+            moved = self.influence(x, keep, mask, before=before, state=state, first_way=index % 4)
             # Upstream gradients of the others must not reach the gradient of a kept input.
             moved = moved or difference(before, whole.without_parameters(), keep)
             if moved is not None:
@@ -200,29 +250,36 @@ class Probe:
             return None
         return difference(before.of_samples(keep), alone, keep[keep])
 
-    def reads_later(self, x: Tensor, axis: int, mask: Tensor | None = None) -> int | None:
+    def reads_later(
+        self, x: Tensor, axis: int, mask: Tensor | None = None, *, most_cuts: int = MOST_CUTS
+    ) -> int | None:
         """A position such that changes from there on move an earlier output; None if none is."""
         length, before = x.shape[axis], self.observe(x, mask)
-        for index, cut in enumerate(cuts(length)):
+        for index, cut in enumerate(cuts(length)[:most_cuts]):
             keep = along(torch.arange(length) < cut, axis)
-            if self.influence(x, keep, mask, before=before, first_way=index) is not None:
+            if self.influence(x, keep, mask, before=before, first_way=index % 4) is not None:
                 return cut
         return None
 
 
 def holds(count: int) -> list[Tensor]:
-    """Boolean masks (count,): for any two indices, one mask holds the first and not the second."""
-    index = torch.arange(count)
-    bits = range(max(count - 1, 0).bit_length())
-    ones = [(index >> bit) & 1 == 1 for bit in bits]
-    return [mask for one in ones for mask in (one, ~one)]
+    """Boolean masks (count,): for any two indices, one mask holds the first and not the second.
+
+    As few as possible: each index is held by another half of the masks (Sperner's theorem).
+    """
+    num_masks = next(m for m in range(count + 1) if math.comb(m, m // 2) >= count)
+    holders = islice(combinations(range(num_masks), num_masks // 2), count)
+    held = torch.zeros(num_masks, count, dtype=torch.bool)
+    for index, chosen in enumerate(holders):
+        held[list(chosen), index] = True
+    return list(held)
 
 
 def cuts(length: int) -> list[int]:
-    """Positions that cut a sequence into before and after: all, or a spread of a long one."""
-    if length <= 9:
-        return list(range(1, length))
-    return [length // 2, length - 1, 1, length // 3, 2, 3, 2 * length // 3, length - 2]
+    """Positions that cut a sequence into before and after, likely ones first; at most MOST_CUTS."""
+    likely = [length // 2, length - 1, 1, length // 3, 2, 3, 2 * length // 3, length - 2]
+    spread = range(1, length, max(1, math.ceil(length / MOST_CUTS)))
+    return [cut for cut in dict.fromkeys([*likely, *spread]) if 0 < cut < length][:MOST_CUTS]
 
 
 def along(keep: Tensor, axis: int) -> Tensor:
@@ -297,7 +354,7 @@ def source(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def normal(shape: Sequence[int], *, seed: int = 0) -> Tensor:
+def normal(shape: Sequence[int], seed: int = 0) -> Tensor:
     """Standard normal numbers, the same for one seed, drawn in float64 for every dtype."""
     return torch.randn(tuple(shape), generator=source(seed), dtype=torch.float64)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +18,12 @@ from torch import Tensor, nn
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.checks.probe import Probe, fixed_draws, moved_places, source
 from normexp.data.dataset import Data
-from normexp.errors import UserError
-from normexp.norms.adapt import first_line
+from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 
 SHOWN_NAMES = 3  # sites that a message spells out
+FEW_POSITIONS = 4  # where many samples are probed
+SHORT_TEXT = 16  # positions
 
 
 def probe_batch(data: Data, num_samples: int) -> Batch:
@@ -31,20 +34,14 @@ def probe_batch(data: Data, num_samples: int) -> Batch:
 
 
 class SiteOnMaps(nn.Module):
-    """Wraps a site of any view as (N, C, P) -> (N, C, P), with all samples sharing statistics.
-
-    Sets all-zero parameters to one, because a scale of zero would hide all dependence.
-    """
+    """A copy of a site of any view as (N, C, P) -> (N, C, P); all samples share statistics."""
 
     def __init__(self, site: Site, positions: torch.Size) -> None:
         super().__init__()
         self.site = copy.deepcopy(site)
         self.site.norm_batch_size = None
         self.positions = positions
-        with torch.no_grad():
-            for parameter in self.site.parameters():
-                if not parameter.any():
-                    parameter.fill_(1)
+        _fill_zeros(self.site)
 
     def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.site.view != "map":
@@ -56,16 +53,20 @@ class SiteOnMaps(nn.Module):
 
 @dataclass(frozen=True)
 class EnteredSite:
-    """A site with the shape (N, C, P) and the mask (N, P) that reached it in a forward."""
+    """A site with the shape (N, C, P) and the mask (N, P) that reached it in a forward.
 
-    name: str
+    Attributes:
+        names: of all sites that equal this one, so that one of them is probed.
+    """
+
+    names: list[str]
     module: SiteOnMaps
     shape: torch.Size
     mask: Tensor | None
 
-    def values(self, num_positions: int | None = None) -> Tensor:
+    def values(self, num_samples: int | None = None, num_positions: int | None = None) -> Tensor:
         """Fixed random numbers (N, C, P) of either sign and magnitude 0.5 to 1.5."""
-        shape = (*self.shape[:2], num_positions or self.shape[2])
+        shape = (num_samples or self.shape[0], self.shape[1], num_positions or self.shape[2])
         draws = source()
         size = 0.5 + torch.rand(shape, generator=draws)
         return size * (1 - 2 * torch.randint(2, shape, generator=draws))
@@ -73,42 +74,104 @@ class EnteredSite:
     def probe(self, *, training: bool) -> Probe:
         return Probe(copy.deepcopy(self.module).train(training), ways=1)
 
+    def with_few_positions(self) -> EnteredSite:
+        """The same site on FEW_POSITIONS, if it takes so few."""
+        whole = self.module.positions
+        few = torch.Size([1] * (len(whole) - 1) + [min(FEW_POSITIONS, whole[-1])] if whole else [])
+        module = SiteOnMaps(self.module.site, few)
+        small = replace(self, module=module, shape=torch.Size((*self.shape[:2], few.numel())))
+        try:
+            small.probe(training=True).observe(small.values())
+        except Exception:  # foreign code: state per position, or a minimum
+            return self
+        return small
+
 
 def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
-    """The sites that a training forward on `batch` enters, in that order, once per input shape."""
-    found: dict[tuple[str, torch.Size], EnteredSite] = {}
+    """The sites that a training forward on `batch` enters, in that order, per input shape.
+
+    Sites of equal content are one entry with several names.
+    """
+    found: dict[Any, EnteredSite] = {}
+    contents: dict[str, Any] = {}
 
     def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x, mask = input_and_mask(args, kwargs)
-        if (name, x.shape) not in found:
+        key = contents[name], x.shape
+        if key not in found:
             positions = x.shape[2:] if site.view == "map" else x.shape[1:2]
             module = SiteOnMaps(site, positions)
-            found[name, x.shape] = EnteredSite(name, module, as_maps(x, site).shape, mask)
+            found[key] = EnteredSite([], module, as_maps(x, site).shape, mask)
+        if name not in found[key].names:
+            found[key].names.append(name)
 
-    probe = network_probe(network, training=True)
-    for name, site in named_sites(probe.module):
-        site.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-    probe.observe(*model_arguments(batch))
+    handles = []
+    for name, site in named_sites(network):
+        contents[name] = _content(site) or name
+        handles.append(
+            site.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
+        )
+    try:
+        Probe(network.train()).observe(*model_arguments(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
     return list(found.values())
 
 
-def network_probe(
-    network: nn.Module, *, training: bool, opened: bool = False, vocab_size: int | None = None
-) -> Probe:
-    """A probe of the whole network, with all samples of a forward sharing statistics.
+class _ContentPickler(pickle.Pickler):
+    """Writes tensors by value."""
 
-    Args:
-        opened: replaces all-zero parameters by random ones, because they would hide a branch.
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        return str(obj.dtype), obj.shape, obj.requires_grad, obj.detach().numpy().tobytes()
+
+
+def _content(site: Site) -> bytes | None:
+    """Bytes that are equal for sites of equal classes, attributes and tensors; None if unknown."""
+    written = io.BytesIO()
+    try:
+        _ContentPickler(written).dump(site)
+    except Exception:  # a local class, a tensor that numpy lacks: this site is probed by itself
+        return None
+    return written.getvalue()
+
+
+def open_network(network: nn.Module) -> nn.Module:
+    """A copy in which nothing hides a branch: no parameter is all zero.
+
+    All samples of a forward share statistics.
     """
-    own = copy.deepcopy(network).train(training)
+    own = copy.deepcopy(network)
     for _, site in named_sites(own):
         site.norm_batch_size = None
-    if opened:
-        with fixed_draws(), torch.no_grad():
-            for parameter in own.parameters():
-                if not parameter.any():
-                    parameter.normal_(std=0.1)
-    return Probe(own, vocab_size=vocab_size, ways=1)
+        _fill_zeros(site)
+    with fixed_draws(), torch.no_grad():
+        for parameter in own.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.1)
+    return own
+
+
+@torch.no_grad()
+def _fill_zeros(site: Site) -> None:
+    """Sets parameters that are all zero to one, because a scale of zero hides all dependence."""
+    for parameter in site.parameters():
+        if not parameter.any():
+            parameter.fill_(1)
+
+
+def shorten(network: nn.Module, batch: Batch) -> Batch:
+    """The first SHORT_TEXT positions of texts, or the whole ones if the model needs them."""
+    if batch["inputs"].is_floating_point():
+        return batch
+    short = {n: v[:, :SHORT_TEXT] if v.ndim == 2 else v for n, v in batch.items()}
+    try:
+        Probe(network).observe(*model_arguments(short))
+    except Exception:  # a model for one length
+        return batch
+    return short
 
 
 def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -> int:
@@ -162,8 +225,9 @@ def measure_reaches(sites: Sequence[EnteredSite]) -> dict[str, Reach]:
         with naming(entered):
             reach = _measure_reach(entered)
         if reach is not None:
-            before = reaches.get(entered.name, reach)
-            reaches[entered.name] = min(before, reach, key=lambda r: (r.own, r.other))
+            for name in entered.names:
+                before = reaches.get(name, reach)
+                reaches[name] = min(before, reach, key=lambda r: (r.own, r.other))
     return reaches
 
 
@@ -201,7 +265,7 @@ def naming(entered: EnteredSite) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of foreign code, any kind
-        raise UserError(f"norm at {entered.name}: {first_line(error)}") from error
+        raise UserError(f"norm at {name_some(entered.names)}: {first_line(error)}") from error
 
 
 def name_some(names: Sequence[str]) -> str:

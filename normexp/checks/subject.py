@@ -1,29 +1,22 @@
-"""A norm under examination: how to build it, which inputs it takes, and its findings."""
+"""A norm under examination: how to build it, the inputs it takes, and how a check asks about it."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import fixed_draws, moved_places, moves, normal
-from normexp.errors import UserError
-from normexp.norms.adapt import (
-    EPS_NAMES,
-    PROBED_DIMS,
-    Layout,
-    adapt,
-    bind_eps,
-    find_layout,
-    first_line,
-)
+from normexp.checks.probe import Probe, fixed_draws, moved_places, moves, normal
+from normexp.errors import UserError, first_line
+from normexp.norms.adapt import EPS_NAMES, adapt, bind_eps
+from normexp.norms.layout import PROBED_DIMS, Layout, find_layout
 from normexp.norms.slots import Slots
 
 Shape = tuple[int, ...]
@@ -33,7 +26,7 @@ LADDER = ((2,), (5,), (2, 3), (2, 2, 3), (4, 5), (2, 2, 2, 3), (4, 4, 6))
 # Numbers of channels to try: a norm may divide them into as many as 32 groups.
 FEATURES = (8, 16, 32, 64, 128)
 MODES = (True, False)
-FIRST = Layout(channels_last=False, num_dims=PROBED_DIMS)
+RESPONDING = 0.25  # of the outputs; an activation may clamp half of them
 
 
 @dataclass(frozen=True)
@@ -52,20 +45,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Line:
-    """A finding with its section and name on the card."""
+    """A finding with its section and name on the card, and what was asked."""
 
     section: Literal["contract", "traits", "compatibility", "cost"]
     name: str
     status: Literal["pass", "fail", "value", "skipped"]
     value: Value | None = None
     detail: str = ""
-
-
-PASSED = Finding("pass")
-
-
-def failed(detail: str) -> Finding:
-    return Finding("fail", detail=detail)
+    question: str = ""
 
 
 def measured(value: Value, detail: str = "") -> Finding:
@@ -74,6 +61,44 @@ def measured(value: Value, detail: str = "") -> Finding:
 
 def skipped(reason: str) -> Finding:
     return Finding("skipped", detail=reason)
+
+
+# What a check returns: None if nothing is wrong, the fault, or another finding.
+Answer = Finding | str | None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A line of the card: its name, what it asks, and the function that finds the answer.
+
+    Attributes:
+        find: of the subject; with `modes`, of the subject, each shape and each of these modes, up
+            to the first answer that is not None.
+        modes: training (true) or evaluation.
+    """
+
+    name: str
+    question: str
+    find: Callable[..., Answer]
+    modes: tuple[bool, ...] = ()
+
+    def __call__(self, subject: Subject) -> Finding:
+        answer = self._ask(subject)
+        if answer is None:
+            return Finding("pass")
+        return Finding("fail", detail=answer) if isinstance(answer, str) else answer
+
+    def _ask(self, subject: Subject) -> Answer:
+        if not self.modes:
+            return self.find(subject)
+        for shape in subject.shapes:
+            for training in self.modes:
+                answer = self.find(subject, shape, training)
+                if isinstance(answer, str):
+                    return f"{answer}, {mode_name(training)}, {show(shape)}"
+                if answer is not None:
+                    return answer
+        return None
 
 
 @dataclass(frozen=True)
@@ -86,15 +111,17 @@ class Subject:
         eps: passed if the signature has such an argument and the user has not set it.
         shapes: the inputs (N, C, *) of LADDER that it maps to the same shape.
         slots: the slots that its YAML sets.
+        problem: why no layout fits.
     """
 
     target: str
     make: Callable[..., Any]
     eps: float | None
     num_features: int
-    layout: Layout
+    layout: Layout = Layout(channels_last=False, num_dims=PROBED_DIMS)
     shapes: tuple[Shape, ...] = ()
     slots: Slots = Slots()
+    problem: str = ""
 
     @property
     def smallest(self) -> Shape:
@@ -134,7 +161,7 @@ class Subject:
                 norm(0.5 + 1.5 * values(shape, dtype, seed))
         return norm
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """True if a training forward uses torch's global random state, as dropout does."""
         norm, before = self.norm(self.smallest), torch.get_rng_state()
@@ -161,40 +188,21 @@ class Subject:
         return None if argument.default in (None, argument.empty) else float(argument.default)
 
 
-Check = Callable[[Subject], Finding]
-Checks = Mapping[str, Check]
-# What is wrong with one input (N, C, *) in training (true) or evaluation; None if nothing is.
-FindFault = Callable[[Subject, Shape, bool], str | None]
-
-
-def on_every_input(find: FindFault, modes: tuple[bool, ...] = MODES) -> Check:
-    """A check of every shape in every mode; its detail is the first fault, with mode and shape."""
-
-    def check(subject: Subject) -> Finding:
-        for shape in subject.shapes:
-            for training in modes:
-                fault = find(subject, shape, training)
-                if fault is not None:
-                    return failed(f"{fault}, {mode_name(training)}, {show(shape)}")
-        return PASSED
-
-    return check
-
-
-def run_checks(section: Any, checks: Checks, subject: Subject) -> list[Line]:
+def run_checks(section: Any, checks: Sequence[Check], subject: Subject) -> list[Line]:
     """Runs checks one by one: an exception is a failure of its own check.
 
     Every check starts from the same random state, and leaves the caller's as it was.
     """
     lines = []
-    for name, check in checks.items():
+    for check in checks:
         with fixed_draws(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                finding = check(subject)
+                found = check(subject)
             except Exception as error:  # of foreign code, any kind
-                finding = failed(f"{type(error).__name__}: {first_line(error)}")
-        lines.append(Line(section, name, finding.status, finding.value, finding.detail))
+                found = Finding("fail", detail=f"{type(error).__name__}: {first_line(error)}")
+        name, question = check.name, check.question
+        lines.append(Line(section, name, found.status, found.value, found.detail, question))
     return lines
 
 
@@ -209,32 +217,31 @@ def open_subject(
     """Finds the layout, the number of channels and the inputs that a norm takes.
 
     Args:
-        num_features: channels; by default the fewest at which the norm accepts most inputs and
-            responds to small steps of most. (A group of one or two values does not.)
+        num_features: channels; by default the fewest at which the norm accepts most inputs,
+            responds to small steps of most, and pools channels if it does so at any number. (A
+            group of one or two channels may not.)
         slots: the slots that the norm's YAML sets.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
             the constructor's own error as its cause if that raised.
     """
-    found: list[tuple[int, int, Subject]] = []
+    found: list[tuple[int, int, bool, Subject]] = []
     refusal: UserError | None = None
     for channels in FEATURES if num_features is None else (num_features,):
         try:
             with fixed_draws():
-                bare = Subject(target, make, eps, channels, FIRST, (), slots or Slots())
+                bare = Subject(target, make, eps, channels, slots=slots or Slots())
                 subject = _find_shapes(_find_layout(bare))
         except UserError as error:
             refusal = refusal or error
             continue
         responding = sum(_responds(subject, shape) for shape in subject.shapes)
-        found.append((len(subject.shapes), responding, subject))
-        if responding == len(LADDER):
-            break
+        found.append((len(subject.shapes), responding, _pools_channels(subject), subject))
     if not found:
         assert refusal is not None
         raise refusal
-    return max(found, key=lambda entry: entry[:2])[2]  # the first of equals
+    return max(found, key=lambda entry: entry[:3])[3]  # the first of equals
 
 
 def _find_layout(bare: Subject) -> Subject:
@@ -246,16 +253,17 @@ def _find_layout(bare: Subject) -> Subject:
     try:
         build = lambda num_features: bare.bare(shape_at(num_features, LADDER[-1]))  # noqa: E731
         return replace(bare, layout=find_layout(build, bare.num_features, target=bare.target))
-    except UserError:
-        return bare
+    except UserError as error:
+        return replace(bare, problem=str(error).removeprefix(f"norm._target_={bare.target} "))
 
 
 def _find_shapes(subject: Subject) -> Subject:
     shapes = (shape_at(subject.num_features, step) for step in LADDER)
-    return replace(subject, shapes=tuple(shape for shape in shapes if _takes(subject, shape)))
+    return replace(subject, shapes=tuple(shape for shape in shapes if accepts(subject, shape)))
 
 
-def _takes(subject: Subject, shape: Shape) -> bool:
+def accepts(subject: Subject, shape: Shape) -> bool:
+    """True if the norm maps inputs of this shape to the same shape, in both modes."""
     with _quietly():
         try:
             norm, x = subject.norm(shape), values(shape)
@@ -265,14 +273,25 @@ def _takes(subject: Subject, shape: Shape) -> bool:
 
 
 def _responds(subject: Subject, shape: Shape) -> bool:
-    """True if a small step of the input moves most training outputs."""
+    """True if a small step of the input moves many training outputs."""
     with _quietly():
         try:
             x, step = values(shape), 0.1 * values(shape, seed=1)
             before, after = (subject.trained(shape)(given) for given in (x, x + step))
         except Exception:  # of foreign code, any kind
             return False
-    return bool(moved_places(before, after, scale=0.01, tolerance=1e-3).float().mean() > 0.5)
+    return bool(moved_places(before, after, scale=0.01, tolerance=1e-3).float().mean() > RESPONDING)
+
+
+def _pools_channels(subject: Subject) -> bool:
+    if not subject.shapes:
+        return False
+    with _quietly():
+        try:
+            probe = Probe(subject.trained(subject.largest))
+            return probe.reads_across(values(subject.largest), 1) is not None
+        except Exception:  # of foreign code, any kind
+            return False
 
 
 @torch.no_grad()
@@ -295,7 +314,7 @@ def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def values(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Fixed standard normal numbers, the same in every dtype."""
-    return normal(shape, seed=seed).to(dtype)
+    return normal(shape, seed).to(dtype)
 
 
 def shape_at(num_features: int, step: Shape) -> Shape:
@@ -305,18 +324,11 @@ def shape_at(num_features: int, step: Shape) -> Shape:
 
 def relative_change(before: Tensor, after: Tensor) -> float:
     """Largest difference over the largest value; NaN equals NaN, and is infinitely far from 1."""
-    if not before.numel() or torch.equal(before, after):
-        return 0.0
     before, after = before.detach().double(), after.detach().double()
-    if not (before.isfinite().all() and after.isfinite().all()):
-        return 0.0 if torch.equal(before.nan_to_num(), after.nan_to_num()) else float("inf")
-    scale = before.abs().amax().clamp(min=1e-30)
-    return float((after - before).abs().amax() / scale)
-
-
-def present(tensor: Tensor | None) -> list[Tensor]:
-    """A list of the tensor, if there is one."""
-    return [] if tensor is None else [tensor]
+    if torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
+        return 0.0
+    change = float((after - before).abs().amax() / before.abs().amax().clamp(min=1e-30))
+    return change if change < float("inf") else float("inf")
 
 
 def show(shape: Shape) -> str:

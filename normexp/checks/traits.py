@@ -14,11 +14,12 @@ from normexp.checks.sites import SiteOnMaps
 from normexp.checks.subject import (
     MODES,
     Check,
-    Checks,
     Finding,
     Shape,
     Subject,
+    accepts,
     measured,
+    mode_name,
     show,
     skipped,
     values,
@@ -32,30 +33,31 @@ SCALES = (4.0, 0.3)
 SHIFTS = (3.0, -20.0)
 SMALL_STD = 1e-3  # its variance, 1e-6, lies below the usual eps
 BATCHES = (4, 32)
+MANY = 33  # samples, or positions in a row
 MAP = (4, 4)  # positions per sample where batches are compared
 GAP_STEPS = 60  # training batches, after which 0.2 % is left of a start at momentum 0.1
 
-# What moves in the mode of the probe, "" if nothing does; None if this input cannot show it.
-Question = Callable[[Probe, Tensor], str | None]
+Ask = Callable[[Subject], Finding]
+# What moves in the mode of the probe, "" if nothing does.
+Question = Callable[[Probe, Tensor], str]
 
 
-def in_modes(question: Question) -> Check:
+def in_modes(shapes_of: Callable[[Subject], list[Shape]], question: Question) -> Ask:
     """`yes`, `no`, `in training` or `in evaluation`, with the smallest input that shows it."""
 
-    def check(subject: Subject) -> Finding:
+    def ask(subject: Subject) -> Finding:
+        shapes = shapes_of(subject)
         shown: dict[bool, str] = {}
-        asked = False
         for training in MODES:
-            for shape in subject.shapes:
+            for shape in shapes:
                 probe = Probe(subject.trained(shape, torch.float64).train(training))
                 moved = question(probe, values(shape, torch.float64))
-                asked = asked or moved is not None
                 if moved:
                     shown[training] = show(shape) + ("" if moved == "output" else f", {moved}")
                     break
-        return _phrase(shown) if asked else skipped("no input that it takes could show it")
+        return _phrase(shown) if shapes else skipped("no input that it takes could show it")
 
-    return check
+    return ask
 
 
 def _phrase(shown: dict[bool, str]) -> Finding:
@@ -66,26 +68,38 @@ def _phrase(shown: dict[bool, str]) -> Finding:
     return measured("yes" if len(shown) == 2 else only, next(iter(shown.values())))
 
 
-def mixes_samples(probe: Probe, x: Tensor) -> str | None:
+def _with_many_samples(subject: Subject) -> list[Shape]:
+    many = (MANY, *subject.smallest[1:])
+    return [*subject.shapes, *([many] if accepts(subject, many) else [])]
+
+
+def _with_positions(subject: Subject) -> list[Shape]:
+    """Inputs with positions, also with many in a row."""
+    own = [shape for shape in subject.shapes if len(shape) > 2]
+    long = [(*shape[:-1], MANY) for shape in own[:1]]
+    return own + [shape for shape in long if accepts(subject, shape)]
+
+
+def _texts(subject: Subject) -> list[Shape]:
+    return [shape for shape in _with_positions(subject) if len(shape) == 3]
+
+
+def mixes_samples(probe: Probe, x: Tensor) -> str:
     return probe.reads_samples(x, training=probe.module.training) or ""
 
 
-def pools_channels(probe: Probe, x: Tensor) -> str | None:
+def pools_channels(probe: Probe, x: Tensor) -> str:
     return probe.reads_across(x, 1, gradients=probe.module.training) or ""
 
 
-def pools_positions(probe: Probe, x: Tensor) -> str | None:
+def pools_positions(probe: Probe, x: Tensor) -> str:
     """A norm that reads later positions reads other positions, so the two lines agree."""
-    if x.ndim == 2:
-        return None
     moved = probe.reads_across(x, 2, gradients=probe.module.training)
-    return moved or leaks_future(probe, x) or ""
+    return moved or (leaks_future(probe, x) if x.ndim == 3 else "")
 
 
-def leaks_future(probe: Probe, x: Tensor) -> str | None:
+def leaks_future(probe: Probe, x: Tensor) -> str:
     """Tells if a later position of (N, C, T) moves an earlier output."""
-    if x.ndim != 3:
-        return None
     return "" if probe.reads_later(x, 2) is None else "output"
 
 
@@ -96,7 +110,7 @@ def reads_masked(subject: Subject) -> Finding:
         return skipped("takes no texts (N, C, T)")
     norm = subject.trained(shape)
     if not takes_mask(norm):
-        return measured("takes no mask", "a site shows it the real positions alone")
+        return skipped("its forward has no argument `mask`; it is given the real positions only")
     mask = torch.arange(PADDED[1]) < torch.tensor(REAL)[:, None]
     module = SiteOnMaps(Site(norm, "sequence", None), torch.Size(PADDED[1:]))
     x = values((*shape[:2], PADDED[1] + EXTRA_POSITIONS))
@@ -157,7 +171,7 @@ def _keeps_outputs(subject: Subject, inputs_of: Callable[[Tensor], list[Tensor] 
             probe = Probe(subject.trained(shape, torch.float64, **knobs).train(training))
             first, *others = (probe.observe(x).output for x in inputs)
             if any(moves(first, other) for other in others):
-                moved[training] = f"moved at {show(shape)}"
+                moved[training] = f"it moves the output {mode_name(training)}, {show(shape)}"
                 break
     if not looked:
         return skipped("no input that it takes could show it")
@@ -249,20 +263,64 @@ def _digits(value: float) -> float:
 
 
 _BY_SCALE = tuple(partial(scaled, factor) for factor in SCALES)
-TRAITS: Checks = {
-    "mixes samples": in_modes(mixes_samples),
-    "pools channels": in_modes(pools_channels),
-    "pools positions": in_modes(pools_positions),
-    "leaks the future": in_modes(leaks_future),
-    "reads padding": reads_masked,
-    "running state": has_running_state,
-    "invariant to input scale": partial(is_invariant, _BY_SCALE),
-    "invariant to input shift": partial(is_invariant, tuple(partial(shifted, b) for b in SHIFTS)),
-    # One scale for all channels is a special case.
-    "invariant to channel scales": partial(is_invariant, (scaled_by_channel, *_BY_SCALE)),
-    "invariant to weight scale": invariance_to_weights,
-    "effect of eps x10 at std 1": partial(effect_of_eps, 1.0),
-    "effect of eps x10 at std 0.001": partial(effect_of_eps, SMALL_STD),
-    **{f"output size, batch of {size}": partial(output_size, size) for size in BATCHES},
-    **{f"train/eval gap, batch of {size}": partial(gap_between_modes, size) for size in BATCHES},
-}
+_BY_SHIFT = tuple(partial(shifted, by) for by in SHIFTS)
+TRAITS = (
+    Check(
+        "mixes samples",
+        "do other samples move an output, a gradient or a running state?",
+        in_modes(_with_many_samples, mixes_samples),
+    ),
+    Check(
+        "pools channels",
+        "do other channels move an output or a gradient?",
+        in_modes(lambda subject: list(subject.shapes), pools_channels),
+    ),
+    Check(
+        "pools positions",
+        "do other positions move an output or a gradient?",
+        in_modes(_with_positions, pools_positions),
+    ),
+    Check(
+        "leaks the future",
+        "do later positions move an earlier output?",
+        in_modes(_texts, leaks_future),
+    ),
+    Check("reads padding", "do masked positions move an output or a state?", reads_masked),
+    Check("running state", "does a training forward change buffers?", has_running_state),
+    Check("ignores input scale", "is f(k x) = f(x)?", partial(is_invariant, _BY_SCALE)),
+    Check("ignores input shift", "is f(x + k) = f(x)?", partial(is_invariant, _BY_SHIFT)),
+    Check(
+        "ignores channel scales",  # one scale for all channels is a special case
+        "is f(k x) = f(x), with a k for each channel?",
+        partial(is_invariant, (scaled_by_channel, *_BY_SCALE)),
+    ),
+    Check(
+        "ignores scale of weights",
+        "is the output kept if the weights of the layer before are scaled?",
+        invariance_to_weights,
+    ),
+    *(
+        Check(
+            f"effect of eps x10, std {std:g}",
+            "by how much does the training output change if eps grows tenfold?",
+            partial(effect_of_eps, std),
+        )
+        for std in (1.0, SMALL_STD)
+    ),
+    *(
+        Check(
+            f"output size, batch of {size}",
+            "root mean square of training outputs of standard normal inputs",
+            partial(output_size, size),
+        )
+        for size in BATCHES
+    ),
+    *(
+        Check(
+            f"train/eval gap, batch of {size}",
+            "relative difference of training and evaluation outputs",
+            partial(gap_between_modes, size),
+        )
+        for size in BATCHES
+    ),
+)

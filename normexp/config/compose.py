@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -17,7 +18,16 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import MarkedYAMLError, YAMLError
 
 from normexp.config.help import CUSTOM_GROUPS, GROUPS, check_config_dirs, conf_dir, group_choices
-from normexp.config.rules import KEYS, check_value, either, refuse_type_change, suggest
+from normexp.config.rules import (
+    ELSEWHERE,
+    KEYS,
+    OPEN_GROUPS,
+    READ,
+    check_value,
+    either,
+    refuse_type_change,
+    suggest,
+)
 from normexp.errors import UserError
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
@@ -33,7 +43,7 @@ def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) ->
 def compose_cell(
     overrides: Sequence[str], config_dirs: Sequence[str] = ()
 ) -> tuple[DictConfig, dict[str, str]]:
-    """The config of one cell, and the name chosen in each group: {"norm": "batch", ...}.
+    """The config of one cell, and the name of what each group holds: {"norm": "batch", ...}.
 
     Args:
         overrides: `key=value` words of a command line, one value per key.
@@ -46,9 +56,9 @@ def compose_cell(
     for override in parsed:
         _refuse_lone_sweep(override)
     config = compose(overrides, config_dirs)
-    names = config.hydra.runtime.choices
-    choices = {group: str(names[group]) for group in GROUPS if names.get(group) is not None}
+    choices = config.hydra.runtime.choices
     values = _plain(without_hydra(config))
+    _refuse_unread(config)
     defaults = _plain(_compose_choices(_choice_words(overrides), tuple(config_dirs)))
     for override in parsed:
         if not _is_choice(override) and not override.is_delete():
@@ -57,7 +67,22 @@ def compose_cell(
             _refuse_other_target(key, _select(defaults, key), choices)
     if isinstance(config.get("study"), int | float):  # study=2026 names a folder
         config.study = str(config.study)
-    return config, choices
+    return config, names_of(config, choices)
+
+
+def names_of(config: DictConfig, choices: Mapping[str, str | None]) -> dict[str, str]:
+    """The name of what each group holds: its choice, or the user's own class if that is `custom`.
+
+    `my_package.MyNorm` is MyNorm, `my_package.load_stripes` is stripes; a name that a shipped
+    choice has already stays whole.
+    """
+    names = {group: str(name) for group in GROUPS if (name := choices.get(group)) is not None}
+    for group, name in names.items():
+        if name == "custom":
+            target = str(config[group].get("_target_", "custom"))
+            own = target.rpartition(".")[2].removeprefix("load_")
+            names[group] = target if own in group_choices(group) else own
+    return names
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
@@ -67,8 +92,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
         _refuse_bad_choice(override, config_dirs)
     known = _compose_choices(_choice_words(overrides), tuple(config_dirs))
     for override in parsed:
-        if override.is_add() and override.key_or_group in _walk(known):
-            raise UserError(f"{override.input_line}: the key exists, write it without the +")
+        _refuse_bad_sign(override, known)
+    _refuse_hydra_keys(parsed)
     return _compose(overrides, config_dirs, known)
 
 
@@ -110,10 +135,14 @@ def register_custom() -> None:
     - model: `norm`, a NormFactory, and any of input_shape, num_outputs, vocab_size and block_size
       that its signature names.
     - data: nothing else; it returns a `normexp.data.Data`.
+    - optim: the parameters, lr and weight_decay.
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:
-        node = {"_target_": "???"} if group == "data" else {"_target_": "???", "_partial_": True}
+        node: dict[str, Any] = {"_target_": "???", "_partial_": group != "data"}
+        if group == "optim":
+            node |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
+            node |= {"schedule": "cosine", "warmup": 0.1}
         store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")
 
 
@@ -215,7 +244,7 @@ def _refuse_lone_sweep(override: Override) -> None:
 
 
 def _refuse_bad_choice(override: Override, config_dirs: Sequence[str]) -> None:
-    """Refuses a group without a name, a deleted group, and a group added with +."""
+    """Refuses a group without a name, and a group added with +."""
     key, text = override.key_or_group, override.input_line
     if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
         raise UserError(f"{text}: name each folder with --config-dir")
@@ -224,14 +253,40 @@ def _refuse_bad_choice(override: Override, config_dirs: Sequence[str]) -> None:
     if override.is_add() or override.is_force_add():
         raise UserError(f"{text}: {key} is always there, write it without the +")
     if override.is_delete():
-        if key == "experiment":
-            return
-        raise UserError(f"{text}: every training has a {key}; name another with {key}=...")
+        return
     value = override.value()
     names = value if key == "logger" and isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) and name for name in names):
-        choices = ", ".join(group_choices(key, config_dirs))
-        raise UserError(f"{text}: {key} takes one name (choices: {choices})")
+        raise UserError(f"{text}: {key} takes one name ({_listed(key, config_dirs)})")
+
+
+def _refuse_bad_sign(override: Override, known: DictConfig) -> None:
+    """Refuses to add a key that exists, and to remove one: a missing key has its default."""
+    key, text = override.key_or_group, override.input_line
+    if override.is_add() and key in _walk(known):
+        raise UserError(f"{text}: the key exists, write it without the +")
+    if override.is_delete() and key != "experiment":
+        raise UserError(f"{text}: a key cannot be removed; give it a value, as {key}=...")
+
+
+def _refuse_hydra_keys(parsed: Sequence[Override]) -> None:
+    """Refuses Hydra's own keys that are not read, as no launcher runs the cells."""
+    keys = [override.key_or_group for override in parsed]
+    if "hydra/launcher" in keys:
+        return
+    for key in keys:
+        if re.match(r"hydra[./]", key) and not re.match(r"hydra\.(mode|sweeper\.params\b)", key):
+            raise UserError(f"{key}: nothing reads this key of Hydra without hydra/launcher=...")
+
+
+def _refuse_unread(config: DictConfig) -> None:
+    """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
+    known = list(_walk(config))
+    if not set(OPEN_GROUPS) <= set(known):  # a YAML put its keys at the top: `validate` says so
+        return
+    for key in known:
+        if key.partition(".")[0] not in OPEN_GROUPS and key not in READ:
+            raise _unknown_key(key, [name for name in known if name in READ])
 
 
 def _refuse_other_target(key: str, default: Any, choices: Mapping[str, str]) -> None:
@@ -252,7 +307,7 @@ def _explain(error: Exception, known: DictConfig | None, config_dirs: Sequence[s
         return _unknown_choice(error.missing_cfg_file, config_dirs)
     cause = error.__cause__
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-        return _unknown_key(cause.full_key, known)
+        return _unknown_key(cause.full_key, [] if known is None else list(_walk(known)))
     if isinstance(error, MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
@@ -267,19 +322,26 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
         return UserError(f"{group}={name}: no such config")
     choices = group_choices(group, config_dirs)
     hint = suggest(name, choices, most=3, cutoff=0.5)
-    listed = f"choices: {', '.join(choices) or 'none'}"
-    if len(choices) > FEW:
-        listed = f"normexp.train --help lists all {len(choices)}"
+    listed = _listed(group, config_dirs)
     own = f"; your own: {group}=custom {group}._target_=..." if group in CUSTOM_GROUPS else ""
     return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({listed}{own})")
 
 
-def _unknown_key(key: str, known: DictConfig | None) -> UserError:
+def _listed(group: str, config_dirs: Sequence[str]) -> str:
+    """The choices of a group, or where to find them if they are many."""
+    choices = group_choices(group, config_dirs)
+    if len(choices) > FEW:
+        return f"normexp.train --help lists all {len(choices)}"
+    return f"choices: {', '.join(choices) or 'none'}"
+
+
+def _unknown_key(key: str, names: Sequence[str]) -> UserError:
     """Names the nearest keys on the same level, otherwise similar keys on other levels."""
-    if known is None or key.startswith("hydra."):
+    if key.startswith("hydra."):
         return UserError(f"{key}: unknown key")
     parent, _, leaf = key.rpartition(".")
-    names = list(_walk(known))
+    if leaf in ELSEWHERE:
+        return UserError(f"{key}: unknown key; {ELSEWHERE[leaf]}")
     siblings = [name for name in names if name.rpartition(".")[0] == parent]
     if parent and not siblings:
         return UserError(f"{key}: unknown key; {parent} has no keys below it")
@@ -294,7 +356,7 @@ def _unknown_key(key: str, known: DictConfig | None) -> UserError:
     if not parent:
         return UserError(f"{key}: unknown key; --help lists the keys of a training")
     listed = ", ".join(_leaf(name) for name in siblings if not _leaf(name).startswith("_"))
-    more = f"; +{key}=... adds one" if parent in CUSTOM_GROUPS else ""
+    more = f"; +{key}=... passes it on" if parent in CUSTOM_GROUPS else ""
     return UserError(f"{key}: unknown key ({parent} has {listed or 'none'}{more})")
 
 

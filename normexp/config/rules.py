@@ -123,7 +123,10 @@ KEYS = {
     "base_batch_size": Key(COUNT, "samples"),
     "max_grad_norm": Key(POSITIVE.or_null()),
     "seed": Key(INDEX, identity=False),
-    "replicas": Key(COUNT, identity=False),
+    "replicas": Key(
+        Rule(lambda v: COUNT.holds(v) and v <= 10**6, "a whole number from 1 to 1000000"),
+        identity=False,
+    ),
     "study": Key(NAME, identity=False),
     "dry_run": Key(FLAG, identity=False),
     "workers": Key(INDEX.or_null(), identity=False),
@@ -165,15 +168,42 @@ KEYS = {
     "optim.fused": Key(FLAG),
     "optim.schedule": Key(one_of("constant", "cosine", "one_cycle")),
     "optim.warmup": Key(FRACTION),
-    "trainer.accelerator": Key(TEXT, identity=False),
+    "trainer.accelerator": Key(one_of("auto", "cpu", "gpu", "cuda"), identity=False),
     "trainer.devices": Key(COUNT, identity=False),  # counted in norm_batch_size: a share of a
     "trainer.num_nodes": Key(COUNT, identity=False),  # forward pass is a ghost sub-batch
     "trainer.strategy": Key(one_of("auto", "ddp"), identity=False),
     "trainer.precision": Key(one_of("32-true", "bf16-mixed", "64-true")),
+    "logger.wandb.project": Key(TEXT, identity=False),
+    "logger.wandb.entity": Key(TEXT.or_null(), identity=False),
     "logger.wandb.mode": Key(one_of("auto", "online", "offline", "disabled"), identity=False),
 }
 OUTSIDE = ("hydra", "experiment", "logger", "tune")  # groups that define no training
 REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
+
+OPEN_GROUPS = ("norm", "model", "data", "optim")  # their targets' signatures say what they take
+# Every other key that something reads, and the groups that hold them.
+READ = {
+    *(key[: found.start()] for key in KEYS for found in re.finditer(r"\.|$", key)),
+    *("logger.csv", "logger.tensorboard"),
+}
+# Keys of Lightning and of other tools, and what does the same here.
+ELSEWHERE = {
+    **dict.fromkeys(("max_epochs", "num_epochs", "min_epochs"), "set epochs=..."),
+    **dict.fromkeys(("max_steps", "min_steps", "fast_dev_run"), "set steps=..."),
+    **dict.fromkeys(("limit_train_batches", "overfit_batches"), "set steps=... or samples=..."),
+    **dict.fromkeys(("limit_val_batches", "limit_test_batches"), "both are always whole"),
+    **dict.fromkeys(("gradient_clip_val", "grad_clip"), "set max_grad_norm=..."),
+    **dict.fromkeys(("accumulate_grad_batches", "grad_accum"), "set micro_batch_size=..."),
+    **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval"), "set val_every_epochs=..."),
+    **dict.fromkeys(("ckpt_path", "resume"), "the same command resumes by itself"),
+    **dict.fromkeys(("default_root_dir", "output_dir"), "set runs_dir=..."),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "set optim.schedule=..."),
+    "log_every_n_steps": "set log_every=...",
+    "sync_batchnorm": "set norm=sync",
+    "optimizer": "set optim=...",
+    "learning_rate": "set lr=...",
+    "gpus": "set trainer=gpu",
+}
 
 
 def in_identity(key: str) -> bool:
@@ -309,19 +339,18 @@ def check_value(key: str, value: Any, rule: Rule, unit: str = "") -> None:
 def refuse_type_change(key: str, default: Any, value: Any) -> None:
     """Refuses a value of another type than its default: bool, number, list or group.
 
-    A null or text default allows any type. Lightning checks the trainer's keys.
+    A null or text default allows any type.
     """
     kind = next((kind for kind in _KINDS if isinstance(default, kind)), None)
-    if kind is None or value is None or key.startswith("trainer."):
+    if kind is None or value is None:
         return
     if isinstance(value, bool):
         fits = kind is bool
     else:
         fits = isinstance(value, int | float if kind is float else kind)
     if not fits:
-        raise UserError(
-            f"{key}={as_typed(value)}: must be {_KINDS[kind]}, as its default {as_typed(default)}"
-        )
+        like = "" if kind is dict else f", as its default {as_typed(default)}"
+        raise UserError(f"{key}={as_typed(value)}: must be {_KINDS[kind]}{like}")
 
 
 # In this order, since a bool is an int to Python.
@@ -332,6 +361,11 @@ _KINDS: dict[type, str] = {
     list: "a list",
     dict: "a group of keys",
 }
+
+
+def counted(number: int, word: str) -> str:
+    """`1 seed`, `2 seeds`."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def suggest(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
+from normexp.models.common import modules_outside_sites
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site
 
@@ -35,20 +36,25 @@ class ChannelsLast(nn.Module):
         return self.site(x.reshape(len(x), -1, x.shape[-1])).view(x.shape)
 
 
-def replace_norms(module: nn.Module, factory: NormFactory) -> None:
-    """Puts a site in place of every torch norm below `module`, in the layout of the old norm.
+def replace_norms(network: nn.Module, factory: NormFactory) -> None:
+    """Puts a site in place of every torch norm in `network`, in the layout of the old norm.
 
-    Names and order of the submodules stay; the old parameters are dropped.
+    Names and order of the submodules stay; the old parameters are dropped. A norm that stands in
+    several places becomes one site.
 
     Raises:
         UserError: a norm over several trailing axes.
     """
-    for name, child in module.named_children():
-        site = build_site(child, factory)
-        if site is not None:
-            setattr(module, name, site)
-        elif not isinstance(child, Site):
-            replace_norms(child, factory)
+    sites: dict[nn.Module, nn.Module] = {}
+    for parent in list(modules_outside_sites(network)):
+        # named_children would leave out the second name of a module.
+        for name, child in list(parent.named_modules(remove_duplicate=False)):
+            if not name or "." in name:
+                continue
+            if child not in sites and (site := build_site(child, factory)) is not None:
+                sites[child] = site
+            if child in sites:
+                setattr(parent, name, sites[child])
 
 
 def build_site(old: nn.Module, factory: NormFactory) -> nn.Module | None:

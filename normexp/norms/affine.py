@@ -62,6 +62,10 @@ class AffineNorm(nn.Module):
         weight, bias = torch.ones(num_features), torch.zeros(num_features)
         self.weight = nn.Parameter(weight) if affine else None
         self.bias = nn.Parameter(bias) if affine and self.has_bias else None
+        self.add_state()
+
+    def add_state(self) -> None:
+        """Registers parameters and buffers beyond weight and bias; the constructor calls it."""
 
     def extra_repr(self) -> str:
         """Lists the knobs: every plain number or word that the constructor has set."""
@@ -72,10 +76,19 @@ class AffineNorm(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.numel() == 0:
-            return x  # no sample, no statistics
+            return self.pass_empty(x)
         real = None if mask is None else mask.unsqueeze(1)  # (N, 1, *)
         wide = zero_padding(widen(x), real)
         return zero_padding(self.normalize(wide, real, self.affine_like(wide)), real).to(x.dtype)
+
+    def pass_empty(self, x: Tensor) -> Tensor:
+        """Returns `x`, which has no samples, so that every parameter gets a gradient of zero.
+
+        As torch.nn's norms do, in training and evaluation, for inputs of any number of dimensions.
+        """
+        for parameter in self.parameters():
+            x = x + parameter.sum().to(x.dtype)
+        return x
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         """Returns the output for x (N, C, *), which is zero where `real` (N, 1, *) is false.

@@ -22,6 +22,7 @@ from normexp.norms.moments import (
     centre,
     measure,
     pool,
+    pool_mean,
     unbiased,
     widen,
     zero_padding,
@@ -37,7 +38,8 @@ class RunningNorm(AffineNorm):
     """Abstract: a norm that pools samples in training and uses running averages in evaluation.
 
     A subclass defines `normalize_by_batch`, which also moves its averages by one step, and
-    `normalize_by_running`. Every floating-point buffer is an average.
+    `normalize_by_running`. Every floating-point buffer is an average. A batch without samples
+    counts as a step that moves no average, as in torch.nn.
 
     Args:
         momentum: weight of the new value in the running averages, as in torch; None gives all
@@ -48,6 +50,7 @@ class RunningNorm(AffineNorm):
     """
 
     averages: dict[str, float] = {}  # buffers (C,) to register, and their initial values
+    needs_momentum = False  # True: momentum=None is refused
     num_batches_tracked: Tensor
     num_values: Tensor  # per statistic of the last training forward; the weight of a part
 
@@ -60,14 +63,20 @@ class RunningNorm(AffineNorm):
         affine: bool = True,
     ) -> None:
         super().__init__(num_features, eps=eps, affine=affine)
+        if momentum is None and self.needs_momentum:
+            raise UserError(
+                f"momentum=null does not fit {type(self).__name__}; try norm.momentum=0.1"
+            )
         if momentum is not None and not 0 < momentum <= 1:
             raise UserError(
                 f"momentum={momentum} is not in (0, 1]; try norm.momentum=0.1, or null to average "
                 "all steps equally"
             )
         self.momentum = momentum
+
+    def add_state(self) -> None:
         for name, start in self.averages.items():
-            self.register_buffer(name, torch.full((num_features,), start))
+            self.register_buffer(name, torch.full((self.num_features,), start))
         self.register_buffer("num_batches_tracked", torch.tensor(0))
         # An integer, so that casting the module to half precision does not round it.
         self.register_buffer("num_values", torch.tensor(0), persistent=False)
@@ -82,7 +91,7 @@ class RunningNorm(AffineNorm):
         In training the running averages move once, by the values of all groups together.
         """
         if x.numel() == 0:
-            return x  # no sample, no moments
+            return self.pass_empty(x)
         real = None if mask is None else mask.unsqueeze(2)
         wide = zero_padding(widen(x), real)
         affine = self.affine_like(wide)
@@ -92,6 +101,12 @@ class RunningNorm(AffineNorm):
         else:
             out = self.normalize_by_running(wide, real, affine)
         return zero_padding(out, real).to(x.dtype)
+
+    def pass_empty(self, x: Tensor) -> Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            self.num_values.fill_(0)
+        return super().pass_empty(x)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         """Returns the output in training and moves the state by one step."""
@@ -104,6 +119,18 @@ class RunningNorm(AffineNorm):
     def refuse(self, shape: torch.Size) -> None:
         """Raises UserError if a training input of this shape (N, C, *) has too few values."""
         refuse_one_value(shape)
+
+    @torch.no_grad()
+    def move_averages(self, count: int | Tensor, **values: Tensor) -> None:
+        """Moves running averages one step towards values (G, 1, C, 1, ...), pooled over the groups.
+
+        In place, by operations that vmap supports. `count` is the number of values behind each.
+        """
+        pooled = {name: pool_mean(value, count, dim=0) for name, value in values.items()}
+        mean, total = next(iter(pooled.values()))
+        weight = self.count_step(total, mean.dtype)
+        for name, (value, _) in pooled.items():
+            getattr(self, name).mul_(1 - weight).add_(weight * value.flatten())
 
     def count_step(self, count: int | Tensor, dtype: torch.dtype) -> float | Tensor:
         """Counts a step over `count` values; returns the weight of the new value in an average."""
@@ -187,16 +214,10 @@ class RunningMomentsNorm(RunningNorm):
 
     @torch.no_grad()
     def advance(self, groups: Moments) -> None:
-        """Moves the state by one step, by the moments (G, 1, C, 1, ...) of all groups.
-
-        In place, by operations that vmap supports.
-        """
+        """Moves the state by one step, by the moments (G, 1, C, 1, ...) of all groups."""
         mean, var, count = pool(groups, dim=0)
-        weight = self.count_step(count, mean.dtype)
-        if self.unbiased_running_var:
-            var = unbiased(var, count)
-        self.running_mean.mul_(1 - weight).add_(weight * mean.flatten())
-        self.running_var.mul_(1 - weight).add_(weight * var.flatten())
+        var = unbiased(var, count) if self.unbiased_running_var else var
+        self.move_averages(count, running_mean=mean, running_var=var)
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
         """Returns the state after one training forward on the values of all parts.

@@ -12,12 +12,28 @@ from torch import Tensor, nn
 from normexp.errors import UserError
 from normexp.norms.affine import Affine, AffineNorm
 from normexp.norms.batch import RunningMomentsNorm, group_dims
-from normexp.norms.group import InstanceNorm
 from normexp.norms.moments import Moments, centre, measure, measure_mean, unbiased
 from normexp.norms.per_position import PositionwiseNorm
 
 
-class BatchNormUnbiased(RunningMomentsNorm):
+class DeviatingBatchNorm(RunningMomentsNorm):
+    """Abstract: batch norm whose moments or scale a subclass computes in another way."""
+
+    def measure(self, x: Tensor, real: Tensor | None) -> Moments:
+        return measure(x, real, group_dims(x))
+
+    def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
+        """Returns the factor of x - mean in training."""
+        del count
+        return torch.rsqrt(var + self.eps)
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        mean, var, count = moments = self.measure(x, real)
+        self.advance(moments)
+        return affine.apply(centre(x, mean, real), self.scale(var, count), axis=2)
+
+
+class BatchNormUnbiased(DeviatingBatchNorm):
     """Batch norm that divides by the root of the unbiased variance, n / (n - 1) times the biased.
 
     What it costs: outputs are sqrt((n - 1) / n) of batch norm's where eps is small: 0.707 at n = 2
@@ -26,14 +42,11 @@ class BatchNormUnbiased(RunningMomentsNorm):
     norm's.
     """
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        mean, var, count = moments = measure(x, real, group_dims(x))
-        self.advance(moments)
-        scale = torch.rsqrt(unbiased(var, count) + self.eps)
-        return affine.apply(centre(x, mean, real), scale, axis=2)
+    def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
+        return torch.rsqrt(unbiased(var, count) + self.eps)
 
 
-class BatchNormEpsOutside(RunningMomentsNorm):
+class BatchNormEpsOutside(DeviatingBatchNorm):
     """(x - mean) / (sqrt(var) + eps) * weight + bias: eps added to the root and not under it.
 
     What it costs: nothing at a deviation of 1; with eps 1e-5, small channels grow: at a deviation
@@ -41,18 +54,14 @@ class BatchNormEpsOutside(RunningMomentsNorm):
     may be 1 / eps = 100 000, and not 1 / sqrt(eps) = 316.
     """
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        mean, var, _ = moments = measure(x, real, group_dims(x))
-        self.advance(moments)
-        return affine.apply(centre(x, mean, real), self._scale(var), axis=2)
+    def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
+        del count
+        # The root has no gradient at 0; the clamp's gradient is 0 below the smallest normal number.
+        return 1 / (var.clamp(min=torch.finfo(var.dtype).tiny).sqrt() + self.eps)
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         mean, var = self.averages_like(x)
-        return affine.apply(centre(x, mean, real), self._scale(var), axis=2)
-
-    def _scale(self, var: Tensor) -> Tensor:
-        # The root has no gradient at 0; the clamp's gradient is 0 below the smallest normal number.
-        return 1 / (var.clamp(min=torch.finfo(var.dtype).tiny).sqrt() + self.eps)
+        return affine.apply(centre(x, mean, real), self.scale(var, 1), axis=2)
 
 
 class BatchNormBiasedAverage(RunningMomentsNorm):
@@ -69,7 +78,7 @@ class BatchNormBiasedAverage(RunningMomentsNorm):
         return self.normalize_as_batch_norm(x, real, affine)
 
 
-class BatchNormNaiveVariance(RunningMomentsNorm):
+class BatchNormNaiveVariance(DeviatingBatchNorm):
     """Batch norm with var = mean(x^2) - mean(x)^2, in float32 or wider.
 
     What it costs: digits where the mean exceeds the deviation. In float32, at a deviation of 1, the
@@ -77,15 +86,13 @@ class BatchNormNaiveVariance(RunningMomentsNorm):
     output NaN. With values and sums in bfloat16, which this norm avoids, a mean of 30 is enough.
     """
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def measure(self, x: Tensor, real: Tensor | None) -> Moments:
         mean, count = measure_mean(x, real, group_dims(x))
         square, _ = measure_mean(x.square(), real, group_dims(x))
-        var = square - mean.square()
-        self.advance(Moments(mean, var, count))
-        return affine.apply(centre(x, mean, real), torch.rsqrt(var + self.eps), axis=2)
+        return Moments(mean, square - mean.square(), count)
 
 
-class BatchNormNoEps(RunningMomentsNorm):
+class BatchNormNoEps(DeviatingBatchNorm):
     """(x - mean) / sqrt(var) * weight + bias: batch norm without eps.
 
     What it costs: outputs are sqrt(1 + eps / var) of batch norm's, 1.4 percent more at a variance
@@ -98,10 +105,8 @@ class BatchNormNoEps(RunningMomentsNorm):
     ) -> None:
         super().__init__(num_features, eps=0.0, momentum=momentum, affine=affine)
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        mean, var, count = moments = measure(x, real, group_dims(x))
-        self.advance(moments)
-        return affine.apply(centre(x, mean, real), torch.rsqrt(one_if_empty(var, count)), axis=2)
+    def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
+        return torch.rsqrt(one_if_empty(var, count))
 
 
 class BatchNormFlattened(PositionwiseNorm):
@@ -124,10 +129,10 @@ class BatchNormFlattened(PositionwiseNorm):
         self.position_weight = nn.Parameter(torch.ones(num_positions, num_features))
         self.position_bias = nn.Parameter(torch.zeros(num_positions, num_features))
 
-    def affine_per_position(self, x: Tensor, affine: Affine) -> tuple[Tensor | None, Tensor | None]:
+    def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
         del affine
-        length = x.shape[-1]
-        return self.position_weight[:length].T, self.position_bias[:length].T
+        rows = (self.position_weight, self.position_bias)
+        return Affine(*[row[: x.shape[-1]].flatten().to(x.dtype) for row in rows])
 
 
 class LayerNormUnbiased(AffineNorm):
@@ -165,30 +170,6 @@ class LayerNormNoEps(AffineNorm):
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         mean, var, count = measure(x, real, tuple(range(1, x.ndim)))
         return affine.apply(centre(x, mean, real), torch.rsqrt(one_if_empty(var, count)))
-
-
-class LayerNormOverTime(InstanceNorm):
-    """Layer norm over the positions of a sequence (N, C, T) instead of its channels.
-
-    Pooling axis 1 of (N, T, C) gives each channel its moments over time: instance norm, with the
-    same arguments and errors.
-
-    What it costs: it reads the future, in evaluation too, so training a causal model with it is
-    refused. Channels lose their own scale. It would read padding without the mask that it takes.
-    """
-
-
-class LayerNormOverMap(InstanceNorm):
-    """Layer norm over H and W instead of C, H and W: LayerNorm((H, W)) on maps (N, C, H, W).
-
-    It is instance norm, with the same arguments and errors. The tutorial's weight and bias are per
-    pixel; here they are per channel, because a site does not know the size of its maps.
-
-    What it costs: the relative scale of channels is lost. If channels have deviations 1 and 3,
-    layer norm leaves 0.45 and 1.34, this norm 1 and 1. With a weight and a bias per pixel,
-    ResNet-20 at 32x32 would have 18 176 norm parameters instead of 1 376; with one per value of
-    (C, H, W), 376 832.
-    """
 
 
 def one_if_empty(var: Tensor, count: int | Tensor) -> Tensor:

@@ -29,15 +29,8 @@ class EvalNorm(RunningMomentsNorm):
 
     running_share: Tensor
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+    def add_state(self) -> None:
+        super().add_state()
         self.register_buffer("running_share", torch.tensor(0.5))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:

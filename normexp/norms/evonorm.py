@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from normexp.norms.affine import Affine, over_channels
 from normexp.norms.batch import RunningMomentsNorm
-from normexp.norms.group import ChannelGroupsNorm, GroupsPolicy
+from normexp.norms.group import ChannelGroupsNorm
 from normexp.norms.moments import measure, pool
 
 
@@ -23,16 +23,9 @@ class EvoNormB0(RunningMomentsNorm):
     EvoNorm2dB0 computes the same, keeps no running mean, and has eps 1e-3; the paper has 1e-5.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        self.v = nn.Parameter(torch.ones(num_features))
+    def add_state(self) -> None:
+        super().add_state()
+        self.v = nn.Parameter(torch.ones(self.num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         own = measure(x, real, tuple(range(3, x.ndim)))  # (G, N, C, 1, ...)
@@ -64,19 +57,8 @@ class EvoNormS0(ChannelGroupsNorm):
         UserError: as `ChannelGroupsNorm`; in forward, one value per group.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        num_groups: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        groups_policy: GroupsPolicy = "strict",
-    ) -> None:
-        super().__init__(
-            num_features, num_groups=num_groups, eps=eps, affine=affine, groups_policy=groups_policy
-        )
-        self.v = nn.Parameter(torch.ones(num_features))
+    def add_state(self) -> None:
+        self.v = nn.Parameter(torch.ones(self.num_features))
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         self.refuse_one_value(x)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import nn
 
 from normexp.norms.parts import ACTIVATIONS, CONVOLUTIONS, ResidualScale
@@ -50,11 +51,19 @@ class NormFactory:
 
     def __call__(self, num_features: int) -> Site:
         """Returns a site for maps (N, C, *)."""
-        return Site(self.make(num_features), "map", self.norm_batch_size)
+        return Site(self.bare(num_features), "map", self.norm_batch_size)
 
     def tokens(self, num_features: int) -> Site:
         """Returns a site for tokens (B, T, C)."""
-        return Site(self.make(num_features), self.view, self.norm_batch_size)
+        return Site(self.bare(num_features), self.view, self.norm_batch_size)
+
+    def bare(self, num_features: int) -> nn.Module:
+        """Returns a norm without a site.
+
+        Its draws are set apart, so that a model starts from the same weights with every norm.
+        """
+        with torch.random.fork_rng(devices=[]):
+            return self.make(num_features)
 
     def act(self, num_features: int) -> nn.Module:
         """Returns the activation after a norm of `num_features`, on maps (N, C, *)."""

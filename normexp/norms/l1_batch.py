@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from normexp.norms.affine import Affine, over_channels
 from normexp.norms.batch import RunningNorm, group_dims
-from normexp.norms.moments import centre, measure_mean, pool_mean
+from normexp.norms.moments import centre, measure_mean
 
 # For a normal distribution, the standard deviation over the mean absolute deviation.
 GAUSSIAN = math.sqrt(math.pi / 2)
@@ -36,7 +35,7 @@ class L1BatchNorm(RunningNorm):
         centred = centre(x, mean, real)
         absolute, _ = measure_mean(centred.abs(), real, dims)
         deviation = GAUSSIAN * absolute
-        self.advance(mean, deviation, count)
+        self.move_averages(count, running_mean=mean, running_deviation=deviation)
         return affine.apply(centred, 1 / (deviation + self.eps), axis=2)
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -44,12 +43,3 @@ class L1BatchNorm(RunningNorm):
         averages = (self.running_mean, self.running_deviation)
         mean, deviation = (over_channels(one.to(x.dtype), x, axis=2) for one in averages)
         return affine.apply(x - mean, 1 / (deviation + self.eps), axis=2)
-
-    @torch.no_grad()
-    def advance(self, means: Tensor, deviations: Tensor, counts: int | Tensor) -> None:
-        """Moves the state by one step, by the statistics (G, 1, C, 1, ...) of all groups."""
-        mean, count = pool_mean(means, counts, dim=0)
-        deviation, _ = pool_mean(deviations, counts, dim=0)
-        weight = self.count_step(count, mean.dtype)
-        self.running_mean.mul_(1 - weight).add_(weight * mean.flatten())
-        self.running_deviation.mul_(1 - weight).add_(weight * deviation.flatten())

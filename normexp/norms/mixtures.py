@@ -25,15 +25,8 @@ class SwitchableNorm(RunningMomentsNorm):
     evaluation may pool many batches instead of the running averages; that is evaluate_with=precise.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+    def add_state(self) -> None:
+        super().add_state()
         self.mean_weight = nn.Parameter(torch.ones(3))
         self.var_weight = nn.Parameter(torch.ones(3))
 
@@ -84,16 +77,9 @@ class BatchInstanceNorm(RunningMomentsNorm):
         UserError: as `RunningNorm`; in forward, an input with one position.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        self.gate = nn.Parameter(torch.full((num_features,), 0.99))
+    def add_state(self) -> None:
+        super().add_state()
+        self.gate = nn.Parameter(torch.full((self.num_features,), 0.99))
 
     def refuse(self, shape: torch.Size) -> None:
         refuse_one_position(shape, "batch-instance norm", "norm=batch")

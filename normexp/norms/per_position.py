@@ -9,7 +9,7 @@ from torch import Tensor
 from normexp.errors import UserError
 from normexp.norms.affine import Affine
 from normexp.norms.batch import RunningMomentsNorm, normalize_groups
-from normexp.norms.moments import pool, unbiased
+from normexp.norms.moments import Moments, pool, unbiased
 from normexp.norms.state import State
 
 
@@ -20,18 +20,22 @@ class PositionwiseNorm(RunningMomentsNorm):
     averages are (T, C), a row per position; a shorter input moves the first rows, and a mask (N, T)
     leaves out padding. A subclass says which weight and bias each position gets.
 
+    It computes batch norm of T * C features, by position, which is how sites hold their tokens.
+
     If only one sample is real at a position, its variance is zero: training outputs the bias there,
     and the running variance stays as it was.
 
     Args:
         num_positions: T, the longest sequence; only padding may lie beyond.
-        momentum: weight of the new value in the running averages.
+        momentum: weight of the new value in the running averages; null does not fit, because
+            positions are not real equally often.
 
     Raises:
         UserError: momentum outside (0, 1]; in forward, one sample in training, an input that is not
             (N, C, T), or real positions beyond `num_positions`.
     """
 
+    needs_momentum = True
     momentum: float
 
     def __init__(
@@ -44,29 +48,23 @@ class PositionwiseNorm(RunningMomentsNorm):
         affine: bool = True,
     ) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        if momentum is None:
-            raise UserError(
-                "momentum=null does not fit batch norm per position, whose positions are not real "
-                "equally often; try norm.momentum=0.1"
-            )
         self.num_positions = num_positions
         self.running_mean = torch.zeros(num_positions, num_features)
         self.running_var = torch.ones(num_positions, num_features)
         self.num_values = torch.zeros(num_positions, dtype=torch.int64)
 
-    def affine_per_position(self, x: Tensor, affine: Affine) -> tuple[Tensor | None, Tensor | None]:
-        """Returns weight and bias, each (C, T) or None, for x (..., C, T)."""
+    def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
+        """Returns weight and bias (T * C,) of the features of x (..., C, T), in its dtype."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if x.ndim != 3:
+    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if x.numel() == 0:
+            return self.pass_empty(x)
+        if x.ndim != 4:
             raise UserError(
                 "batch norm per position needs one positions axis (N, C, T), not an input of shape "
-                f"{tuple(x.shape)}; try norm=batch, or norm.view=sequence for tokens"
+                f"{tuple(x.shape[1:])}; try norm=batch, or norm.view=sequence for tokens"
             )
-        return super().forward(x, mask)
-
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         surplus = x.shape[-1] - self.num_positions
         if surplus <= 0:
             return super().forward_groups(x, mask)
@@ -83,56 +81,36 @@ class PositionwiseNorm(RunningMomentsNorm):
             )
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        vectors = self._affine_of_features(x, affine)
-        whole = real is None and len(x) == 1 and x.shape[-1] == self.num_positions
-        if whole and self.kernel_moves_averages(x):
-            return split(self._normalize_in_kernel(x, vectors), x)
-        real = None if real is None else join(real.expand(x.shape), x)
-        out, moments = normalize_groups(join(x, x), real, vectors, self.eps)
-        mean, var, count = pool(moments, dim=0)  # (1, 1, C * T)
-        count = split(count.flatten(), x).T if isinstance(count, Tensor) else count
-        self._advance_rows(split(mean.flatten(), x).T, split(var.flatten(), x).T, count)
-        return split(out, x)
-
-    def _normalize_in_kernel(self, x: Tensor, affine: Affine) -> Tensor:
-        """Returns batch norm of the C * T features of x (1, N, C, T), and moves the averages."""
-        self.num_batches_tracked.add_(1)
-        self.num_values.fill_(x.shape[1])
-        # Clones: the kernel keeps them for its backward, and the originals may move before it.
-        mean, var = (join(rows.T, x).clone() for rows in (self.running_mean, self.running_var))
-        features = join(x, x).squeeze(0)
-        out = F.batch_norm(features, mean, var, *affine, True, self.momentum, self.eps)
-        self.running_mean.copy_(split(mean, x).T)
-        self.running_var.copy_(split(var, x).T)
-        return out[None]
+        length = x.shape[-1]
+        features = x.mT.flatten(-2)  # (G, N, T * C)
+        real = None if real is None else real.expand(x.shape).mT.flatten(-2)
+        affine = self.affine_of_features(x, affine)
+        out, moments = normalize_groups(features, real, affine, self.eps)
+        self._advance_rows(pool(moments, dim=0), length)
+        return out.unflatten(-1, (length, -1)).mT
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
+        length = x.shape[-1]
         averages = (self.running_mean, self.running_var)
-        mean, var = (join(rows[: x.shape[-1]].T, x).to(x.dtype) for rows in averages)
-        vectors = self._affine_of_features(x, affine)
-        features = join(x, x).flatten(0, 1)  # (G * N, C * T)
-        out = F.batch_norm(features, mean, var, *vectors, False, 0.0, self.eps)
-        return split(out.unflatten(0, x.shape[:2]), x)
-
-    def _affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
-        """Returns the weight and bias (C * T,) of the features that `join` makes of x."""
-        rows = self.affine_per_position(x, affine)
-        return Affine(*[None if row is None else join(row, x).to(x.dtype) for row in rows])
+        mean, var = (rows[:length].flatten().to(x.dtype) for rows in averages)
+        affine = self.affine_of_features(x, affine)
+        features = x.flatten(0, 1).mT.flatten(-2)  # (G * N, T * C)
+        out = F.batch_norm(features, mean, var, *affine, False, 0.0, self.eps)
+        return out.unflatten(-1, (length, -1)).mT.unflatten(0, x.shape[:2])
 
     @torch.no_grad()
-    def _advance_rows(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
-        """Moves the averages one step by moments (T, C), each row by its values: var needs two."""
-        count = count[:, 0] if isinstance(count, Tensor) else mean.new_full((len(mean),), count)
-        beyond = self.num_positions - len(mean)
-        mean, var = F.pad(mean, (0, 0, 0, beyond)), F.pad(var, (0, 0, 0, beyond))
-        count = F.pad(count, (0, beyond))
+    def _advance_rows(self, moments: Moments, length: int) -> None:
+        """Moves the first rows one step by moments (1, 1, T * C), each by its number of values."""
+        beyond = (0, 0, 0, self.num_positions - length)
+        mean, var = (F.pad(m.view(length, -1), beyond) for m in moments[:2])
+        count = torch.zeros_like(moments.mean) + moments.count
+        count = F.pad(count.view(length, -1)[:, :1], beyond)  # (num_positions, 1)
         self.num_batches_tracked.add_(1)
-        self.num_values.copy_(count)
-        count = count[:, None]
+        self.num_values.copy_(count.squeeze(1))
         weight = self.momentum * (count > 0).to(mean.dtype)
         self.running_mean.mul_(1 - weight).add_(weight * mean)
-        weight = self.momentum * (count > 1).to(mean.dtype)
+        weight = self.momentum * (count > 1).to(mean.dtype)  # a variance needs two values
         self.running_var.mul_(1 - weight).add_(weight * unbiased(var, count))
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
@@ -150,30 +128,8 @@ class BatchNormPerPosition(PositionwiseNorm):
     every norm here: otherwise it would learn T times as much as the norms it is compared with.
     """
 
-    def affine_per_position(self, x: Tensor, affine: Affine) -> tuple[Tensor | None, Tensor | None]:
-        shape = x.shape[-2:]
-        weight, bias = (None if v is None else v[:, None].expand(shape) for v in affine)
-        return weight, bias
-
-
-def join(values: Tensor, x: Tensor) -> Tensor:
-    """Returns values (..., C, T) as features (..., C * T), in the memory order of `x`.
-
-    Sites pass (B, T, C) transposed; keeping its memory order avoids copies of the largest tensors.
-    """
-    return (values.mT if _lies_by_position(x) else values).flatten(-2)
-
-
-def split(features: Tensor, x: Tensor) -> Tensor:
-    """Returns the values (..., C, T) that `join` made into features."""
-    num_channels, length = x.shape[-2:]
-    if _lies_by_position(x):
-        return features.unflatten(-1, (length, num_channels)).mT
-    return features.unflatten(-1, (num_channels, length))
-
-
-def _lies_by_position(x: Tensor) -> bool:
-    return x.stride(-1) > x.stride(-2)
+    def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
+        return Affine(*[None if v is None else v.repeat(x.shape[-1]) for v in affine])
 
 
 def refuse_real_positions(padding: Tensor | None, length: int, num_positions: int) -> None:

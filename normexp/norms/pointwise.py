@@ -47,8 +47,7 @@ class Derf(DynamicSquashing):
     alone.
     """
 
-    def __init__(self, num_features: int, *, alpha_init: float = 0.5, affine: bool = True) -> None:
-        super().__init__(num_features, alpha_init=alpha_init, affine=affine)
+    def add_state(self) -> None:
         self.shift = nn.Parameter(torch.tensor(0.0))
 
     def squash(self, x: Tensor) -> Tensor:

@@ -24,30 +24,18 @@ class SquareNorm(RunningNorm):
         UserError: as `RunningNorm`; no momentum, because these averages need one.
     """
 
+    needs_momentum = True
     running_square: Tensor
     momentum: float
 
-    def __init__(
-        self, num_features: int, *, eps: float, momentum: float | None, affine: bool
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        if momentum is None:
-            raise UserError(
-                f"momentum=null does not fit {type(self).__name__}; try norm.momentum=0.1"
-            )
-        self.register_buffer("running_square", torch.ones(num_features))
+    def add_state(self) -> None:
+        super().add_state()
+        self.register_buffer("running_square", torch.ones(self.num_features))
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
         scale = torch.rsqrt(self.running_square.to(x.dtype) + self.eps)
         return affine.apply(x, over_channels(scale, x, axis=2), axis=2)
-
-    @torch.no_grad()
-    def advance(self, squares: Tensor, counts: int | Tensor) -> None:
-        """Moves the running average one step, by the mean squares (G, 1, C, 1, ...) of groups."""
-        square, count = pool_mean(squares, counts, dim=0)
-        weight = self.count_step(count, square.dtype)
-        self.running_square.mul_(1 - weight).add_(weight * square.flatten())
 
 
 class ScaleByPast(torch.autograd.Function):
@@ -146,7 +134,7 @@ class PowerNorm(SquareNorm):
             *(self.running_product, decay, step),
         )
         assert isinstance(z, Tensor)
-        self.advance(square, count)
+        self.move_averages(count, running_square=square)
         return affine.apply(z, axis=2)
 
 
@@ -223,7 +211,8 @@ class MovingAverageBatchNorm(SquareNorm):
             *(self.past_products, 1 - step, step),
         )
         assert isinstance(z, Tensor)
-        self.advance(square, count)
+        self._remember(pool_mean(square, count, dim=0)[0])
+        self.move_averages(count, running_square=square)
         return affine.apply(z, r, axis=2)
 
     def _keep(self, past: Tensor, newest: Tensor, warm: Tensor) -> Tensor:
@@ -236,8 +225,7 @@ class MovingAverageBatchNorm(SquareNorm):
         return (rows == step % self.memory)[:, None]
 
     @torch.no_grad()
-    def advance(self, squares: Tensor, counts: int | Tensor) -> None:
-        square, _ = pool_mean(squares, counts, dim=0)
+    def _remember(self, square: Tensor) -> None:
+        """Replaces the oldest of the remembered mean squares by that of this step."""
         newest = self._is_newest(self.num_batches_tracked)
         self.past_squares.copy_(torch.where(newest, square.flatten(), self.past_squares))
-        super().advance(squares, counts)

@@ -10,17 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.affine import Affine
-from normexp.norms.batch import (
-    RunningMomentsNorm,
-    group_dims,
-    normalize_groups,
-    refuse_one_value,
-)
-from normexp.norms.moments import Moments, at_least_one, centre, count_values
+from normexp.norms.batch import RunningMomentsNorm, group_dims, refuse_one_value
+from normexp.norms.moments import Moments, at_least_one, centre, count_values, widen
 
 
 class GhostBatchNorm(RunningMomentsNorm):
@@ -60,26 +56,18 @@ class GhostBatchNorm(RunningMomentsNorm):
                 refuse_one_value(torch.Size((size, *shape[1:])))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        num_samples, size = x.shape[1], self.ghost_size
-        if num_samples <= size:
-            return self.normalize_as_batch_norm(x, real, affine)
-        whole = num_samples // size * size
-        outputs, parts = [], []
-        for first, last in ((0, whole), (whole, num_samples)):
-            if first == last:
-                continue
-            by_size = (-1, min(size, last - first))
-            folded = x[:, first:last].unflatten(1, by_size).flatten(0, 1)  # (G * g, n, C, *)
-            own = None
-            if real is not None:
-                own = real[:, first:last].unflatten(1, by_size).flatten(0, 1)
-            out, moments = normalize_groups(folded, own, affine, self.eps)
-            outputs.append(out.unflatten(0, (len(x), -1)).flatten(1, 2))
-            parts.append(moments)
-        counts = [torch.zeros_like(part.mean) + part.count for part in parts]
-        means, variances = ([part[i] for part in parts] for i in (0, 1))
-        self.advance(Moments(torch.cat(means), torch.cat(variances), torch.cat(counts)))
-        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        num_samples = x.shape[1]
+        size = min(self.ghost_size, num_samples)
+        missing = -num_samples % size
+        if missing:  # fills the last sub-batch with padding
+            by_sample = (*[0, 0] * (x.ndim - 2), 0, missing)
+            real = torch.ones_like(x[:, :, :1], dtype=torch.bool) if real is None else real
+            x, real = F.pad(x, by_sample), F.pad(real, by_sample)
+        shape = x.shape[:2]
+        x = x.unflatten(1, (-1, size)).flatten(0, 1)  # (G * g, size, C, *)
+        real = None if real is None else real.unflatten(1, (-1, size)).flatten(0, 1)
+        out = self.normalize_as_batch_norm(x, real, affine)
+        return out.flatten(0, 1).unflatten(0, shape)[:, :num_samples]
 
 
 class SyncBatchNorm(RunningMomentsNorm):
@@ -104,6 +92,12 @@ class SyncBatchNorm(RunningMomentsNorm):
     def refuse(self, shape: torch.Size) -> None:
         if not _has_peers():
             refuse_one_value(shape)
+
+    def pass_empty(self, x: Tensor) -> Tensor:
+        if self.training and _has_peers():  # the other processes wait for this one's sums
+            wide = widen(x)
+            return self.normalize_by_batch(wide, None, self.affine_like(wide)).to(x.dtype)
+        return super().pass_empty(x)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if not _has_peers():

@@ -160,7 +160,7 @@ def metric_axis(
 ) -> alt.Y:
     """Shows the means and bounds of all norms but those `outside`, which are drawn at the edge.
 
-    An accuracy's axis ends at 0 and 100 %, though its intervals may not.
+    An accuracy's axis ends at 0 and 100 %.
     """
     shown = [row for row in rows if row["norm"] not in outside]
     ends = [row[key] for row in shown for key in ("low", "high", "mean") if row[key] is not None]
@@ -169,8 +169,8 @@ def metric_axis(
     if outside:
         limits = {"domainMin": low} if metric.higher_is_better else {"domainMax": high}
     if metric.unit == "points":
-        limits |= {"domainMin": 0} if low < 0 else {}
-        limits |= {"domainMax": 100} if high > 100 else {}
+        limits |= {"domainMin": 0} if low <= 0 else {}
+        limits |= {"domainMax": 100} if high >= 100 else {}
     clamp = {"clamp": True} if limits else {}
     scale = alt.Scale(zero=False, **clamp, **limits)
     return alt.Y("mean:Q", title=label or metric.label, scale=scale)

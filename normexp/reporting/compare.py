@@ -1,4 +1,7 @@
-"""Several studies of one grid: differences per cell, paired by seed, and what else changed."""
+"""Several studies of one grid: differences per cell, paired by seed, and what else changed.
+
+The differences are outside the family of verdicts, so they have intervals and no verb.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import pandas as pd
 from normexp.reporting.frame import config_columns, metric_names, values_of, varying_columns
 from normexp.reporting.metric import choose_metric, describe_metric, format_interval
 from normexp.reporting.tables import Table, show
-from normexp.reporting.verdict import ALPHA, oriented, paired_values
-from normexp.stats import Interval, holm, p_value, paired_difference
+from normexp.reporting.verdict import paired_values
+from normexp.stats import paired_difference
 
 COLUMNS = [
     "before",
@@ -24,8 +27,6 @@ COLUMNS = [
     "after: mean",
     "after - before [95 % interval]",
     "n pairs",
-    "p after Holm",
-    "verdict",
 ]
 PLACE = ["base", "model", "data", "batch_size", "micro_batch_size"]
 
@@ -47,9 +48,7 @@ class Change:
     environment: list[str]
 
 
-def compare_studies(
-    cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None, tolerance: float | None
-) -> list[Change]:
+def compare_studies(cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None) -> list[Change]:
     """Compares each later study with the first; cells match by norm, model, data and sizes.
 
     Cells also match by learning rate if the first study has several.
@@ -62,7 +61,7 @@ def compare_studies(
     placed = cells.assign(place=key).drop_duplicates(["study", "place"], keep="last")
     by_study = {name: own.set_index("place") for name, own in placed.groupby("study")}
     return [
-        _change(by_study[names[0]], by_study[name], names[0], name, runs, metric, tolerance)
+        _change(by_study[names[0]], by_study[name], names[0], name, runs, metric)
         for name in names[1:]
     ]
 
@@ -80,22 +79,10 @@ def _change(
     after: str,
     runs: pd.DataFrame,
     metric: str | None,
-    tolerance: float | None,
 ) -> Change:
     shared = [place for place in first.index if place in second.index]
-    rows, differences = [], []
-    for place in shared:
-        compared = _compare(first.loc[place], second.loc[place], runs, metric, tolerance)
-        if compared is not None:
-            rows.append(compared[0])
-            differences.append(compared[1:])
-    p_values = {
-        str(i): p_value(gain) for i, (gain, _) in enumerate(differences) if gain.low is not None
-    }
-    adjusted = holm(p_values)
-    for i, (row, (gain, limit)) in enumerate(zip(rows, differences, strict=True)):
-        row["p after Holm"] = adjusted.get(str(i))
-        row["verdict"] = _verdict(gain, adjusted.get(str(i)), limit)
+    compared = [_compare(first.loc[place], second.loc[place], runs, metric) for place in shared]
+    rows = [row for row in compared if row is not None]
     alone = [
         f"only in {name}: {_words(cell)}"
         for name, own, other in ((before, first, second), (after, second, first))
@@ -116,17 +103,17 @@ def _change(
 
 
 def _compare(
-    a: pd.Series, b: pd.Series, runs: pd.DataFrame, wanted: str | None, tolerance: float | None
-) -> tuple[dict[str, Any], Interval, float] | None:
-    """Row, gain (positive: better) and tolerance; None if the cells share no metric."""
+    a: pd.Series, b: pd.Series, runs: pd.DataFrame, wanted: str | None
+) -> dict[str, Any] | None:
+    """The row of two cells; None if they share no metric."""
     own = [runs[runs["cell"] == cell["cell"]] for cell in (a, b)]
     name = choose_metric(set(metric_names(own[0])) & set(metric_names(own[1])), wanted)
     if name is None:
         return None
-    metric = describe_metric(name, tolerance)
+    metric = describe_metric(name)
     old, new = paired_values(a["cell"], b["cell"], values_of(pd.concat(own), metric))
-    raw = paired_difference(new, old)
-    row = {
+    raw = paired_difference(new, old, limit=metric.limit)
+    return {
         "before": a["study"],
         "after": b["study"],
         "norm": a["base"],
@@ -137,17 +124,6 @@ def _compare(
         "after - before [95 % interval]": format_interval(raw, metric.digits),
         "n pairs": raw.n,
     }
-    return row, oriented(raw, metric), metric.tolerance
-
-
-def _verdict(gain: Interval, adjusted_p: float | None, tolerance: float) -> str:
-    if gain.estimate is None:
-        return "no seed in common"
-    if gain.low is None or gain.high is None or adjusted_p is None:
-        return "too few pairs: no verdict"
-    if adjusted_p <= ALPHA:
-        return "better" if gain.estimate > 0 else "worse"
-    return "tie" if max(-gain.low, gain.high) <= tolerance else "unclear"
 
 
 def _words(cell: pd.Series) -> str:

@@ -105,7 +105,7 @@ def _curve(curve: pd.DataFrame, metric: Metric) -> list[Row]:
     every = math.ceil(len(values) / MOST_POINTS)
     rows = [
         {"norm": point["norm"], "size": point["size"], "samples": samples, "lost": False}
-        | interval_row(mean(metric.scale * own), metric.digits)
+        | interval_row(mean(metric.scale * own, bounds=metric.bounds), metric.digits)
         | {"directory": point["cell"]}
         for samples, own in values[(len(values) - 1) % every :: every]
     ]

@@ -16,7 +16,7 @@ from normexp.records.files import read_json
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, find_study, seed_of
 from normexp.records.result import read_run
 from normexp.reporting.metric import Metric, format_interval
-from normexp.stats import Interval, mean
+from normexp.stats import Interval, mean, smallest_step
 
 Row = dict[Any, Any]  # column to plain value
 PARTS = ("norm", "model", "data", "optim")
@@ -115,7 +115,8 @@ def values_of(runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
     """The metric, scaled, as (seeds, cells); NaN unless the run has finished and recorded it."""
     found = pd.Series(math.nan, runs.index) if metric.name not in runs else runs[metric.name]
     shown = metric.scale * found.where(runs["status"] == "finished")
-    return runs.assign(value=shown).pivot(index="seed", columns="cell", values="value")
+    table = runs[["seed", "cell"]].assign(value=shown)
+    return table.pivot(index="seed", columns="cell", values="value")
 
 
 def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.DataFrame:
@@ -125,10 +126,14 @@ def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.D
     missing) and `seeds` (the value of each seed, as text).
     """
     found = {}
-    for cell in cells["cell"].unique():
+    by_data = cells.groupby("data")["cell"].unique()
+    steps = {data: smallest_step(values[own]) for data, own in by_data.items()}
+    for cell, data in cells.drop_duplicates("cell")[["cell", "data"]].itertuples(index=False):
         own = values[cell].dropna()
         shown = ", ".join(f"{seed}: {x:.{metric.digits + 1}f}" for seed, x in own.items())
-        found[cell] = interval_row(mean(own), metric.digits) | {"seeds": shown or "none finished"}
+        found[cell] = interval_row(
+            mean(own, step=steps[data], bounds=metric.bounds), metric.digits
+        ) | {"seeds": shown or "none finished"}
     columns = ["mean", "low", "high", "n", "text", "seeds"]
     rows = [found[cell] for cell in cells["cell"]]
     table = cells.join(pd.DataFrame(rows, cells.index, columns, dtype=object))

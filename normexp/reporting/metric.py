@@ -49,6 +49,16 @@ class Metric:
     digits: int
 
     @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The range of the values; None if it is not known."""
+        return (0.0, 100.0) if self.unit == "points" else None
+
+    @property
+    def limit(self) -> float:
+        """The greatest possible difference."""
+        return math.inf if self.bounds is None else self.bounds[1] - self.bounds[0]
+
+    @property
     def tolerance_words(self) -> str:
         """`1 point`, `0.05 nats`."""
         unit = self.unit.removesuffix("s") if self.tolerance == 1 else self.unit

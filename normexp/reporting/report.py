@@ -13,6 +13,7 @@ from normexp.reporting.compare import Change, compare_studies, difference_table
 from normexp.reporting.figures import draw_figures
 from normexp.reporting.frame import StudyRecords, metric_names, read_studies
 from normexp.reporting.metric import require_metric
+from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.style import assign_styles
 from normexp.reporting.tables import (
@@ -23,7 +24,7 @@ from normexp.reporting.tables import (
     sensitivity_table,
 )
 from normexp.reporting.tuning import draw_tuning
-from normexp.reporting.verdict import Answer, answer_over_data, answer_slice
+from normexp.reporting.verdict import Answer, answer_slices
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ def build_report(
     cells = build_cells(records)
     slices = build_slices(cells, runs, metric=metric, tolerance=tolerance)
     over_data = answer_over_data(slices) if len(names) == 1 else []
-    answers = [answer_slice(part) for part in slices]
-    changes = compare_studies(cells, runs, metric, tolerance) if len(names) > 1 else []
+    answers = answer_slices(slices)
+    changes = compare_studies(cells, runs, metric) if len(names) > 1 else []
     styles = assign_styles(cells["norm"])
     tables = [
         cell_table(cells, runs, metric, tolerance),
         sensitivity_table(answers),
-        comparison_table([*over_data, *answers]),
+        comparison_table(answers),
         run_table(cells, runs),
     ]
     return Report(

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
 
 from normexp.reporting.frame import (
     SIZES,
+    Row,
     StudyRecords,
     config_columns,
     metric_names,
+    plain_rows,
     values_of,
     varying_columns,
 )
 from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
 from normexp.reporting.style import order_norms
+from normexp.stats import selection_optimism, smallest_step
 
 AXIS_TITLES = {
     "norm_batch_size": "norm batch size (samples that share statistics)",
@@ -32,7 +35,8 @@ NORM_KEYS = ("norm", "act", "conv", "residual_scale", "placement", "qk_norm")
 IGNORED = ("mixes_samples", "leaks_future", "stacked", "log_every", "split")
 # May follow from the batch size (a budget in samples, a half-life): they separate cells only if
 # they differ between cells of one size.
-DERIVED = ("epochs", "num_steps", "optim.momentum")
+BUDGET = ("epochs", "num_steps")
+DERIVED = (*BUDGET, "optim.momentum")
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Slice:
         `size`, `recorded` (seeds with a value) and `independent`. Along norm_batch_size, a norm
         that does not mix samples is independent: its single cell is repeated at every size.
     values: the metric as (seeds, cells), see `values_of`
-    searched: cells that differ only in learning rate, a row each: `size`, and `chosen` for the cell
-        in `points`
+    searched: cells that differ only in learning rate, a row each: `size`, `chosen` for the cell in
+        `points`, `choice` (equal for those chosen from) and `lost` (diverged and failed runs)
     runs: the runs of all these cells
     """
 
@@ -69,6 +73,22 @@ class Slice:
     def norms(self) -> list[str]:
         return list(self.points["norm"].unique())
 
+    @cached_property
+    def step(self) -> float:
+        """See `smallest_step`."""
+        return smallest_step(self.values)
+
+    @cached_property
+    def outcomes(self) -> pd.DataFrame:
+        """`values`, in which a diverged run has the worst value of any run on the lines."""
+        own = self.values[self.points["cell"].unique()]
+        runs = self.runs[self.runs["status"] == "diverged"]
+        if runs.empty:
+            return own
+        lost = pd.crosstab(runs["seed"], runs["cell"]).reindex(own.index, columns=own.columns)
+        worst = own.min().min() if self.metric.higher_is_better else own.max().max()
+        return own.mask(lost.fillna(0) > 0, worst)
+
     @property
     def data(self) -> str:
         return self.points["data"].iloc[0]
@@ -82,10 +102,32 @@ class Slice:
         """The points at the smallest size."""
         return self.points[self.points["size"] == self.sizes[0]]
 
-    def lines(self) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Each norm with its points."""
-        for norm in self.norms:
-            yield norm, self.points[self.points["norm"] == norm]
+    @cached_property
+    def lines(self) -> dict[str, list[Row]]:
+        """The points of each norm in order of size, as plain rows."""
+        lines: dict[str, list[Row]] = {}
+        for row in plain_rows(self.points):
+            lines.setdefault(row["norm"], []).append(row)
+        return lines
+
+    def optimism(self, cell: str) -> float | None:
+        """`selection_optimism` of a cell whose learning rate was chosen; None for another cell.
+
+        In the unit of the metric, positive if the choice flatters. Rates at which a run is lost are
+        no candidates.
+        """
+        table = self.searched
+        own = table[table["cell"] == cell]
+        if own.empty:
+            return None
+        alike = table[table["choice"].isin(own["choice"])]
+        candidates = alike["cell"][alike["lost"] == own["lost"].iloc[0]].unique()
+        sign = 1 if self.metric.higher_is_better else -1
+        selection = describe_metric(self.metric.selection_name)
+        scores = sign * values_of(self.runs, selection)[candidates]
+        values = sign * self.values[candidates]
+        complete = scores.notna().all(axis=1) & values.notna().all(axis=1)
+        return selection_optimism(scores[complete], values[complete])
 
 
 def build_cells(records: StudyRecords) -> pd.DataFrame:
@@ -99,6 +141,7 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     mixes_samples: False if the norm was measured not to look across samples
     settings: what must be equal for cells to be compared; `setting`: how it differs from others, in
         words; `title`: model, data and `setting`
+    budget: `epochs=12`; `recipe`: the settings without the budget
     expected, diverged, failed, missing: numbers of seeds
     """
     runs = records.runs
@@ -109,6 +152,8 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     names = cells["name"] + (" · " + cells["study"] if is_several else "")
     keys = _setting_keys(cells.assign(norm=names), config, is_several=is_several)
     cells["settings"] = _as_keys(config[keys])
+    cells["recipe"] = _as_keys(config[[key for key in keys if key not in BUDGET]])
+    cells["budget"] = _budget_words(config)
     suffix = _knob_words(cells.assign(norm=names), config)
     suffix += pd.Series(np.where(cells["invalid"].notna(), " INVALID", ""), cells.index)
     suffix += _protocol_words(cells.assign(norm=names + suffix))
@@ -238,6 +283,15 @@ def _setting_words(config: pd.DataFrame) -> pd.Series:
     return words.str[2:]
 
 
+def _budget_words(config: pd.DataFrame) -> list[str]:
+    """`epochs=12` for each cell, or `num_steps=500` where no epochs are recorded."""
+    rows = plain_rows(config.reindex(columns=list(BUDGET)))
+    return [
+        next((f"{key}={value:g}" for key, value in row.items() if value is not None), "")
+        for row in rows
+    ]
+
+
 def _is_norm_key(key: str) -> bool:
     return key.partition(".")[0] in NORM_KEYS
 
@@ -344,13 +398,13 @@ def _choose_rates(
     means = values_of(runs[runs["cell"].isin(cells["cell"])], selection).mean()
     score = cells["cell"].map(means) * (1 if metric.higher_is_better else -1)
     ranked = cells.assign(
-        place=_as_keys(cells[["norm", "batch_size"]].join(_size_key(cells))),
+        choice=_as_keys(cells[["norm", "batch_size"]].join(_size_key(cells))),
         lost=cells["diverged"] + cells["failed"],
         score=score.fillna(-np.inf),
     ).sort_values(["lost", "score"], ascending=[True, False], kind="stable")
-    best = ranked.drop_duplicates("place").index
+    best = ranked.drop_duplicates("choice").index
     ranked = ranked.assign(chosen=ranked.index.isin(best)).sort_index()
-    is_choice = ranked.duplicated("place", keep=False)
+    is_choice = ranked.duplicated("choice", keep=False)
     return cells.loc[ranked.index[ranked["chosen"]]], ranked[is_choice]
 
 
@@ -363,21 +417,3 @@ def _with_slugs(slices: Sequence[Slice]) -> list[Slice]:
         words = re.sub(r"[^a-z0-9]+", "_", f"{part.title} {part.fixed}".lower()).strip("_")
         named.append(replace(part, slug=f"{number:02d}_{words[:48].strip('_')}"))
     return named
-
-
-def group_by_data(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Groups slices that differ only in data set, by model if a data set has several."""
-
-    def is_one_per_data(parts: Sequence[Slice]) -> bool:
-        return len({part.data for part in parts}) == len(parts)
-
-    alike: dict[Any, list[Slice]] = {}
-    for part in slices:
-        key = (part.axis, part.metric.name, part.fixed, part.sizes[0], part.sizes[-1])
-        alike.setdefault(key, []).append(part)
-    groups = []
-    for parts in alike.values():
-        models = dict.fromkeys(part.model for part in parts)
-        by_model = [[part for part in parts if part.model == model] for model in models]
-        groups += [parts] if is_one_per_data(parts) else filter(is_one_per_data, by_model)
-    return [group for group in groups if len(group) > 1]

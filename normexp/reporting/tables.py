@@ -11,10 +11,16 @@ from typing import Any
 import pandas as pd
 
 from normexp.reporting.frame import Row, metric_names, plain_rows, summarize, values_of
-from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
+from normexp.reporting.metric import (
+    Metric,
+    choose_metric,
+    describe_metric,
+    format_interval,
+    negated,
+)
 from normexp.reporting.slices import AXIS_WORDS
-from normexp.reporting.verdict import Answer
-from normexp.stats import Interval, Sensitivity, Threshold, iqm, mean, median
+from normexp.reporting.verdict import Answer, Claim
+from normexp.stats import Interval, Sensitivity, Threshold, iqm, mean, median, smallest_step
 
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
@@ -118,10 +124,11 @@ def cell_table(
 
 
 def sensitivity_table(answers: Sequence[Answer]) -> Table:
-    """A row per norm and slice: drop, slope, area and threshold."""
+    """A row per norm and slice: the drop between two sizes, regret, threshold and slope."""
     columns = [
-        *("norm", "setting", "size", "metric", "kind", "from", "to", "drop", "loss per halving"),
-        *("mean over log2 size", "threshold", "n", "seeds"),
+        *("norm", "setting", "size", "metric", "verdict", "from", "to", "drop"),
+        *("drop over test samples too", "best size", "regret at the smallest size"),
+        *("loses more than", "below size", "loss per halving", "n", "seeds"),
     ]
     rows = []
     for answer in answers:
@@ -130,35 +137,37 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
             setting = [loss.norm, part.heading, AXIS_WORDS[part.axis], part.metric.label, loss.kind]
             row = dict(zip(columns, setting, strict=False))
             if loss.sensitivity is not None:
-                row |= _sensitivity_row(loss.sensitivity, part.metric)
+                row |= _sensitivity_row(loss, loss.sensitivity, part.metric)
             rows.append(row)
     frame = pd.DataFrame(rows, columns=columns, dtype=object)
     return Table("sensitivity", "Batch-size sensitivity", columns, frame)
 
 
 def comparison_table(answers: Sequence[Answer]) -> Table:
-    """A row per declared comparison, with p before and after Holm's correction."""
+    """A row per norm, slice and reference, with the p that counts: times the size of the family."""
     rows = [
         {
             "norm": one.norm,
             "reference": one.reference,
             "setting": answer.heading,
-            "at": f"{AXIS_WORDS[part.axis]} {one.size}",
-            "difference (positive: better)": format_interval(one.difference, part.metric.digits),
+            "at": f"{AXIS_WORDS[part.axis]} {part.sizes[0]}",
+            "difference (positive: better)": format_interval(one.gap, part.metric.digits),
+            "over test samples too": _over_samples(one.over_samples, part.metric),
             "unit": part.metric.unit,
             "probability of improvement": format_interval(one.improvement, 2),
-            "p": one.p,
-            "p after Holm": one.adjusted_p,
-            "n": one.difference.n,
+            "p in the family": one.p,
+            "n": one.gap.n,
             "verdict": one.kind,
         }
         for answer in answers
-        for part in answer.parts[:1]
+        for part in answer.parts
         for one in answer.comparisons
+        if one.gap is not None and one.improvement is not None
     ]
     columns = [
-        *("norm", "reference", "setting", "at", "difference (positive: better)", "unit"),
-        *("probability of improvement", "p", "p after Holm", "n", "verdict"),
+        *("norm", "reference", "setting", "at", "difference (positive: better)"),
+        *("over test samples too", "unit", "probability of improvement", "p in the family"),
+        *("n", "verdict"),
     ]
     frame = pd.DataFrame(rows, columns=columns, dtype=object)
     return Table("comparisons", "Norms against the reference", columns, frame)
@@ -194,10 +203,14 @@ def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:
 def _cell_rows(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
     values = values_of(runs[runs["cell"].isin(cells["cell"])], metric)
     table = summarize(cells, values, metric)
+    steps = {data: smallest_step(values[own["cell"]]) for data, own in cells.groupby("data")}
     rows = []
     for row in plain_rows(table):
         own = values[row["cell"]].dropna()
-        found = {"mean": mean(own), "median": median(own), "IQM": iqm(own)}
+        found = {
+            name: statistic(own, step=steps[row["data"]], bounds=metric.bounds)
+            for name, statistic in {"mean": mean, "median": median, "IQM": iqm}.items()
+        }
         rows.append(
             {
                 "batch size": row["batch_size"],
@@ -229,29 +242,41 @@ def _note(row: Row, interval: Interval, metric: Metric) -> str:
     if interval.n == 1:
         notes.append("one seed: no interval")
     elif interval.n and interval.low is None:
-        notes.append("few seeds, all equal: no interval")
+        notes.append("all seeds equal: no interval")
     return "; ".join(notes)
 
 
-def _sensitivity_row(found: Sensitivity, metric: Metric) -> Row:
-    sizes = list(found.losses)
+def _sensitivity_row(loss: Claim, found: Sensitivity, metric: Metric) -> Row:
+    smallest, largest = found.sizes[0], found.sizes[-1]
+    over = loss.over_samples
+    slope = format_interval(found.slope, metric.digits + 1)
     return {
-        "from": found.reference_size,
-        "to": sizes[0],
+        "from": largest,
+        "to": smallest,
         "drop": format_interval(found.drop, metric.digits),
-        "loss per halving": format_interval(found.slope, metric.digits + 1),
-        "mean over log2 size": format_interval(found.area, metric.digits),
-        "threshold": _threshold_words(found.threshold),
+        "drop over test samples too": _over_samples(over and negated(over), metric),
+        "best size": found.best_size,
+        "regret at the smallest size": format_interval(found.regret, metric.digits),
+        "loses more than": metric.tolerance_words,
+        "below size": _threshold_words(found.threshold, smallest),
+        "loss per halving": f"{slope} ({largest} to {smallest})",
         "n": found.drop.n,
         "seeds": found.num_seeds,
     }
 
 
-def _threshold_words(found: Threshold) -> str:
-    """The size below which more than the tolerance is lost, as far as the seeds show it."""
-    if found.status == "never":
-        return "none shown"
-    return f"unknown below {found.size}" if found.status == "unknown" else f"below {found.size}"
+def _threshold_words(found: Threshold, smallest: int) -> str:
+    """`12 [5, 20]`; `<2` for an end that is not reached between the sizes that were run."""
+    if found.high is None:
+        return f"<{smallest}"
+    size, low, high = (
+        f"<{smallest}" if x is None else f"{x:.3g}" for x in (found.size, found.low, found.high)
+    )
+    return f"{size} [{low}, {high}]"
+
+
+def _over_samples(interval: Interval | None, metric: Metric) -> str | None:
+    return None if interval is None else format_interval(interval, metric.digits)
 
 
 def _with_level(interval: Interval, metric: Metric) -> str:

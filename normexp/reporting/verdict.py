@@ -1,78 +1,130 @@
-"""The verdict of a study: sentences that follow from confidence intervals.
+"""The sentences of a report: which may have a verb, and what each is about.
 
-Two families of sentences: what a norm loses from the largest size to the smallest, and how a norm
-compares with the reference norm at the smallest size. This rule declares the comparisons before any
-result is known; they are judged with Holm's correction.
+A report has one primary family (normexp.stats.family): in every slice, each norm that mixes samples
+at the smallest size against itself at the largest, and each norm at the smallest size against the
+reference norm. Both are declared by this rule before any result is known. Only they are said to
+lose, to gain, to hold their level, or to be better, worse or tied, and the probability that any of
+these sentences is false is at most 5 % for the whole report. Everything else is shown with its
+interval and without a verb.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from normexp.reporting.frame import Row, plain_rows
-from normexp.reporting.metric import (
-    Metric,
-    describe_metric,
-    format_interval,
-    format_signed,
-    negated,
-)
-from normexp.reporting.slices import AXIS_WORDS, Slice, group_by_data
+from normexp.errors import UserError
+from normexp.records.paths import seed_dir
+from normexp.records.samples import read_samples
+from normexp.reporting.convergence import training_end
+from normexp.reporting.frame import Row
+from normexp.reporting.metric import Metric, format_signed, negated
+from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import base_of
 from normexp.stats import (
     Interval,
     Sensitivity,
+    Verdict,
     batch_size_sensitivity,
-    holm,
+    crossed_mean,
+    decide,
     p_value,
     paired_difference,
     paired_improvement,
-    stratified_difference,
 )
 
-ALPHA = 0.05
+NONE = np.empty(0)
+ROUNDED = 1e-4  # a mean over float32 samples may differ from the metric by this share
 REFERENCE = "batch"  # the reference norm; a slice without it takes its first norm
-NOTHING = Interval(None, None, None, 0.95, 0)
+# Kinds of a contrast by verdict: of a norm along the sizes, and of a norm with the reference.
+ALONG_SIZES = {"above": "gains", "below": "loses", "within": "holds"}
+WITH_REFERENCE = {"above": "better", "below": "worse", "within": "tie"}
+DECIDED = (*ALONG_SIZES.values(), *WITH_REFERENCE.values())
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What one norm loses along the sizes.
+class Contrast:
+    """The difference between two cells of a slice, paired by seed.
 
-    kind: `loses`, `gains`, `holds` (within the tolerance), `unclear`, `no interval`, `no data`,
-        `independent` (of the norm batch size, by measurement), `one size` or `invalid`
+    first, second: their points: the smallest and the largest size of one norm, or a norm and the
+        reference norm at the smallest size
+    gap: first - second, positive if the first is better. A diverged run counts as the worst run of
+        the slice, so that the gap is a bound: its cell is at most this good.
+    is_primary: it is a member of the family
+    """
+
+    part: Slice
+    first: Row
+    second: Row
+    gap: Interval
+    is_primary: bool
+
+    @property
+    def is_along_sizes(self) -> bool:
+        return self.first["norm"] == self.second["norm"]
+
+    @property
+    def has_diverged(self) -> bool:
+        return bool(self.first["diverged"] or self.second["diverged"])
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for contrasts that differ only in the budget."""
+        ends = [(end["recipe"], end["base"], end["size"]) for end in (self.first, self.second)]
+        return (self.part.axis, self.part.fixed, self.part.metric.name, *ends)
+
+    @property
+    def budget(self) -> str:
+        """`epochs=12`; empty if the two cells differ in it, as they may along the batch size."""
+        budgets = {end["budget"] for end in (self.first, self.second)}
+        return budgets.pop() if len(budgets) == 1 else ""
+
+    def kind(self, family_size: int) -> str:
+        """One of DECIDED; `open` (undecided), `interval` (not in the family), `no interval` or
+        `no data`."""
+        if self.gap.estimate is None:
+            return "no data"
+        if self.gap.low is None:
+            return "no interval"
+        if not self.is_primary:
+            return "interval"
+        verdict = decide(self.gap, margin=self.part.metric.tolerance, family_size=family_size)
+        if verdict in self._ruled_out():
+            verdict = "open"
+        return (ALONG_SIZES if self.is_along_sizes else WITH_REFERENCE).get(verdict, "open")
+
+    def _ruled_out(self) -> set[Verdict]:
+        """Verdicts that diverged runs could turn, since they may be worse than they count."""
+        above: set[Verdict] = {"above", "within"} if self.first["diverged"] else set()
+        below: set[Verdict] = {"below", "within"} if self.second["diverged"] else set()
+        return above | below
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence.
+
+    reference: the norm that it compares with; empty for a norm along the sizes
+    kind: see `Contrast.kind`; or `independent` (of the norm batch size, by measurement), `one
+        size`, `invalid`
+    gap: positive if the norm is better than the reference, or better at the smallest size
+    over_samples: the gap over new test samples as well as new seeds; None without samples.npz
+    p: of the gap, times the size of the family; None outside it
     """
 
     norm: str
     kind: str
     text: str
-    sensitivity: Sensitivity | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One norm against the reference at one size.
-
-    difference: positive if the norm is better
-    improvement: probability that the norm beats the reference under one seed
-    p, adjusted_p: of the difference, before and after Holm's correction; None without an interval
-    kind: `better`, `worse`, `tie` (within the tolerance), `unclear`, `no interval` or `no data`
-    """
-
-    norm: str
-    reference: str
-    size: int
-    difference: Interval
-    improvement: Interval
-    counts: str
+    reference: str = ""
+    gap: Interval | None = None
+    over_samples: Interval | None = None
+    improvement: Interval | None = None
     p: float | None = None
-    adjusted_p: float | None = None
-    kind: str = ""
-    text: str = ""
+    sensitivity: Sensitivity | None = None
 
 
 @dataclass(frozen=True)
@@ -81,58 +133,48 @@ class Answer:
 
     heading: str
     parts: list[Slice]
-    losses: list[Loss]
-    comparisons: list[Comparison]
+    sentences: list[Claim]
     note: str
 
     @property
-    def sentences(self) -> list[Loss | Comparison]:
-        return [*self.losses, *self.comparisons]
+    def losses(self) -> list[Claim]:
+        return [one for one in self.sentences if not one.reference]
+
+    @property
+    def comparisons(self) -> list[Claim]:
+        return [one for one in self.sentences if one.reference]
 
 
-def answer_slice(part: Slice) -> Answer:
-    """The sentences about one slice."""
-    losses, comparisons = describe_losses(part), compare_norms(part)
-    notes = [_searched_note(part), _family_note(comparisons)]
-    return Answer(part.heading, [part], losses, comparisons, " ".join(filter(None, notes)))
-
-
-def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
-    """The sentences on averages over data sets, for each group of slices that differ only there."""
+def answer_slices(slices: Sequence[Slice]) -> list[Answer]:
+    """The sentences about the slices of one report, which are one family."""
+    found = [list(contrasts_of(part)) for part in slices]
+    everything = [contrast for own in found for contrast in own]
+    size = sum(one.is_primary and one.gap.low is not None for one in everything)
     answers = []
-    for parts in group_by_data(slices):
-        names = ", ".join(part.data for part in parts)
-        heading = f"Over {len(parts)} data sets ({names}), {parts[0].fixed}"
-        note = (
-            "Mean of the differences within each data set, all with the same weight; 95 % t "
-            "intervals with Satterthwaite's degrees of freedom. Comparisons have Holm's correction "
-            f"at {ALPHA:.0%}. Other data sets may differ."
-        )
-        losses, comparisons = _losses_over_data(parts), _compare_over_data(parts)
-        if losses or comparisons:
-            answers.append(Answer(heading, parts, losses, comparisons, note))
+    for part, own in zip(slices, found, strict=True):
+        claims = [*_plain_claims(part), *(_claim(one, size, everything) for one in own)]
+        order = {norm: place for place, norm in enumerate(part.norms)}
+        claims.sort(key=lambda claim: (bool(claim.reference), order[claim.norm]))
+        answers.append(Answer(part.heading, [part], claims, _note(own, size)))
     return answers
 
 
-def describe_losses(part: Slice) -> list[Loss]:
-    """One sentence per norm."""
-    return [_describe_loss(norm, points, part) for norm, points in part.lines()]
-
-
-def compare_norms(part: Slice) -> list[Comparison]:
-    """Each norm against the reference at the smallest size, paired by seed; a family per study."""
-    invalid = part.points["norm"][part.points["invalid"].notna()]
-    present = part.smallest[~part.smallest["norm"].isin(invalid)]
-    size, metric = part.sizes[0], part.metric
-    compared = []
-    for _, own in present.groupby("study", sort=False):
-        points = {point["norm"]: point for point in plain_rows(own)}
+def contrasts_of(part: Slice) -> Iterator[Contrast]:
+    """Each norm along the sizes, then each against the reference at the smallest size, by study."""
+    smallest: dict[str, dict[str, Row]] = {}  # by study and norm
+    for norm, rows in part.lines.items():
+        if any(row["invalid"] for row in rows):
+            continue
+        first, last = rows[0], rows[-1]
+        if len(rows) > 1 and not first["independent"]:
+            yield _contrast(part, first, last, is_primary=first["mixes_samples"])
+        if first["size"] == part.sizes[0]:
+            smallest.setdefault(first["study"], {})[norm] = first
+    for points in smallest.values():
         reference = points[reference_of(list(points))]
-        drafts = [
-            _draft(point, reference, part) for point in points.values() if point is not reference
-        ]
-        compared += _judge(drafts, metric, f"At {AXIS_WORDS[part.axis]} {size}")
-    return compared
+        for point in points.values():
+            if point is not reference:
+                yield _contrast(part, point, reference, is_primary=True)
 
 
 def reference_of(norms: Sequence[str]) -> str:
@@ -141,9 +183,10 @@ def reference_of(norms: Sequence[str]) -> str:
 
 
 def paired_values(a: str, b: str, values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Values of two cells at the seeds that finished in both, in order of seed."""
-    both = pd.DataFrame({"a": values[a], "b": values[b]}).dropna()
-    return both["a"].to_numpy(), both["b"].to_numpy()
+    """Values of two cells at the seeds that have both, in order of seed."""
+    first, second = values[a].to_numpy(), values[b].to_numpy()
+    is_both = np.isfinite(first) & np.isfinite(second)
+    return first[is_both], second[is_both]
 
 
 def oriented(interval: Interval, metric: Metric) -> Interval:
@@ -151,261 +194,247 @@ def oriented(interval: Interval, metric: Metric) -> Interval:
     return interval if metric.higher_is_better else negated(interval)
 
 
-# Losses
+def _contrast(part: Slice, first: Row, second: Row, *, is_primary: bool) -> Contrast:
+    a, b = paired_values(first["cell"], second["cell"], part.outcomes)
+    gap = paired_difference(a, b, step=part.step, limit=part.metric.limit)
+    return Contrast(part, first, second, oriented(gap, part.metric), is_primary)
 
 
-def _describe_loss(norm: str, points: pd.DataFrame, part: Slice) -> Loss:
+# Claims
+
+
+def _plain_claims(part: Slice) -> Iterator[Claim]:
+    """Norms that are not followed along the sizes, and why."""
     axis, metric = AXIS_WORDS[part.axis], part.metric
-    rows = plain_rows(points)
-    first, last = rows[0], rows[-1]
-    invalid = next((row["invalid"] for row in rows if row["invalid"]), None)
-    if invalid:
-        return Loss(norm, "invalid", f"{norm} is not compared: {invalid}.")
-    if first["independent"]:
-        counts = _counts(first, metric, first["recorded"], "seeds")
-        text = (
-            f"{norm} does not depend on the {axis} (measured: it does not mix samples; {counts})."
+    for norm, rows in part.lines.items():
+        first = rows[0]
+        invalid = next((row["invalid"] for row in rows if row["invalid"]), None)
+        if invalid:
+            yield Claim(norm, "invalid", f"{norm} is not compared: {invalid}.")
+        elif first["independent"]:
+            counts = _counts(first, metric, first["recorded"], "seeds")
+            why = f"measured: it does not mix samples; {counts}"
+            yield Claim(norm, "independent", f"{norm} does not depend on the {axis} ({why}).")
+        elif len(rows) < 2:
+            text = f"{norm} was run at one {axis} only ({first['size']})."
+            yield Claim(norm, "one size", text)
+
+
+def _claim(one: Contrast, family_size: int, everything: Sequence[Contrast]) -> Claim:
+    kind, along, metric = one.kind(family_size), one.is_along_sizes, one.part.metric
+    is_decided = kind in DECIDED
+    over_samples = _over_samples(one)
+    counts = _counts(one.first, metric, one.gap.n, "seeds" if along else "pairs")
+    lost = lost_words(one.second, metric)
+    details = [
+        counts,
+        f"{one.second['norm']} at {one.second['size']}: {lost}" if lost else "",
+        "diverged runs count as the worst run" if one.has_diverged else "",
+        f"over test samples too {_shown(one, kind, over_samples)}" if over_samples else "",
+        _seed_words(one),
+        _optimism_words(one),
+        _training_words(one) if is_decided else "",
+    ]
+    scope, other_budgets = _budget_words(one, kind, family_size, everything)
+    words = _words(one, kind) + (scope if is_decided else "")
+    is_judged = one.is_primary and one.gap.low is not None
+    return Claim(
+        one.first["norm"],
+        kind,
+        f"{words} ({'; '.join(filter(None, details))}).{other_budgets}",
+        reference="" if along else one.second["norm"],
+        gap=one.gap,
+        over_samples=over_samples,
+        improvement=None if along else _improvement(one),
+        p=min(1.0, family_size * p_value(one.gap)) if is_judged else None,
+        sensitivity=_sensitivity(one) if along else None,
+    )
+
+
+def _words(one: Contrast, kind: str) -> str:
+    """The sentence without its scope and details."""
+    metric, axis = one.part.metric, AXIS_WORDS[one.part.axis]
+    (norm, small), (reference, large) = (
+        (row["norm"], row["size"]) for row in (one.first, one.second)
+    )
+    shown = _shown(one, kind, one.gap)
+    limit = metric.tolerance_words
+    is_small = one.gap.low is not None and max(-one.gap.low, one.gap.high or 0) <= metric.tolerance
+    within = f", less than {limit}" if is_small else ""
+    end = {"no interval": "; too few seeds for an interval", "open": "; undecided"}.get(kind, "")
+    if one.is_along_sizes:
+        where = f"from {axis} {large} to {small}"
+        return {
+            "loses": f"{norm} loses {shown} {where}{within}",
+            "gains": f"{norm} gains {shown} {where}{within}",
+            "holds": f"{norm} holds its level within {limit} {where}: loss {shown}",
+            "no data": f"{norm} has no seed with a result at both ends, {where}",
+        }.get(kind, f"{norm}: loss {shown} {where}{end}")
+    where = f"At {axis} {small}, {norm}"
+    return {
+        "better": f"{where} is better than {reference} by {shown}{within}",
+        "worse": f"{where} is worse than {reference} by {shown}{within}",
+        "tie": f"{where} and {reference} are tied within {limit}: difference {shown}",
+        "no data": f"{where} and {reference} have no seed in common",
+    }.get(kind, f"{where} minus {reference}: {shown}{end}")
+
+
+def _shown(one: Contrast, kind: str, gap: Interval) -> str:
+    """The gap as its sentence shows it: losses and `worse by` are positive."""
+    is_turned = kind == "worse" or (one.is_along_sizes and kind != "gains")
+    return one.part.metric.format(negated(gap) if is_turned else gap)
+
+
+def _names(one: Contrast) -> tuple[str, str]:
+    """What the details call the two cells: `at 2` and `at 128`, or `of group` and `of batch`."""
+    if one.is_along_sizes:
+        return f"at {one.first['size']}", f"at {one.second['size']}"
+    return f"of {one.first['norm']}", f"of {one.second['norm']}"
+
+
+# What a sentence says in brackets
+
+
+def _seed_words(one: Contrast) -> str:
+    """`ahead under 7 of 8 seeds`, where a tie counts one half; and equality that is no chance."""
+    a, b = paired_values(one.first["cell"], one.second["cell"], one.part.outcomes)
+    if len(a) > 1 and (a == b).all():
+        return "equal under every seed: is the norm used?"
+    chance = _improvement(one)
+    if one.is_along_sizes or chance.estimate is None:
+        return ""
+    return f"ahead under {chance.estimate * chance.n:g} of {chance.n} seeds"
+
+
+def _improvement(one: Contrast) -> Interval:
+    """Probability that the first cell beats the second under one seed."""
+    a, b = paired_values(one.first["cell"], one.second["cell"], one.part.outcomes)
+    return paired_improvement(a, b, higher_is_better=one.part.metric.higher_is_better)
+
+
+def _over_samples(one: Contrast) -> Interval | None:
+    """The gap over seeds and test samples; None unless every run of the gap has its samples.
+
+    Samples are used where their mean is the metric, as it is for an accuracy.
+    """
+    metric, values = one.part.metric, one.part.values
+    cells = [one.first["cell"], one.second["cell"]]
+    kind = metric.name.partition("@")[2] or "running"
+    tables: list[list[np.ndarray]] = [[], []]
+    for seed, *pair in zip(values.index, *(values[cell] for cell in cells), strict=True):
+        if not np.isfinite(pair).all():
+            continue
+        for table, cell, value in zip(tables, cells, pair, strict=True):
+            samples = metric.scale * _read_samples(seed_dir(Path(cell), seed)).get(kind, NONE)
+            if not len(samples) or abs(samples.mean() - value) > ROUNDED * abs(value):
+                return None
+            table.append(samples)
+    if len(tables[0]) < 2 or len({len(samples) for samples in tables[0] + tables[1]}) > 1:
+        return None
+    gaps = np.array(tables[0]) - np.array(tables[1])
+    return oriented(crossed_mean(gaps, limit=metric.limit), metric)
+
+
+def _read_samples(directory: Path) -> dict[str, np.ndarray]:
+    try:
+        return read_samples(directory)
+    except UserError:  # a torn file does not fail the report
+        return {}
+
+
+def _optimism_words(one: Contrast) -> str:
+    """`learning rates chosen on these seeds: optimism 0.14 points at 2, 0.20 points at 128`."""
+    found, metric = [], one.part.metric
+    for name, row in zip(_names(one), (one.first, one.second), strict=True):
+        if (one.part.searched["cell"] == row["cell"]).any():
+            optimism = one.part.optimism(row["cell"])
+            amount = (
+                "unknown"
+                if optimism is None
+                else f"{format_signed(optimism, metric.digits + 1)} {metric.unit}".rstrip()
+            )
+            found.append(f"{amount} {name}")
+    return f"learning rates chosen on these seeds: optimism {', '.join(found)}" if found else ""
+
+
+def _training_words(one: Contrast) -> str:
+    """`train loss at 2: 0.67 (still falling), at 128: 0.05 (converged)`."""
+    runs, found = one.part.runs, []
+    for name, row in zip(_names(one), (one.first, one.second), strict=True):
+        is_own = (runs["cell"] == row["cell"]) & (runs["status"] == "finished")
+        end = training_end(runs["directory"][is_own])
+        found += [f"{name}: {end.words}"] if end is not None else []
+    return f"train loss {', '.join(found)}" if found else "train loss not recorded"
+
+
+def _budget_words(
+    one: Contrast, kind: str, family_size: int, everything: Sequence[Contrast]
+) -> tuple[str, str]:
+    """`, at this budget (epochs=12)`, and what the same contrast is at other budgets.
+
+    The first is empty if every other budget has the same verdict.
+    """
+    others = [c for c in everything if c.key == one.key and c.budget != one.budget]
+    told, survives = "", bool(others)
+    for other in others:
+        found = other.kind(family_size)
+        shown = _shown(other, kind, other.gap)
+        if other.gap.estimate is None or one.gap.estimate is None:
+            told += f" {other.budget}: no result."
+            survives = False
+            continue
+        is_same_sign = (other.gap.estimate > 0) == (one.gap.estimate > 0)
+        survives = survives and found == kind
+        verdict = "sign and verdict survive" if found == kind else "the verdict does not survive"
+        turned = "" if is_same_sign else ", the sign turns"
+        told += f" At {other.budget}: {shown}" + (
+            f": {verdict}{turned}." if kind in DECIDED else "."
         )
-        return Loss(norm, "independent", text)
-    sizes = [row["size"] for row in rows]
-    if len(sizes) < 2:
-        return Loss(norm, "one size", f"{norm} was run at one {axis} only ({sizes[0]}).")
-    own = part.runs["seed"][part.runs["cell"].isin(points["cell"])]
-    found = batch_size_sensitivity(
-        part.values.loc[sorted(own.unique()), points["cell"]],
-        sizes,
+    budget = f" ({one.budget})" if one.budget else ""
+    return ("" if survives else f", at this budget{budget}"), told
+
+
+def _sensitivity(one: Contrast) -> Sensitivity:
+    part, metric = one.part, one.part.metric
+    rows = part.lines[one.first["norm"]]
+    return batch_size_sensitivity(
+        part.outcomes[[row["cell"] for row in rows]].dropna(how="all"),
+        [row["size"] for row in rows],
         higher_is_better=metric.higher_is_better,
         tolerance=metric.tolerance,
+        step=part.step,
+        limit=metric.limit,
     )
-    kind, words = _loss_words(found.drop, metric, f"from {axis} {sizes[-1]} to {sizes[0]}")
-    counts = _counts(first, metric, found.drop.n, "seeds")
-    lost = _lost_words(last, metric)
-    other = f"; at {sizes[-1]}: {lost}" if lost else ""
-    text = f"{norm} {words} ({counts}{other})." + _size_words(found, metric, axis)
-    return Loss(norm, kind, text, found)
-
-
-def _loss_words(drop: Interval, metric: Metric, where: str) -> tuple[str, str]:
-    """Kind and words of a drop: between the norm and the counts."""
-    if drop.estimate is None:
-        return "no data", f"has no seed that finished at both ends, {where}"
-    if drop.low is None or drop.high is None:
-        verb = "loses" if drop.estimate >= 0 else "gains"
-        amount = f"{abs(drop.estimate):.{metric.digits}f} {metric.unit}".strip()
-        return "no interval", f"{verb} {amount} {where}; too few seeds for an interval or a verdict"
-    shown = metric.format(drop)
-    if drop.low > 0:
-        return "loses", f"loses {shown} {where}"
-    if drop.high < 0:
-        return "gains", f"gains {metric.format(negated(drop))} {where}"
-    if max(-drop.low, drop.high) <= metric.tolerance:
-        return "holds", f"holds its level within {metric.tolerance_words} {where}: loss {shown}"
-    return "unclear", f"shows no clear loss {where}: {shown}; more seeds would tell"
-
-
-def _size_words(found: Sensitivity, metric: Metric, axis: str) -> str:
-    """The sizes where a loss beyond the tolerance is shown, and those where it is not ruled out."""
-    limit = metric.tolerance
-    shown, unknown = [], []
-    for size, loss in found.losses.items():
-        if loss.low is not None and loss.low > limit:
-            shown.append(str(size))
-        elif loss.high is None or loss.high > limit:
-            unknown.append(str(size))
-    if not shown:
-        return ""
-    where = f" A loss of more than {metric.tolerance_words} is shown at {axis} {', '.join(shown)}"
-    return where + (f" and not ruled out at {', '.join(unknown)}." if unknown else ".")
-
-
-def _losses_over_data(parts: list[Slice]) -> list[Loss]:
-    """The drop of each norm that every data set has at both ends."""
-    part = parts[0]
-    smallest, largest = part.sizes[0], part.sizes[-1]
-    where = f"on average from {AXIS_WORDS[part.axis]} {largest} to {smallest}"
-    losses = []
-    by_place = [_by_norm_and_size(one) for one in parts]
-    for norm in _shared_norms(parts, lambda points: {smallest, largest} <= set(points["size"])):
-        ends = [points[norm, size] for size in (largest, smallest) for points in by_place]
-        if smallest == largest or any(point["independent"] for point in ends):
-            continue
-        drop, counts = _difference_over_data(ends[: len(parts)], ends[len(parts) :], parts)
-        kind, words = _loss_words(drop, part.metric, where)
-        losses.append(Loss(norm, kind, f"{norm} {words} ({counts})."))
-    return losses
-
-
-# Comparisons
-
-
-def _draft(point: Row, reference: Row, part: Slice) -> Comparison:
-    metric = part.metric
-    a, b = paired_values(point["cell"], reference["cell"], part.values)
-    difference = oriented(paired_difference(a, b), metric)
-    improvement = paired_improvement(a, b, higher_is_better=metric.higher_is_better)
-    counts, lost = _counts(point, metric, len(a), "pairs"), _lost_words(reference, metric)
-    counts += f"; {reference['norm']}: {lost}" if lost else ""
-    names = point["norm"], reference["norm"]
-    return Comparison(*names, part.sizes[0], difference, improvement, counts)
-
-
-def _compare_over_data(parts: list[Slice]) -> list[Comparison]:
-    """Each norm against the reference at the smallest size, on average over data sets."""
-    size = parts[0].sizes[0]
-    norms = _shared_norms(parts, lambda points: size in set(points["size"]))
-    if len(norms) < 2:
-        return []
-    reference = reference_of(norms)
-    by_place = [_by_norm_and_size(part) for part in parts]
-    others = [points[reference, size] for points in by_place]
-    drafts = []
-    for norm in norms:
-        if norm != reference:
-            own = [points[norm, size] for points in by_place]
-            difference, counts = _difference_over_data(own, others, parts)
-            drafts.append(Comparison(norm, reference, size, difference, NOTHING, counts))
-    return _judge(drafts, parts[0].metric, f"At {AXIS_WORDS[parts[0].axis]} {size}")
-
-
-def _judge(drafts: Sequence[Comparison], metric: Metric, where: str) -> list[Comparison]:
-    """The drafts, one family, with Holm's correction and words.
-
-    Comparisons without an interval are not part of the family.
-    """
-    p_values = {
-        one.norm: p_value(one.difference) for one in drafts if one.difference.low is not None
-    }
-    adjusted = holm(p_values)
-    judged = []
-    for one in drafts:
-        one = replace(one, p=p_values.get(one.norm), adjusted_p=adjusted.get(one.norm))
-        kind, words = _comparison_words(one, metric)
-        judged.append(replace(one, kind=kind, text=f"{where}, {one.norm} {words} ({one.counts})."))
-    return judged
-
-
-def _comparison_words(one: Comparison, metric: Metric) -> tuple[str, str]:
-    """Kind and words: between `At size 2, <norm>` and the counts."""
-    gap, reference = one.difference, one.reference
-    if gap.estimate is None:
-        return "no data", f"and {reference} have no finished seed in common"
-    if gap.low is None or gap.high is None or one.adjusted_p is None:
-        amount = f"{format_signed(gap.estimate, metric.digits)} {metric.unit}".strip()
-        return "no interval", f"differs from {reference} by {amount}; too few seeds for a verdict"
-    if one.adjusted_p <= ALPHA:
-        kind, amount = ("better", gap) if gap.estimate >= 0 else ("worse", negated(gap))
-        chance = _chance_words("", one.improvement, kind)
-        return kind, f"is {kind} than {reference} by {metric.format(amount)}{chance}"
-    shown = metric.format(gap)
-    if max(-gap.low, gap.high) <= metric.tolerance:
-        words = f"and {reference} are tied within {metric.tolerance_words}: difference {shown}"
-        return "tie", words
-    after = " after Holm's correction" if gap.low > 0 or gap.high < 0 else ""
-    chance = _chance_words(f"{one.norm} ", one.improvement, "better")
-    return "unclear", f"and {reference} cannot be told apart{after}: difference {shown}{chance}"
-
-
-def _chance_words(who: str, improvement: Interval, kind: str) -> str:
-    """`; better with probability 0.97 [0.63, 1.00]`, in pairs of runs with one seed."""
-    if improvement.estimate is None:
-        return ""
-    chance = improvement if kind == "better" else complement(improvement)
-    return f"; {who}{kind} with probability {format_interval(chance, 2)}"
-
-
-def complement(chance: Interval) -> Interval:
-    """1 - p, with its interval."""
-    turned = negated(chance)
-    shifted = {
-        name: 1 + value
-        for name in ("estimate", "low", "high")
-        if (value := getattr(turned, name)) is not None
-    }
-    return replace(turned, **shifted)
-
-
-# Several data sets
-
-
-def _difference_over_data(
-    first: Sequence[Row], second: Sequence[Row], parts: Sequence[Slice]
-) -> tuple[Interval, str]:
-    """The stratified difference, positive if `first` is better, with its details.
-
-    The details show data sets that disagree, and what is missing:
-    `digits +4.0, cifar10 -3.9; n = 14 pairs; batch on digits: 2 of 8 diverged`.
-    """
-    metric = parts[0].metric
-    sign = 1 if metric.higher_is_better else -1
-    strata = [
-        paired_values(a["cell"], b["cell"], part.values)
-        for a, b, part in zip(first, second, parts, strict=True)
-    ]
-    each = [
-        f"{point['data']} {format_signed(sign * float((a - b).mean()), metric.digits)}"
-        if len(a)
-        else f"{point['data']} without a pair"
-        for point, (a, b) in zip(first, strata, strict=True)
-    ]
-    lost = dict.fromkeys(
-        f"{point['norm']} on {point['data']}: {words}"
-        for point in [*first, *second]
-        if (words := _lost_words(point, metric))
-    )
-    found = oriented(stratified_difference(strata), metric)
-    return found, "; ".join([", ".join(each), f"n = {found.n} pairs", *lost])
-
-
-def _shared_norms(parts: Sequence[Slice], has: Callable[[pd.DataFrame], bool]) -> list[str]:
-    """Norms that every data set has and that may be compared, in order."""
-    present = [
-        {norm for norm, points in part.lines() if points["invalid"].isna().all() and has(points)}
-        for part in parts
-    ]
-    return [norm for norm in parts[0].norms if all(norm in found for found in present)]
-
-
-def _by_norm_and_size(part: Slice) -> dict[tuple[str, int], Row]:
-    return {(row["norm"], row["size"]): row for row in plain_rows(part.points)}
 
 
 # Notes and counts
 
 
-def _searched_note(part: Slice) -> str:
-    if part.searched.empty:
+def _note(own: Sequence[Contrast], family_size: int) -> str:
+    """What the verdicts of a slice promise, and what their intervals are about."""
+    if not any(one.gap.low is not None for one in own):
         return ""
-    label = describe_metric(part.metric.selection_name).label
+    references = dict.fromkeys(one.second["norm"] for one in own if not one.is_along_sizes)
+    compared = f", and each norm with {' and '.join(references)}" if references else ""
     return (
-        "If several learning rates were run, each norm and size is shown with the one that has the "
-        f"best mean {label}."
-    )
-
-
-def _family_note(comparisons: Sequence[Comparison]) -> str:
-    """The note on the family-wise error rate."""
-    references = [one.reference for one in comparisons if one.adjusted_p is not None]
-    if not references:
-        return ""
-    words = " and ".join(
-        f"{references.count(name)} with {name}" for name in dict.fromkeys(references)
-    )
-    return (
-        f"Comparisons declared beforehand: {words}, at the smallest size. Family-wise error rate "
-        f"at most {ALPHA:.0%} for each reference (Holm). Intervals are 95 % each (t, paired by "
-        "seed), without correction."
+        "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. The "
+        f"number of differences that this report gives a verdict on is {family_size}: each norm "
+        f"that mixes samples, from its largest to its smallest size{compared} at the smallest "
+        "size. The probability that any of these verdicts is false is at most 5 %. Training counts "
+        "as converged where its loss fell by less than 1 % of its first value over the last fifth "
+        "of the steps."
     )
 
 
 def _counts(point: Row, metric: Metric, n: int, noun: str) -> str:
     """`n = 5 seeds; 2 of 8 diverged, 1 of 8 missing`."""
-    lost = _lost_words(point, metric)
+    lost = lost_words(point, metric)
     noun = noun[:-1] if n == 1 else noun
     return f"n = {n} {noun}" + (f"; {lost}" if lost else "")
 
 
-def _lost_words(point: Row, metric: Metric) -> str:
-    """`2 of 8 diverged, 1 of 8 missing`: a number over the others is optimistic."""
+def lost_words(point: Row, metric: Metric) -> str:
+    """`2 of 8 diverged, 1 of 8 missing`."""
     lost = {word: point[word] for word in ("diverged", "failed", "missing")}
     lost[f"without {metric.name}"] = point["finished"] - point["recorded"]
     parts = [f"{count} of {point['expected']} {word}" for word, count in lost.items() if count]

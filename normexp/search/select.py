@@ -227,7 +227,8 @@ def _fresh(finding: Finding) -> list[str]:
         return ["all diverged", "0"]
     metric = describe_metric(name)
     finished = [r for r in outcome.results if r.status == "finished" and name in r.metrics]
-    interval = mean([metric.scale * result.metrics[name] for result in finished])
+    values = [metric.scale * result.metrics[name] for result in finished]
+    interval = mean(values, bounds=metric.bounds)
     stamp = "INVALID " if outcome.invalid else ""
     lost = len(outcome.results) - len(finished)
     count = f"{len(finished)}, {lost} diverged" if lost else str(len(finished))

@@ -1,22 +1,36 @@
 """Estimates with confidence intervals for a handful of seeds, as pure functions on arrays.
 
-Every function takes samples of shape (num_runs,), or pairs of them matched by seed, and returns an
-`Interval`. Where a sample is too small for an interval the bounds are None; they are never made up.
+Every function takes values over seeds, (num_runs,), or pairs of them matched by seed, and returns
+an `Interval`. Where the values allow no interval, both bounds are None.
+
+**Equal values are not certainty.** An accuracy is a count divided by the size of the test set, so a
+few seeds may agree to the last digit. Where values repeat, the sum of squared deviations grows by
+one squared `step`, the smallest disagreement that the values could have shown (`smallest_step`).
+The half width for n equal values is then close to that of the rule of three, 1 - 0.05^(1/n) steps.
+Equal values without a known step have no bounds, so no interval has width 0.
+
+**Bounded values.** Within `bounds`, a t interval is built for arcsin(sqrt(p)), where p is the share
+of the range, by the delta method, and transformed back, so no bound leaves the range (Anscombe
+1948, "The transformation of Poisson, binomial and negative-binomial data"). In the middle of the
+range this is the t interval; near an end, where t covers too little, the interval is skewed as the
+values are. An interval of a difference is cut at the largest possible difference. Coverage: see
+tests/stats/test_stats_coverage.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import bdtr, betaincinv, stdtr, stdtrit
+from scipy.special import bdtr, betaincinv, stdtrit
 
 Array = NDArray[np.float64]
-ROUNDING = 1e-9  # a standard error below this share of the estimate is floating-point noise
-LEVEL = 0.95  # of every interval
+Bounds = tuple[float, float]
+ROUNDING = 1e-9  # a deviation below this share of the values is floating-point noise
+LEVEL = 0.95  # of every interval unless stated
 # The median of n = 5 has an interval of level .9375, not .95. It is given, with its true level;
 # an interval that misses the wanted level by more than this is not.
 LEVEL_SHORTFALL = 0.02
@@ -27,10 +41,10 @@ class Interval:
     """An estimate with its confidence interval.
 
     estimate: in the unit of the values; None if there are none
-    low, high: the bounds; both None if the sample is too small
+    low, high: the bounds; both None if the values allow none
     level: nominal coverage in (0, 1)
     n: number of values (seeds, or pairs of seeds) used
-    df: degrees of freedom of a t interval; None for other intervals
+    df, error: degrees of freedom and standard error of a t interval; None for other intervals
     """
 
     estimate: float | None
@@ -39,6 +53,7 @@ class Interval:
     level: float
     n: int
     df: float | None = None
+    error: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.level < 1:
@@ -47,20 +62,44 @@ class Interval:
             raise ValueError("an interval has both bounds or neither")
 
 
-def mean(values: ArrayLike) -> Interval:
-    """Mean of values (n,) with Student's t interval, mean -+ t(n - 1) * s / sqrt(n).
+def smallest_step(values: ArrayLike) -> float:
+    """Smallest positive gap between any two of the finite values if some are equal; otherwise 0.
 
-    One value has no bounds, nor have a few equal ones (see `t_interval`).
+    Give all values of the metric on one test set: the more there are, the closer is the gap to one
+    test sample. It is 0 for values that do not repeat, such as losses, and where all are equal.
+    """
+    sample = np.asarray(values, dtype=np.float64).ravel()
+    sample = np.sort(sample[np.isfinite(sample)])
+    gaps = np.diff(sample)
+    is_positive = gaps > ROUNDING * np.abs(sample).max(initial=0.0)
+    return float(gaps[is_positive].min()) if is_positive.any() and not is_positive.all() else 0.0
+
+
+def mean(
+    values: ArrayLike,
+    *,
+    step: float | None = None,
+    bounds: Bounds | None = None,
+    level: float = LEVEL,
+) -> Interval:
+    """Mean of values (n,) with Student's t interval of n - 1 degrees of freedom.
+
+    step: see the top of this file; by default that of the values themselves
+    bounds: range of the values; the interval stays within
     """
     sample = as_sample(values)
     n = len(sample)
     if n == 0:
-        return Interval(None, None, None, LEVEL, 0)
-    error = float(sample.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
-    return t_interval(float(sample.mean()), error, n - 1, n=n)
+        return Interval(None, None, None, level, 0)
+    squares = float(((sample - sample.mean()) ** 2).sum())
+    step = smallest_step(sample) if step is None else step
+    error = math.sqrt((squares + step**2) / (n * (n - 1))) if n > 1 else 0.0
+    return t_interval(float(sample.mean()), error, n - 1, n=n, bounds=bounds, level=level)
 
 
-def median(values: ArrayLike) -> Interval:
+def median(
+    values: ArrayLike, *, step: float | None = None, bounds: Bounds | None = None
+) -> Interval:
     """Median of values (n,) with a distribution-free interval from order statistics.
 
     [x(k), x(n+1-k)] covers the median with probability c(k) = 1 - 2 P(Bin(n, 1/2) <= k - 1). With
@@ -69,7 +108,8 @@ def median(values: ArrayLike) -> Interval:
     w = (n-k) f / (k + (n-2k) f)
     (Hettmansperger and Sheather 1986, "Confidence intervals based on interpolated order
     statistics"). If even [x(1), x(n)] misses the level, the result has the level it reaches, or no
-    bounds if that is more than LEVEL_SHORTFALL below (n <= 4 at 95 %).
+    bounds if that is more than LEVEL_SHORTFALL below (n <= 4 at 95 %). A value that repeats stands
+    for all within half a step of it, so both bounds move out by as much.
     """
     sample = np.sort(as_sample(values))
     n = len(sample)
@@ -79,25 +119,31 @@ def median(values: ArrayLike) -> Interval:
     widest = _median_coverage(1, n)
     if n == 1 or widest < LEVEL - LEVEL_SHORTFALL:
         return Interval(centre, None, None, LEVEL, n)
-    if widest < LEVEL:
-        return Interval(centre, float(sample[0]), float(sample[-1]), widest, n)
-    k = max(k for k in range(1, n // 2 + 1) if _median_coverage(k, n) >= LEVEL)
-    outer, inner = _median_coverage(k, n), max(_median_coverage(k + 1, n), 0.0)
-    f = (outer - LEVEL) / (outer - inner)
-    # Between the two middle values there is no inner interval to move towards.
-    w = (n - k) * f / (k + (n - 2 * k) * f) if 2 * k < n else 0.0
-    low = (1 - w) * sample[k - 1] + w * sample[k]
-    high = (1 - w) * sample[n - k] + w * sample[n - k - 1]
-    return Interval(centre, float(low), float(high), LEVEL, n)
+    level, low, high = min(widest, LEVEL), sample[0], sample[-1]
+    if widest >= LEVEL:
+        k = max(k for k in range(1, n // 2 + 1) if _median_coverage(k, n) >= LEVEL)
+        outer, inner = _median_coverage(k, n), max(_median_coverage(k + 1, n), 0.0)
+        f = (outer - LEVEL) / (outer - inner)
+        # Between the two middle values there is no inner interval to move towards.
+        w = (n - k) * f / (k + (n - 2 * k) * f) if 2 * k < n else 0.0
+        low = (1 - w) * sample[k - 1] + w * sample[k]
+        high = (1 - w) * sample[n - k] + w * sample[n - k - 1]
+    half_step = (smallest_step(sample) if step is None else step) / 2
+    least, most = bounds or (-math.inf, math.inf)
+    low, high = max(float(low) - half_step, least), min(float(high) + half_step, most)
+    if high - low <= ROUNDING * abs(centre):
+        return Interval(centre, None, None, LEVEL, n)
+    return Interval(centre, low, high, level, n)
 
 
-def iqm(values: ArrayLike) -> Interval:
+def iqm(values: ArrayLike, *, step: float | None = None, bounds: Bounds | None = None) -> Interval:
     """Interquartile mean of values (n,): the mean without the g = floor(n / 4) least and greatest.
 
     The estimate is scipy.stats.trim_mean(values, 0.25) and rliable's aggregate_iqm (Agarwal et al.
-    2021, arXiv:2108.13264). The interval is iqm -+ t(h-1) * sqrt(W / (h (h-1))) with h = n - 2g
-    and W the sum of squared deviations after each trimmed value is replaced by its nearest kept
-    one (Tukey and McLaughlin 1963; in this form Yuen 1974). Below n = 4 nothing is trimmed.
+    2021, arXiv:2108.13264). The t interval has the standard error sqrt(W / (h (h-1))) with
+    h = n - 2g and W the sum of squared deviations after each trimmed value is replaced by its
+    nearest kept one (Tukey and McLaughlin 1963; in this form Yuen 1974), and h - 1 degrees of
+    freedom. Below n = 4 nothing is trimmed.
     """
     sample = np.sort(as_sample(values))
     n = len(sample)
@@ -108,37 +154,94 @@ def iqm(values: ArrayLike) -> Interval:
     h = len(kept)
     winsorized = np.clip(sample, kept[0], kept[-1])
     squares = float(((winsorized - winsorized.mean()) ** 2).sum())
-    error = math.sqrt(squares / (h * (h - 1))) if h > 1 else 0.0
-    return t_interval(float(kept.mean()), error, h - 1, n=n)
+    step = smallest_step(sample) if step is None else step
+    error = math.sqrt((squares + step**2) / (h * (h - 1))) if h > 1 else 0.0
+    return t_interval(float(kept.mean()), error, h - 1, n=n, bounds=bounds)
 
 
-def paired_difference(a: ArrayLike, b: ArrayLike) -> Interval:
-    """Mean of a - b, (n,) each and matched by seed, with the interval of scipy.stats.ttest_rel."""
-    return mean(_differences(a, b))
+def paired_difference(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    step: float | None = None,
+    limit: float = math.inf,
+    level: float = LEVEL,
+) -> Interval:
+    """Mean of a - b, (n,) each and matched by seed, with the interval of scipy.stats.ttest_rel.
+
+    step: by default that of all values of a and b
+    limit: largest possible difference, where the bounds are cut
+    """
+    differences = _differences(a, b)
+    step = smallest_step(np.concatenate([a, b])) if step is None else step
+    return _cut(mean(differences, step=step, level=level), limit)
 
 
-def stratified_difference(strata: Sequence[tuple[ArrayLike, ArrayLike]]) -> Interval:
-    """Mean over K data sets of the mean paired difference; every data set has the same weight.
+def crossed_mean(table: ArrayLike, *, limit: float = math.inf) -> Interval:
+    """Mean of a table (n seeds, N test samples), over new seeds and new test samples.
 
-    strata: one (a, b) per data set, matched by seed within it; n may differ between data sets.
+    Rows and columns are crossed random effects: with v_S and v_I the squared standard errors of the
+    mean over seeds alone and over samples alone, and v_E that of the residuals, the squared
+    standard error is v_S + v_I - v_E, here never less than v_S or v_I, with Satterthwaite's degrees
+    of freedom (Cornfield and Tukey 1956, "Average values of mean squares in factorials";
+    Satterthwaite 1946). The two-way bootstrap of Owen and Eckles (2012, "Bootstrapping data arrays
+    of arbitrary order") estimates the same variance, v_E too large.
+    """
+    cells = np.asarray(table, dtype=np.float64)
+    n, num_samples = cells.shape
+    estimate = float(cells.mean()) if cells.size else None
+    if estimate is None or n < 2 or num_samples < 2:
+        return Interval(estimate, None, None, LEVEL, n)
+    rows, columns = cells.mean(axis=1), cells.mean(axis=0)
+    residuals = cells - rows[:, None] - columns + estimate
+    step = smallest_step(cells) / num_samples  # of a mean over samples
+    squares = ((rows - estimate) ** 2).sum() + step**2
+    seeds = squares / (n * (n - 1))
+    samples = ((columns - estimate) ** 2).sum() / (num_samples * (num_samples - 1))
+    df = (n - 1, num_samples - 1, (n - 1) * (num_samples - 1))
+    rest = (residuals**2).sum() / (df[2] * n * num_samples)
+    total = max(seeds + samples - rest, seeds, samples)
+    spread = sum(v**2 / d for v, d in zip((seeds, samples, rest), df, strict=True))
+    freedom = max(float(total**2 / spread), min(df)) if spread else 0.0
+    return _cut(t_interval(estimate, math.sqrt(total), freedom, n=n), limit)
+
+
+def stratified_mean(strata: Sequence[ArrayLike]) -> Interval:
+    """Mean over K data sets of the mean over seeds; every data set has the same weight.
+
+    strata: values over seeds, one array per data set; n may differ.
     d = sum_k d_k / K, error = sqrt(sum_k v_k) / K with v_k = s_k^2 / n_k, and a t interval with
     (sum v)^2 / sum(v_k^2 / (n_k - 1)) degrees of freedom (Welch 1947, Satterthwaite 1946).
-    No estimate if a data set has no pair, no bounds if one has a single pair. The interval says
-    nothing about other data sets.
+    No estimate if a data set has no value, no bounds if one has a single value or no spread. The
+    interval says nothing about other data sets.
     """
-    differences = [_differences(a, b) for a, b in strata]
-    counts = np.array([len(d) for d in differences], dtype=np.intp)
+    samples = [as_sample(values) for values in strata]
+    counts = np.array([len(sample) for sample in samples], dtype=np.intp)
     n = int(counts.sum())
     if n == 0 or counts.min() == 0:
         return Interval(None, None, None, LEVEL, n)
-    estimate = float(np.mean([d.mean() for d in differences]))
+    estimate = float(np.mean([sample.mean() for sample in samples]))
     if counts.min() == 1:
         return Interval(estimate, None, None, LEVEL, n)
-    variances = np.array([d.var(ddof=1) for d in differences]) / counts
-    total = float(variances.sum())
-    shares = variances / total if total else np.full(len(counts), 1 / len(counts))
+    variances = np.array([sample.var(ddof=1) for sample in samples]) / counts
+    if variances.min() <= (ROUNDING * estimate) ** 2:
+        return Interval(estimate, None, None, LEVEL, n)
+    shares = variances / variances.sum()
     df = 1 / float((shares**2 / (counts - 1)).sum())
-    return t_interval(estimate, math.sqrt(total) / len(counts), df, n=n)
+    return t_interval(estimate, math.sqrt(variances.sum()) / len(counts), df, n=n)
+
+
+def log_ratio(a: ArrayLike, b: ArrayLike) -> Array:
+    """Values over seeds whose mean is log(mean a / mean b) and whose spread is its error.
+
+    These are log(mean a / mean b) + a_i / mean a - b_i / mean b, the delta method for pairs. a and
+    b: positive means, such as losses or error rates; empty if one is 0.
+    """
+    first, second = as_sample(a), as_sample(b)
+    if not len(first) or min(first.mean(), second.mean()) <= 0:
+        return np.empty(0)
+    centre = math.log(first.mean() / second.mean())
+    return centre + _differences(first / first.mean(), second / second.mean())
 
 
 def paired_improvement(a: ArrayLike, b: ArrayLike, *, higher_is_better: bool) -> Interval:
@@ -163,54 +266,33 @@ def paired_improvement(a: ArrayLike, b: ArrayLike, *, higher_is_better: bool) ->
     return Interval(wins / n, low, high, LEVEL, n)
 
 
-def t_interval(estimate: float, standard_error: float, df: float, *, n: int) -> Interval:
-    """estimate -+ t(df, (1 + level) / 2) * standard_error; no bounds if df < 1.
+def t_interval(
+    estimate: float,
+    error: float,
+    df: float,
+    *,
+    n: int,
+    bounds: Bounds | None = None,
+    level: float = LEVEL,
+) -> Interval:
+    """estimate -+ t(df, (1 + level) / 2) * error, on the arcsine scale within `bounds`.
 
-    Equal values give an interval of width 0, but no bounds while n values of one sign could be
-    chance, 2 / 2^n > 1 - level (n <= 5 at 95 %): an accuracy is a count, so two or three seeds
-    sometimes agree to the last digit. Differences that are all zero keep their interval, because
-    they mostly come from identical runs.
+    No bounds if df < 1 or the error is floating-point noise.
     """
-    has_no_spread = standard_error <= ROUNDING * abs(estimate)
-    if df < 1 or (estimate and has_no_spread and 2 / 2**n > 1 - LEVEL):
-        return Interval(estimate, None, None, LEVEL, n)
-    half_width = float(stdtrit(df, (1 + LEVEL) / 2)) * standard_error if standard_error else 0.0
-    return Interval(estimate, estimate - half_width, estimate + half_width, LEVEL, n, df)
-
-
-def p_value(interval: Interval) -> float:
-    """Two-sided p of "the mean is 0" for a t interval; 1 without bounds.
-
-    p = 2 P(T > |estimate| / se) with the interval's degrees of freedom, so p < 1 - level exactly if
-    the interval excludes 0.
-    """
-    if interval.estimate is None or interval.low is None or interval.high is None:
-        return 1.0
-    half_width = (interval.high - interval.low) / 2
-    if half_width == 0:
-        return 1.0 if interval.estimate == 0 else 0.0
-    if interval.df is None:
-        raise ValueError("only a t interval has the p value of a t test")
-    t = abs(interval.estimate) / half_width * float(stdtrit(interval.df, (1 + interval.level) / 2))
-    return float(2 * stdtr(interval.df, -t))
-
-
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Adjusted p of each comparison of a family: max over j <= i of min(1, (k - j) p_(j)), j >= 0.
-
-    Rejecting if the adjusted p is at most alpha keeps the probability of any false rejection in the
-    family at alpha, whatever the dependence (Holm 1979, "A simple sequentially rejective multiple
-    test procedure"). The family is every declared comparison: leaving out the uninteresting ones
-    afterwards breaks the promise.
-    """
-    sample = as_sample(list(p_values.values()))
-    if ((sample < 0) | (sample > 1)).any():
-        raise ValueError("a p value lies outside 0..1")
-    order = np.argsort(sample, kind="stable")
-    factors = np.arange(len(sample), 0, -1)
-    adjusted = np.empty_like(sample)
-    adjusted[order] = np.minimum(np.maximum.accumulate(factors * sample[order]), 1.0)
-    return dict(zip(p_values, adjusted.tolist(), strict=True))
+    if df < 1 or error <= ROUNDING * abs(estimate):
+        return Interval(estimate, None, None, level, n)
+    quantile = float(stdtrit(df, (1 + level) / 2))
+    low, high = estimate - quantile * error, estimate + quantile * error
+    if bounds is not None:
+        least, width = bounds[0], bounds[1] - bounds[0]
+        # A mean at an end moves inwards by half a step / n, which here follows from the error.
+        margin = error / width * math.sqrt(df / (df + 1)) / 2
+        share = min(max((estimate - least) / width, margin), 1 - margin)
+        half = quantile * error / width / (2 * math.sqrt(share * (1 - share)))
+        angle = math.asin(math.sqrt(share))
+        ends = max(angle - half, 0.0), min(angle + half, math.pi / 2)
+        low, high = (least + width * math.sin(end) ** 2 for end in ends)
+    return Interval(estimate, low, high, level, n, df, error)
 
 
 def as_sample(values: ArrayLike) -> Array:
@@ -232,6 +314,12 @@ def _differences(a: ArrayLike, b: ArrayLike) -> Array:
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} values; pair them by seed first")
     return first - second
+
+
+def _cut(interval: Interval, limit: float) -> Interval:
+    if interval.low is None or interval.high is None:
+        return interval
+    return replace(interval, low=max(interval.low, -limit), high=min(interval.high, limit))
 
 
 def _median_coverage(k: int, n: int) -> float:

@@ -2,51 +2,59 @@
 
 Values have shape (num_seeds, num_sizes): each row is one seed at every size, columns in ascending
 order of size, so every number is computed within a seed and its t interval is over seeds. NaN marks
-a run that is missing or diverged; it is never filled in. A number uses the seeds that have all the
-values it needs and its n counts them. Seeds that diverge at small sizes are probably the worst
-ones, so a loss with n below `num_seeds` is optimistic.
+a missing run; a number uses the seeds that have all the values it needs, and its n counts them. A
+diverged run is not missing: callers give it the worst value that any run has, so that a loss is a
+lower bound.
 
 A loss is in the metric's unit and positive if the metric gets worse, also where lower is better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from normexp.stats.interval import Array, Interval, mean
+from normexp.stats.interval import LEVEL, Array, Interval, mean, paired_difference, smallest_step
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """The size below which a loss of more than the tolerance is shown; see `size_threshold`."""
+    """The size below which the loss is more than the tolerance, with its interval; see `crossing`.
 
-    size: int
-    status: Literal["never", "below", "always", "unknown"]
+    None: not reached down to the smallest size.
+    """
+
+    size: float | None
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one norm loses.
+    """What one norm loses between the sizes that were run.
 
-    reference_size: the largest size
-    drop: loss from the largest to the smallest size
-    slope: loss per halving of the size: least squares on log2 size, within each seed
-    area: mean of the metric over log2 size: trapezoid integral / range, within each seed
-    losses: loss from the largest size to each smaller size, in ascending order of size
+    sizes: ascending
+    losses: loss from the largest size to each smaller size; `drop` is that to the smallest
+    best_size: the size of the best mean
+    regret: loss from the best size to the smallest
+    slope: loss per halving between the sizes: least squares on log2 size, within each seed
     """
 
-    reference_size: int
-    drop: Interval
-    slope: Interval
-    area: Interval
+    sizes: list[int]
     losses: dict[int, Interval]
+    best_size: int | None
+    regret: Interval
+    slope: Interval
     threshold: Threshold
     num_seeds: int
+
+    @property
+    def drop(self) -> Interval:
+        return self.losses[self.sizes[0]]
 
 
 def batch_size_sensitivity(
@@ -55,27 +63,36 @@ def batch_size_sensitivity(
     *,
     higher_is_better: bool,
     tolerance: float,
+    step: float | None = None,
+    limit: float = math.inf,
 ) -> Sensitivity:
     """The sensitivity of values (num_seeds, num_sizes) to ascending `sizes`.
+
+    step, limit: see `paired_difference`
 
     Raises:
         ValueError: shapes that do not match, infinite values, or sizes that do not ascend.
     """
-    table = _checked(values, sizes)
-    sign = 1.0 if higher_is_better else -1.0
+    table = _checked(values, sizes) * (1.0 if higher_is_better else -1.0)
+    step = smallest_step(table) if step is None else step
+
+    def loss(start: int, end: int, level: float = LEVEL) -> Interval:
+        both = table[:, [start, end]]
+        a, b = both[np.isfinite(both).all(axis=1)].T
+        return paired_difference(a, b, step=step, limit=limit, level=level)
+
+    last = len(sizes) - 1
+    losses = {size: loss(last, place) for place, size in enumerate(sizes[:-1])}
+    best, regret = _regret(table, loss)
     x = np.log2(sizes)
     weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()  # of the least-squares slope
-    trapezoids = np.diff(x) * (table[:, 1:] + table[:, :-1]) / 2.0
-    losses = {
-        size: _mean_of_present(sign * (table[:, -1] - column))
-        for size, column in zip(sizes[:-1], table.T, strict=False)
-    }
+    slopes = table @ weights
     return Sensitivity(
-        reference_size=sizes[-1],
-        drop=losses[sizes[0]],
-        slope=_mean_of_present(sign * (table @ weights)),
-        area=_mean_of_present(trapezoids.sum(axis=1) / (x[-1] - x[0])),
+        sizes=list(sizes),
         losses=losses,
+        best_size=None if best is None else sizes[best],
+        regret=regret,
+        slope=mean(slopes[np.isfinite(slopes)], step=step * float(np.abs(weights).max())),
         threshold=size_threshold(losses, sizes[-1], tolerance=tolerance),
         num_seeds=len(table),
     )
@@ -84,24 +101,69 @@ def batch_size_sensitivity(
 def size_threshold(
     losses: dict[int, Interval], reference_size: int, *, tolerance: float
 ) -> Threshold:
-    """The smallest size such that no size from there up is shown to lose more than the tolerance.
+    """Where the loss, followed from the reference size down, first exceeds the tolerance.
 
-    A loss is shown to exceed the tolerance if its lower bound does. The walk goes down from the
-    reference size, the largest, and stops at the first such size.
-    status: `never`: no size is shown to lose that much; `below`: sizes under `size` are; `always`:
-    already the first size under the reference is; `unknown`: the walk met a size with too few seeds
-    for an interval.
-    The error rate, (1 - level) / 2, holds for each size separately.
+    Estimate and bounds of the loss are joined by straight lines over log2 size, from 0 at the
+    reference size; each then passes the tolerance at a size of its own. So the grid of sizes limits
+    how exact the number is, but not which number it is. low and high: where the lower and the upper
+    bound of the loss pass, 95 % for each size separately; a low of None: that far is not shown.
     """
-    size = reference_size
-    for smaller in sorted(losses, reverse=True):
-        low = losses[smaller].low
-        if low is None:
-            return Threshold(size, "unknown")
-        if low > tolerance:
-            return Threshold(size, "always" if size == reference_size else "below")
-        size = smaller
-    return Threshold(size, "never")
+    sizes = [reference_size, *sorted(losses, reverse=True)]
+    rows = [losses[size] for size in sizes[1:]]
+
+    def crossing(name: str) -> float | None:
+        heights = [0.0, *(getattr(row, name) for row in rows)]
+        for a, b, first, second in zip(sizes, sizes[1:], heights, heights[1:], strict=False):
+            if second is None:
+                return None
+            if second > tolerance:
+                share = (tolerance - first) / (second - first)
+                return float(2 ** (math.log2(a) + share * (math.log2(b) - math.log2(a))))
+        return None
+
+    return Threshold(crossing("estimate"), crossing("low"), crossing("high"))
+
+
+def _regret(table: Array, loss: Callable[..., Interval]) -> tuple[int | None, Interval]:
+    """Column of the best mean, and the loss from the best column to the first.
+
+    Which column is best is not known, so the bounds are the greatest of those of every other
+    column, each at level 1 - 5 % / k, and 0 (multiple comparisons with the best, Hsu 1984).
+    """
+    means = [
+        column[np.isfinite(column)].mean() if np.isfinite(column).any() else -np.inf
+        for column in table.T
+    ]
+    count = len(means) - 1
+    level = 1 - (1 - LEVEL) / count
+    each = [loss(place, 0, level) for place in range(1, count + 1)]
+    if any(one.estimate is None for one in each):
+        return None, Interval(None, None, None, LEVEL, 0)
+    best = int(np.argmax(means))
+    n = min(one.n for one in each)
+
+    def greatest(name: str) -> float | None:
+        ends = [getattr(one, name) for one in each]
+        return None if None in ends else max(0.0, *ends)
+
+    return best, Interval(greatest("estimate"), greatest("low"), greatest("high"), LEVEL, n)
+
+
+def selection_optimism(scores: ArrayLike, values: ArrayLike) -> float | None:
+    """By how much the best of K candidates looks better than it is, where seeds chose and report.
+
+    scores, values: (num_seeds, K), what the choice is made by and what is reported; higher is
+    better in both. Each seed in turn is reported at the candidate that the others choose; the
+    optimism is the mean of the values at the candidate that all choose, less the mean of these
+    (leave-one-out cross-validation, Stone 1974). None for fewer than 3 seeds.
+    """
+    chosen_by, reported = np.asarray(scores, float), np.asarray(values, float)
+    n = len(reported)
+    if n < 3:
+        return None
+    rest = chosen_by.sum(axis=0) - chosen_by  # (n, K), each row without its own seed
+    crossed = reported[np.arange(n), rest.argmax(axis=1)]
+    return float(reported[:, chosen_by.sum(axis=0).argmax()].mean() - crossed.mean())
 
 
 def _checked(values: ArrayLike, sizes: Sequence[int]) -> Array:
@@ -109,12 +171,7 @@ def _checked(values: ArrayLike, sizes: Sequence[int]) -> Array:
     if table.ndim != 2 or table.shape[1] != len(sizes):
         raise ValueError(f"values have shape {table.shape}; expected (seeds, {len(sizes)} sizes)")
     if np.isinf(table).any():
-        raise ValueError("values hold infinity; mark a diverged run by NaN")
+        raise ValueError("values hold infinity; mark a missing run by NaN")
     if len(sizes) < 2 or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
         raise ValueError(f"sizes={list(sizes)}: give two or more ascending sizes of at least 1")
     return table
-
-
-def _mean_of_present(per_seed: Array) -> Interval:
-    """Mean over the seeds that have the number."""
-    return mean(per_seed[np.isfinite(per_seed)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.paths import LOG_FILE, Study
@@ -43,8 +45,8 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
         return
     console = Console(highlight=False)
     how = {"skipped": "already recorded", "finished": "trained"}
-    count = len(outcome.results)
-    console.print(f"\n{outcome.title}: {how[outcome.status]}, n = {count} seeds", markup=False)
+    count = counted(len(outcome.results), "seed")
+    console.print(f"\n{outcome.title}: {how[outcome.status]}, n = {count}", markup=False)
     if outcome.invalid:
         console.print(f"INVALID, every number: {outcome.invalid}", markup=False, soft_wrap=True)
     table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
@@ -60,9 +62,27 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
     steps = outcome.results[0].timing.get("step_ms", 0.0)
     console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms per step of the whole stack")
     console.print(f"run directory: {outcome.directory}", markup=False, soft_wrap=True)
+    for note in notes_on(outcome):
+        console.print(note, markup=False, soft_wrap=True)
     console.print("next:")
     for command in next_commands(outcome, words):
         console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def notes_on(outcome: Outcome) -> list[str]:
+    """What a reader of these results must know: none is better than chance, or all diverged."""
+    values, chance = values_of(outcome.results, MAIN[0]), outcome.record.get("chance_accuracy")
+    notes = []
+    if values and chance is not None and statistics.mean(values) <= chance:
+        told = "the test split has one class" if chance == 1 else "no better than chance"
+        notes.append(
+            f"{told}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these runs "
+            f"{statistics.mean(values):.4f}"
+        )
+    if outcome.results and all(run.status == "diverged" for run in outcome.results):
+        lr = outcome.record["lr"]
+        notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={lr / 10:g}")
+    return notes
 
 
 def shown_metrics(results: Sequence[Result]) -> list[str]:
@@ -132,6 +152,9 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     console.print(table)
     counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    for titles, outcome in rows.values():
+        for note in notes_on(outcome):
+            console.print(f"{shared_words(titles)}: {note}", markup=False)
     for command in commands_to_look(outcomes):
         console.print(f"  {command}", markup=False, soft_wrap=True)
 
@@ -205,13 +228,17 @@ def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
         print(f"{title}: {_planned(outcome, seconds)}")
     parts = [f"{spoken(total)} of training in one process"] if total or not num_unknown else []
     if num_unknown:
-        parts.append(f"{_counted(num_unknown, 'cell')} of unknown time")
+        parts.append(f"{counted(num_unknown, 'cell')} of unknown time")
     print("expected: " + ", and ".join(parts))
+    for study_dir, recorded in timed.items():
+        own = [o for o in outcomes if o.directory is not None and o.directory.parent == study_dir]
+        if words := power_words(own, recorded):
+            print(words)
 
 
 def _planned(outcome: Outcome, seconds: float | None) -> str:
     num_done = sum(run.status != "failed" for run in outcome.results)
-    parts = [f"{_counted(len(outcome.missing), 'run')} to do", f"{num_done} done"]
+    parts = [f"{counted(len(outcome.missing), 'run')} to do", f"{num_done} done"]
     parts.append(f"{outcome.record['num_steps']} steps each")
     if outcome.missing:
         parts.append("unknown time" if seconds is None else f"about {spoken(seconds)}")
@@ -257,8 +284,53 @@ def expected_seconds(planned: Outcome, timed: Sequence[Result]) -> float | None:
     return None
 
 
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
+    """The smallest difference that a report on the planned cells would call, and n for a small one.
+
+    Empty if the report would compare nothing.
+
+    Seeds are taken for unrelated between cells, so a difference has twice the variance of a cell:
+    the mean variance over seeds of the recorded cells.
+    """
+    from normexp.reporting.metric import describe_metric
+    from normexp.stats import seeds_for, smallest_difference  # scipy, for a dry run alone
+
+    by_cell: dict[str, list[Result]] = {}
+    for run in recorded:
+        by_cell.setdefault(run.cell_id, []).append(run)
+    name = next((name for name in MAIN if values_of(recorded, name)), "")
+    values = [values_of(runs, name) for runs in by_cell.values()]
+    variances = [statistics.variance(own) for own in values if len(own) > 1]
+    size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
+    if not size:
+        return ""
+    if not variances:
+        return "smallest difference: unknown until two seeds of a cell are recorded"
+    metric = describe_metric(name)
+    sd = metric.scale * math.sqrt(2 * statistics.mean(variances))
+    least, needed = smallest_difference(n, sd, size), seeds_for(metric.tolerance, sd, size)
+    takes = f"{needed} seeds" if needed else "more than 1000 seeds"
+    return (
+        f"with {counted(n, 'seed')} and the spread recorded so far, a report with {size} verdicts "
+        f"would call a difference of {least:.2g} {metric.unit}".rstrip()
+        + f" in 80 % of studies; {metric.tolerance_words} takes {takes}"
+    )
+
+
+def family_size(planned: Sequence[Outcome]) -> int:
+    """How many verdicts a report on the cells gives: see normexp.reporting.verdict."""
+    cells: dict[tuple[Any, ...], dict[str, set[str]]] = {}  # by what is compared, then by norm
+    mixing = set()
+    for outcome in planned:
+        record = outcome.record
+        norm = repr((record["norm"], record.get("identity", {}).get("norm")))
+        place = tuple(record.get(key) for key in ("model", "data", "batch_size"))
+        cells.setdefault(place, {}).setdefault(norm, set()).add(outcome.cell_id)
+        mixing |= {norm} if record.get("mixes_samples") else set()
+    return sum(
+        len(norms) - 1 + sum(norm in mixing and len(ids) > 1 for norm, ids in norms.items())
+        for norms in cells.values()
+    )
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.cells import cell as cell_module
 from normexp.cells.cell import Cell, keeping_data, load_data, prepare_cell
-from normexp.config.compose import compose_config
+from normexp.config.compose import compose_cell, compose_config
 from normexp.config.rules import validate
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -54,6 +57,74 @@ def test_slot_is_refused_in_one_line(words: list[str], message: str):
         prepare(*words)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+MODULE = """
+import torch
+from torch import nn
+from normexp.data import Data
+from normexp.data.digits import load_digits
+
+class Net(nn.Module):
+    def __init__(self, norm, num_outputs, *, fault=""):
+        super().__init__()
+        if fault == "raises":
+            raise KeyError("depth")
+        self.norm, self.fault = norm(1), fault
+        self.head = nn.Linear(64, num_outputs + (fault == "outputs"))
+
+    def forward(self, x):
+        y = self.head(self.norm(x).flatten(1))
+        return (y, y) if self.fault == "tuple" else y
+
+def nothing(norm):
+    return None
+
+def load_own(fault=""):
+    if fault == "raises":
+        raise OSError("the disk is gone")
+    data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
+    if fault == "classes":
+        data.num_outputs = 5
+    return (data, data) if fault == "tuple" else data
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model._target_=own.Net model.fault=raises", r"own.Net fails: KeyError: 'depth' \(own.py"),
+        ("model._target_=own.Net model.fault=outputs", r"own.Net returns \(2, 11\) .* \(2, 10\)"),
+        ("model._target_=own.Net model.fault=tuple", "own.Net returns a tuple"),
+        ("model._target_=own.Net model.depth=3", "model.depth: own.Net has no such argument"),
+        ("model._target_=own.nothing", "own.nothing made a NoneType, not an nn.Module"),
+        ("data._target_=own.load_own data.fault=raises", "own.load_own fails: OSError: the disk"),
+        ("data._target_=own.load_own data.fault=classes", "num_outputs=5 allows 0 to 4"),
+        ("data._target_=own.load_own data.fault=tuple", "own.load_own returned a tuple"),
+        ("data._target_=own.load_own data.folder=x", "data.folder: own.load_own has no such arg"),
+        ("optim._target_=torch.optim.RMSprop optim.foo=1 lr=1", "optim.foo: torch.optim.RMSprop"),
+        ("replicas=1000000", "replicas=1000000 .* GiB of memory, and this machine has .* try repl"),
+        ("evaluate_batch_sizes=[2]", "evaluate_batch_sizes=.2. is of batch statistics: add batch"),
+    ],
+)
+def test_what_cannot_train_is_refused_in_one_line_and_nothing_else(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    (tmp_path / "own.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    group = words.partition("._target_")[0]
+    custom = [f"{group}=custom"] if "_target_" in words else []
+    config, choices = compose_cell([*custom, *words.split()])
+    validate(config)
+    with caplog.at_level(logging.INFO, "normexp"), pytest.raises(UserError) as caught:
+        prepare_cell(config, choices)
+    assert re.search(message, str(caught.value))
+    assert "\n" not in str(caught.value) and not caplog.records
 
 
 def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(

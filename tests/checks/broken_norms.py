@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor, nn
 
@@ -310,3 +312,196 @@ class PoisonedByOne(Affine):
         with torch.no_grad():
             self.running_var.mul_(0.9).add_(0.1 * x.var(pooled(x), correction=1))
         return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class Averaging(Affine):
+    """Batch norm in the words of torch; subclasses change one of them."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int, momentum: float = 0.1) -> None:
+        super().__init__(num_features)
+        self.momentum = momentum
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.evaluate(x)
+        with torch.no_grad():
+            self.running_mean.lerp_(x.mean(pooled(x)), self.weight_of_new())
+            self.running_var.lerp_(self.spread(x), self.weight_of_new())
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        return self.scaled(x, self.running_mean, self.running_var)
+
+    def weight_of_new(self) -> float:
+        return self.momentum
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x.var(pooled(x), correction=min(1, x.numel() // x.shape[1] - 1))
+
+
+class OppositeMomentum(Averaging):
+    """Momentum as flax has it: the weight of the old value."""
+
+    def weight_of_new(self) -> float:
+        return 1 - self.momentum
+
+
+class AveragedDeviation(Averaging):
+    """Averages the standard deviation and squares it in evaluation."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        return super().spread(x).sqrt()
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        return self.scaled(x, self.running_mean, self.running_var.square())
+
+
+class BiasedRunningVariance(Averaging):
+    """Averages the biased variance."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x.var(pooled(x), correction=0)
+
+
+class EvaluatesByBatch(Averaging):
+    """Keeps averages, and evaluates by the statistics of the batch."""
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+
+
+class ReturnsNaN(Bare):
+    """The logarithm of the values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+class Counter(Bare):
+    """Grows its output with the training steps, which a Python attribute counts."""
+
+    warmup = 1
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return torch.tanh(x)
+        self.steps += 1
+        return torch.tanh(x) * (1.0 + max(0, self.steps - self.warmup))
+
+
+class LateCounter(Counter):
+    """A counter that matters after a long warm-up."""
+
+    warmup = 1000
+
+
+class CountsInClass(Bare):
+    """Counts its training steps in the class, which all replicas share."""
+
+    steps = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps[0] += 1
+        return torch.tanh(x) / (1 + self.steps[0])
+
+
+class MeanInClass(Bare):
+    """Keeps the last mean in the class, for evaluation."""
+
+    mean: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            type(self).mean = x.detach().mean()
+            return torch.tanh(x)
+        return torch.tanh(x) - type(self).mean
+
+
+class InClosure(Bare):
+    """Keeps its steps in a closure."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        steps = [0]
+
+        def count() -> int:
+            steps[0] += 1
+            return steps[0]
+
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * (self.count() if self.training else 1)
+
+
+SEEN: list[float] = []
+
+
+class InGlobal(Bare):
+    """Keeps the means of its training steps in a list of the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            SEEN.append(float(x.detach().mean()))
+        return torch.tanh(x) + 0.1 * len(SEEN)
+
+
+class InList(Bare):
+    """Keeps the means of its training steps in a list, for evaluation."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.means: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.means.append(x.detach().mean())
+            return torch.tanh(x)
+        return torch.tanh(x) - (torch.stack(self.means).mean() if self.means else 0.0)
+
+
+class Unsaved(Affine):
+    """A running mean in a buffer that is not persistent."""
+
+    mean: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("mean", torch.zeros(num_features), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(pooled(x)), 0.1)
+        return self.scaled(x, self.mean, torch.ones_like(self.mean))
+
+
+class OwnGenerator(Bare):
+    """Draws noise from numbers that torch does not seed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * (random.random() if self.training else 1.0)
+
+
+UNSAVED = (
+    *(HiddenState, Counter, LateCounter, CountsInClass, MeanInClass, InClosure, InGlobal, InList),
+    *(Unsaved, OwnGenerator),
+)
+
+
+class WritesItsParameters(Affine):
+    """Constrains its weight to unit length in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.copy_(1.5 * self.weight)
+        return x * per_channel(self.weight, x)

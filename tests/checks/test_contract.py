@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.checks import assert_contract
-from normexp.checks.contract import ON_SHAPES, SHAPES, open_and_measure
+from normexp.checks.contract import CONTRACT, open_and_measure
 from normexp.checks.subject import Line, open_subject, run_checks
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
@@ -21,7 +21,6 @@ from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
 from normexp.norms.power import PowerNorm
 
 CAUGHT_BY = {
-    broken.OtherShape: "2-D inputs",
     broken.WrongDtype: "dtype kept",
     broken.NarrowStatistics: "statistics wide in bfloat16",
     broken.DropsChannelsLast: "channels_last kept",
@@ -42,13 +41,19 @@ CAUGHT_BY = {
     broken.PoisonedByOne: "one sample",
     broken.ErasesOnePosition: "one position",
     broken.SwallowedAffine: "no argument swallowed",
+    broken.OppositeMomentum: "running averages",
+    broken.AveragedDeviation: "running averages",
+    broken.BiasedRunningVariance: "running averages",
+    broken.EvaluatesByBatch: "evaluation by averages",
+    broken.ReturnsNaN: "finite outputs",
+    **dict.fromkeys(broken.UNSAVED, "state_dict round trip"),
 }
 
 
 def line_of(make: Callable[..., Any], name: str, num_features: int | None = None) -> Line:
     """One line of the contract, measured by itself."""
     subject = open_subject(make, target="mine", eps=1e-5, num_features=num_features)
-    (line,) = run_checks("contract", {name: {**SHAPES, **ON_SHAPES}[name]}, subject)
+    (line,) = run_checks("contract", [check for check in CONTRACT if check.name == name], subject)
     return line
 
 
@@ -59,6 +64,31 @@ def test_fault_is_caught_by_its_line(norm: type[nn.Module], name: str):
     line = line_of(norm, name, 8)
     assert line.status == "fail"
     assert line.detail
+
+
+def test_averages_of_torch_are_sound():
+    for sound in (broken.Averaging, nn.BatchNorm2d, BatchNorm):
+        for name in ("running averages", "evaluation by averages", "state_dict round trip"):
+            assert line_of(sound, name, 8).status == "pass", (sound, name)
+    assert line_of(LayerNorm, "running averages").status == "skipped"
+
+
+def test_fault_of_an_average_is_named():
+    assert "weight of the old" in line_of(broken.OppositeMomentum, "running averages", 8).detail
+    assert "standard deviation" in line_of(broken.AveragedDeviation, "running averages", 8).detail
+    assert "biased variance" in line_of(broken.BiasedRunningVariance, "running averages", 8).detail
+
+
+def test_norm_that_returns_nan_is_said_to_and_nothing_else():
+    lines = measure(broken.ReturnsNaN)
+    failed = [line for line in lines.values() if line.status == "fail"]
+    assert [line.name for line in failed] == ["finite outputs"] and "NaN" in failed[0].detail
+
+
+def test_maps_are_no_reason_to_take_vectors():
+    """Parameters of shape (1, C, 1, 1) are sound where the norm is used."""
+    lines = measure(broken.OtherShape)
+    assert (lines["2-D inputs"].value, lines["4-D inputs"].status) == ("reshaped", "pass")
 
 
 def test_assertion_names_the_norm_and_every_failed_line():
@@ -183,10 +213,8 @@ def test_gradient_of_a_backward_that_moves_state_is_measured_after_its_warm_up()
 
 
 def test_state_that_a_checkpoint_lacks_is_named():
-    assert (
-        "running_mean is not a buffer"
-        in line_of(broken.HiddenState, "state_dict round trip", 8).detail
-    )
+    line = line_of(broken.HiddenState, "state_dict round trip", 8)
+    assert "state_dict lacks: running_mean" in line.detail
 
 
 # ---------------------------------------------------------------- norms from the wild

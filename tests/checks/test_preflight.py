@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import broken_norms as broken
@@ -26,11 +27,11 @@ from checks_cases import (
 from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
+from normexp.build import NetworkBuilder
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.checks.integrity import cannot_stack, check_optimizer
 from normexp.checks.preflight import (
     Traits,
-    cannot_stack,
-    check_optimizer,
     examine,
     padded_batch,
     smallest_group,
@@ -109,6 +110,135 @@ def test_mixing_outside_of_sites_is_found():
 
     traits = traits_of(Centred(NormFactory(LayerNorm)), image_data())
     assert traits.mixes_samples and traits.mixes_samples_in_evaluation
+
+
+def neighbour(distance: int) -> Callable[[Tensor], Tensor]:
+    """Sample i reads sample i + `distance`, if there is one."""
+
+    def function(x: Tensor) -> Tensor:
+        return (
+            torch.cat([x[:-distance] + 0.1 * x[distance:], x[-distance:]])
+            if (distance < len(x))
+            else 1.0 * x
+        )
+
+    return function
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4, 7, 8, 15, 16, 31])
+def test_neighbour_at_any_distance_below_the_batch_is_found(distance: int):
+    norm = NormFactory(lambda _: Sequences(neighbour(distance)))
+    for network in (FlatNet(norm), convnet(norm)):
+        traits = examine(network, image_data(), Sizes(32), drop_last=True)
+        assert traits.mixes_samples and traits.mixes_samples_in_evaluation
+
+
+def test_neighbour_outside_of_sites_is_found():
+    class Rolled(FlatNet):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(neighbour(9)(inputs))
+
+    traits = examine(Rolled(NormFactory(NoNorm)), image_data(), Sizes(32), drop_last=True)
+    assert traits.mixes_samples
+
+
+@pytest.mark.parametrize("part", [slice(None, 4), slice(-4, None), slice(None, None, 2)], ids=str)
+def test_statistics_of_a_part_of_the_batch_mix_samples(part: slice):
+    norm = NormFactory(lambda _: Sequences(lambda x: x - x[part].mean(0, keepdim=True)))
+    assert examine(FlatNet(norm), image_data(), Sizes(16), drop_last=True).mixes_samples
+
+
+# ---------------------------------------------------------------- wiring
+
+
+class Ignores(nn.Module):
+    """Takes `norm` and builds its own."""
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        del norm
+        self.hidden, self.norm1 = nn.Linear(64, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm1(self.hidden(inputs.flatten(1)))))
+
+
+class Drops(Ignores):
+    """Builds a site and drops what it returns."""
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__(norm)
+        self.norm2 = norm(WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.norm2(self.hidden(inputs.flatten(1)))
+        return super().forward(inputs)
+
+
+class Both(Ignores):
+    """Uses a site beside a norm of its own, and has one that is never entered."""
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__(norm)
+        self.norm2, self.norm3 = norm(64), norm(64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.norm2(inputs.flatten(1)))
+
+
+@pytest.mark.parametrize(("network", "message"), [(Ignores, "no norm site"), (Drops, "at norm2")])
+def test_network_in_which_the_norm_changes_nothing_is_refused(network, message: str):
+    with pytest.raises(UserError, match=f"{message}.*has no effect"):
+        traits_of(network(NormFactory(LayerNorm)), image_data())
+
+
+def test_norms_outside_of_sites_and_idle_sites_are_noted(caplog: pytest.LogCaptureFixture):
+    traits_of(Both(NormFactory(LayerNorm)), image_data())
+    assert "norm3 has no effect" in caplog.text
+    assert "norm1 (BatchNorm1d)" in caplog.text
+
+
+def test_modules_that_sites_share_are_noted_and_seeds_do_not_share_them(
+    caplog: pytest.LogCaptureFixture,
+):
+    shared = LayerNorm(WIDTH)
+
+    def make(norm: NormFactory) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), norm(WIDTH), norm(WIDTH))
+
+    build = NetworkBuilder(partial(make, NormFactory(lambda _: shared)))
+    first, second = build(0), build(1)
+    traits_of(nn.Sequential(first, nn.Linear(WIDTH, 3)), image_data())
+    assert "0.2, 0.3 are one module" in caplog.text
+    pointers = [{id(p) for p in network.parameters()} for network in (first, second)]
+    assert not pointers[0] & pointers[1] and len(pointers[0]) == 4
+
+
+# ---------------------------------------------------------------- state that is not saved
+
+
+@pytest.mark.parametrize("norm", broken.UNSAVED, ids=lambda norm: norm.__name__)
+def test_state_that_checkpoints_lack_is_refused_before_training(norm: type[nn.Module]):
+    with pytest.raises(UserError, match="norm at norm1 keeps .*register_buffer"):
+        traits_of(FlatNet(NormFactory(norm)), image_data())
+
+
+def test_state_outside_of_norms_is_refused():
+    class Model(FlatNet):
+        steps = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.steps += self.training
+            return super().forward(inputs) * (1 + self.steps)
+
+    with pytest.raises(UserError, match="the model keeps .*: steps"):
+        traits_of(Model(NormFactory(LayerNorm)), image_data())
+
+
+@pytest.mark.parametrize("norm", [broken.KeepsItsMean, broken.NoisyTraining, BatchNorm])
+def test_what_moves_no_result_is_no_state(norm: type[nn.Module]):
+    traits_of(FlatNet(NormFactory(norm)), image_data())
 
 
 # ---------------------------------------------------------------- values per statistic
@@ -400,7 +530,7 @@ def whole_position(num_features: int) -> nn.Module:
         (lambda: WholeMean(NormFactory(LayerNorm)), "model reads padding"),
         (
             lambda: encoder(NormFactory(lambda n: nn.BatchNorm1d(n), view="sequence")),
-            "blocks.0.attn_norm .*norm.view=token",
+            "blocks.0.attn_norm.*norm.view=token",
         ),
     ],
     ids=["norm", "state", "state at one length", "model", "no mask"],
@@ -497,7 +627,7 @@ def test_norm_that_needs_positions_is_refused_on_a_model_that_has_none(norm: str
 
 
 def test_optimizer_that_cannot_be_built_is_the_users_mistake():
-    with pytest.raises(UserError, match="optim._target_=torch.optim.SGD: .*'knob'"):
+    with pytest.raises(UserError, match="optim.knob: torch.optim.SGD has no such argument"):
         prepared("+optim.knob=3")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import broken_norms as broken
 import pytest
 import torch
 from torch import Tensor, nn
@@ -261,13 +262,14 @@ def test_positions_and_channels_are_told_apart(distance: int):
     assert channels.reads_across(inputs(), 1) and not channels.reads_across(inputs(), 2)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 24])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 24, 33])
 def test_holds_separate_every_pair(count: int):
     masks = holds(count)
     for kept in range(count):
         for changed in set(range(count)) - {kept}:
             assert any(mask[kept] and not mask[changed] for mask in masks)
     assert all(0 < cut < count for cut in cuts(count))
+    assert len(set(cuts(count))) == count - 1
 
 
 def test_module_and_random_state_are_left_alone():
@@ -280,6 +282,16 @@ def test_module_and_random_state_are_left_alone():
     assert torch.equal(draws, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
     assert norm.calls == [] and all(p.grad is None for p in norm.parameters())
+
+
+def test_runs_do_not_disturb_each_other():
+    """Whatever a forward writes: parameters, buffers, attributes, lists."""
+    for norm in (broken.WritesItsParameters, broken.InList, broken.HiddenState, broken.KeptGraph):
+        probe = Probe(norm(6).train())
+        first, again = (probe.observe(inputs(), upstream=torch.ones(1).bool()) for _ in range(2))
+        assert torch.equal(first.output, again.output)
+        assert all(torch.equal(v, again.state[n]) for n, v in first.state.items())
+    assert Probe(broken.WritesItsParameters(6)).reads_samples(inputs(), training=True) is None
 
 
 def test_nan_equals_nan_and_no_number():

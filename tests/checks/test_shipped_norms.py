@@ -181,7 +181,7 @@ def test_card_of_a_shipped_norm_has_no_false_line(name: str):
         says = {key: line.value in ("yes", mode) for key, line in lines.items()}
         assert says["mixes samples"] == expected[0].samples[place]
         assert says["pools positions"] or not says["leaks the future"]
-        assert says["invariant to input scale"] or not says["invariant to channel scales"]
+        assert says["ignores input scale"] or not says["ignores channel scales"]
         assert not says["reads padding"]
 
 

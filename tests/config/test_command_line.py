@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cli import ask_hydra, parse_command, read_options, run_entry
+from normexp.cli import announced, ask_hydra, parse_command, read_options, run_entry
 from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_text
 from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
@@ -25,9 +26,9 @@ def test_options_and_overrides_stand_in_any_order():
     assert command.multirun and not command.asks_hydra
 
 
-def test_a_launcher_is_the_last_one_that_is_not_basic():
-    assert parse_command(["-m", "hydra/launcher=ray"]).launcher == "ray"
-    assert parse_command(["hydra/launcher=ray", "hydra/launcher=basic"]).launcher is None
+@pytest.mark.parametrize(("name", "launcher"), [("ray", "ray"), ("basic", None)])
+def test_a_launcher_is_one_that_is_not_basic(name: str, launcher: str | None):
+    assert parse_command(["-m", f"hydra/launcher={name}"]).launcher == launcher
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,9 @@ def test_a_launcher_is_the_last_one_that_is_not_basic():
         (["--cfg", "everything"], "everything"),
         (["--config-dir"], "--config-dir"),
         (["--cfg", "job", "-m"], "drop -m"),
+        (["lr=1", "seed=3", "lr=2"], "lr is given twice, as lr=1 and lr=2"),
+        (["norm=batch", "norm=batch"], "norm is given twice"),
+        (["norm.momentum=1", "+norm.momentum=2"], "norm.momentum is given twice"),
     ],
 )
 def test_an_unknown_option_is_a_users_mistake(words: list[str], part: str):
@@ -135,6 +139,19 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]):
         run_entry("status", ["a"], raises(ZeroDivisionError()))
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_shows_on_a_terminal_until_its_block_ends(monkeypatch: pytest.MonkeyPatch):
+    for stream, shown in ((Terminal(), "wait\r"), (io.StringIO(), "")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with announced("wait"):
+            assert stream.getvalue() == shown
+        assert stream.getvalue() == shown + ("\x1b[2K" if shown else "")
+
+
 # --- help ---------------------------------------------------------------------------------------
 
 
@@ -221,7 +238,7 @@ def test_shell_completion_lists_choices():
     environment = {**os.environ, "COMP_LINE": "normexp-train optim=", "COMP_POINT": "20"}
     command = [sys.executable, "-c", script, "-sc", "query=bash"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert run.stdout.split() == ["optim=adamw", "optim=sgd"]
+    assert run.stdout.split() == ["optim=adamw", "optim=custom", "optim=sgd"]
 
 
 def test_the_conf_folder_is_found():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,11 @@ import pytest
 from normexp.config.compose import compose_cell, compose_config
 from normexp.config.rules import validate
 from normexp.errors import UserError
-from normexp.train import main
 
 REFUSED = {
     # Composing.
     "model=convent": "model=convent: no such model; did you mean convnet",
-    "optim=xyz": "optim=xyz: no such optim (choices: adamw, sgd)",
+    "optim=xyz": "optim=xyz: no such optim (choices: adamw, custom, sgd",
     "norm=xyz": "norm=xyz: no such norm (normexp.train --help lists all",
     "logger=[wandb,neptune]": "logger=neptune: no such logger",
     "btch_size=3": "btch_size: unknown key; did you mean batch_size",
@@ -22,7 +22,7 @@ REFUSED = {
     "weight_decay=0.1": "did you mean optim.weight_decay?",
     "norm.foo=1": "norm.foo: unknown key (norm has",
     "lr.x=3": "lr has no keys below it",
-    "hydra.foo=3": "hydra.foo: unknown key",
+    "hydra.foo=3": "hydra.foo: nothing reads this key",
     "batch_size": "'batch_size' is not key=value",
     "=3": "'=3' is not key=value",
     "data_dir=a=b": "quote it, as in 'data_dir=\"a=b\"'",
@@ -31,8 +31,10 @@ REFUSED = {
     "optim=sgd,adamw": "add -m",
     "seed=range(0,3)": "add -m",
     "model=null": "model=null: model takes one name",
-    "optim=[sgd,adamw]": "optim takes one name (choices: adamw, sgd)",
-    "~model": "~model: every training has a model",
+    "optim=[sgd,adamw]": "optim takes one name (choices: adamw, custom, sgd)",
+    "norm=[]": "norm takes one name (normexp.train --help lists all",
+    "~model": "~model: a key cannot be removed; give it a value",
+    "~optim.nesterov": "~optim.nesterov: a key cannot be removed; give it a value",
     "+optim=sgd": "+optim=sgd: optim is always there",
     "+batch_size=3": "+batch_size=3: the key exists, write it without the +",
     "norm._target_=my.Norm": "try norm=custom norm._target_=...",
@@ -44,6 +46,24 @@ REFUSED = {
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
     "hydra.searchpath=[a]": "name each folder with --config-dir",
     "hydra/launcher=foo": "hydra/launcher=foo: no such config",
+    # Keys that nothing reads.
+    "+foo=1": "foo: unknown key; --help lists",
+    "++foo=1": "foo: unknown key; --help lists",
+    "+btch_size=4": "btch_size: unknown key; did you mean batch_size?",
+    "+ckpt_path=a": "ckpt_path: unknown key; the same command resumes",
+    "+scheduler=step": "scheduler: unknown key; set optim.schedule=...",
+    "+logger.x=1": "logger.x: unknown key (logger has csv)",
+    "logger=wandb +logger.wandb.tags=[a]": "logger.wandb.tags: unknown key (logger.wandb has",
+    "+tune.x=1": "tune.x: unknown key (tune has",
+    "+trainer.fast_dev_run=true": "trainer.fast_dev_run: unknown key; set steps=...",
+    "+trainer.limit_train_batches=3": "trainer.limit_train_batches: unknown key; set steps=...",
+    "+trainer.max_epochs=3": "trainer.max_epochs: unknown key; set epochs=...",
+    "++trainer.gradient_clip_val=1": "unknown key; set max_grad_norm=...",
+    "+trainer.callbacks=[]": "trainer.callbacks: unknown key (trainer has accelerator, devices",
+    "hydra.verbose=true": "hydra.verbose: nothing reads this key of Hydra",
+    "hydra/job_logging=default": "hydra/job_logging: nothing reads this key of Hydra",
+    "optim._target_=torch.optim.Adam": "try optim=custom optim._target_=...",
+    "optim=custom optim._target_=torch.optim.Adam": "lr=null: must be a number above 0",
     # Validating.
     "epochs=0": "epochs=0: must be a whole number above 0",
     "batch_size=null": "batch_size=null: must be a whole number above 0 (samples)",
@@ -62,7 +82,8 @@ REFUSED = {
     "evaluate_with=[exact]": "each one of running, precise, batch",
     "optim.schedule=step": "optim.schedule=step: must be one of constant, cosine, one_cycle",
     "optim.warmup=1.0": "optim.warmup=1.0: must be a number from 0 to below 1",
-    "~optim.schedule": "optim.schedule is missing",
+    "trainer.accelerator=tpu": "trainer.accelerator=tpu: must be one of auto, cpu, gpu, cuda",
+    "replicas=100000000": "replicas=100000000: must be a whole number from 1 to 1000000",
     "trainer.precision=16": "trainer.precision=16: must be one of 32-true, bf16-mixed, 64-true",
     "trainer.devices=2": "trainer.devices=2: several devices need trainer=ddp",
     "+norm.placement=mid": "norm.placement=mid: must be one of pre, post",
@@ -175,9 +196,33 @@ def test_users_file_that_names_an_unknown_model_is_refused(tmp_path: Path):
         compose_config(["data=mine"], [folder])
 
 
-def test_a_group_whose_yaml_puts_its_keys_at_the_top_is_refused(tmp_path: Path, capsys):
-    (tmp_path / "data").mkdir()
-    text = "# @package _global_\n_target_: normexp.data.digits.load_digits\n"
-    (tmp_path / "data" / "mine.yaml").write_text(text)
-    assert main(["--config-dir", str(tmp_path), "data=mine"]) == 2
-    assert "data is missing" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("data/mine.yaml", "# @package _global_\nval_fraction: 0.2\n", "data is missing: put"),
+        ("experiment/mine.yaml", "# @package _global_\nepoch: 3\n", "epoch: unknown key; did you"),
+        ("trainer/mine.yaml", "defaults: [auto]\nmax_steps: 3\n", "trainer.max_steps: unknown key"),
+        ("optim/mine.yaml", "_target_: my.Sgd\ndefault_lr: 1\n", "optim.weight_decay is missing"),
+    ],
+)
+def test_keys_of_a_users_file_that_nothing_reads_are_refused(
+    tmp_path: Path, name: str, text: str, message: str
+):
+    folder = own_yaml(tmp_path, name, text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        validate(compose_config([f"{name.partition('/')[0]}=mine"], [folder]))
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("norm=custom norm._target_=my_pkg.MyNorm", "MyNorm"),
+        ("data=custom data._target_=my_pkg.load_stripes", "stripes"),
+        ("model=custom model._target_=my_pkg.nets.Tiny", "Tiny"),
+        ("optim=custom optim._target_=my_pkg.Lion lr=0.1", "Lion"),
+        ("norm=custom norm._target_=my_pkg.batch", "my_pkg.batch"),
+    ],
+)
+def test_a_users_own_part_has_its_own_name(word: str, name: str):
+    group = word.partition("=")[0]
+    assert compose_cell(word.split())[1][group] == name

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
+import normexp
+from normexp.cells.cell import prepare_cell
 from normexp.cells.naming import id_of, identity_of
 from normexp.cells.plan import plan_training
 from normexp.config.compose import compose_cell, compose_config, shipped_config
@@ -18,6 +22,7 @@ from normexp.data.digits import load_digits
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS, changed, resolve
 
+PACKAGE = Path(normexp.__file__).parent
 GROUPED = ("norm.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
 
 
@@ -53,8 +58,36 @@ def test_every_comment_names_the_unit_of_the_table():
 
 
 def test_a_knob_without_its_line_in_the_config_is_refused():
+    config = compose_config([])
+    with open_dict(config):
+        del config["epochs"]
     with pytest.raises(UserError, match="^epochs is missing: it must be a whole number"):
-        validate(compose_config(["~epochs"]))
+        validate(config)
+
+
+def test_a_knob_that_nothing_reads_is_refused_unless_it_has_its_default(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config, choices = compose_cell(["steps=1", "replicas=1"])
+    shipped = {**shipped_config(), "warp": 1}
+    monkeypatch.setattr("normexp.cells.cell.shipped_config", lambda: shipped)
+    with open_dict(config):
+        config.warp = 1
+    prepare_cell(config, choices)
+    config.warp = 3
+    with pytest.raises(UserError, match="^warp=3: nothing reads this key, .* of warp=1$"):
+        prepare_cell(config, choices)
+
+
+SOURCES = [
+    file.read_text() for file in PACKAGE.rglob("*.py") if file.parent.name not in ("config",)
+]
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if "." not in key])
+def test_something_reads_every_key(key: str):
+    read = re.compile(rf"""cfg\.{key}\b|["']{key}["']|\b{key}: """)
+    assert any(read.search(source) for source in SOURCES)
 
 
 # --- identity -----------------------------------------------------------------------------------
@@ -149,6 +182,8 @@ KEEPS = {
     "trainer.devices": "1",
     "trainer.num_nodes": "1",
     "trainer.strategy": "ddp",
+    "logger.wandb.project": "mine logger=wandb",
+    "logger.wandb.entity": "me logger=wandb",
     "logger.wandb.mode": "offline logger=wandb",
 }
 

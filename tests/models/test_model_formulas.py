@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from model_cases import build, layer_norm
 from torch import Tensor, nn
 
-from normexp.models.convnet import shrink
 from normexp.models.resnet import ResidualBlock
-from normexp.models.text_encoder import masked_max
 from normexp.models.transformer import Attention, Block
 from normexp.models.vit import ViT
 from normexp.norms.factory import NormFactory
@@ -27,11 +25,6 @@ NORM = NormFactory(layer_norm)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-@pytest.mark.parametrize(("size", "expected"), [(3, 3), (4, 4), (5, 2), (8, 4), (28, 14)])
-def test_only_maps_larger_than_4x4_are_halved(size: int, expected: int) -> None:
-    assert shrink(torch.zeros(1, 2, size, size)).shape == (1, 2, expected, expected)
 
 
 def test_residual_block_follows_its_formula() -> None:
@@ -98,12 +91,13 @@ def test_attention_equals_the_formula(kind: str, qk_norm: bool) -> None:
     torch.testing.assert_close(out[real], expected[real], rtol=0, atol=1e-12)
 
 
-def test_attention_of_a_sample_without_real_positions_is_finite() -> None:
-    attention = Attention(8, 2, NORM, is_causal=False)
-    out = attention(torch.randn(2, 2, 8), torch.tensor([[True, True], [False, False]]))
+def test_a_text_without_real_positions_gives_finite_outputs_and_gradients() -> None:
+    model = build("text_encoder")
+    mask = torch.tensor([[True, True], [False, False]])
+    out = model(torch.zeros(2, 2, dtype=torch.long), mask)
     out.sum().backward()
-    assert out.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in attention.parameters() if p.grad is not None)
+    assert out.isfinite().all() and torch.equal(out[1], model.head.bias)
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -149,9 +143,3 @@ def test_patches_are_cut_row_by_row_and_become_tokens_of_unit_variance() -> None
         expected = images[:, :, row : row + 4, column : column + 4].flatten(1)
         assert torch.equal(patches[:, index], expected)
     assert model.patch_embedding(patches).var().item() == pytest.approx(1, rel=0.1)
-
-
-def test_masked_max_is_the_largest_real_value() -> None:
-    x = torch.arange(12.0).view(2, 3, 2)
-    mask = torch.tensor([[True, True, False], [False, False, False]])
-    assert torch.equal(masked_max(x, mask), torch.tensor([[2.0, 3.0], [0.0, 0.0]]))

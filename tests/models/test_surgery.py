@@ -48,23 +48,25 @@ def shape_at_norm(old: nn.Module, *shape: int) -> tuple[int, ...]:
     return shapes[0]
 
 
-@pytest.mark.parametrize(
-    ("old", "shape"),
-    [
-        (nn.BatchNorm1d(6), (2, 6)),
-        (nn.BatchNorm1d(6), (2, 6, 3)),
-        (nn.BatchNorm2d(6), (2, 6, 3, 4)),
-        (nn.BatchNorm3d(6), (2, 6, 3, 4, 5)),
-        (nn.SyncBatchNorm(6), (2, 6, 3, 4)),
-        (nn.GroupNorm(2, 6), (2, 6, 3, 4)),
-        (nn.InstanceNorm1d(6), (2, 6, 3)),
-        (nn.InstanceNorm2d(6), (2, 6, 3, 4)),
-        (nn.InstanceNorm3d(6), (2, 6, 3, 4, 5)),
-        (torchvision.models.convnext.LayerNorm2d(6), (2, 6, 3, 4)),
-    ],
-)
-def test_norm_of_maps_becomes_a_site_of_maps(old: nn.Module, shape: tuple[int, ...]) -> None:
-    assert shape_at_norm(old, *shape) == (6, *shape)
+MAPS = {
+    2: (2, 6),
+    3: (2, 6, 3),
+    4: (2, 6, 3, 4),
+    5: (2, 6, 3, 4, 5),
+}
+OF_MAPS = [
+    *((nn.BatchNorm1d(6), n) for n in (2, 3)),
+    *((make(6), 4) for make in (nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d)),
+    *((make(6), 3 + 2 * i) for i, make in enumerate((nn.InstanceNorm1d, nn.InstanceNorm3d))),
+    (nn.BatchNorm3d(6), 5),
+    (nn.GroupNorm(2, 6), 4),
+    (torchvision.models.convnext.LayerNorm2d(6), 4),
+]
+
+
+@pytest.mark.parametrize(("old", "num_dims"), OF_MAPS)
+def test_norm_of_maps_becomes_a_site_of_maps(old: nn.Module, num_dims: int) -> None:
+    assert shape_at_norm(old, *MAPS[num_dims]) == (6, *MAPS[num_dims])
 
 
 @pytest.mark.parametrize("old", [nn.LayerNorm(6), nn.RMSNorm(6)])
@@ -72,11 +74,17 @@ def test_norm_of_maps_becomes_a_site_of_maps(old: nn.Module, shape: tuple[int, .
 def test_norm_of_the_last_axis_becomes_a_site_of_tokens(
     old: nn.Module, shape: tuple[int, ...]
 ) -> None:
-    positions = torch.Size(shape[:-1]).numel()
-    assert shape_at_norm(old, *shape) == (6, positions, 6)
+    assert shape_at_norm(old, *shape) == (6, torch.Size(shape[:-1]).numel(), 6)
     x = torch.randn(shape)
     expected = nn.functional.layer_norm(x, (6,))
     torch.testing.assert_close(ChannelsLast(LAYER_NORM.tokens(6))(x), expected)
+
+
+def test_a_norm_that_stands_in_two_places_becomes_one_site() -> None:
+    shared = nn.BatchNorm2d(6)
+    network = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared))
+    replace_norms(network, BATCH_NORM)
+    assert network[0] is network[1][1] and [name for name, _ in named_sites(network)] == ["0"]
 
 
 def test_layer_norm_over_several_axes_is_refused() -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from hydra.utils import get_object
 from norm_cases import FILES, SHIPPED, C
 from omegaconf import OmegaConf
+from torch import nn
+from torch.testing import assert_close
 
 from normexp.batching.sizes import Sizes
-from normexp.build import build_norm
+from normexp.build import build_data, build_network, build_norm
 from normexp.config.compose import compose_config
+from normexp.errors import UserError
+from normexp.norms.site import named_sites
 from normexp.records.result import read_result
 from normexp.train import main
 
@@ -41,6 +48,57 @@ def test_a_file_builds_its_norm_with_the_eps_of_the_config(name):
     assert norm.eps == (0.0 if "no_eps" in name else 0.25)
     if name == "frn":
         assert factory.slots.act == "tlu" and factory.view == "sequence"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_knobs_that_take_any_number_have_a_float_as_default(name):
+    """The command line takes 3 for 3.0, but 4.5 for 3 only if the YAML says 3.0."""
+    values = OmegaConf.to_container(OmegaConf.load(FILES[name]))
+    assert isinstance(values, dict)
+    arguments = inspect.signature(get_object(values["_target_"])).parameters
+    floats = [key for key, argument in arguments.items() if "float" in str(argument.annotation)]
+    assert all(isinstance(values[key], float | None) for key in floats if key in values)
+
+
+@pytest.mark.parametrize(
+    "words", [["batch_renorm", "r_max=4.5"], ["moving_average_batch", "r_max=7"]]
+)
+def test_a_float_knob_takes_floats_and_whole_numbers(words):
+    norm, knob = words
+    config = compose_config([f"norm={norm}", f"norm.{knob}"])
+    assert build_norm(config, Sizes(8), TEXTS)(C).norm.r_max == float(knob.partition("=")[2])
+
+
+class Drawing(nn.Module):
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_features))
+
+    def forward(self, x):
+        return x * self.weight[:, None, None]
+
+
+def test_weights_start_alike_for_every_norm_also_one_that_draws():
+    starts = []
+    for words in (["norm=group"], ["norm=custom", f"norm._target_={__name__}.Drawing"]):
+        config = compose_config(words)
+        data = build_data(config)
+        network = build_network(config, build_norm(config, Sizes(8), data), data)(seed=3)
+        sites = [name for name, _ in named_sites(network)]
+        starts.append({k: v for k, v in network.state_dict().items() if k[:5] not in sites})
+    assert len(starts[0]) == 5  # three convolutions, the head's weight and bias
+    assert_close(starts[0], starts[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("target", "near"),
+    [("normexp.norms.group.GroupNrm", "GroupNorm"), ("normexp.norms.group.Zzz", None)],
+)
+def test_a_target_that_a_module_lacks_is_named_with_near_ones(target, near):
+    config = compose_config(["norm=custom", f"norm._target_={target}"])
+    with pytest.raises(UserError, match=target) as caught:
+        build_norm(config, Sizes(8), TEXTS)
+    assert (f"did you mean {near}" in str(caught.value)) == (near is not None)
 
 
 def imported_by(module: str) -> set[str]:

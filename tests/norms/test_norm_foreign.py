@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.errors import UserError
-from normexp.norms.adapt import adapt, bind_eps, find_layout, foreign_factory
+from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm
+from normexp.norms.layout import find_layout
 from normexp.records.metrics import read_metrics
 from normexp.records.result import read_result
 from normexp.train import main
@@ -39,6 +39,49 @@ def build(make, **knobs) -> nn.Module:
     return foreign_factory(partial(make, **knobs), target="their.Norm", eps=EPS)(C).double()
 
 
+class Window(nn.Module):
+    """Divides by the mean over a window of channels: takes any number of them."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.ones(1, 1, window))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1 + self.kernel.mean() * x.abs().mean(dim=1, keepdim=True))
+
+
+class InGroups(Window):
+    """Takes every multiple of `parts` channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(1, (self.kernel.shape[-1], -1))
+        return (groups - groups.mean(dim=2, keepdim=True)).flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (nn.GroupNorm, "needs the argument num_groups; set norm.num_groups="),
+        (nn.LocalResponseNorm, "needs the argument size; set norm.size="),
+        (Window, "needs the argument window; set norm.window="),
+        (InGroups, "needs the argument window; set norm.window="),
+        (lambda k: nn.Softmax(dim=k), r"needs the argument k; set norm.k=.*k=8: .*out of range"),
+        (partial(nn.GroupNorm, num_groups=3), "cannot be built for 8 features: num_channels"),
+        (
+            partial(nn.GroupNorm, 1, gropus=3),
+            r"norm\.gropus: .*GroupNorm.*num_groups, num_channels",
+        ),
+        (lambda n: n, "made a int"),
+        (torch.zeros, r"norm\._target_=their\.Norm"),
+        (nn.functional.relu, r"norm\._target_=their\.Norm"),
+        (3, "names 3, which cannot be called"),
+    ],
+)
+def test_constructors_that_do_not_fit_are_refused_with_the_key(make, reason):
+    with pytest.raises(UserError, match=reason):
+        adapt(make, target="their.Norm", eps=EPS)(C)
+
+
 def test_features_are_passed_by_name_whatever_stands_first():
     def make(size: float, channels: int, *, epsilon: float) -> nn.GroupNorm:
         assert (size, epsilon) == (2.5, EPS)
@@ -48,53 +91,32 @@ def test_features_are_passed_by_name_whatever_stands_first():
     assert norm.num_channels == C
 
 
-def test_an_unknown_first_argument_takes_the_features():
-    makes = (
-        lambda k: nn.LayerNorm(k),
-        lambda k, /: nn.LayerNorm(k),
-        lambda *k: nn.LayerNorm(*k),
+@pytest.mark.parametrize(
+    "make", [lambda k: nn.LayerNorm(k), lambda k, /: nn.LayerNorm(k), lambda *k: nn.LayerNorm(*k)]
+)
+def test_an_unknown_first_argument_takes_the_features_if_the_norm_then_takes_no_others(make):
+    assert adapt(make, target="t", eps=EPS)(C).normalized_shape == (C,)
+
+
+@pytest.mark.parametrize(
+    ("make", "eps", "note"),
+    [
+        (HiddenRMSNorm, EPS, f"norm.variance_epsilon={EPS} replaces the default 1e-06 of t; "),
+        (partial(HiddenRMSNorm, variance_epsilon=0.5), 0.5, ""),
+        (partial(HiddenRMSNorm, variance_epsilon=EPS), EPS, ""),
+        (nn.Tanh, None, ""),
+    ],
+)
+def test_eps_has_one_value_unless_the_user_sets_it_and_that_is_said_once(caplog, make, eps, note):
+    with caplog.at_level(logging.INFO):
+        factory = foreign_factory(make, target="t", eps=EPS)
+        norms = [factory(num_features) for num_features in (C, 2 * C)]
+    assert {getattr(m, "variance_epsilon", eps) for n in norms for m in n.modules()} >= {eps}
+    notes = [message for message in caplog.messages if "replaces" in message]
+    assert len(notes) == bool(note) and all(
+        text.startswith(note) and text.endswith("norm.variance_epsilon=1e-06 keeps it")
+        for text in notes
     )
-    for make in makes:
-        assert adapt(make, target="t", eps=EPS)(C).normalized_shape == (C,)
-
-
-def test_an_eps_that_the_user_set_is_kept():
-    norm = adapt(partial(HiddenRMSNorm, variance_epsilon=0.5), target="t", eps=EPS)(C)
-    assert norm.variance_epsilon == 0.5
-
-
-def test_eps_is_bound_only_where_the_signature_has_it():
-    assert bind_eps(nn.BatchNorm2d, EPS)(C).eps == EPS
-    assert bind_eps(nn.Tanh, EPS) is nn.Tanh
-
-
-def test_a_missing_argument_is_named():
-    with pytest.raises(UserError) as caught:
-        adapt(nn.GroupNorm, target="torch.nn.GroupNorm", eps=EPS)
-    expected = "norm._target_=torch.nn.GroupNorm needs the argument num_groups"
-    assert str(caught.value) == f"{expected}; set norm.num_groups=..."
-
-
-def test_an_unknown_knob_is_named_with_those_there_are():
-    with pytest.raises(UserError, match=r"norm\.groups.*GroupNorm.*num_groups, eps"):
-        bind_eps(partial(GroupNorm, **{"groups": 3}), EPS)
-
-
-def test_a_constructor_that_fails_is_named_with_its_reason():
-    norm = adapt(partial(nn.GroupNorm, num_groups=3), target="torch.nn.GroupNorm", eps=EPS)
-    with pytest.raises(UserError, match="cannot be built for 8 features: num_channels"):
-        norm(C)
-
-
-@pytest.mark.parametrize("make", [lambda n: n, torch.zeros, nn.functional.relu])
-def test_what_makes_no_module_is_refused(make):
-    with pytest.raises(UserError, match=r"norm\._target_=their\.make (made|cannot|needs)"):
-        adapt(make, target="their.make", eps=EPS)(C)
-
-
-def test_what_cannot_be_called_is_refused():
-    with pytest.raises(UserError, match="names 3, which cannot be called"):
-        adapt(3, target="their.number", eps=EPS)  # type: ignore[arg-type]
 
 
 class BareRMSNorm(nn.Module):
@@ -207,15 +229,6 @@ def test_a_foreign_batch_norm_serves_token_sites_with_padding():
     assert_close(site.tokens(C)(x, mask)[mask], expected, rtol=0, atol=1e-12)
 
 
-def test_the_finding_is_logged_once(caplog):
-    with caplog.at_level(logging.INFO):
-        norm = foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=EPS)
-        for num_features in (8, 16):
-            norm(num_features)
-    expected = "norm._target_=torch.nn.LayerNorm takes channels last, 2-D 3-D 4-D 5-D inputs"
-    assert caplog.messages == [expected]
-
-
 class OverSequence(nn.Module):
     """Pools the positions of (B, T, C), and takes nothing else."""
 
@@ -230,17 +243,17 @@ class OverSequence(nn.Module):
 
 
 @pytest.mark.parametrize("make", [OverSequence, nn.LayerNorm])
-def test_a_norm_that_sees_tokens_one_by_one_is_noted(caplog, make):
+def test_the_layout_and_a_view_of_single_tokens_are_noted_once(caplog, make):
+    state = torch.get_rng_state()
     with caplog.at_level(logging.INFO):
-        foreign_factory(make, target="t", eps=EPS)(C)
-    notes = [message for message in caplog.messages if "norm.view=" in message]
-    assert len(notes) == (make is OverSequence)
-
-
-def test_a_probe_leaves_the_random_state():
-    before = torch.get_rng_state()
-    foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=EPS)(C)
-    assert torch.equal(torch.get_rng_state(), before)
+        factory = foreign_factory(make, target="t", eps=1e-5)
+        for num_features in (8, 16):
+            factory(num_features)
+    dims = "3-D" if make is OverSequence else "2-D 3-D 4-D 5-D"
+    assert caplog.messages[0] == f"norm._target_=t takes channels last, {dims} inputs"
+    notes = [message for message in caplog.messages[1:] if "norm.view=" in message]
+    assert len(caplog.messages) == 1 + (make is OverSequence) == 1 + len(notes)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 class Half(nn.Module):
@@ -280,25 +293,24 @@ class Failing(nn.Module):
         raise RuntimeError(f"no {x.ndim}-D today")
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (Half, r"does not fit: it changes the shape, \(4, 8\) to \(4, 4\)"),
-        (Pair, "returns a tuple, not a tensor"),
-        (Late, "creates its parameter gain in its first forward"),
-        (Renewed, "creates its parameter rho in its first forward"),
-        (nn.LazyBatchNorm2d, "creates its parameter weight in its first forward"),
-        (Noisy, "is not deterministic"),
-        (Failing, r"fails on an input of shape \(4, 8\): no 2-D today"),
-    ],
-)
-def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
-    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
-        build(make)
+class MapNorm(nn.Module):
+    """Takes maps (N, C, H, W), or with `last` (N, H, W, C), and then fails."""
+
+    def __init__(self, dim: int, last: bool = False) -> None:
+        super().__init__()
+        shape = (dim,) if last else (dim, 1, 1)
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.axes = (1, 2) if last else (2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.weight * (x - x.mean(dim=self.axes, keepdim=True))
+        return x @ torch.ones(99, 99)
 
 
-def test_dropout_in_training_is_no_reason_to_refuse():
-    assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C
+class Sequences(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        _, length, _ = x.shape
+        raise RuntimeError(f"no {length} tokens")
 
 
 class Kept(nn.Module):
@@ -342,20 +354,31 @@ def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (Half, r"does not fit: it changes the shape, \(4, 8\) to \(4, 4\)"),
+        (Flat, r"does not fit: it changes the shape, \(4, 8, 5\) to \(4, 40\)"),
+        (Failing, r"fails on an input of shape \(4, 8\): no 2-D today"),
+        (MapNorm, r"fails on an input of shape \(4, 8, 5, 6\): .*99"),
+        (partial(MapNorm, last=True), r"fails on an input of shape \(4, 5, 8\): .*99"),
+        (Sequences, r"fails on an input of shape \(4, 8, 5\): no 8 tokens"),
+        (broken_key, "cannot be built for 8 features: KeyError 'gain'"),
+        (Pair, "returns a tuple, not a tensor"),
+        (Doubled, r"returns torch.float64 for an input of torch.float32; .*\.to\(x\.dtype\)"),
+        (Late, "creates its parameter gain in its first forward"),
+        (Renewed, "creates its parameter rho in its first forward"),
+        (nn.LazyBatchNorm2d, "creates its parameter weight in its first forward"),
+        (Noisy, "is not deterministic"),
         (Kept, "keeps state that its state_dict lacks: square; evaluation depends"),
         (partial(Kept, start=0.0), "keeps state that its state_dict lacks: square; evaluation"),
         (Forgotten, "keeps state that its state_dict lacks: square; .* a persistent buffer"),
-        (Doubled, r"returns torch.float64 for an input of torch.float32; .*\.to\(x\.dtype\)"),
-        (Flat, r"does not fit: it changes the shape, \(4, 8, 5\) to \(4, 40\)"),
-        (broken_key, "cannot be built for 8 features: KeyError 'gain'"),
     ],
 )
-def test_what_would_fail_far_from_its_cause_is_refused_at_once(make, reason):
+def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
     with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
         build(make)
 
 
-def test_attribute_that_counts_for_nothing_is_no_reason_to_refuse():
+def test_what_has_no_influence_is_no_reason_to_refuse():
+    assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C
     assert build(Kept, counts=False)(torch.ones(2, C)).sum() == 2 * C
 
 

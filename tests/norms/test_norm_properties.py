@@ -108,12 +108,24 @@ def test_values_and_gradients_are_finite_on_constants_and_at_any_scale(name, tra
 
 @ALL
 @MODES
-def test_a_batch_without_samples_passes(name, training):
-    norm = make(name).train(training)
-    before = state_of(norm)
-    shape = (0, *SHAPES[3][1:])
-    assert norm(torch.zeros(shape, dtype=torch.double)).shape == shape
-    assert_close(state_of(norm), before, rtol=0, atol=0)
+@pytest.mark.parametrize("norm_batch_size", [None, 2])
+def test_a_batch_without_samples_is_a_step_that_moves_nothing(name, training, norm_batch_size):
+    """As in torch.nn's batch norm, which counts the step; for every number of dimensions."""
+    for num_dims in SHAPES:
+        norm = make(name).train(training)
+        site, before = Site(norm, "map", norm_batch_size).train(training), state_of(norm)
+        x = torch.zeros((0, *SHAPES[num_dims][1:]), dtype=torch.double)
+        for mask in (None, torch.ones(0, *x.shape[2:], dtype=torch.bool)):
+            out = site(x, mask)
+            assert (out.shape, out.dtype) == (x.shape, x.dtype)
+            if parameters := list(norm.parameters()):
+                assert not any(g.any() for g in torch.autograd.grad(out.sum(), parameters))
+        after = state_of(norm)
+        if "num_batches_tracked" in before:
+            steps = after.pop("num_batches_tracked") - before.pop("num_batches_tracked")
+            assert steps == (2 if training else 0)
+        before.pop("num_values", None), after.pop("num_values", None)
+        assert_close(after, before, rtol=0, atol=0)
 
 
 @ALL
@@ -171,11 +183,9 @@ def test_a_mask_without_padding_changes_nothing(name, training):
 def test_amount_of_padding_changes_nothing(name, training):
     short, long = make(name).train(training), make(name).train(training)
     x = random_tensor(*SHAPES[3])
-    mask = mask_for(x)
-    out = short(x, mask)
-    longer = long(nn.functional.pad(x, (0, 4), value=77.0), nn.functional.pad(mask, (0, 4)))
-    assert_close(longer[..., :T], out, rtol=0, atol=1e-14)
-    assert not longer[..., T:].any()
+    mask, pad = mask_for(x), nn.functional.pad
+    longer = long(pad(x, (0, 4), value=77.0), pad(mask, (0, 4)))
+    assert_close(longer, pad(short(x, mask), (0, 4)), rtol=0, atol=1e-14)
     assert_close(state_of(long), state_of(short), rtol=0, atol=1e-14)
 
 

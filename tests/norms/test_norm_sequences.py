@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from norm_cases import EPS, C, gradients, make, random_mask, random_tensor, randomize
+from norm_cases import EPS, C, gradients, random_tensor, randomize
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -27,20 +27,15 @@ MODES = pytest.mark.parametrize("training", [True, False])
 @BOTH
 @MODES
 @pytest.mark.parametrize("change", [1.0, 1e6, float("nan")])
-def test_a_later_position_influences_nothing_earlier(name, training, change):
+def test_a_later_position_influences_nothing_earlier_and_gets_no_gradient(name, training, change):
     norm = randomize(CAUSAL[name]()).train(training)
-    x = random_tensor(4, C, 9, dtype=torch.float)
+    x = random_tensor(4, C, 9, dtype=torch.float).requires_grad_()
     before = norm(x)
     for first in range(1, 9):
-        changed = x.clone()
+        changed = x.detach().clone()
         changed[:, :, first:] += change
         assert torch.equal(norm(changed)[:, :, :first], before[:, :, :first])
-
-
-@BOTH
-def test_no_gradient_reaches_a_later_position(name):
-    x = random_tensor(4, C, 9).requires_grad_()
-    (gradient,) = gradients(CAUSAL[name]().double()(x)[:, :, :4], [x])
+    (gradient,) = gradients(before[:, :, :4], [x])
     assert not gradient[:, :, 4:].any() and gradient[:, :, :4].any()
 
 
@@ -51,28 +46,6 @@ def test_float32_far_from_zero_is_close_to_float64(name, start):
     x = random_tensor(2, C, 512, dtype=torch.float) + start
     out, expected = randomize(CAUSAL[name]())(x), randomize(CAUSAL[name]()).double()(x.double())
     assert_close(out.double(), expected, rtol=0, atol=2e-5)
-
-
-@BOTH
-def test_masks_with_holes_leave_each_sample_its_real_positions(name):
-    """Padding in front, behind and in between; one sample without a real position."""
-    norm, x, mask = randomize(CAUSAL[name]().double()), random_tensor(4, C, 9), random_mask(4, 9)
-    mask[0, :3], mask[1, 6:], mask[2] = False, False, False
-    for sample, out, real in zip(x, norm(x, mask), mask, strict=True):
-        if real.any():
-            assert_close(out[:, real], norm(sample[None, :, real])[0], rtol=0, atol=1e-12)
-        assert not out[:, ~real].any()
-
-
-def test_group_norm_with_as_many_groups_as_channels_is_instance_norm():
-    x = random_tensor(4, C, 9, dtype=torch.float)
-    assert torch.equal(CausalGroupNorm(C, num_groups=C)(x), CausalInstanceNorm(C)(x))
-
-
-def test_first_position_of_instance_norm_is_the_bias():
-    norm = make("causal_instance")
-    out = norm(random_tensor(4, C, 9))
-    assert torch.equal(out[:, :, 0], norm.state_dict()["bias"].expand(4, C))
 
 
 def test_inputs_that_a_causal_norm_cannot_take_are_refused():
@@ -143,14 +116,6 @@ def test_one_real_sample_at_a_position_moves_the_running_mean_alone():
     expected = 0.9 * start.running_mean[4] + 0.1 * x[alone[0], :, 4]
     assert_close(norm.running_mean[4], expected, rtol=0, atol=1e-12)
     assert torch.equal(norm.running_var[4], start.running_var[4])
-
-
-def test_a_backward_may_come_after_another_forward():
-    norm, x = per_position(), random_tensor(N, C, T).requires_grad_()
-    first, _ = norm(x), norm(2 * x.detach())
-    (late,) = gradients(first, [x])
-    (early,) = gradients(norm(x), [x])
-    assert_close(late, early, rtol=0, atol=1e-12)
 
 
 @MODES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from normexp.reporting.metric import describe_metric, format_interval, format_signed, negated
@@ -52,3 +54,12 @@ def test_metrics_are_described_by_their_name(name: str, label: str, higher: bool
     assert (metric.label, metric.higher_is_better) == (label, higher)
     assert metric.selection_name == selection
     assert describe_metric(name, 0.3).tolerance == 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "limit"),
+    [("test/accuracy", (0.0, 100.0), 100.0), ("test/loss", None, math.inf)],
+)
+def test_an_accuracy_has_bounds(name: str, bounds: tuple[float, float] | None, limit: float):
+    metric = describe_metric(name)
+    assert (metric.bounds, metric.limit) == (bounds, limit)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from synthetic_study import slices_of, write_cell
+
+from normexp.reporting.frame import read_studies
+from normexp.reporting.slices import build_cells, build_slices
 
 
 def test_an_independent_norm_is_one_cell_at_every_norm_batch_size(tmp_path: Path):
@@ -14,9 +18,10 @@ def test_an_independent_norm_is_one_cell_at_every_norm_batch_size(tmp_path: Path
     group = write_cell(tmp_path, "group", {0: 0.9}, norm_batch_size=2)
     (part,) = slices_of(tmp_path)
     assert (part.axis, part.sizes, part.fixed) == ("norm_batch_size", [2, 8, 128], "batch size 128")
-    points = dict(part.lines())["group"]
-    assert points["size"].tolist() == [2, 8, 128] and points["independent"].all()
-    assert set(points["cell"]) == {str(group)}
+    points = part.lines["group"]
+    assert [point["size"] for point in points] == [2, 8, 128]
+    assert all(point["independent"] for point in points)
+    assert {point["cell"] for point in points} == {str(group)}
 
 
 def test_along_the_batch_size_every_norm_has_cells_of_its_own(tmp_path: Path):
@@ -69,3 +74,25 @@ def test_one_size_alone_is_a_slice_too(tmp_path: Path, size: int):
     write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=size)
     (part,) = slices_of(tmp_path)
     assert part.sizes == [size]
+
+
+@pytest.mark.parametrize(("metric", "worst"), [("test/accuracy", 70.0), ("test/loss", 0.3)])
+def test_a_diverged_run_counts_as_the_worst_on_the_lines(tmp_path: Path, metric: str, worst: float):
+    cell = write_cell(tmp_path, "batch", {0: 0.8, 1: None}, norm_batch_size=2)
+    write_cell(tmp_path, "batch", {0: 0.7, 1: 0.9}, norm_batch_size=8)
+    write_cell(tmp_path, "group", {0: 0.1}, metrics={"val/accuracy": 0.1})  # nothing, but no loss
+    records = read_studies(tmp_path, ["synthetic"])
+    (part,) = build_slices(build_cells(records), records.runs, metric=metric, tolerance=None)
+    assert part.outcomes[str(cell)][1] == pytest.approx(worst)
+    assert np.isnan(part.values[str(cell)][1])
+
+
+def test_optimism_is_that_of_the_rates_that_were_candidates(tmp_path: Path):
+    write_cell(tmp_path, "batch", {0: 0.90, 1: 0.80, 2: 0.80}, lr=0.1)
+    chosen = write_cell(tmp_path, "batch", {0: 0.80, 1: 0.90, 2: 0.90}, lr=0.3)
+    write_cell(tmp_path, "batch", {0: 0.99, 1: 0.99, 2: None}, lr=1.0)  # is no candidate
+    group = write_cell(tmp_path, "group", {0: 0.9, 1: 0.9, 2: 0.9})
+    (part,) = slices_of(tmp_path)
+    # without seed 0 the others choose .3 (80 for it), without 1 or 2 the rates are equal: the first
+    assert part.optimism(str(chosen)) == pytest.approx(100 * (2.6 / 3 - (0.8 + 0.8 + 0.8) / 3))
+    assert part.optimism(str(group)) is None

@@ -8,23 +8,24 @@ from scipy import stats as scipy_stats
 
 from normexp.stats import (
     Interval,
-    holm,
+    crossed_mean,
     iqm,
+    log_ratio,
     mean,
     median,
     p_value,
     paired_difference,
     paired_improvement,
-    stratified_difference,
+    smallest_step,
+    stratified_mean,
 )
-from normexp.stats.interval import as_sample, t_interval
+from normexp.stats.interval import as_sample
 
 # rliable 1.2.0: metrics.aggregate_iqm and aggregate_mean of SCORES[:, None].
 SCORES = np.array([71.2, 70.4, 72.9, 69.8, 73.5, 70.4, 74.1, 72.0])
 RLIABLE_IQM, RLIABLE_MEAN = 71.625, 71.7875
-# statsmodels 0.15.0: multipletests(P_VALUES, 0.05, "holm")
-P_VALUES = [0.011, 0.04, 0.003, 0.04, 0.7, 0.02]
-ADJUSTED = [0.055, 0.12, 0.018, 0.12, 0.7, 0.08]
+DISTINCT = np.array([71.2, 70.4, 72.9, 69.8, 73.5, 70.5, 74.1, 72.0])  # without a tie
+TIED = [97.2] * 4 + [96.1, 98.6, 95.8, 98.9]
 
 
 @pytest.fixture
@@ -63,25 +64,83 @@ def test_one_value_has_no_bounds_and_none_has_no_estimate(statistic):
     assert (none.estimate, *bounds(none), none.n) == (None, None, None, 0)
 
 
+# Equal values
+
+
+@pytest.mark.parametrize(
+    ("values", "step"),
+    [
+        ([97.5, 97.2, 97.5], 0.3),  # a tie: values are counts
+        ([97.5, 97.2, 96.8], 0.0),  # none: nothing is known
+        ([97.5, 97.5], 0.0),
+        ([0.1 + 0.2, 0.3, 0.7], 0.4),  # equal but for rounding
+        ([np.nan, 1.0, 1.0, 3.0], 2.0),
+        ([], 0.0),
+    ],
+)
+def test_step_is_the_smallest_gap_where_values_repeat(values, step):
+    assert smallest_step(values) == pytest.approx(step)
+
+
 @pytest.mark.parametrize("statistic", [mean, median, iqm])
-def test_eight_equal_values_give_an_interval_of_width_zero(statistic):
-    np.testing.assert_allclose(bounds(statistic([0.1] * 8)), 0.1, rtol=1e-12)
+@pytest.mark.parametrize("n", [2, 5, 8, 30])
+def test_equal_values_without_a_known_step_have_no_bounds(statistic, n):
+    assert statistic([0.1] * n).low is None
 
 
-@pytest.mark.parametrize(("n", "is_bounded"), [(2, False), (5, False), (6, True)])
-def test_few_equal_values_have_no_bounds(n, is_bounded):
-    for error in (0.0, 1e-16):  # equal values may differ in their last digits
-        got = t_interval(0.3, error, n - 1, n=n)
-        assert (got.low is not None) is is_bounded
-    assert bounds(mean([0.0] * n)) == (0.0, 0.0)
+@pytest.mark.parametrize("n", [3, 5, 8, 16])
+def test_equal_counts_are_as_uncertain_as_the_rule_of_three_says(n):
+    got = mean([97.5] * n, step=0.3)
+    rule = 0.3 * (1 - 0.05 ** (1 / n))  # another count in more than this share would show
+    assert 0.8 * rule < (got.high - got.low) / 2 < 3 * rule
+
+
+@pytest.mark.parametrize("statistic", [mean, median, iqm])
+def test_ties_among_the_middle_values_are_no_certainty(statistic):
+    got = statistic(TIED)
+    assert got.low < 97.0 and got.high > 97.4
+
+
+def test_seeds_that_differ_alike_in_every_cell_show_no_difference_but_little_certainty():
+    a = [97.5, 97.2]
+    got = paired_difference(a, a)  # two cells with equal counts
+    assert got.estimate == 0 and got.low < -1 and got.high > 1
+    assert paired_difference([1.25, 2.5], [1.0, 2.25]).low is None  # equal gaps, no counts
+
+
+# Bounds
+
+
+@pytest.mark.parametrize("statistic", [mean, iqm])
+@pytest.mark.parametrize("values", [[80.0, 90.4], [99.9, 100, 100], [0.0, 0.1, 0.0], [100.0] * 8])
+def test_no_interval_of_an_accuracy_leaves_its_range(statistic, values):
+    got = statistic(values, step=0.1, bounds=(0, 100))
+    assert 0 <= got.low <= got.estimate <= got.high <= 100 and got.low < got.high
+
+
+def test_in_the_middle_of_the_range_it_is_the_t_interval():
+    values = [50.1, 49.8, 50.4, 49.7]
+    got, plain = mean(values, bounds=(0, 100)), mean(values)
+    np.testing.assert_allclose(bounds(got), bounds(plain), atol=0.002)
+
+
+def test_near_an_end_the_interval_reaches_further_inwards():
+    got = mean([99.2, 99.9, 99.5, 99.6], bounds=(0, 100))
+    assert got.estimate - got.low > got.high - got.estimate
+
+
+def test_a_difference_is_cut_at_the_largest_possible():
+    got = paired_difference([90.0, 12.0], [3.0, 8.0], limit=100)
+    assert (got.low, got.high) == (-100, 100)
+    assert p_value(got) == pytest.approx(scipy_stats.ttest_rel([90, 12], [3, 8]).pvalue)
 
 
 # Location
 
 
 def test_mean_interval_equals_scipy():
-    got = mean(SCORES)
-    expected = scipy_stats.ttest_1samp(SCORES, 0).confidence_interval(0.95)
+    got = mean(DISTINCT)
+    expected = scipy_stats.ttest_1samp(DISTINCT, 0).confidence_interval(0.95)
     np.testing.assert_allclose(bounds(got), expected, rtol=1e-12)
     assert (got.n, got.level, got.df) == (8, 0.95, 7)
 
@@ -101,8 +160,8 @@ def test_iqm_and_median_equal_scipy_and_numpy(n):
 def test_iqm_interval_equals_scipys_where_a_quarter_is_whole():
     # scipy divides by (1 - 2 * 0.25)^2 n where Yuen has h (h - 1) / (n - 1): the widths differ by
     # sqrt(n^2 / 4 / (h (h - 1)) * (n - 1) / n), here h = 4 of n = 8.
-    got = iqm(SCORES)
-    low, high = scipy_stats.mstats.trimmed_mean_ci(SCORES, limits=(0.25, 0.25), alpha=0.05)
+    got = iqm(DISTINCT)
+    low, high = scipy_stats.mstats.trimmed_mean_ci(DISTINCT, limits=(0.25, 0.25), alpha=0.05)
     ratio = np.sqrt(64 / 4 / 12 * 7 / 8)
     np.testing.assert_allclose(got.high - got.low, (high - low) * ratio, rtol=1e-9)
 
@@ -150,39 +209,68 @@ def test_what_seeds_share_does_not_widen_the_interval(rng):
     np.testing.assert_allclose(bounds(shifted), bounds(plain), rtol=1e-8)
 
 
-def test_one_data_set_is_the_paired_difference(rng):
-    a, b = rng.normal(size=(2, 5))
-    np.testing.assert_allclose(
-        bounds(stratified_difference([(a, b)])), bounds(paired_difference(a, b)), rtol=1e-12
-    )
+def test_one_data_set_is_the_mean(rng):
+    values = rng.normal(size=5)
+    np.testing.assert_allclose(bounds(stratified_mean([values])), bounds(mean(values)), rtol=1e-12)
 
 
 def test_two_data_sets_equal_welchs_interval_and_p(rng):
     # (d1 + d2) / 2 is half of the difference d1 - (-d2), for which scipy has Welch's test
     first, second = rng.normal(1, 1, size=5), rng.normal(3, 4, size=9)
-    got = stratified_difference([(first, np.zeros(5)), (second, np.zeros(9))])
+    got = stratified_mean([first, second])
     welch = scipy_stats.ttest_ind(first, -second, equal_var=False)
     expected = np.array(welch.confidence_interval(0.95)) / 2
     np.testing.assert_allclose(bounds(got), expected, rtol=1e-12)
     assert (got.n, p_value(got)) == (14, pytest.approx(welch.pvalue))
 
 
-def test_data_sets_weigh_the_same_whatever_their_number_of_seeds():
-    got = stratified_difference([([1.0] * 6, np.zeros(6)), ([5.0, 5], np.zeros(2))])
-    assert (got.low, got.estimate, got.high) == (3.0, 3.0, 3.0)
+def test_data_sets_weigh_the_same_whatever_their_number_of_seeds(rng):
+    many, two = rng.normal(size=600), rng.normal(size=2)
+    got = stratified_mean([1 + many - many.mean(), 5 + two - two.mean()])
+    assert got.estimate == pytest.approx(3.0)
 
 
-def test_a_data_set_with_one_pair_leaves_no_bounds_and_one_without_no_estimate():
-    full = ([1.0, 2.0, 4.0], [0.0, 0.0, 0.0])
-    one = stratified_difference([full, ([3.0], [0.0])])
+def test_a_data_set_with_one_value_leaves_no_bounds_and_one_without_no_estimate():
+    one = stratified_mean([[1.0, 2.0, 4.0], [3.0]])
     assert (one.estimate, *bounds(one), one.n) == (pytest.approx((7 / 3 + 3) / 2), None, None, 4)
-    assert stratified_difference([full, ([], [])]).estimate is None
-    assert stratified_difference([]).estimate is None
+    assert stratified_mean([[1.0, 2.0, 4.0], [3.0, 3.0]]).low is None  # no spread in one
+    assert stratified_mean([[1.0, 2.0], []]).estimate is None
+    assert stratified_mean([]).estimate is None
 
 
-def test_p_without_spread_without_bounds_or_without_a_t_interval():
-    assert p_value(Interval(0.0, 0.0, 0.0, 0.95, 8, 7)) == 1
-    assert p_value(Interval(1.0, 1.0, 1.0, 0.95, 8, 7)) == 0
+def test_log_ratio_equals_the_delta_method(rng):
+    a, b = rng.uniform(2, 3, 6), rng.uniform(4, 5, 6)
+    got = mean(log_ratio(a, b))
+    assert got.estimate == pytest.approx(np.log(a.mean() / b.mean()))
+    ratio = a.mean() / b.mean()
+    error = (a - ratio * b).std(ddof=1) / np.sqrt(6) / b.mean() / ratio  # of a ratio estimator
+    assert got.error == pytest.approx(error)
+    assert log_ratio([0.0, 0.0], [1.0, 2.0]).size == 0
+
+
+# Seeds and test samples
+
+
+def test_crossed_mean_equals_the_analysis_of_variance(rng):
+    table = rng.normal(size=(4, 1)) + rng.normal(size=(1, 30)) + rng.normal(size=(4, 30))
+    rows, columns = table.mean(1), table.mean(0)
+    residual = table - rows[:, None] - columns + table.mean()
+    squares = [rows.var(ddof=1) / 4, columns.var(ddof=1) / 30, (residual**2).sum() / (3 * 29 * 120)]
+    got = crossed_mean(table)
+    assert got.error**2 == pytest.approx(squares[0] + squares[1] - squares[2])
+    total = squares[0] + squares[1] - squares[2]
+    expected = total**2 / (squares[0] ** 2 / 3 + squares[1] ** 2 / 29 + squares[2] ** 2 / 87)
+    assert got.df == pytest.approx(max(expected, 3))
+
+
+def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):
+    correct = rng.uniform(size=(5, 300)) < rng.uniform(size=300)
+    assert crossed_mean(correct).error > mean(correct.mean(axis=1)).error
+    assert crossed_mean(correct[:1]).low is None
+    assert crossed_mean(np.ones((3, 50))).low is None
+
+
+def test_p_without_bounds_or_without_a_t_interval():
     assert p_value(Interval(1.0, None, None, 0.95, 1)) == 1
     with pytest.raises(ValueError, match="t interval"):
         p_value(paired_improvement(np.ones(8), np.zeros(8), higher_is_better=True))
@@ -219,30 +307,3 @@ def test_unmatched_samples_are_refused(statistic):
     words = {} if statistic is paired_difference else {"higher_is_better": True}
     with pytest.raises(ValueError, match="pair them by seed"):
         statistic([1.0, 2.0], [1.0], **words)
-
-
-# Families
-
-
-def test_holm_equals_statsmodels():
-    got = holm(dict(zip("abcdef", P_VALUES, strict=True)))
-    assert got == pytest.approx(dict(zip("abcdef", ADJUSTED, strict=True)), rel=1e-12)
-
-
-def test_holm_stops_at_the_first_that_is_not_rejected_and_at_one():
-    assert holm({"a": 0.03, "b": 0.031}) == pytest.approx({"a": 0.06, "b": 0.06})
-    assert holm({"a": 0.6, "b": 0.9}) == {"a": 1.0, "b": 1.0}
-    assert holm({}) == {}
-
-
-@pytest.mark.parametrize("p", [1.2, -0.1, np.nan])
-def test_what_is_no_p_value_is_refused(p):
-    with pytest.raises(ValueError, match="p value|NaN"):
-        holm({"a": p})
-
-
-def test_holm_keeps_the_familywise_error_rate():
-    rng = np.random.default_rng(1)
-    families = rng.uniform(size=(4000, 5))
-    rejects = [min(holm(dict(enumerate(p))).values()) <= 0.05 for p in families]
-    assert np.mean(rejects) == pytest.approx(0.05, abs=0.01)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats import Interval, batch_size_sensitivity, mean, size_threshold
+from normexp.stats import (
+    Interval,
+    batch_size_sensitivity,
+    mean,
+    selection_optimism,
+    size_threshold,
+)
 
 SIZES = [2, 8, 32, 128]
 NAN = float("nan")
@@ -46,24 +52,12 @@ def test_slope_equals_a_regression_per_seed(table):
     assert (got.low, got.high) == pytest.approx((mean(slopes).low, mean(slopes).high))
 
 
-def test_area_of_a_straight_line_is_its_middle():
-    # uneven sizes: 1, 2, 16 are 0, 1, 4 on the log2 axis; the line is 10 + 3 log2 size
-    rows = 10 + 3 * np.log2([[1, 2, 16]] * 2)
-    assert sensitivity(rows, [1, 2, 16]).area.estimate == pytest.approx(10 + 3 * 2)
-
-
-def test_area_by_hand():
-    # trapezoids (0+2)/2 * 1 + (2+4)/2 * 3 = 10, range 4
-    assert sensitivity([[0.0, 2.0, 4.0]], [1, 2, 16]).area.estimate == pytest.approx(2.5)
-
-
 def test_direction_turns_the_sign_of_losses():
     values = [[1.0, 3.0], [2.0, 3.5]]
     up = sensitivity(values, [2, 8])
     down = sensitivity(values, [2, 8], higher_is_better=False)
     assert (up.drop.estimate, up.slope.estimate) == (1.75, 0.875)
     assert (down.drop.estimate, down.slope.estimate) == (-1.75, -0.875)
-    assert up.area == down.area
 
 
 def test_missing_seeds_are_left_out_and_counted(table):
@@ -71,52 +65,87 @@ def test_missing_seeds_are_left_out_and_counted(table):
     got = sensitivity(table)
     assert got.drop == mean(table[1:, 3] - table[1:, 0])
     assert got.losses[32].n == 6
-    assert (got.drop.n, got.slope.n, got.area.n, got.num_seeds) == (5, 4, 4, 6)
-
-
-def test_size_where_all_diverged_has_no_estimate_and_no_verdict(table):
-    table[:, 0] = NAN
-    got = sensitivity(table, tolerance=100)
-    assert (got.drop.estimate, got.drop.n, got.slope.estimate) == (None, 0, None)
-    assert (got.threshold.size, got.threshold.status) == (8, "unknown")
+    assert (got.drop.n, got.slope.n, got.regret.n, got.num_seeds) == (5, 4, 4, 6)
 
 
 def test_one_seed_gives_estimates_without_intervals(table):
     got = sensitivity(table[:1])
-    for number in (got.drop, got.slope, got.area):
+    for number in (got.drop, got.slope, got.regret):
         assert number.n == 1 and number.estimate is not None and number.low is None
-    assert (got.threshold.size, got.threshold.status) == (128, "unknown")
+    assert got.threshold.size is not None and got.threshold.low is None
 
 
 def test_no_seed_gives_no_numbers():
     got = sensitivity(np.empty((0, 2)), [2, 8])
-    assert (got.drop.estimate, got.area.estimate, got.num_seeds) == (None, None, 0)
+    assert (got.drop.estimate, got.best_size, got.regret.estimate) == (None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("tolerance", "size", "status"), [(1, 128, "always"), (5, 32, "below"), (20, 2, "never")]
-)
-def test_threshold_of_a_planted_drop(table, tolerance, size, status):
-    threshold = sensitivity(table, tolerance=tolerance).threshold  # losses near 3, 6, 9 at 32, 8, 2
-    assert (threshold.size, threshold.status) == (size, status)
+# Regret
 
 
-def test_wide_interval_is_not_shown_to_exceed():
+def test_regret_is_the_loss_from_the_best_size_with_a_wider_interval(table):
+    table[:, 2] += 5  # the best size is 32, between the ends
+    got = sensitivity(table)
+    plain = mean(table[:, 2] - table[:, 0])
+    assert got.best_size == 32 and got.regret.estimate == pytest.approx(plain.estimate)
+    assert got.regret.low < plain.low and got.regret.high > plain.high
+
+
+def test_a_best_smallest_size_has_no_regret_but_is_not_certain_to_be_the_best():
+    rng = np.random.default_rng(1)
+    values = np.array([90.2, 90.0, 90.0]) + rng.normal(0, 0.5, (6, 3))
+    values[:, 0] += 90.2 - values[:, 0].mean()
+    values[:, 1:] += 90.0 - values[:, 1:].mean(axis=0)
+    got = sensitivity(values, [2, 8, 32])
+    assert (got.best_size, got.regret.estimate, got.regret.low) == (2, 0, 0) and got.regret.high > 0
+
+
+# The size at which the loss passes the tolerance
+
+
+def test_threshold_lies_between_the_sizes_where_the_line_passes(table):
+    got = sensitivity(table, tolerance=5.0).threshold  # 1.5 per halving: 5 after 3.33 halvings
+    assert got.size == pytest.approx(128 / 2 ** (5 / 1.5), rel=0.1)
+    assert got.low < got.size < got.high
+
+
+def test_threshold_does_not_depend_on_the_grid():
+    line = {size: 1.5 * np.log2(128 / size) for size in (2, 4, 8, 16, 32, 64)}
+    fine = {size: bounds(loss - 0.5, loss + 0.5) for size, loss in line.items()}
+    coarse = {size: fine[size] for size in (2, 16)}
+    sizes = [size_threshold(losses, 128, tolerance=5.0).size for losses in (fine, coarse)]
+    assert sizes == pytest.approx([128 / 2 ** (5 / 1.5)] * 2)
+
+
+def test_a_wide_interval_shows_no_size_and_rules_none_out():
     losses = {2: bounds(0.9, 3.0), 8: bounds(-1.0, 2.0), 32: bounds(-0.1, 0.5)}
     got = size_threshold(losses, 128, tolerance=1.0)
-    assert (got.size, got.status) == (2, "never")
+    assert got.low is None and 8 < got.high < 32
 
 
-def test_smaller_size_that_recovers_does_not_count():
-    losses = {2: bounds(-0.1, 0.1), 8: bounds(2.0, 3.0), 32: bounds(-0.1, 0.5)}
+def test_a_threshold_beyond_the_smallest_size_is_not_reached():
+    losses = {2: bounds(0.1, 0.3), 8: bounds(0.0, 0.2)}
     got = size_threshold(losses, 128, tolerance=1.0)
-    assert (got.size, got.status) == (32, "below")
+    assert (got.size, got.low, got.high) == (None, None, None)
 
 
-def test_same_value_at_every_size_loses_exactly_nothing():
-    got = sensitivity(np.repeat([[80.0], [81.5], [79.0]], 3, axis=1), [2, 8, 32], tolerance=0)
-    assert (got.drop.low, got.drop.estimate, got.drop.high) == (0, 0, 0)
-    assert (got.threshold.size, got.threshold.status) == (2, "never")
+# The choice of a learning rate
+
+
+def test_a_choice_among_equal_candidates_flatters_and_one_among_distinct_ones_does_not():
+    rng = np.random.default_rng(0)
+    equal, distinct = [], []
+    for _ in range(300):
+        noise = rng.normal(size=(8, 5))
+        equal.append(selection_optimism(noise, noise))
+        apart = noise + 10 * np.arange(5)
+        distinct.append(selection_optimism(apart, apart))
+    assert np.mean(equal) == pytest.approx(1.163 / np.sqrt(8), rel=0.25)  # E max of 5 normals
+    assert np.abs(distinct).max() == 0
+
+
+def test_two_seeds_are_too_few_to_tell_the_optimism():
+    assert selection_optimism(np.ones((2, 3)), np.ones((2, 3))) is None
 
 
 @pytest.mark.parametrize("sizes", [[2, 2], [0, 2], [8, 2], [4]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,22 @@ import pytest
 
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result
+from normexp.stats import seeds_for, smallest_difference
 from normexp.sweeps.summary import (
     commands_to_look,
     expected_seconds,
+    family_size,
     next_commands,
+    notes_on,
+    power_words,
     print_closing_table,
     print_plan,
+    print_summary,
 )
 
 RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
-RECORD |= {"batch_size": 32, "micro_batch_size": None, "devices": 1}
+RECORD |= {"lr": 0.1, "chance_accuracy": 0.1, "batch_size": 32, "devices": 1}
+RECORD |= {"micro_batch_size": None}
 REFUSAL = "norm_batch_size=5 does not divide batch_size=32; try norm_batch_size=4"
 
 
@@ -62,6 +69,29 @@ def test_divergence_is_told_with_its_steps(capsys, monkeypatch):
     rows = closing_table(capsys, monkeypatch).splitlines()
     assert "0.5000; 1 of 2 diverged, at step 7" in rows[2]
     assert rows[3].split()[0] == "diverged" and "2 of 2 diverged, at step 7" in rows[3]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "chance", "notes"),
+    [
+        ((0.5, 0.4), 0.1, []),
+        ((0.1, 0.08), 0.1, ["no better than chance: .* test/accuracy 0.1000, these runs 0.0900"]),
+        ((1.0,), 1.0, ["the test split has one class"]),
+        ((None, None), 0.1, ["every run diverged; try a smaller lr than 0.1, such as lr=0.01"]),
+        ((None, 0.7), 0.1, []),
+    ],
+)
+def test_results_that_mean_nothing_are_noted_where_they_are_printed(accuracies, chance, notes):
+    one = outcome("a", *accuracies)
+    one.record = RECORD | {"chance_accuracy": chance}
+    found = notes_on(one)
+    assert len(found) == len(notes)
+    assert all(re.search(note, text) for note, text in zip(notes, found, strict=True))
+
+
+def test_one_seed_is_no_seeds(capsys):
+    print_summary(outcome("a", 0.5), ["normexp-train"])
+    assert "n = 1 seed\n" in capsys.readouterr().out
 
 
 def test_at_80_columns_no_line_is_wider_and_no_word_is_cut(capsys, monkeypatch):
@@ -174,3 +204,23 @@ def test_expected_time_is_of_the_runs_most_alike():
 def test_expected_time_is_unknown_without_a_run_alike():
     assert expected_seconds(planned("batch"), []) is None
     assert expected_seconds(planned("batch"), [timed("batch", 8.0, model="other")]) is None
+
+
+def test_a_plan_says_what_the_report_could_show():
+    """Three norms of which one mixes samples, at two sizes: three verdicts."""
+    planned = [
+        Outcome(
+            "planned", norm, f"{norm}{size}", record=RECORD | {"norm": norm, "mixes_samples": mixes}
+        )
+        for norm, mixes in (("batch", True), ("layer", False), ("group", False))
+        for size in ((2, 8) if mixes else (2,))
+    ]
+    for one in planned:
+        one.missing = list(range(8))
+    assert family_size(planned) == 3 and family_size(planned[:1]) == 0
+    assert power_words(planned[:1], []) == ""
+    assert "unknown" in power_words(planned, [run(0, 0.9)])
+    values = {0: 0.90, 1: 0.92, 2: 0.91}  # sd 1 point, of a difference sqrt(2)
+    words = power_words(planned, [run(seed, value) for seed, value in values.items()])
+    assert f"difference of {smallest_difference(8, 2**0.5, 3):.2g} points" in words
+    assert f"1 point takes {seeds_for(1.0, 2**0.5, 3)} seeds" in words

@@ -22,7 +22,7 @@ from training_cases import (
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-from normexp.checks.preflight import cannot_stack
+from normexp.checks.integrity import cannot_stack
 from normexp.checks.sites import probe_batch
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices

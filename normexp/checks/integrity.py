@@ -1,0 +1,255 @@
+"""Checks that a network is what it seems: norms that count, state that is saved, replicas apart."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
+from normexp.checks.probe import Probe, fixed_draws, moves, normal
+from normexp.checks.sites import EnteredSite, name_some, naming
+from normexp.errors import UserError, first_line
+from normexp.norms.layout import unlike_attributes
+from normexp.norms.site import Site, named_sites
+
+logger = logging.getLogger(__name__)
+
+NETWORK_STEPS, SITE_STEPS = 1, 20  # training steps in which hidden state may show
+MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
+
+
+def check_wiring(network: nn.Module, batch: Batch) -> None:
+    """Tests that the network's norms are its sites, and that its loss depends on them.
+
+    Warns of norms outside of sites, of sites without effect, of norm parameters without a gradient,
+    and of modules and parameters that several sites share.
+
+    Raises:
+        UserError: no site has an effect, so every norm would give the same numbers.
+    """
+    own = copy.deepcopy(network).train()
+    sites = dict(named_sites(own))
+    if not sites:
+        raise UserError(
+            "the model has no norm site, so `norm` has no effect; build each norm with the "
+            "argument `norm` that the model receives, as self.norm1 = norm(width)"
+        )
+    idle = _sites_without_effect(own, sites, batch)
+    if len(idle) == len(sites):
+        raise UserError(
+            f"the norm at {name_some(idle)} has no effect on the model's output, so every norm "
+            "would give the same numbers; use what the norm returns"
+        )
+    if idle:
+        logger.warning("the norm at %s has no effect on the model's output", name_some(idle))
+    frozen = [
+        f"{name}.{parameter_name}"
+        for name, site in sites.items()
+        for parameter_name, parameter in site.named_parameters()
+        if parameter.requires_grad and parameter.grad is None and name not in idle
+    ]
+    if frozen:
+        logger.warning(
+            "no gradient reaches %s of the norm, so it is not trained", name_some(frozen)
+        )
+    others = norms_outside_sites(own)
+    if others:
+        logger.warning(
+            "the model has norms that `norm` does not replace: %s; build them with the argument "
+            "`norm`, or the comparison of norms is about the others alone",
+            name_some(others),
+        )
+    for names in _shared_by_sites(sites):
+        logger.warning("%s are one module or parameter, trained as one", name_some(names))
+
+
+def _sites_without_effect(network: nn.Module, sites: dict[str, Site], batch: Batch) -> list[str]:
+    """Names of sites whose output the loss does not depend on; leaves gradients in `network`."""
+    added: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def add_zeros(name: str, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        zeros = torch.zeros_like(output, requires_grad=True)
+        added[name].append(zeros)
+        return output + zeros
+
+    for name, site in sites.items():
+        site.register_forward_hook(partial(add_zeros, name))
+    with fixed_draws(), torch.enable_grad():
+        output = network(*model_arguments(batch))  # (N, classes) or (B, T, V)
+        functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten()).backward()
+    return [
+        name
+        for name in sites
+        if not any(zeros.grad is not None and bool(zeros.grad.any()) for zeros in added[name])
+    ]
+
+
+def norms_outside_sites(network: nn.Module) -> list[str]:
+    """`path (class)` of each module outside of sites whose class has Norm in its name."""
+    inside = {id(m) for _, site in named_sites(network) for m in site.modules()}
+    around = {id(m) for m in network.modules() if any(isinstance(c, Site) for c in m.modules())}
+    return [
+        f"{path} ({type(module).__name__})"
+        for path, module in network.named_modules()
+        if "norm" in type(module).__name__.lower() and id(module) not in inside | around
+    ]
+
+
+def _shared_by_sites(sites: dict[str, Site]) -> list[list[str]]:
+    """Groups of sites that hold the same module or parameter."""
+    holders: defaultdict[int, list[str]] = defaultdict(list)
+    for name, site in sites.items():
+        for thing in {id(t) for t in (*site.modules(), *site.parameters())}:
+            holders[thing].append(name)
+    groups = {tuple(names) for names in holders.values() if len(names) > 1}
+    return [list(names) for names in sorted(groups)]
+
+
+# ---------------------------------------------------------------- state that is not saved
+
+Inputs = tuple[Tensor, ...]
+
+
+def check_saved_state(network: nn.Module, batch: Batch, sites: Sequence[EnteredSite]) -> None:
+    """Raises UserError if training depends on state that a checkpoint does not hold."""
+    for entered in sites:
+        with naming(entered):
+            fault = find_unsaved_state(
+                entered.probe(training=True).module, (entered.values(),), SITE_STEPS
+            )
+        if fault is not None:
+            raise UserError(f"the norm at {name_some(entered.names)} {fault}; {REMEDY}")
+    fault = find_unsaved_state(network, tuple(t[:2] for t in model_arguments(batch)), NETWORK_STEPS)
+    if fault is not None:
+        raise UserError(f"the model {fault}; {REMEDY}")
+
+
+REMEDY = (
+    "a resumed run would differ; make it a persistent buffer in __init__, with "
+    "self.register_buffer(...)"
+)
+
+
+def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | None:
+    """Says which state outside of the state_dict moves outputs or gradients; None if none does.
+
+    Compares the module after training steps with a copy restored from its state_dict, in both
+    modes; and two equal copies, one of them after the training of a third. Counters that differ
+    are also set to a large value, because they may matter only after a warm-up.
+    """
+    trained, twin, third, restored = (copy.deepcopy(module) for _ in range(4))
+    with fixed_draws():
+        first = _run(trained, inputs, steps)
+        _run(third, tuple(_other(x) for x in inputs), steps)
+        if _differ(first, _run(twin, inputs, steps)):
+            return "keeps state outside of the module, or draws numbers that no seed of torch sets"
+        _move_parameters(trained)
+        restored.load_state_dict(trained.state_dict())
+        unlike = unlike_attributes(trained, restored)
+        named = name_some(unlike) if unlike else "an attribute"
+        later = copy.deepcopy(trained) if unlike else trained
+        before = _run(restored, inputs, 1)
+        if _differ(_run(trained, inputs, 1), before):
+            return f"keeps state that its state_dict lacks: {named}"
+        if _set_counters(later, unlike) and _differ(_run(later, inputs, 1), before):
+            return f"keeps a counter that its state_dict lacks: {named}"
+    return None
+
+
+def _run(module: nn.Module, inputs: Inputs, steps: int) -> list[Tensor]:
+    """Outputs of an evaluation, of training steps, with their gradients, and of an evaluation."""
+    torch.default_generator.manual_seed(0)
+    seen = []
+    for step in range(-1, steps + 1):
+        module.train(0 <= step < steps).zero_grad()
+        given = tuple(_other(x, step) if index == 0 else x for index, x in enumerate(inputs))
+        with torch.set_grad_enabled(module.training):
+            out = module(*given)
+        seen.append(out.detach().clone())
+        if out.requires_grad:
+            (out * normal(out.shape, seed=step).to(out.dtype)).sum().backward()
+            seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return seen
+
+
+@torch.no_grad()
+def _move_parameters(module: nn.Module) -> None:
+    for index, parameter in enumerate(module.parameters()):
+        parameter += 0.1 * normal(parameter.shape, index).to(parameter.dtype)
+
+
+def _other(x: Tensor, step: int = 5) -> Tensor:
+    """Another input; a mask stays as it is."""
+    if x.dtype == torch.bool:
+        return x
+    return x * (1 + 0.2 * step) + 0.1 * step if x.is_floating_point() else x.roll(step, -1)
+
+
+def _differ(before: list[Tensor], after: list[Tensor]) -> bool:
+    return len(before) != len(after) or any(map(moves, before, after))
+
+
+def _set_counters(module: nn.Module, paths: Sequence[str]) -> bool:
+    """Adds MANY_STEPS to the attributes that are numbers; True if there are any."""
+    changed = False
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        value = getattr(module.get_submodule(owner), name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            setattr(module.get_submodule(owner), name, value + MANY_STEPS)
+            changed = True
+    return changed
+
+
+# ---------------------------------------------------------------- optimizer and stacks
+
+
+def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for a parameter that requires a gradient but is in no group.
+
+    Args:
+        optimizer: built for the parameters of this network.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [n for n, p in network.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise UserError(
+            f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
+            "try another optim, or set requires_grad=False on what is not to be trained"
+        )
+
+
+def ignores_inputs(network: nn.Module, batch: Batch) -> bool:
+    """True if every sample has the same output."""
+    inputs = batch["inputs"].clone()
+    floating = inputs.is_floating_point()
+    inputs[0] = 3 * inputs[0].flip(-1) + 1 if floating else inputs[0].roll(1, dims=-1)
+    output = Probe(network.train()).observe(*model_arguments({**batch, "inputs": inputs})).output
+    return not moves(output[:1].expand_as(output), output, scale=1e-2)
+
+
+def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
+    """Says why two replicas cannot run under vmap; None if they can and agree."""
+    networks = [copy.deepcopy(network).train() for _ in range(2)]
+    pair = {name: torch.stack([value, value]) for name, value in batch.items()}
+    outputs: Callable[[Tensor, Batch], Tensor] = lambda output, _: output  # noqa: E731
+    try:
+        with torch.no_grad():
+            replicas = Stacked(networks)
+            stacked = replicas.measure(pair, outputs)
+            alone = InTurn(networks).measure(pair, outputs)
+    except Exception as error:  # foreign modules may raise anything; the fallback is exact
+        return first_line(error)
+    try:
+        copy.deepcopy(replicas)
+    except Exception:  # a tensor from inside vmap cannot be used outside
+        return "a module keeps a tensor of its forward outside its buffers"
+    return "its outputs under vmap differ" if moves(alone, stacked, scale=1e-2) else None

@@ -1,0 +1,88 @@
+"""The family of verdicts: which is given, and what it takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from normexp.stats import (
+    Interval,
+    decide,
+    equivalence_p,
+    mean,
+    p_value,
+    seeds_for,
+    smallest_difference,
+)
+from normexp.stats.interval import t_interval
+
+
+def member(estimate: float, error: float = 0.1, n: int = 8) -> Interval:
+    return t_interval(estimate, error, n - 1, n=n)
+
+
+def test_equivalence_p_equals_two_one_sided_tests_of_scipy():
+    values = np.random.default_rng(0).normal(0.3, 0.5, 8)
+    lower = scipy_stats.ttest_1samp(values, -1, alternative="greater").pvalue
+    upper = scipy_stats.ttest_1samp(values, 1, alternative="less").pvalue
+    assert equivalence_p(mean(values), 1.0) == pytest.approx(max(lower, upper))
+
+
+@pytest.mark.parametrize(
+    ("estimate", "family_size", "verdict"),
+    [
+        (1.5, 1, "above"),
+        (-1.5, 1, "below"),
+        (0.5, 1, "above"),  # shown before it is said to be within
+        (0.1, 1, "within"),
+        (0.7, 10, "above"),
+        (0.3, 1, "above"),
+        (0.3, 10, "within"),  # ten times the p
+        (0.3, 1000, "open"),
+    ],
+)
+def test_verdicts(estimate, family_size, verdict):
+    assert decide(member(estimate), margin=1.0, family_size=family_size) == verdict
+
+
+def test_no_bounds_and_no_margin_give_no_verdict():
+    assert decide(mean([1.0]), margin=1.0, family_size=1) == "open"
+    assert decide(mean([]), margin=1.0, family_size=1) == "open"
+    assert decide(member(0.0), margin=0.0, family_size=1) == "open"
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.5, 1.0, -1.0, 3.0])
+@pytest.mark.parametrize("error", [0.05, 0.26, 0.5, 2.0])
+def test_one_member_errs_in_at_most_its_level_whatever_the_truth(truth, error):
+    """All three sentences share one level: family of 2, so 2.5 %."""
+    rng = np.random.default_rng(1)
+    noise, chi = rng.normal(size=4000), rng.chisquare(7, 4000)
+    wrong = {"within"} if abs(truth) >= 1 else set()
+    wrong |= ({"above"} if truth <= 0 else set()) | ({"below"} if truth >= 0 else set())
+    found = [
+        decide(member(truth + error * z, error * np.sqrt(c / 7)), margin=1.0, family_size=2)
+        for z, c in zip(noise, chi, strict=True)
+    ]
+    assert np.mean([verdict in wrong for verdict in found]) <= 0.025 + 3 * 0.0025
+
+
+def test_smallest_difference_has_a_power_of_four_fifths():
+    found = smallest_difference(8, 0.92, 7)
+    critical = scipy_stats.t.ppf(1 - 0.05 / 14, 7)
+    power = scipy_stats.nct.sf(critical, 7, found * np.sqrt(8) / 0.92)
+    assert power == pytest.approx(0.8, abs=1e-6)
+    assert smallest_difference(1, 0.92, 7) == np.inf
+
+
+@pytest.mark.parametrize(("difference", "family_size"), [(1.0, 7), (2.0, 19), (0.5, 1)])
+def test_seeds_for_a_difference_are_the_fewest_that_show_it(difference, family_size):
+    n = seeds_for(difference, 0.92, family_size)
+    assert smallest_difference(n, 0.92, family_size) <= difference
+    assert smallest_difference(n - 1, 0.92, family_size) > difference
+    assert seeds_for(1e-3, 0.92, 1) is None
+
+
+def test_only_a_t_interval_has_a_p():
+    with pytest.raises(ValueError, match="t interval"):
+        p_value(Interval(0.5, 0.2, 0.8, 0.95, 8))
