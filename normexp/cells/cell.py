@@ -29,6 +29,7 @@ from normexp.cells.plan import (
     plan_evaluation,
     plan_training,
 )
+from normexp.cells.recorded import digest_of_data
 from normexp.cells.refusals import (
     WatchedConfig,
     check_memory,
@@ -46,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 2  # data sets kept in memory at once
 
-_kept: dict[str, Data] | None = None  # by config, latest last; None outside `keeping_data`
+# Data with the digest of their files, by config, latest last; None outside `keeping_data`.
+_kept: dict[str, tuple[Data, str | None]] | None = None
 
 
 @contextmanager
@@ -60,16 +62,24 @@ def keeping_data() -> Iterator[None]:
         _kept = before
 
 
-def load_data(cfg: DictConfig) -> Data:
-    """Returns the data set of a config, see `build_data`. Do not write to its tensors."""
+def load_data(cfg: DictConfig) -> tuple[Data, str | None]:
+    """The data set of a config, see `build_data`, and the `digest_of_data` that it was read from.
+
+    Do not write to its tensors.
+    """
     if _kept is None:
-        return build_data(cfg)
+        return _read_data(cfg)
     name = json.dumps(OmegaConf.to_container(cfg.data, resolve=True), sort_keys=True, default=str)
-    data = _kept.pop(name, None) or build_data(cfg)
-    _kept[name] = data
+    found = _kept.pop(name, None) or _read_data(cfg)
+    _kept[name] = found
     while len(_kept) > MAX_KEPT:
         del _kept[next(iter(_kept))]
-    return data
+    return found
+
+
+def _read_data(cfg: DictConfig) -> tuple[Data, str | None]:
+    digest = digest_of_data(cfg.data)  # first: a file that changes meanwhile must not fit
+    return build_data(cfg), digest
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,7 @@ class Cell:
     record: dict[str, Any]  # plain values that go into result.json
     plan: Plan
     data: Data
+    data_digest: str | None  # of the files that the data were read from, see `digest_of_data`
     build: NetworkBuilder
     traits: Traits
     evaluation: EvaluationPlan
@@ -128,7 +139,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     """
     asked, cfg = cfg, WatchedConfig(cfg)
     check_trainer(cfg)
-    data = load_data(cfg)
+    data, data_digest = load_data(cfg)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
@@ -163,6 +174,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         | _chance_of(data),
         plan=plan,
         data=data,
+        data_digest=data_digest,
         build=build,
         traits=traits,
         evaluation=evaluation,
