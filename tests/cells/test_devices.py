@@ -204,7 +204,9 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
     """The processes that it has spawned, but for the tracker of their shared memory."""
     found = subprocess.run(
-        ["ps", "--ppid", str(process.pid), "-o", "pid=,args="], capture_output=True, text=True
+        ["ps", "-ww", "--ppid", str(process.pid), "-o", "pid=,args="],
+        capture_output=True,
+        text=True,
     )
     lines = [line for line in found.stdout.splitlines() if "spawn_main" in line]
     return [int(line.split()[0]) for line in lines]
