@@ -231,7 +231,7 @@ def test_stopped_and_killed_ranks_leave_a_checkpoint_that_one_device_resumes(tmp
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(120) == 130
     assert checkpoint() and "Traceback" not in log.read_text()
-    process = begin([*line, "steps=400"], log)
+    process = begin(line, log)
     wait_for(trains, process)
     os.kill(ranks_of(process)[-1], signal.SIGKILL)
     assert process.wait(120) == 1
