@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -13,19 +12,15 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
 
-from normexp.batching.replicas import model_arguments, suitable_threads
+from normexp.batching.replicas import suitable_threads
 from normexp.build import (
     NetworkBuilder,
     build_data,
     build_network,
     build_norm,
-    build_optimizer,
     check_trainer,
-    plain,
 )
-from normexp.cells.memory import check_memory
 from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import (
     Plan,
@@ -34,24 +29,26 @@ from normexp.cells.plan import (
     plan_evaluation,
     plan_training,
 )
-from normexp.checks.integrity import check_optimizer
+from normexp.cells.recorded import digest_of_data
+from normexp.cells.refusals import (
+    WatchedConfig,
+    check_memory,
+    check_optimizer,
+    check_outputs,
+    check_read,
+    check_slots,
+)
 from normexp.checks.preflight import Traits, examine
-from normexp.checks.probe import fixed_draws
-from normexp.checks.sites import probe_batch
-from normexp.config.compose import shipped_config
-from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
-from normexp.errors import UserError, first_line
-from normexp.norms.factory import NormFactory
-from normexp.norms.slots import PLACES, changed, without_place
+from normexp.norms.slots import changed
 from normexp.training.evaluation import EvaluationPlan
-from normexp.training.optim import parameter_groups
 
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 2  # data sets kept in memory at once
 
-_kept: dict[str, Data] | None = None  # by config, latest last; None outside `keeping_data`
+# Data with the digest of their files, by config, latest last; None outside `keeping_data`.
+_kept: dict[str, tuple[Data, str | None]] | None = None
 
 
 @contextmanager
@@ -65,16 +62,24 @@ def keeping_data() -> Iterator[None]:
         _kept = before
 
 
-def load_data(cfg: DictConfig) -> Data:
-    """Returns the data set of a config, see `build_data`. Do not write to its tensors."""
+def load_data(cfg: DictConfig) -> tuple[Data, str | None]:
+    """The data set of a config, see `build_data`, and the `digest_of_data` that it was read from.
+
+    Do not write to its tensors.
+    """
     if _kept is None:
-        return build_data(cfg)
+        return _read_data(cfg)
     name = json.dumps(OmegaConf.to_container(cfg.data, resolve=True), sort_keys=True, default=str)
-    data = _kept.pop(name, None) or build_data(cfg)
-    _kept[name] = data
+    found = _kept.pop(name, None) or _read_data(cfg)
+    _kept[name] = found
     while len(_kept) > MAX_KEPT:
         del _kept[next(iter(_kept))]
-    return data
+    return found
+
+
+def _read_data(cfg: DictConfig) -> tuple[Data, str | None]:
+    digest = digest_of_data(cfg.data)  # first: a file that changes meanwhile must not fit
+    return build_data(cfg), digest
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class Cell:
     record: dict[str, Any]  # plain values that go into result.json
     plan: Plan
     data: Data
+    data_digest: str | None  # of the files that the data were read from, see `digest_of_data`
     build: NetworkBuilder
     traits: Traits
     evaluation: EvaluationPlan
@@ -121,26 +127,6 @@ class Cell:
         return None if leak is None else f"leaks the future at {leak.where}"
 
 
-class WatchedConfig(DictConfig):
-    """A config that keeps the names of its top-level keys that were read, in `keys_read`."""
-
-    def __init__(self, content: DictConfig) -> None:
-        super().__init__(content)
-        object.__setattr__(self, "keys_read", set())
-
-    def __getattr__(self, key: str) -> Any:
-        self.keys_read.add(key)
-        return super().__getattr__(key)
-
-    def __getitem__(self, key: Any) -> Any:
-        self.keys_read.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default_value: Any = None) -> Any:
-        self.keys_read.add(key)
-        return super().get(key, default_value)
-
-
 @suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     """Builds, probes and names a cell. Raises every user mistake before any training.
@@ -153,19 +139,19 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     """
     asked, cfg = cfg, WatchedConfig(cfg)
     check_trainer(cfg)
-    data = load_data(cfg)
+    data, data_digest = load_data(cfg)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
-    _check_slots(cfg, norm, model=choices["model"])
-    _check_outputs(cfg, network, data)
+    check_slots(cfg, norm, model=choices["model"])
+    check_outputs(cfg, network, data)
     traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
     if traits.mixes_samples:
         check_norm_batch_size(cfg, plan.sizes)
-    _check_optimizer(cfg, plan, network)
+    check_optimizer(cfg, plan, network)
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
-    _check_read(asked, cfg.keys_read)
+    check_read(asked, cfg.keys_read)
     num_parameters = sum(p.numel() for p in network.parameters())
     check_memory(cfg, num_parameters, plan.sizes.micro * traits.elements_per_sample)
     for note in plan.notes:
@@ -188,55 +174,12 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         | _chance_of(data),
         plan=plan,
         data=data,
+        data_digest=data_digest,
         build=build,
         traits=traits,
         evaluation=evaluation,
         num_parameters=num_parameters,
     )
-
-
-def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
-    """Refuses a slot of the config that the model does not have; logs one set by the norm.
-
-    Raises:
-        UserError: names the models that have the slot.
-    """
-    for key in without_place(cfg, norm.used):
-        lacks, fits = PLACES[key]
-        raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
-    for key in without_place(cfg.norm, norm.used):
-        lacks, _ = PLACES[key]
-        value = as_typed(cfg.norm[key])
-        logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
-
-
-def _check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:
-    """Raises UserError unless the model scores every class, or token, of every sample."""
-    batch = probe_batch(data, 2)
-    try:
-        with fixed_draws(), torch.no_grad():
-            output = copy.deepcopy(network).eval()(*model_arguments(batch))
-    except Exception:  # of foreign code, any kind: the probes that follow name the site
-        return
-    wanted = (*batch["targets"].shape, data.num_outputs)
-    shape = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
-    if shape != wanted:
-        raise UserError(
-            f"model._target_={cfg.model._target_} returns {shape} for inputs of shape "
-            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: take the last size "
-            "from an argument `num_outputs`"
-        )
-
-
-def _check_read(cfg: DictConfig, keys_read: set[str]) -> None:
-    """Refuses a value that would give the training an id of its own, but that nothing reads."""
-    defaults = shipped_config()
-    for key, value in plain(cfg).items():
-        if key not in keys_read and in_identity(key) and value != defaults.get(key):
-            raise UserError(
-                f"{key}={as_typed(value)}: nothing reads this key, so the training would be that "
-                f"of {key}={as_typed(defaults.get(key))}"
-            )
 
 
 def _chance_of(data: Data) -> dict[str, float]:
@@ -245,20 +188,6 @@ def _chance_of(data: Data) -> dict[str, float]:
         return {}
     targets = data.test.tensors[1]
     return {"chance_accuracy": torch.bincount(targets).max().item() / len(targets)}
-
-
-def _check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
-    """Builds the training's optimizer, to check that it holds every parameter."""
-    groups = parameter_groups(
-        network, weight_decay=cfg.optim.weight_decay, decay_norm=cfg.optim.decay_norm
-    )
-    try:
-        optimizer = build_optimizer(cfg, momentum=plan.optimizer_momentum)(groups, lr=plan.lr)
-    except UserError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optim._target_={cfg.optim._target_}: {first_line(error)}") from error
-    check_optimizer(network, optimizer)
 
 
 def _record_of_traits(traits: Traits) -> dict[str, bool]:

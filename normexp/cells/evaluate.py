@@ -19,9 +19,10 @@ from rich.text import Text
 from normexp.build import plain
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.load import find_cell, load_config, load_weights
+from normexp.cells.load import load_config, load_weights
 from normexp.cells.naming import GROUPS
 from normexp.cells.plan import place_on_one_device
+from normexp.cells.recorded import has_evaluations
 from normexp.config.rules import OPTIONS, counted
 from normexp.errors import UserError
 from normexp.records.files import read_json, refusing_denied, write_evaluation
@@ -29,6 +30,7 @@ from normexp.records.paths import (
     EVALUATION_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
+    find_cell,
     list_seeds,
     seed_dir,
 )
@@ -104,7 +106,7 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
 def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     """Logs the command that adds the requested evaluations that recorded runs lack."""
     folders = [seed_dir(cell.directory, seed) for seed in seeds]
-    if not cell.evaluation.adds or all((each / EVALUATION_FILE).is_file() for each in folders):
+    if not cell.evaluation.adds or has_evaluations(cell.directory, seeds):
         return
     if not any((each / WEIGHTS_FILE).is_file() for each in folders):
         logger.info("recorded without these statistics, and without weights to measure them from")

@@ -23,13 +23,14 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
 from normexp.cells.naming import GROUPS
+from normexp.cells.recorded import has_evaluations, key_entry
 from normexp.cells.stack import Stack, new_stack
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
-from normexp.records.history import append_attempt, read_history
+from normexp.records.history import KeyEntry, append_attempt, read_history
 from normexp.records.logs import collected_messages
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
 from normexp.records.result import CellRecords, Result, read_records, write_result
@@ -78,11 +79,13 @@ class TaskCell:
 
     Attributes:
         messages: logged while the cell was prepared; they go to the log of its stack.
+        key: from when the cell was prepared; None if it cannot have one.
     """
 
     cell: Cell
     seeds: Sequence[int]
     messages: Sequence[str] = ()
+    key: KeyEntry | None = None
 
     def records(self) -> CellRecords:
         return read_records(self.cell.directory, self.seeds)
@@ -97,13 +100,19 @@ class TaskCell:
         records = self.records()
         if records.failed and status in ("finished", "skipped"):
             status, error = "failed", error or self._last_failure(records)
+        ended = status in ("finished", "skipped") and self._has_evaluations()
         return Outcome(
             *(status, self.cell.title, self.cell.id, self.cell.directory, self.cell.record),
             error=error,
             invalid=self.cell.invalid,
             missing=self.missing(),
             holder=holder,
+            key=self.key if ended else None,
         )
+
+    def _has_evaluations(self) -> bool:
+        adds = self.cell.evaluation.adds
+        return not adds or has_evaluations(self.cell.directory, self.seeds)
 
     def _last_failure(self, records: CellRecords) -> str:
         """The error of a failed run that is not retried, and how to retry it."""
@@ -145,7 +154,8 @@ def _prepare(spec: CellSpec) -> TaskCell:
     validate(spec.cfg)
     with collected_messages() as messages:
         cell = prepare_cell(spec.cfg, spec.choices)
-    return TaskCell(cell, spec.seeds, messages)
+    key = key_entry(spec, cell.id, cell.data_digest, evaluated=cell.evaluation.adds)
+    return TaskCell(cell, spec.seeds, messages, key)
 
 
 def _run(
@@ -284,7 +294,8 @@ class Claim:
             records = each.records()
             for run in records.failed:
                 if (each.cell.id, run.seed) in missing:
-                    stacks.append(new_stack([(each.cell, [run.seed])], attempts=run.attempts))
+                    parts = [(each.cell, [run.seed])]
+                    stacks.append(new_stack(parts, apart=run.apart, attempts=run.attempts))
             seeds = [seed for seed in records.new if (each.cell.id, seed) in missing]
             new += [(each.cell, seeds)] if seeds else []
         return [*stacks, new_stack(new)] if new else stacks

@@ -17,6 +17,8 @@ from normexp.records.result import Result
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from normexp.records.history import KeyEntry
+
 CellStatus = Literal[
     "finished", "skipped", "refused", "failed", "stopped", "busy", "alone", "planned"
 ]
@@ -122,6 +124,7 @@ class Outcome:
         seconds: wall-clock time of its training.
         holder: the process that trains it, if busy.
         halts: no other cell can be trained either, because the disk is full.
+        key: of a cell that ended well, for the next command; see `cells.recorded`.
     """
 
     status: CellStatus
@@ -136,6 +139,7 @@ class Outcome:
     seconds: float = 0.0
     holder: int | None = None
     halts: bool = False
+    key: KeyEntry | None = None
 
 
 def place_of_command(cells: Sequence[CellSpec]) -> int | None:

@@ -262,5 +262,5 @@ _TYPES = {
     **dict.fromkeys(("metric", "key"), str),
     **dict.fromkeys(("command", "seeds", "words", "keys", "points", "sources"), list),
     **dict.fromkeys(("grid", "cells"), dict),
-    **{"died": bool, "checkpointed_at": int},
+    **{"died": bool, "evaluated": bool, "checkpointed_at": int},
 }

@@ -68,12 +68,18 @@ def source_digest(module_file: Path) -> str | None:
 
     A module inside a package stands for the whole package, helpers included.
     """
+    root = source_root(module_file)
+    return None if root is None else digest_of_source(root)
+
+
+def source_root(module_file: Path) -> Path | None:
+    """The user's own file, or the outermost package that holds it; None as in `source_digest`."""
     path = module_file.resolve()
     if path.is_relative_to(Path(__file__).resolve().parents[1]) or is_installed(path):
         return None
     while (path.parent / "__init__.py").is_file():
         path = path.parent
-    return digest_of_source(path)
+    return path
 
 
 def digest_of_source(path: Path) -> str:

@@ -170,3 +170,8 @@ def read_records(cell_dir: Path, seeds: Sequence[int]) -> CellRecords:
         failed=[result for result in known if result.status == "failed"],
         new=[seed for seed, result in results.items() if result is None],
     )
+
+
+def values_of(results: Sequence[Result], name: str) -> list[float]:
+    """The values of a metric over the runs that have it."""
+    return [result.metrics[name] for result in results if name in result.metrics]

@@ -20,6 +20,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from normexp.cells.recorded import passed_over, recorded_outcome
 from normexp.config.compose import VERSION_BASE, quoted
 from normexp.config.grid import compose_cells
 from normexp.config.help import conf_dir
@@ -27,7 +28,6 @@ from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.history import read_history
 from normexp.records.logs import messages_to_stderr
-from normexp.records.result import read_records
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import shared_value
 from normexp.sweeps.sweep import conclude, train_cells
@@ -106,13 +106,16 @@ def launch_cells(
     log = StudyLog(cells, words)
     with messages_to_stderr():
         log.check()
+    known = passed_over(cells)
     before = [read_outcome(cell) for cell in cells]
     for study_dir in dict.fromkeys(cell.study_dir for cell in cells):
         if study_dir is not None:
             log.open(study_dir)
-    tasks = [task for task in group_cells(cells) if cells[task[0]].cfg is not None]
+    tasks = [task for task in group_cells(cells) if not known.keys() >= set(task)]
+    tasks = [task for task in tasks if cells[task[0]].cfg is not None]
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
-    error = _run_hydra(command, folder, [[cells[index] for index in task] for task in tasks])
+    given = [[cells[index] for index in task] for task in tasks]
+    error = _run_hydra(command, folder, given) if given else ""
     outcomes = [read_outcome(cell, error) for cell in cells]
     for old, new in zip(before, outcomes, strict=True):
         if (old.status, new.status) == ("failed", "skipped"):
@@ -129,19 +132,12 @@ def read_outcome(cell: CellSpec, launcher_error: str = "") -> Outcome:
         status, _, reason = known.error.partition(": ")
         return Outcome("refused" if status == "refused" else "failed", name_of(cell), error=reason)
     died = "the launcher stopped before its job ended" if launcher_error else "its job died"
-    outcome = Outcome("failed", name_of(cell), error=f"{died}; the same command continues")
+    error = f"{died}; the same command continues"
     if known is None or not known.cell_id:
-        return outcome
-    directory = cell.study_dir / known.cell_id
-    records = read_records(directory, cell.seeds)
-    outcome.cell_id, outcome.directory, outcome.results = directory.name, directory, records.all
-    outcome.missing = records.new
-    if records.all:
-        outcome.record, outcome.invalid = records.all[0].config, records.all[0].invalid
-    if records.failed:
-        outcome.error = records.failed[0].error or ""
-    elif not records.new:
-        outcome.status, outcome.error = "skipped", ""
+        return Outcome("failed", name_of(cell), error=error)
+    outcome = recorded_outcome(cell, known.cell_id)
+    if outcome.status == "failed":
+        outcome.error = outcome.error or error
     return outcome
 
 

@@ -15,6 +15,7 @@ from normexp.records.files import ensure_writable, is_denied, refusing_denied
 from normexp.records.history import (
     CellEntry,
     CellHistory,
+    KeyEntry,
     append_cells,
     append_command,
     read_history,
@@ -87,7 +88,9 @@ class StudyLog:
                 return
             append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
 
-    def tell(self, cell: CellSpec, *, cell_id: str = "", error: str = "") -> None:
+    def tell(
+        self, cell: CellSpec, *, cell_id: str = "", error: str = "", key: KeyEntry | None = None
+    ) -> None:
         """What is known by now of a cell; only where its study is on disk and may be written."""
         study_dir = cell.study_dir or self._only_study()
         if self.writes and study_dir is not None and study_dir.is_dir():
@@ -99,7 +102,8 @@ class StudyLog:
                         "cell, %s; earlier results are kept",
                         *(cell.title, cell_id),
                     )
-                append_cells(study_dir, [_entry_of(cell, cell_id, error)])
+                entries = [_entry_of(cell, cell_id, error), key]
+                append_cells(study_dir, [entry for entry in entries if entry is not None])
             except OSError as denied:  # no result depends on it
                 if not is_denied(denied):
                     raise
@@ -112,7 +116,7 @@ class StudyLog:
     def settle(self, cell: CellSpec, outcome: Outcome) -> None:
         """What became of a cell: its id, or why it has none."""
         if outcome.cell_id and outcome.status != "planned":
-            self.tell(cell, cell_id=outcome.cell_id)
+            self.tell(cell, cell_id=outcome.cell_id, key=outcome.key)
         elif outcome.status in ("refused", "failed") and not outcome.halts:
             self.tell(cell, error=f"{outcome.status}: {outcome.error}")
 

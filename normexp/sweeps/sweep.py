@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 
+from normexp.cells.recorded import passed_over
 from normexp.config.place import is_under_agent
 from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, Outcome, name_of
@@ -18,11 +19,11 @@ from normexp.records.history import append_attempt
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
 from normexp.reporting.agent import log_to_agent, refuse_many_cells
+from normexp.reporting.summary import print_closing_table, print_plan, print_summary
 from normexp.sweeps.crew import Seat, Worker, ready_workers, shared_board
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place, places_for, shared_value, trains_here
-from normexp.sweeps.summary import print_closing_table, print_plan, print_summary
 from normexp.sweeps.tasks import Board, Task, group_cells
 from normexp.sweeps.worker import (
     Began,
@@ -115,6 +116,7 @@ def train_cells(
         validate_keys(cfg, COMMAND_KEYS)
     dry_run = bool(shared_value(cfgs, "dry_run"))
     fail_fast = bool(shared_value(cfgs, "fail_fast"))
+    known = passed_over(cells)
     places = places_for(cfgs, len(cells), workers)
     if dry_run:
         places = [replace(place, slots=()) for place in places]
@@ -123,7 +125,7 @@ def train_cells(
     display = Display([cell.title for cell in cells], 1 if is_here else len(places))
     with display:
         log.check()
-        sweep = Sweep(cells, places, log, display, fail_fast=fail_fast)
+        sweep = Sweep(cells, places, log, display, fail_fast=fail_fast, known=known)
         outcomes = sweep.run_here() if is_here else sweep.run_workers()
         for cell, outcome in zip(cells, outcomes, strict=True):
             if not outcome.cell_id:  # it may have been refused before the study existed
@@ -140,6 +142,7 @@ class Sweep:
     Args:
         places: of each worker; the first is also this process's own.
         fail_fast: stop everything at the first failure.
+        known: outcomes of cells that need no training, by index.
         tasks: for each task, the indices of its cells; None: as `group_cells`.
         run_task: trains; None: `cells.run.run_task`.
     """
@@ -152,6 +155,7 @@ class Sweep:
         display: Display,
         *,
         fail_fast: bool,
+        known: Mapping[int, Outcome] | None = None,
         tasks: Sequence[Task] | None = None,
         run_task: Trainer | None = None,
     ) -> None:
@@ -160,6 +164,7 @@ class Sweep:
         self.log = log
         self.display = display
         self.fail_fast = fail_fast
+        self.known = known or {}
         self.tasks = group_cells(cells) if tasks is None else tasks
         self.run_task = run_task
         self.outcomes: dict[int, Outcome] = {}
@@ -172,6 +177,9 @@ class Sweep:
     def run_here(self) -> list[Outcome]:
         """Trains in this process; returns an outcome for each cell, in order."""
         board = Board(self.tasks, [0] * len(self.cells), [0] * len(self.cells))
+        self._pass_over(board)
+        if not board.num_open:
+            return self._all_outcomes()
         report = partial(self._note, Seat())
         with loaded(self.run_task) as run_task:
             while board.num_open and not self.request.requested:
@@ -187,6 +195,7 @@ class Sweep:
             WorkersFail: no worker process starts.
         """
         board = shared_board(self.tasks, len(self.cells))
+        self._pass_over(board)
         try:
             with self.request.listening():
                 while self.workers or (board.num_open and not self.stopping):
@@ -201,6 +210,13 @@ class Sweep:
             for worker in self.workers:
                 worker.close()
         return self._all_outcomes()
+
+    def _pass_over(self, board: Board) -> None:
+        """Ends the tasks of which nothing needs to be trained, before torch is imported."""
+        for task in self.tasks:
+            if self.known.keys() >= set(task):
+                self._end(task, [self.known[index] for index in task])
+                board.end(task)
 
     def stop(self) -> None:
         """Ends every training of this command at a checkpoint, and starts no other."""

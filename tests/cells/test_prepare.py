@@ -70,11 +70,13 @@ class Net(nn.Module):
         super().__init__()
         if fault == "raises":
             raise KeyError("depth")
-        self.norm, self.fault = norm(1), fault
+        self.fault = fault
+        self.norm = nn.Identity() if fault == "ignores" else norm(1)
         self.head = nn.Linear(64, num_outputs + (fault == "outputs"))
 
     def forward(self, x):
-        y = self.head(self.norm(x).flatten(1))
+        y = self.norm(x)
+        y = self.head((x if self.fault == "drops" else y).flatten(1))
         return (y, y) if self.fault == "tuple" else y
 
 def nothing(norm):
@@ -97,6 +99,8 @@ def load_own(fault=""):
         ("model._target_=own.Net model.fault=outputs", r"own.Net returns \(2, 11\) .* \(2, 10\)"),
         ("model._target_=own.Net model.fault=tuple", "own.Net returns a tuple"),
         ("model._target_=own.Net model.depth=3", "model.depth: own.Net has no such argument"),
+        ("model._target_=own.Net model.fault=ignores", "no norm site, so `norm` has no effect"),
+        ("model._target_=own.Net model.fault=drops", "norm at norm has no effect"),
         ("model._target_=own.nothing", "own.nothing made a NoneType, not an nn.Module"),
         ("data._target_=own.load_own data.fault=raises", "own.load_own fails: OSError: the disk"),
         ("data._target_=own.load_own data.fault=classes", "num_outputs=5 allows 0 to 4"),
@@ -182,12 +186,12 @@ def config(name: str) -> DictConfig:
 
 def test_same_config_is_the_same_object_while_two_are_kept(loaded: list[str]):
     with keeping_data():
-        first, second = load_data(config("a")), load_data(config("b"))
-        assert load_data(config("a")) is first
-        assert load_data(config("b")) is second
+        first, second = load_data(config("a"))[0], load_data(config("b"))[0]
+        assert load_data(config("a"))[0] is first
+        assert load_data(config("b"))[0] is second
         load_data(config("c"))  # `a` has waited longest
-        assert load_data(config("b")) is second
-        assert load_data(config("a")) is not first
+        assert load_data(config("b"))[0] is second
+        assert load_data(config("a"))[0] is not first
     assert loaded == ["a", "b", "c", "a"]
 
 
@@ -195,7 +199,7 @@ def test_what_the_config_refers_to_counts(loaded: list[str]):
     there = OmegaConf.merge(config("a"), {"folder": "there"})
     assert isinstance(there, DictConfig)
     with keeping_data():
-        assert load_data(config("a")) is not load_data(there)
+        assert load_data(config("a"))[0] is not load_data(there)[0]
     assert loaded == ["a", "a"]
 
 

@@ -1,0 +1,195 @@
+"""A finished study typed again: passed over without torch, unless something has changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from normexp.cells.recorded import digest_of_data, passed_over
+from normexp.cli import parse_command
+from normexp.config.grid import compose_cells
+from normexp.config.spec import CellSpec
+from normexp.records.history import read_history
+from normexp.train import main
+
+QUICK = ["steps=4", "replicas=2", "workers=0", "norm=none"]
+NORM = """
+from torch import nn
+
+class Scale(nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+    def forward(self, x):
+        return {factor} * x
+"""
+OWN = ["norm=custom", "norm._target_=a_package_of_a_test.norms.Scale"]
+
+
+def line(tmp_path: Path, *words: str) -> list[str]:
+    """The words, and those of QUICK whose keys they leave out."""
+    own = {word.partition("=")[0] for word in words}
+    quick = [word for word in QUICK if word.partition("=")[0] not in own]
+    return [*quick, *words, f"runs_dir={tmp_path / 'runs'}"]
+
+
+def specs(tmp_path: Path, *words: str) -> list[CellSpec]:
+    return compose_cells(parse_command(line(tmp_path, *words)))
+
+
+def train(tmp_path: Path, *words: str) -> int:
+    return main(line(tmp_path, *words))
+
+
+def is_passed(tmp_path: Path, *words: str) -> bool:
+    cells = specs(tmp_path, *words)
+    return passed_over(cells).keys() == set(range(len(cells)))
+
+
+@pytest.fixture
+def own_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A package with a norm, which its module reads from a helper; returns the helper."""
+    package = tmp_path / "a_package_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("imported = True\n")
+    (package / "norms.py").write_text("from a_helper_of_a_test import Scale\n")
+    helper = tmp_path / "a_helper_of_a_test.py"
+    helper.write_text(NORM.format(factor=1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield helper
+    forget_own()
+
+
+def forget_own() -> None:
+    for name in [
+        name for name in sys.modules if name.endswith("_of_a_test") or "_of_a_test." in name
+    ]:
+        del sys.modules[name]
+
+
+def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(tmp_path: Path):
+    assert not is_passed(tmp_path)
+    assert train(tmp_path) == 0
+    assert is_passed(tmp_path) and is_passed(tmp_path, "replicas=1", "workers=2", "study=default")
+    (outcome,) = passed_over(specs(tmp_path)).values()
+    assert [result.seed for result in outcome.results] == [0, 1]
+    assert (outcome.status, outcome.title) == ("skipped", "none on digits")
+    for words in (["replicas=3"], ["seed=1"], ["lr=0.2"], ["study=other"], ["dry_run=true"]):
+        assert not is_passed(tmp_path, *words), words
+    assert outcome.directory is not None
+    (outcome.directory / "seed-1" / "result.json").unlink()
+    assert not is_passed(tmp_path)
+
+
+def test_torn_result_and_a_held_lock_are_left_to_the_training(tmp_path: Path):
+    assert train(tmp_path) == 0
+    (outcome,) = passed_over(specs(tmp_path)).values()
+    assert outcome.directory is not None
+    lock = outcome.directory / ".lock"
+    lock.touch()
+    assert not is_passed(tmp_path)
+    lock.unlink()
+    assert is_passed(tmp_path)
+    (outcome.directory / "seed-0" / "result.json").write_text('{"sch')
+    assert not is_passed(tmp_path)
+
+
+def test_edited_norm_is_trained_again_and_is_found_without_importing_it(
+    tmp_path: Path, own_norm: Path
+):
+    assert train(tmp_path, *OWN) == 0
+    forget_own()
+    assert is_passed(tmp_path, *OWN)
+    assert not [name for name in sys.modules if "_of_a_test" in name]
+    package = tmp_path / "a_package_of_a_test" / "__init__.py"
+    for file, text in ((own_norm, NORM.format(factor=2)), (package, "imported = 2\n")):
+        before = file.read_text()
+        file.write_text(text)
+        assert not is_passed(tmp_path, *OWN), file
+        file.write_text(before)
+        assert is_passed(tmp_path, *OWN)
+    own_norm.write_text(NORM.format(factor=2))
+    assert train(tmp_path, *OWN) == 0
+    assert len(list(tmp_path.glob("runs/default/*/seed-0/result.json"))) == 2
+    forget_own()
+    assert is_passed(tmp_path, *OWN)
+
+
+def test_module_that_takes_the_place_of_another_is_not_passed_over(
+    tmp_path: Path, own_norm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert own_norm.is_file() and train(tmp_path, *OWN) == 0
+    forget_own()
+    first = tmp_path / "first" / "a_package_of_a_test"
+    first.mkdir(parents=True)
+    (first / "__init__.py").touch()
+    (first / "norms.py").write_text(NORM.format(factor=1))
+    monkeypatch.syspath_prepend(str(first.parent))
+    assert not is_passed(tmp_path, *OWN)
+
+
+def test_changed_text_is_trained_again(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    words = ["data=text_file", f"data.path={text}", "data.block_size=8", "model.depth=1"]
+    text.write_text("what it says and how it says it; " * 40)
+    assert train(tmp_path, *words) == 0
+    assert is_passed(tmp_path, *words)
+    text.write_text("how it says it and what it says; " * 40)
+    assert not is_passed(tmp_path, *words)
+    assert train(tmp_path, *words) == 0
+    assert len(list(tmp_path.glob("runs/default/*/seed-0/result.json"))) == 2
+
+
+def test_digest_of_a_folder_changes_with_a_file_in_it(tmp_path: Path):
+    data = {"_target_": "normexp.data.image_folder.load_image_folder", "root": str(tmp_path)}
+    (tmp_path / "train").mkdir()
+    before = digest_of_data(data)
+    (tmp_path / "train" / "a.png").write_bytes(b"1")
+    between = digest_of_data(data)
+    (tmp_path / "train" / "a.png").write_bytes(b"22")
+    assert len({before, between, digest_of_data(data)}) == 3
+    assert digest_of_data({"_target_": "my_data.load", "root": str(tmp_path)}) is None
+
+
+def test_evaluation_asked_for_anew_is_named_and_one_that_is_gone_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    asked = "evaluate_with=[running,precise]"
+    words = ["norm=batch", asked]
+    assert train(tmp_path, "norm=batch") == 0
+    assert not is_passed(tmp_path, *words)
+    assert train(tmp_path, *words) == 0
+    assert "normexp.evaluate run=" in capsys.readouterr().err
+    assert not is_passed(tmp_path, *words)  # still not there
+    assert train(tmp_path, *words, "study=with") == 0
+    assert is_passed(tmp_path, *words, "study=with")
+    (file,) = tmp_path.glob("runs/with/*/seed-1/evaluation.json")
+    file.unlink()
+    assert not is_passed(tmp_path, *words, "study=with")
+
+
+def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path):
+    for words in ([], [], ["log_every=3"], []):
+        assert train(tmp_path, *words) == 0
+    keys = read_history(tmp_path / "runs" / "default").keys
+    assert [len(entries) for entries in keys.values()] == [2]
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_finished_sweep_typed_again_ends_without_torch(
+    tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]
+):
+    words = ["-m", "norm=none,group", *QUICK[:2], f"runs_dir={tmp_path / 'runs'}"]
+    assert main([*words, "workers=0"]) == 0
+    first = capsys.readouterr().out
+    script = (
+        "import sys; from normexp.train import main; code = main(sys.argv[1:]); "
+        "sys.exit(99 if 'torch' in sys.modules else code)"
+    )
+    command = [sys.executable, "-c", script, *words, f"workers={workers}"]
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "2 skipped" in again.stdout
+    assert first.replace("finished", "skipped").split() == again.stdout.split()
