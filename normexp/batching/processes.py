@@ -26,18 +26,11 @@ class Processes:
         self.share = share
         self.device = device
 
-    def agree(self, number: int) -> int:
-        """Returns the first process's number in all processes."""
-        return int(self._reduce(number if self.share.index == 0 else 0, distributed.ReduceOp.SUM))
-
     def highest(self, number: int) -> int:
         """Returns the largest of the processes' numbers."""
-        return int(self._reduce(number, distributed.ReduceOp.MAX))
-
-    def _reduce(self, number: int, how: distributed.ReduceOp.RedOpType) -> Tensor:
         value = torch.tensor(number, device=self.device)
-        distributed.all_reduce(value, how)
-        return value
+        distributed.all_reduce(value, distributed.ReduceOp.MAX)
+        return int(value)
 
     @torch.no_grad()
     def sum_gradients(self, replicas: Replicas, losses: Tensor, taken: list[int]) -> Tensor:

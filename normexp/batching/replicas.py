@@ -71,6 +71,16 @@ class Replicas(nn.Module, ABC):
     def clip_gradients(self, max_norm: float) -> None:
         """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
 
+    @torch.no_grad()
+    def make_channels_last(self) -> None:
+        """Stores parameters (O, I, H, W) in the memory order (O, H, W, I); no value changes.
+
+        Activations follow the weights.
+        """
+        for parameter in self.parameters():
+            if parameter.ndim == 4:
+                parameter.data = parameter.contiguous(memory_format=torch.channels_last)
+
     @property
     def num_dropouts(self) -> int:
         """Active dropout modules in one network."""

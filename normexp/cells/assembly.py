@@ -16,9 +16,8 @@ from normexp.build import build_optimizer, synchronized
 from normexp.cells.cell import Cell
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
-from normexp.training.compilation import set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
-from normexp.training.fit import device_type
+from normexp.training.fit import device_type, set_matmul_precision
 from normexp.training.module import Recipe, TrainingModule
 from normexp.training.optim import Schedule
 from normexp.training.progress import StepReports, TrainingProgress

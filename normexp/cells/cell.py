@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -13,19 +12,15 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
 
-from normexp.batching.replicas import model_arguments, suitable_threads
+from normexp.batching.replicas import suitable_threads
 from normexp.build import (
     NetworkBuilder,
     build_data,
     build_network,
     build_norm,
-    build_optimizer,
     check_trainer,
-    plain,
 )
-from normexp.cells.memory import check_memory
 from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import (
     Plan,
@@ -35,18 +30,18 @@ from normexp.cells.plan import (
     plan_training,
 )
 from normexp.cells.recorded import digest_of_data
-from normexp.checks.integrity import check_optimizer
+from normexp.cells.refusals import (
+    WatchedConfig,
+    check_memory,
+    check_optimizer,
+    check_outputs,
+    check_read,
+    check_slots,
+)
 from normexp.checks.preflight import Traits, examine
-from normexp.checks.probe import fixed_draws
-from normexp.checks.sites import probe_batch
-from normexp.config.compose import shipped_config
-from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
-from normexp.errors import UserError, first_line
-from normexp.norms.factory import NormFactory
-from normexp.norms.slots import PLACES, changed, without_place
+from normexp.norms.slots import changed
 from normexp.training.evaluation import EvaluationPlan
-from normexp.training.optim import parameter_groups
 
 logger = logging.getLogger(__name__)
 
@@ -132,26 +127,6 @@ class Cell:
         return None if leak is None else f"leaks the future at {leak.where}"
 
 
-class WatchedConfig(DictConfig):
-    """A config that keeps the names of its top-level keys that were read, in `keys_read`."""
-
-    def __init__(self, content: DictConfig) -> None:
-        super().__init__(content)
-        object.__setattr__(self, "keys_read", set())
-
-    def __getattr__(self, key: str) -> Any:
-        self.keys_read.add(key)
-        return super().__getattr__(key)
-
-    def __getitem__(self, key: Any) -> Any:
-        self.keys_read.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default_value: Any = None) -> Any:
-        self.keys_read.add(key)
-        return super().get(key, default_value)
-
-
 @suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     """Builds, probes and names a cell. Raises every user mistake before any training.
@@ -169,14 +144,14 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
-    _check_slots(cfg, norm, model=choices["model"])
-    _check_outputs(cfg, network, data)
+    check_slots(cfg, norm, model=choices["model"])
+    check_outputs(cfg, network, data)
     traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
     if traits.mixes_samples:
         check_norm_batch_size(cfg, plan.sizes)
-    _check_optimizer(cfg, plan, network)
+    check_optimizer(cfg, plan, network)
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
-    _check_read(asked, cfg.keys_read)
+    check_read(asked, cfg.keys_read)
     num_parameters = sum(p.numel() for p in network.parameters())
     check_memory(cfg, num_parameters, plan.sizes.micro * traits.elements_per_sample)
     for note in plan.notes:
@@ -207,70 +182,12 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     )
 
 
-def _check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
-    """Refuses a slot of the config that the model does not have; logs one set by the norm.
-
-    Raises:
-        UserError: names the models that have the slot.
-    """
-    for key in without_place(cfg, norm.used):
-        lacks, fits = PLACES[key]
-        raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
-    for key in without_place(cfg.norm, norm.used):
-        lacks, _ = PLACES[key]
-        value = as_typed(cfg.norm[key])
-        logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
-
-
-def _check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:
-    """Raises UserError unless the model scores every class, or token, of every sample."""
-    batch = probe_batch(data, 2)
-    try:
-        with fixed_draws(), torch.no_grad():
-            output = copy.deepcopy(network).eval()(*model_arguments(batch))
-    except Exception:  # of foreign code, any kind: the probes that follow name the site
-        return
-    wanted = (*batch["targets"].shape, data.num_outputs)
-    shape = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
-    if shape != wanted:
-        raise UserError(
-            f"model._target_={cfg.model._target_} returns {shape} for inputs of shape "
-            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: take the last size "
-            "from an argument `num_outputs`"
-        )
-
-
-def _check_read(cfg: DictConfig, keys_read: set[str]) -> None:
-    """Refuses a value that would give the training an id of its own, but that nothing reads."""
-    defaults = shipped_config()
-    for key, value in plain(cfg).items():
-        if key not in keys_read and in_identity(key) and value != defaults.get(key):
-            raise UserError(
-                f"{key}={as_typed(value)}: nothing reads this key, so the training would be that "
-                f"of {key}={as_typed(defaults.get(key))}"
-            )
-
-
 def _chance_of(data: Data) -> dict[str, float]:
     """The test accuracy of always naming the most frequent class; only for classification."""
     if data.task != "classification":
         return {}
     targets = data.test.tensors[1]
     return {"chance_accuracy": torch.bincount(targets).max().item() / len(targets)}
-
-
-def _check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
-    """Builds the training's optimizer, to check that it holds every parameter."""
-    groups = parameter_groups(
-        network, weight_decay=cfg.optim.weight_decay, decay_norm=cfg.optim.decay_norm
-    )
-    try:
-        optimizer = build_optimizer(cfg, momentum=plan.optimizer_momentum)(groups, lr=plan.lr)
-    except UserError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optim._target_={cfg.optim._target_}: {first_line(error)}") from error
-    check_optimizer(network, optimizer)
 
 
 def _record_of_traits(traits: Traits) -> dict[str, bool]:

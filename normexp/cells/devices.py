@@ -31,6 +31,8 @@ from normexp.cells.cell import prepare_cell
 from normexp.cells.naming import GROUPS
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
+from normexp.config.spec import one_line
+from normexp.errors import UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord
 from normexp.training.fit import device_type, quiet_lightning
@@ -41,6 +43,10 @@ TICK = 0.1  # seconds between two looks at what other processes say
 
 class RankDied(Exception):
     """A process of a training was killed, or ended without a reason."""
+
+
+class RankFailed(RuntimeError):
+    """A process of a training raised an error."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ def train_on_devices(
     """Trains a stack as `train_together` does, on as many devices as its cell has.
 
     Raises:
-        RankDied: a process was killed. Its checkpoint stays, and one process can resume it too.
+        RankDied: a process was killed. The checkpoint stays, and one process can resume it too.
+        RankFailed: a process raised an error.
         Interrupted: as in `train_together`.
     """
     cell = stack.cell
@@ -152,10 +159,17 @@ def _run_rank(fabric: Fabric, *, order: Order, board: Tensor, errors: Any, shows
         except Interrupted:
             return True
         except Exception as error:
-            error.add_note(traceback.format_exc())  # the queue keeps no traceback
-            errors.put(error)
+            errors.put(_portable(error, fabric.global_rank))
             raise
     return False
+
+
+def _portable(error: Exception, rank: int) -> Exception:
+    """Returns an error that survives a pickle, with its traceback as a note."""
+    if not isinstance(error, UserError | OSError):
+        error = RankFailed(f"process {rank}: {one_line(error)}")
+    error.add_note(traceback.format_exc())
+    return error
 
 
 def _watch_parent(board: Tensor, stop: StopRequest) -> None:
@@ -193,6 +207,8 @@ class StartedRanks:
     @contextmanager
     def training(self, order: Order) -> Iterator[None]:
         """In rank 0, around the training of an order by all ranks."""
+        if not self.are_waiting:
+            raise RankDied("the other processes have ended; the same command continues")
         self.fabric.broadcast(order)
         self.are_waiting = False
         yield

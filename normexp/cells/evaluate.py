@@ -19,7 +19,7 @@ from rich.text import Text
 from normexp.build import plain
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.load import find_cell, load_config, load_weights
+from normexp.cells.load import load_config, load_weights
 from normexp.cells.naming import GROUPS
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
@@ -30,6 +30,7 @@ from normexp.records.paths import (
     EVALUATION_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
+    find_cell,
     list_seeds,
     seed_dir,
 )

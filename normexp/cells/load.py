@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ from normexp.errors import UserError
 from normexp.records.paths import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    Study,
-    list_seeds,
+    find_run,
     seed_dir,
-    seed_of,
 )
 from normexp.records.result import read_run
 
@@ -42,7 +39,7 @@ def load_run(run_dir: Path) -> nn.Module:
     Raises:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
     """
-    cell_dir, seed = _find_run(run_dir)
+    cell_dir, seed = find_run(run_dir)
     cfg = load_config(cell_dir, read_run(seed_dir(cell_dir, seed)).config)
     data = build_data(cfg)
     plan = plan_training(cfg, len(data.train))
@@ -90,37 +87,3 @@ def load_weights(network: nn.Module, run_dir: Path, *, precision: str) -> None:
         raise UserError(
             f"{path} does not fit its config.yaml, or is torn ({reason}); train the run again"
         ) from error
-
-
-def find_cell(run: Path) -> Path:
-    """Returns `run` if it is the folder of a cell. Raises UserError, with near names, if not."""
-    if (run / CONFIG_FILE).is_file():
-        return run
-    if run.is_dir() and seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
-        raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
-    if run.is_dir():
-        cells = [path.name for path in Study(run).list_cells()]
-        inside = f"; it is a study with the runs {_some(cells)}" if cells else ""
-        raise UserError(f"{run} is not a run: it has no {CONFIG_FILE}{inside}")
-    folder = run.parent
-    known = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or sorted(known)[:3]
-    hint = f"nearest: {_some([str(folder / name) for name in near])}"
-    raise UserError(f"{run} does not exist; {hint if near else f'nor is there a run in {folder}'}")
-
-
-def _find_run(run_dir: Path) -> tuple[Path, int]:
-    """Returns the folder of the cell, and the seed."""
-    seed = seed_of(run_dir)
-    if seed is not None and run_dir.is_dir():
-        return find_cell(run_dir.parent), seed
-    cell_dir = find_cell(run_dir)
-    seeds = list_seeds(cell_dir)
-    if len(seeds) != 1:
-        found = _some([f"seed-{seed}" for seed in seeds]) or "none"
-        raise UserError(f"{cell_dir} is a cell, not one run; give one of its seeds: {found}")
-    return cell_dir, seeds[0]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -294,7 +294,8 @@ class Claim:
             records = each.records()
             for run in records.failed:
                 if (each.cell.id, run.seed) in missing:
-                    stacks.append(new_stack([(each.cell, [run.seed])], attempts=run.attempts))
+                    parts = [(each.cell, [run.seed])]
+                    stacks.append(new_stack(parts, apart=run.apart, attempts=run.attempts))
             seeds = [seed for seed in records.new if (each.cell.id, seed) in missing]
             new += [(each.cell, seeds)] if seeds else []
         return [*stacks, new_stack(new)] if new else stacks

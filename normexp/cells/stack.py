@@ -220,6 +220,7 @@ def _result_of(
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         environment=environment,
         diverged_at_step=diverged_at,
+        steps=module.step,
         num_parameters=cell.num_parameters,
         timing=timing,
         invalid=cell.invalid,

@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, InTurn, Stacked
 from normexp.checks.subject import (
-    MODES,
     Answer,
     Check,
     Finding,
     Shape,
     Subject,
     measured,
-    mode_name,
     relative_change,
     show,
     skipped,
@@ -33,7 +31,7 @@ PARTS, PART_SIZE = 4, 2
 
 
 def compiles(training: bool, subject: Subject) -> Answer:
-    """torch.compile traces forward and backward as one graph, with the same outputs.
+    """Does torch.compile trace forward and backward as one graph, with the same outputs?
 
     Without code generation, because only tracing is tested.
     """
@@ -64,7 +62,7 @@ def _reason(error: Exception) -> str:
 
 
 def stacks(subject: Subject) -> Answer:
-    """Two replicas under vmap do what each does alone: outputs, gradients and running state."""
+    """Have two replicas under vmap the outputs, gradients and state of each alone?"""
     for shape in subject.shapes:
         networks = [_shaken(subject, shape, seed) for seed in (1, 2)]
         pair: Batch = {"inputs": torch.stack([values(shape, torch.float64, s) for s in (3, 4)])}
@@ -112,7 +110,7 @@ def _measure_replicas(replicas: InTurn | Stacked, batch: Batch) -> State:
 
 
 def splits(subject: Subject) -> Answer:
-    """k ghost groups in one forward give outputs, gradients and state of k micro-batches."""
+    """Have ghost groups of one forward the outputs, gradients and state of micro-batches?"""
     shape = _to_split(subject)
     if shape is None:
         return skipped(f"takes no batch of {PART_SIZE}")
@@ -126,7 +124,7 @@ def splits(subject: Subject) -> Answer:
 
 
 def state_of_split(subject: Subject) -> Finding:
-    """The distance between the state after a split step and after the same step unsplit."""
+    """How far is the state after a split step from that of the same step unsplit?"""
     shape = _to_split(subject)
     if shape is None:
         return skipped(f"takes no batch of {PART_SIZE}")
@@ -187,7 +185,7 @@ def _leave(norm: nn.Module, out: Tensor, x: Tensor) -> State:
 
 
 def takes_autocast(subject: Subject) -> Answer:
-    """Behind a linear layer under bfloat16 autocast: finite, and near the outputs of float32."""
+    """Are outputs behind a linear layer under autocast finite, and near those of float32?"""
     for shape in subject.shapes:
         norm = subject.norm(shape)
         layer = nn.Linear(shape[1], shape[1])
@@ -207,24 +205,13 @@ def takes_autocast(subject: Subject) -> Answer:
     return None
 
 
-def writes_in_place(subject: Subject) -> Finding:
-    """Tells if a training forward writes into its buffers or replaces them by other tensors."""
-    norm = subject.norm(subject.smallest)
-    before = dict(norm.named_buffers())
-    if not before:
-        return skipped("has no buffers")
-    norm(values(subject.smallest))
-    replaced = [name for name, buffer in norm.named_buffers() if buffer is not before.get(name)]
-    return measured("no", f"{replaced[0]} is another tensor") if replaced else measured("yes")
-
-
 CHANNELS = 64
 # Samples and positions: features, texts, maps.
 KEPT_AT = ((1024,), (32, 64), (32, 16, 16))
 
 
 def bytes_kept(subject: Subject) -> Finding:
-    """Memory that a training forward keeps for its backward, without the parameters.
+    """How much memory does a training forward keep for its backward, without parameters?
 
     Each storage counts once; the input counts if it is kept.
     """
@@ -261,22 +248,11 @@ def _shape_to_keep(step: Shape, subject: Subject) -> Shape:
 
 
 COMPATIBILITY = (
-    *(
-        Check(
-            f"torch.compile {mode_name(training)}",
-            "is it traced as one graph, with the same outputs?",
-            partial(compiles, training),
-        )
-        for training in MODES
-    ),
-    Check("replicas under vmap", "do two replicas give what each gives alone?", stacks),
-    Check("ghost = accumulated", "do ghost groups give what micro-batches give?", splits),
-    Check(
-        "state of a split step",
-        "how far is its state from that of the step unsplit?",
-        state_of_split,
-    ),
-    Check("buffers written in place", "does a forward keep the buffers' tensors?", writes_in_place),
-    Check("autocast to bfloat16", "is the output near that of float32?", takes_autocast),
+    Check("torch.compile in training", partial(compiles, True)),
+    Check("torch.compile in evaluation", partial(compiles, False)),
+    Check("replicas under vmap", stacks),
+    Check("ghost = accumulated", splits),
+    Check("state of a split step", state_of_split),
+    Check("autocast to bfloat16", takes_autocast),
 )
-COST = (Check("bytes kept for backward", "memory that a training forward keeps", bytes_kept),)
+COST = (Check("bytes kept for backward", bytes_kept),)

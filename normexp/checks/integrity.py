@@ -93,13 +93,15 @@ def _sites_without_effect(network: nn.Module, sites: dict[str, Site], batch: Bat
 
 
 def norms_outside_sites(network: nn.Module) -> list[str]:
-    """`path (class)` of each module outside of sites whose class has Norm in its name."""
+    """`path (class)` of each module outside of sites whose public class has Norm in its name."""
     inside = {id(m) for _, site in named_sites(network) for m in site.modules()}
     around = {id(m) for m in network.modules() if any(isinstance(c, Site) for c in m.modules())}
     return [
         f"{path} ({type(module).__name__})"
         for path, module in network.named_modules()
-        if "norm" in type(module).__name__.lower() and id(module) not in inside | around
+        if "norm" in type(module).__name__.lower()
+        and not type(module).__name__.startswith("_")  # torch's weight norms
+        and id(module) not in inside | around
     ]
 
 
@@ -126,15 +128,16 @@ def check_saved_state(network: nn.Module, batch: Batch, sites: Sequence[EnteredS
                 entered.probe(training=True).module, (entered.values(),), SITE_STEPS
             )
         if fault is not None:
-            raise UserError(f"the norm at {name_some(entered.names)} {fault}; {REMEDY}")
-    fault = find_unsaved_state(network, tuple(t[:2] for t in model_arguments(batch)), NETWORK_STEPS)
+            said = fault.replace("site.norm.", "")  # the path of the norm in the probe's wrapper
+            raise UserError(f"the norm at {name_some(entered.names)} {said}; {REMEDY}")
+    fault = find_unsaved_state(network, model_arguments(batch), NETWORK_STEPS)
     if fault is not None:
         raise UserError(f"the model {fault}; {REMEDY}")
 
 
 REMEDY = (
-    "a resumed run would differ; make it a persistent buffer in __init__, with "
-    "self.register_buffer(...)"
+    "a resumed run would differ; keep state in persistent buffers, made in __init__ with "
+    "self.register_buffer(...), and draw with torch's functions"
 )
 
 
@@ -150,7 +153,7 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
         first = _run(trained, inputs, steps)
         _run(third, tuple(_other(x) for x in inputs), steps)
         if _differ(first, _run(twin, inputs, steps)):
-            return "keeps state outside of the module, or draws numbers that no seed of torch sets"
+            return "keeps state outside of the module, or draws numbers that torch does not seed"
         _move_parameters(trained)
         restored.load_state_dict(trained.state_dict())
         unlike = unlike_attributes(trained, restored)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 PROBE_SAMPLES = 4
 EXTRA_POSITIONS = 3  # padding appended to a site's input
 MOST_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
-MOST_VALUES = 2**20  # of one site
+MOST_VALUES = 2**18  # of one site
 NETWORK_CUTS = 4  # of a text, into before and after
 FEW_VALUES = 8  # warn of statistics over fewer values
 MODES = (True, False)
@@ -236,7 +236,7 @@ def find_leak(
         names = name_some([name for entered in leaking for name in entered.names])
         return Leak(names, _find_remedy(leaking[0], length))
     probe = Probe(network.train(training), vocab_size=data.vocab_size, ways=1)
-    inputs, *mask = model_arguments({name: value[:2] for name, value in batch.items()})
+    inputs, *mask = model_arguments(batch)
     if probe.reads_later(inputs, 1, *mask, most_cuts=NETWORK_CUTS) is not None:
         return Leak("the model outside its norms", "mask its attention, or use model=gpt")
     return None

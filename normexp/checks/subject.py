@@ -69,18 +69,22 @@ Answer = Finding | str | None
 
 @dataclass(frozen=True)
 class Check:
-    """A line of the card: its name, what it asks, and the function that finds the answer.
+    """A line of the card: its name, and the function that finds the answer.
 
     Attributes:
         find: of the subject; with `modes`, of the subject, each shape and each of these modes, up
-            to the first answer that is not None.
+            to the first answer that is not None. Its docstring begins with the question.
         modes: training (true) or evaluation.
     """
 
     name: str
-    question: str
     find: Callable[..., Answer]
     modes: tuple[bool, ...] = ()
+
+    @property
+    def question(self) -> str:
+        function = self.find.func if isinstance(self.find, partial) else self.find
+        return (function.__doc__ or "").partition("\n")[0]
 
     def __call__(self, subject: Subject) -> Finding:
         answer = self._ask(subject)

@@ -37,27 +37,24 @@ MANY = 33  # samples, or positions in a row
 MAP = (4, 4)  # positions per sample where batches are compared
 GAP_STEPS = 60  # training batches, after which 0.2 % is left of a start at momentum 0.1
 
-Ask = Callable[[Subject], Finding]
 # What moves in the mode of the probe, "" if nothing does.
 Question = Callable[[Probe, Tensor], str]
 
 
-def in_modes(shapes_of: Callable[[Subject], list[Shape]], question: Question) -> Ask:
+def in_modes(
+    shapes_of: Callable[[Subject], list[Shape]], question: Question, subject: Subject
+) -> Finding:
     """`yes`, `no`, `in training` or `in evaluation`, with the smallest input that shows it."""
-
-    def ask(subject: Subject) -> Finding:
-        shapes = shapes_of(subject)
-        shown: dict[bool, str] = {}
-        for training in MODES:
-            for shape in shapes:
-                probe = Probe(subject.trained(shape, torch.float64).train(training))
-                moved = question(probe, values(shape, torch.float64))
-                if moved:
-                    shown[training] = show(shape) + ("" if moved == "output" else f", {moved}")
-                    break
-        return _phrase(shown) if shapes else skipped("no input that it takes could show it")
-
-    return ask
+    shapes = shapes_of(subject)
+    shown: dict[bool, str] = {}
+    for training in MODES:
+        for shape in shapes:
+            probe = Probe(subject.trained(shape, torch.float64).train(training))
+            moved = question(probe, values(shape, torch.float64))
+            if moved:
+                shown[training] = show(shape) + ("" if moved == "output" else f", {moved}")
+                break
+    return _phrase(shown) if shapes else skipped("no input that it takes could show it")
 
 
 def _phrase(shown: dict[bool, str]) -> Finding:
@@ -84,27 +81,46 @@ def _texts(subject: Subject) -> list[Shape]:
     return [shape for shape in _with_positions(subject) if len(shape) == 3]
 
 
-def mixes_samples(probe: Probe, x: Tensor) -> str:
-    return probe.reads_samples(x, training=probe.module.training) or ""
+def mixes_samples(subject: Subject) -> Finding:
+    """Do other samples move an output, a gradient or a running state?"""
+
+    def reads(probe: Probe, x: Tensor) -> str:
+        return probe.reads_samples(x, training=probe.module.training) or ""
+
+    return in_modes(_with_many_samples, reads, subject)
 
 
-def pools_channels(probe: Probe, x: Tensor) -> str:
-    return probe.reads_across(x, 1, gradients=probe.module.training) or ""
+def pools_channels(subject: Subject) -> Finding:
+    """Do other channels move an output or a gradient?"""
+
+    def reads(probe: Probe, x: Tensor) -> str:
+        return probe.reads_across(x, 1, gradients=probe.module.training) or ""
+
+    return in_modes(lambda subject: list(subject.shapes), reads, subject)
 
 
-def pools_positions(probe: Probe, x: Tensor) -> str:
-    """A norm that reads later positions reads other positions, so the two lines agree."""
-    moved = probe.reads_across(x, 2, gradients=probe.module.training)
-    return moved or (leaks_future(probe, x) if x.ndim == 3 else "")
+def pools_positions(subject: Subject) -> Finding:
+    """Do other positions move an output or a gradient?"""
+
+    def reads(probe: Probe, x: Tensor) -> str:
+        moved = probe.reads_across(x, 2, gradients=probe.module.training)
+        # Later positions are other positions, so the two lines agree.
+        return moved or (_reads_later(probe, x) if x.ndim == 3 else "")
+
+    return in_modes(_with_positions, reads, subject)
 
 
-def leaks_future(probe: Probe, x: Tensor) -> str:
-    """Tells if a later position of (N, C, T) moves an earlier output."""
+def leaks_future(subject: Subject) -> Finding:
+    """Do later positions of a text (N, C, T) move an earlier output?"""
+    return in_modes(_texts, _reads_later, subject)
+
+
+def _reads_later(probe: Probe, x: Tensor) -> str:
     return "" if probe.reads_later(x, 2) is None else "output"
 
 
 def reads_masked(subject: Subject) -> Finding:
-    """Tells if the content or amount of masked positions moves real outputs or the state."""
+    """Does the content or amount of masked positions move real outputs or the state?"""
     shape = (PADDED[0], subject.num_features, PADDED[1])
     if shape not in subject.shapes:
         return skipped("takes no texts (N, C, T)")
@@ -119,7 +135,7 @@ def reads_masked(subject: Subject) -> Finding:
 
 
 def has_running_state(subject: Subject) -> Finding:
-    """The buffers that a training forward changes."""
+    """Does a training forward change buffers?"""
     shape = subject.largest
     probe = Probe(subject.norm(shape))
     before = dict(probe.module.named_buffers())
@@ -147,7 +163,7 @@ def scaled_by_channel(x: Tensor) -> Tensor:
 
 
 def is_invariant(changes: tuple[Change, ...], subject: Subject) -> Finding:
-    """Finds the modes in which no change moves an output; the detail is a smallest moved input."""
+    """Is the output the same after each of these changes of the input?"""
     return _keeps_outputs(subject, lambda x: [x, *(change(x) for change in changes)])
 
 
@@ -182,7 +198,7 @@ def _keeps_outputs(subject: Subject, inputs_of: Callable[[Tensor], list[Tensor] 
 
 
 def invariance_to_weights(subject: Subject) -> Finding:
-    """Invariance to the scale of the weights of a bias-free layer right before the norm.
+    """Is the output the same if the weights of the layer before are scaled?
 
     The layer is the convolution set by the norm's slots, or linear if the norm takes no maps.
     """
@@ -208,7 +224,7 @@ def invariance_to_weights(subject: Subject) -> Finding:
 
 
 def effect_of_eps(std: float, subject: Subject) -> Finding:
-    """Relative change of the output, root mean square, in training when eps grows tenfold."""
+    """By how much does the training output change, root mean square, if eps grows tenfold?"""
     name, eps = subject.eps_name, subject.eps_value
     if name is None or eps is None:
         return skipped("has no argument eps")
@@ -222,7 +238,7 @@ def effect_of_eps(std: float, subject: Subject) -> Finding:
 
 
 def output_size(batch_size: int, subject: Subject) -> Finding:
-    """Root mean square of training outputs on standard normal inputs, with initial parameters.
+    """What is the root mean square of training outputs on standard normal inputs?
 
     If it grows with the batch size, larger batches gain from the scale alone.
     """
@@ -232,7 +248,7 @@ def output_size(batch_size: int, subject: Subject) -> Finding:
 
 
 def gap_between_modes(batch_size: int, subject: Subject) -> Finding:
-    """Relative difference, root mean square, of both modes' outputs on a fresh batch."""
+    """How far apart are the outputs of both modes on a fresh batch, root mean square?"""
     shape = _batch_of(batch_size, subject)
     norm = subject.trained(shape, torch.float64)
     with torch.no_grad():
@@ -265,62 +281,19 @@ def _digits(value: float) -> float:
 _BY_SCALE = tuple(partial(scaled, factor) for factor in SCALES)
 _BY_SHIFT = tuple(partial(shifted, by) for by in SHIFTS)
 TRAITS = (
-    Check(
-        "mixes samples",
-        "do other samples move an output, a gradient or a running state?",
-        in_modes(_with_many_samples, mixes_samples),
-    ),
-    Check(
-        "pools channels",
-        "do other channels move an output or a gradient?",
-        in_modes(lambda subject: list(subject.shapes), pools_channels),
-    ),
-    Check(
-        "pools positions",
-        "do other positions move an output or a gradient?",
-        in_modes(_with_positions, pools_positions),
-    ),
-    Check(
-        "leaks the future",
-        "do later positions move an earlier output?",
-        in_modes(_texts, leaks_future),
-    ),
-    Check("reads padding", "do masked positions move an output or a state?", reads_masked),
-    Check("running state", "does a training forward change buffers?", has_running_state),
-    Check("ignores input scale", "is f(k x) = f(x)?", partial(is_invariant, _BY_SCALE)),
-    Check("ignores input shift", "is f(x + k) = f(x)?", partial(is_invariant, _BY_SHIFT)),
-    Check(
-        "ignores channel scales",  # one scale for all channels is a special case
-        "is f(k x) = f(x), with a k for each channel?",
-        partial(is_invariant, (scaled_by_channel, *_BY_SCALE)),
-    ),
-    Check(
-        "ignores scale of weights",
-        "is the output kept if the weights of the layer before are scaled?",
-        invariance_to_weights,
-    ),
-    *(
-        Check(
-            f"effect of eps x10, std {std:g}",
-            "by how much does the training output change if eps grows tenfold?",
-            partial(effect_of_eps, std),
-        )
-        for std in (1.0, SMALL_STD)
-    ),
-    *(
-        Check(
-            f"output size, batch of {size}",
-            "root mean square of training outputs of standard normal inputs",
-            partial(output_size, size),
-        )
-        for size in BATCHES
-    ),
-    *(
-        Check(
-            f"train/eval gap, batch of {size}",
-            "relative difference of training and evaluation outputs",
-            partial(gap_between_modes, size),
-        )
-        for size in BATCHES
-    ),
+    Check("mixes samples", mixes_samples),
+    Check("pools channels", pools_channels),
+    Check("pools positions", pools_positions),
+    Check("leaks the future", leaks_future),
+    Check("reads padding", reads_masked),
+    Check("running state", has_running_state),
+    Check("ignores input scale", partial(is_invariant, _BY_SCALE)),
+    Check("ignores input shift", partial(is_invariant, _BY_SHIFT)),
+    # One scale for all channels is a special case.
+    Check("ignores channel scales", partial(is_invariant, (scaled_by_channel, *_BY_SCALE))),
+    Check("ignores scale of weights", invariance_to_weights),
+    Check("effect of eps x10, std 1", partial(effect_of_eps, 1.0)),
+    Check("effect of eps x10, std 0.001", partial(effect_of_eps, SMALL_STD)),
+    *(Check(f"output size, batch of {n}", partial(output_size, n)) for n in BATCHES),
+    *(Check(f"train/eval gap, batch of {n}", partial(gap_between_modes, n)) for n in BATCHES),
 )

@@ -139,7 +139,9 @@ def register_custom() -> None:
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:
-        node: dict[str, Any] = {"_target_": "???", "_partial_": group != "data"}
+        node: dict[str, Any] = {"_target_": "???"} | (
+            {} if group == "data" else {"_partial_": True}
+        )
         if group == "optim":
             node |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
             node |= {"schedule": "cosine", "warmup": 0.1}
@@ -149,10 +151,9 @@ def register_custom() -> None:
 @lru_cache(maxsize=256)
 def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
     """The values in conf/<group>/<choice>.yaml; None for a choice that normexp does not ship."""
-    path = conf_dir() / group / f"{choice}.yaml"
-    if not path.is_file():
+    if choice not in {*group_choices(group)} - {"custom"}:
         return None
-    tree: Any = OmegaConf.to_container(OmegaConf.load(path))
+    tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{choice}.yaml"))
     return tree["data"] if group == "data" else tree  # data files also set top-level keys
 
 

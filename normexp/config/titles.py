@@ -1,4 +1,4 @@
-"""What a cell is called, in tables and in the history."""
+"""What cells and durations are called, in tables and in the history."""
 
 from __future__ import annotations
 
@@ -47,3 +47,13 @@ def tell_apart(titles: Sequence[str]) -> tuple[str, list[str]]:
     ]
     own = [" ".join(word for word in row if word not in shared) for row in rows]
     return " ".join(shared), [text or title for text, title in zip(own, titles, strict=True)]
+
+
+def spoken(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min`, `2 h 05 min`."""
+    if seconds < 1:
+        return f"{seconds:.1f} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -69,7 +69,7 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
             when called, an error of the constructor, a result that is not an nn.Module, or a
             required argument that turns out not to be the number of features.
     """
-    call = partial(bind_eps(make, eps))
+    call = _flatten(bind_eps(make, eps))
     free = _free_arguments(call)
     feature = _feature_argument(free)
     missing = [p.name for p in free if p is not feature and _is_required(p)]
@@ -151,9 +151,19 @@ def log_replaced_eps(make: Callable[..., Any], eps: float, *, target: str) -> No
 def _eps_argument(make: Callable[..., Any]) -> inspect.Parameter | None:
     if not callable(make):
         raise UserError(f"norm._target_ names {make!r}, which cannot be called")
-    free = _free_arguments(partial(make))
+    free = _free_arguments(_flatten(make))
     named = [p for p in free if p.name in EPS_NAMES and p.kind is not p.POSITIONAL_ONLY]
     return named[0] if named else None
+
+
+def _flatten(make: Callable[..., Any]) -> partial[Any]:
+    """Returns nested partials, of which Hydra's are a class of their own, as one."""
+    args: tuple[Any, ...] = ()
+    knobs: dict[str, Any] = {}
+    while isinstance(make, partial):
+        args, knobs = (*make.args, *args), {**make.keywords, **knobs}
+        make = make.func
+    return partial(make, *args, **knobs)
 
 
 def _free_arguments(call: partial[Any]) -> list[inspect.Parameter]:

@@ -86,3 +86,37 @@ def list_seeds(cell_dir: Path) -> list[int]:
     """The seeds that have a run directory, in ascending order."""
     seeds = [seed_of(path) for path in cell_dir.iterdir() if path.is_dir()]
     return sorted(seed for seed in seeds if seed is not None)
+
+
+def find_cell(run: Path) -> Path:
+    """Returns `run` if it is the folder of a cell. Raises UserError, with near names, if not."""
+    if (run / CONFIG_FILE).is_file():
+        return run
+    if run.is_dir() and seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
+        raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
+    if run.is_dir():
+        cells = [path.name for path in Study(run).list_cells()]
+        inside = f"; it is a study with the runs {_some(cells)}" if cells else ""
+        raise UserError(f"{run} is not a run: it has no {CONFIG_FILE}{inside}")
+    folder = run.parent
+    known = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or sorted(known)[:3]
+    hint = f"nearest: {_some([str(folder / name) for name in near])}"
+    raise UserError(f"{run} does not exist; {hint if near else f'nor is there a run in {folder}'}")
+
+
+def find_run(run_dir: Path) -> tuple[Path, int]:
+    """Returns the folder of the cell, and the seed."""
+    seed = seed_of(run_dir)
+    if seed is not None and run_dir.is_dir():
+        return find_cell(run_dir.parent), seed
+    cell_dir = find_cell(run_dir)
+    seeds = list_seeds(cell_dir)
+    if len(seeds) != 1:
+        found = _some([f"seed-{seed}" for seed in seeds]) or "none"
+        raise UserError(f"{cell_dir} is a cell, not one run; give one of its seeds: {found}")
+    return cell_dir, seeds[0]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -25,6 +25,7 @@ class Result:
         metrics: name, such as `val/accuracy`, to a finite number.
         diverged_at_step: first optimizer step whose loss was not finite; set if diverged.
         error: one line; set if failed.
+        steps: optimizer steps that were made; fewer than planned only if it diverged.
         attempts: how often a failed run has been tried.
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
             samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes.
@@ -43,6 +44,7 @@ class Result:
     environment: dict[str, Any]
     diverged_at_step: int | None = None
     error: str | None = None
+    steps: int | None = None
     num_parameters: int | None = None
     timing: dict[str, float] = field(default_factory=dict)
     invalid: str | None = None
@@ -168,3 +170,8 @@ def read_records(cell_dir: Path, seeds: Sequence[int]) -> CellRecords:
         failed=[result for result in known if result.status == "failed"],
         new=[seed for seed, result in results.items() if result is None],
     )
+
+
+def values_of(results: Sequence[Result], name: str) -> list[float]:
+    """The values of a metric over the runs that have it."""
+    return [result.metrics[name] for result in results if name in result.metrics]

@@ -271,41 +271,41 @@ def draw_statistics(part: Slice) -> Figure | None:
 
 
 def _statistics_rows(part: Slice) -> list[Row]:
-    """The metric under each kind of statistics; an independent norm has none."""
+    """The metric under each kind of statistics, of norms that depend on the size.
+
+    It is that of the validation split if the test split was evaluated in one way only.
+    """
     points = part.points[~part.points["independent"]]
-    runs = part.runs[part.runs["cell"].isin(points["cell"])]
-    names = _names_with_suffix(metric_names(part.runs), part.metric.name.partition("@")[0])
-    as_in_training = _batches_as_in_training(points, runs)
+    base, names = part.metric.name.partition("@")[0], metric_names(part.runs)
+    for candidate in (base, base.replace("test/", "val/")):
+        found = [name for name in names if name.partition("@")[0] == candidate]
+        if any("@" in name for name in found):
+            break
+    else:
+        return []
+    as_in_training = _batches_as_in_training(points, part.runs)
     rows = []
-    for name in names:
+    for name in found:
         suffix = name.partition("@")[2] or "running"
         statistics = "batch" if suffix.startswith("batch") and as_in_training else suffix
         table = _summary(part, points, describe_metric(name))
         table = table[table["n"] > 0].assign(
-            statistics=statistics, metric=describe_metric(name.partition("@")[0]).label, note=""
+            statistics=statistics, metric=describe_metric(candidate).label, note=""
         )
         rows += plain_rows(table, [*SUMMARY, "statistics", "metric", "note"])
     return rows
 
 
-def _names_with_suffix(names: Sequence[str], base: str) -> list[str]:
-    """All names of one metric, running first; on the validation split if test has no suffix."""
-    for candidate in (base, base.replace("test/", "val/")):
-        found = sorted(name for name in names if name.partition("@")[0] == candidate)
-        if any("@" in name for name in found):
-            return found
-    return []
-
-
 def _batches_as_in_training(points: pd.DataFrame, runs: pd.DataFrame) -> bool:
     """True if each cell was evaluated in batches of its own norm batch size, and these differ."""
+    sizes = points.set_index("cell")["norm_batch_size"]
     found = {
-        (suffix, f"batch{point.norm_batch_size}")
-        for point in points.itertuples()
-        for name in metric_names(runs[runs["cell"] == point.cell])
-        if (suffix := name.partition("@")[2]).startswith("batch")
+        (name.partition("@batch")[2], str(sizes[cell]))
+        for cell, own in runs[runs["cell"].isin(sizes.index)].groupby("cell")
+        for name in metric_names(own)
+        if "@batch" in name
     }
-    return len(found) > 1 and all(suffix == own for suffix, own in found)
+    return len(found) > 1 and all(size == own for size, own in found)
 
 
 def _statistics_rank(name: str) -> tuple[int, int]:

@@ -128,7 +128,7 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
     columns = [
         *("norm", "setting", "size", "metric", "verdict", "from", "to", "drop"),
         *("drop over test samples too", "best size", "regret at the smallest size"),
-        *("loses more than", "below size", "loss per halving", "n", "seeds"),
+        *("threshold", "passed at size", "loss per halving", "n", "seeds"),
     ]
     rows = []
     for answer in answers:
@@ -257,8 +257,8 @@ def _sensitivity_row(loss: Claim, found: Sensitivity, metric: Metric) -> Row:
         "drop over test samples too": _over_samples(over and negated(over), metric),
         "best size": found.best_size,
         "regret at the smallest size": format_interval(found.regret, metric.digits),
-        "loses more than": metric.tolerance_words,
-        "below size": _threshold_words(found.threshold, smallest),
+        "threshold": metric.tolerance_words,
+        "passed at size": _threshold_words(found.threshold, smallest),
         "loss per halving": f"{slope} ({largest} to {smallest})",
         "n": found.drop.n,
         "seeds": found.num_seeds,

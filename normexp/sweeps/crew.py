@@ -41,7 +41,7 @@ class Seat:
     def take(self, task: Task) -> None:
         self.task = task
         self.stack: StackRecord | None = None
-        self.steps = (0, 0)
+        self.steps: tuple[int, int] = (0, 0)  # done, and all of its stack
         self.since = time.monotonic()
 
 

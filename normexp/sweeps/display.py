@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,22 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.spec import Outcome
+from normexp.config.titles import spoken
 from normexp.records.logs import OnceFilter, messages_to
-
-if TYPE_CHECKING:
-    pass
+from normexp.sweeps.crew import Seat
 
 SECONDS_BETWEEN_LINES = 60.0  # between progress lines without a terminal
 COUNTED = ("finished", "skipped", "failed", "refused", "stopped", "planned")
-
-
-class AtWork(Protocol):
-    """What the display reads from a worker: its cells, steps done, total steps, start time."""
-
-    task: tuple[int, ...]
-    steps: tuple[int, int]
-    since: float
-    is_ready: bool
 
 
 class Display(logging.Handler):
@@ -92,7 +81,7 @@ class Display(logging.Handler):
         rest = f", {left} left" if left and self.live is None else ""
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{rest}")
 
-    def time_left(self, num_cells: int, at_work: Sequence[AtWork] = ()) -> str:
+    def time_left(self, num_cells: int, at_work: Sequence[Seat] = ()) -> str:
         """Returns the time left, estimated from the mean time of finished cells.
 
         Empty before the first cell has finished, and while a worker's process starts.
@@ -104,7 +93,7 @@ class Display(logging.Handler):
         rest = mean * num_cells + sum(_rest_of(worker, mean) for worker in at_work)
         return spoken(rest / self.num_places)
 
-    def update(self, workers: Sequence[AtWork], num_waiting: int) -> None:
+    def update(self, workers: Sequence[Seat], num_waiting: int) -> None:
         """Shows what the workers are doing now."""
         busy = [worker for worker in workers if worker.task]
         if self.console.is_terminal:
@@ -113,7 +102,7 @@ class Display(logging.Handler):
             self._line_at = time.monotonic()
             self.print(f"{self._headline(busy, num_waiting)}: " + "; ".join(map(self._row, busy)))
 
-    def _draw(self, busy: Sequence[AtWork], num_waiting: int) -> None:
+    def _draw(self, busy: Sequence[Seat], num_waiting: int) -> None:
         if self.live is None:
             self.live = Live(console=self.console, transient=True, auto_refresh=False)
             self.live.start()
@@ -122,7 +111,7 @@ class Display(logging.Handler):
             rows.add_row(Text("  " + self._row(worker), no_wrap=True, overflow="ellipsis"))
         self.live.update(Group(Text(self._headline(busy, num_waiting)), rows), refresh=True)
 
-    def _headline(self, busy: Sequence[AtWork], num_waiting: int) -> str:
+    def _headline(self, busy: Sequence[Seat], num_waiting: int) -> str:
         done = sum(self.counts.values())
         counts = [f"{self.counts[name]} {name}" for name in COUNTED if self.counts[name]]
         parts = [f"{done}/{len(self.titles)} cells", *counts, f"{len(busy)} running"]
@@ -130,7 +119,7 @@ class Display(logging.Handler):
         left = self.time_left(num_waiting, busy)
         return ", ".join([*parts, f"{left} left"] if left else parts)
 
-    def _row(self, worker: AtWork) -> str:
+    def _row(self, worker: Seat) -> str:
         first, *others = worker.task
         more = f" and {len(others)} more" if others else ""
         done, total = worker.steps
@@ -138,20 +127,10 @@ class Display(logging.Handler):
         return f"{self.titles[first]}{more}  {how_far}"
 
 
-def _rest_of(worker: AtWork, mean: float) -> float:
+def _rest_of(worker: Seat, mean: float) -> float:
     """Returns the seconds left for a cell, by its own speed once 5 % of its steps are done."""
     elapsed = time.monotonic() - worker.since
     done, total = worker.steps
     if total and done / total > 0.05:
         return elapsed * (total - done) / done
     return max(0.0, mean - elapsed)
-
-
-def spoken(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `3 min`, `2 h 05 min`."""
-    if seconds < 1:
-        return f"{seconds:.1f} s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"

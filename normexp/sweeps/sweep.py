@@ -19,11 +19,11 @@ from normexp.records.history import append_attempt
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
 from normexp.reporting.agent import log_to_agent, refuse_many_cells
+from normexp.reporting.summary import print_closing_table, print_plan, print_summary
 from normexp.sweeps.crew import Seat, Worker, ready_workers, shared_board
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place, places_for, shared_value, trains_here
-from normexp.sweeps.summary import print_closing_table, print_plan, print_summary
 from normexp.sweeps.tasks import Board, Task, group_cells
 from normexp.sweeps.worker import (
     Began,

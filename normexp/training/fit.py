@@ -18,6 +18,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 
+from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
@@ -53,6 +54,7 @@ def fit(
         True if a stop was requested too late: this training is complete.
 
     Raises:
+        UserError: something else ended the training before its last step.
         Interrupted: a stop was requested and the checkpoint written.
         KeyboardInterrupt: a second request, which stops at once.
     """
@@ -73,10 +75,20 @@ def fit(
             trainer.fit(module, ckpt_path=resume, weights_only=True)
         except SystemExit:  # Lightning's translation of the second request's KeyboardInterrupt
             raise KeyboardInterrupt from None
+        _check_end(module)
         if module.validated_at != module.step:  # the last epoch had no validation
             trainer.validate(module, verbose=False)
         trainer.test(module, verbose=False)
     return stop.requested
+
+
+def _check_end(module: TrainingModule) -> None:
+    planned = module.recipe.schedule.total_steps
+    if module.step < planned and not module.losses.all_diverged:
+        raise UserError(
+            f"the training ended after {module.step} of {planned} steps, because of a callback or "
+            "an option of the trainer; drop it, and set steps or epochs to train less"
+        )
 
 
 def evaluate(module: TrainingModule, *, accelerator: str, precision: str) -> None:
@@ -191,6 +203,18 @@ def device_type(accelerator: str) -> str:
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return "cuda" if accelerator == "gpu" else accelerator
+
+
+def set_matmul_precision(precision: str, device_type: str) -> None:
+    """Sets how a GPU multiplies float32: `highest` in float32, `high` or `medium` on tensor cores.
+
+    `high` is TF32 with 10 bits of mantissa. By default torch uses TF32 for convolutions but not
+    for matrix products; here both follow one setting. A CPU always computes in float32.
+    """
+    if device_type != "cuda":
+        return
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
 def placed(options: dict[str, Any], stop: StopRequest | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ are counted in optimizer steps, never in Lightning's batches.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,10 @@ from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, Replicas
 from normexp.batching.sizes import Share, Sizes
 from normexp.data.batches import TrainingBatches
-from normexp.training.chunks import ChunkLoader, LossHistory
-from normexp.training.compilation import compiled_gradient, use_fast_layout
-from normexp.training.criterion import criterion_of
-from normexp.training.evaluation import Columns, EvaluationPlan, Evaluator
+from normexp.training.evaluation import Columns, EvaluationPlan, Evaluator, criterion_of
 from normexp.training.optim import OptimizerFactory, ReplicaRates, Schedule, parameter_groups
-from normexp.training.recorder import Position, Recorder
-from normexp.training.step import StepGradient
+from normexp.training.recorder import LossHistory, Position, Recorder
+from normexp.training.step import StepGradient, compiled_gradient
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,12 @@ class Recipe:
     optimizer: OptimizerFactory
     schedule: Schedule
     lr: float
-    weight_decay: float
-    decay_norm: bool
-    max_grad_norm: float | None  # 2-norm per replica; None: no clipping
-    eval_group: int | None  # samples that a norm mixes in evaluation; None if it mixes none
-    log_every: int  # optimizer steps per row of train/loss
-    max_chunk: int  # most optimizer steps in one call of training_step
+    weight_decay: float = 0.0
+    decay_norm: bool = False
+    max_grad_norm: float | None = None  # 2-norm per replica; None: no clipping
+    eval_group: int | None = None  # samples that a norm mixes in evaluation; None if it mixes none
+    log_every: int = 10  # optimizer steps per row of train/loss
+    max_chunk: int = 64  # most optimizer steps in one call of training_step
     lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
     compile: bool = False  # torch.compile the forward of training
 
@@ -113,7 +111,9 @@ class TrainingModule(pl.LightningModule):
         device = self.trainer.strategy.root_device
         self.batches = self.batches.to(device)
         self.evaluator = self.evaluator.on(self.batches.data)
-        use_fast_layout(self.replicas, self.batches.data, device)
+        is_image = len(self.batches.data.input_shape) == 3
+        if device.type == "cuda" and is_image and not self.replicas.is_stacked:
+            self.replicas.make_channels_last()  # faster; under vmap a convolution gains nothing
         if self.trainer.world_size > 1:
             share = Share(self.trainer.global_rank, self.trainer.world_size)
             self.processes = Processes(share, device)
@@ -129,12 +129,6 @@ class TrainingModule(pl.LightningModule):
             self.recipe.max_chunk,
             self.processes,
         )
-
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        del device, dataloader_idx
-        return batch  # positions in data that is on the device already
 
     def on_train_start(self) -> None:
         recipe, replicas = self.recipe, self.replicas
@@ -238,3 +232,52 @@ class TrainingModule(pl.LightningModule):
         self.validated_at = state["validated_at"]
         self.metrics = state["metrics"]
         self.recorder.truncate_after(self.step)
+
+
+class ChunkLoader:
+    """Yields the chunks of an epoch as slices of optimizer steps, from the current step on.
+
+    A chunk ends with the epoch and with the last step at the latest. Within these bounds its size
+    doubles from one step until a chunk takes `target_seconds`: small steps then pay little for
+    Lightning's loop, and large ones still show progress and can be interrupted. The size of chunks
+    does not change any result. (Slices, because Lightning unpacks a range into its items.)
+
+    Args:
+        current_step: returns the number of optimizer steps done so far.
+        max_steps: most steps in a chunk.
+        processes: all of them use the largest of their chunk sizes.
+    """
+
+    target_seconds = 0.25
+
+    def __init__(
+        self,
+        current_step: Callable[[], int],
+        steps_per_epoch: int,
+        total_steps: int,
+        max_steps: int,
+        processes: Processes | None = None,
+    ) -> None:
+        self.current_step = current_step
+        self.steps_per_epoch = steps_per_epoch
+        self.total_steps = total_steps
+        self.max_steps = max_steps
+        self.processes = processes
+        self._size = 1
+
+    def __iter__(self) -> Iterator[slice]:
+        step = self.current_step()
+        epoch_end = (step // self.steps_per_epoch + 1) * self.steps_per_epoch
+        end = min(epoch_end, self.total_steps)
+        while step < end:
+            num_steps = min(self._size, end - step)
+            if self.processes is not None:
+                num_steps = self.processes.highest(num_steps)
+            started = time.perf_counter()
+            yield slice(step, step + num_steps)
+            self._resize(time.perf_counter() - started, num_steps)
+            step += num_steps
+
+    def _resize(self, seconds: float, num_steps: int) -> None:
+        affordable = int(self.target_seconds / max(seconds / num_steps, 1e-9))
+        self._size = max(1, min(2 * self._size, affordable, self.max_steps))

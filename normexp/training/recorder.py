@@ -1,4 +1,4 @@
-"""Records metrics: metrics.csv and W&B get the rows of each run, Lightning's loggers the mean."""
+"""Records losses and metrics: each run's sinks get its rows, Lightning's loggers the mean."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 import netrc
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from pytorch_lightning.loggers import Logger
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,78 @@ def finite_mean(column: Sequence[float]) -> float | None:
     """Returns the mean of the finite values; None if there are none."""
     finite = [value for value in column if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
+
+
+class LossHistory:
+    """Collects the losses of optimizer steps on the device and averages them into rows.
+
+    Args:
+        every: optimizer steps per row. Rows end at multiples of it, independent of chunks.
+
+    Attributes:
+        num_steps: optimizer steps added so far.
+        latest: the last row; None before the first.
+        diverged_at: for each replica, the first step (from 1) with a loss that is not finite.
+    """
+
+    def __init__(self, num_replicas: int, every: int) -> None:
+        self.every = every
+        self.num_steps = 0
+        self.latest: list[float] | None = None
+        self.diverged_at: list[int | None] = [None] * num_replicas
+        self._pending: list[Tensor] = []  # (S,) each, since the last row
+
+    @property
+    def all_diverged(self) -> bool:
+        return all(step is not None for step in self.diverged_at)
+
+    def add(self, losses: Tensor) -> None:
+        """Adds the losses (S,) of one optimizer step; does not wait for the device."""
+        self._pending.append(losses)
+        self.num_steps += 1
+
+    def take_rows(self) -> Iterator[tuple[int, list[float]]]:
+        """Yields each complete row once: its last step, and the mean loss of each replica."""
+        first = self.num_steps - len(self._pending)  # steps before the pending ones
+        num_whole = self.num_steps // self.every * self.every - first
+        if num_whole <= 0:
+            return
+        losses = self._read(num_whole)
+        del self._pending[:num_whole]
+        boundaries = range((first // self.every + 1) * self.every, self.num_steps + 1, self.every)
+        begin = first
+        for end in boundaries:
+            self.latest = losses[begin - first : end - first].mean(dim=0).tolist()
+            yield end, self.latest
+            begin = end
+
+    def finish(self) -> None:
+        """Checks the steps after the last row for divergence; they get no row of their own."""
+        if self._pending:
+            self._read(len(self._pending))
+            self._pending = []
+
+    def _read(self, num_steps: int) -> Tensor:
+        """Returns the first pending losses, float64 (num_steps, S); notes where they diverged."""
+        first = self.num_steps - len(self._pending)
+        losses = torch.stack(self._pending[:num_steps]).double().cpu()
+        bad = ~torch.isfinite(losses)
+        for index in bad.any(dim=0).nonzero().flatten().tolist():
+            if self.diverged_at[index] is None:
+                self.diverged_at[index] = first + int(bad[:, index].float().argmax()) + 1
+        return losses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_steps": self.num_steps,
+            "pending": [losses.cpu() for losses in self._pending],
+            "diverged_at": list(self.diverged_at),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.num_steps = state["num_steps"]
+        self._pending = [losses.to(device) for losses in state["pending"]]
+        self.diverged_at = list(state["diverged_at"])
 
 
 class WandbRun:

@@ -70,11 +70,13 @@ class Net(nn.Module):
         super().__init__()
         if fault == "raises":
             raise KeyError("depth")
-        self.norm, self.fault = norm(1), fault
+        self.fault = fault
+        self.norm = nn.Identity() if fault == "ignores" else norm(1)
         self.head = nn.Linear(64, num_outputs + (fault == "outputs"))
 
     def forward(self, x):
-        y = self.head(self.norm(x).flatten(1))
+        y = self.norm(x)
+        y = self.head((x if self.fault == "drops" else y).flatten(1))
         return (y, y) if self.fault == "tuple" else y
 
 def nothing(norm):
@@ -97,6 +99,8 @@ def load_own(fault=""):
         ("model._target_=own.Net model.fault=outputs", r"own.Net returns \(2, 11\) .* \(2, 10\)"),
         ("model._target_=own.Net model.fault=tuple", "own.Net returns a tuple"),
         ("model._target_=own.Net model.depth=3", "model.depth: own.Net has no such argument"),
+        ("model._target_=own.Net model.fault=ignores", "no norm site, so `norm` has no effect"),
+        ("model._target_=own.Net model.fault=drops", "norm at norm has no effect"),
         ("model._target_=own.nothing", "own.nothing made a NoneType, not an nn.Module"),
         ("data._target_=own.load_own data.fault=raises", "own.load_own fails: OSError: the disk"),
         ("data._target_=own.load_own data.fault=classes", "num_outputs=5 allows 0 to 4"),
@@ -173,7 +177,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return object.__new__(Data)
 
     monkeypatch.setattr(cell_module, "build_data", build)
-    return names
+    data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
+    return OmegaConf.create({"data": data, "folder": "here"})
 
 
 def config(name: str) -> DictConfig:

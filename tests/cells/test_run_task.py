@@ -16,7 +16,7 @@ from normexp.cells.run import run_task
 from normexp.cells.stack import Stack
 from normexp.cli import parse_command, read_options
 from normexp.config.grid import compose_cells
-from normexp.config.spec import CellSpec, Command
+from normexp.config.spec import CellSpec
 from normexp.records.files import FileLock, is_held
 from normexp.records.history import append_attempt, read_history
 from normexp.records.metrics import read_metrics
@@ -27,12 +27,14 @@ from normexp.train import main
 from normexp.training.stopping import StopRequest
 
 RATES = ["lr=0.05,0.5"]
-QUICK = ["norm_batch_size=2", "steps=6", "log_every=2", "replicas=2", "save_weights=false"]
+QUICK = ["steps=6", "log_every=2", "save_weights=false"]
 
 
-def train(tmp_path: Path, *words: str, study: str = "s") -> int:
-    own = ["workers=0", f"runs_dir={tmp_path}", f"study={study}"]
-    return main(["-m", *QUICK, *words, *own])
+def train(
+    tmp_path: Path, *words: str, study: str = "s", replicas: int = 2, norm_batch_size: int = 2
+) -> int:
+    own = [f"norm_batch_size={norm_batch_size}", f"replicas={replicas}", "workers=0"]
+    return main(["-m", *QUICK, *words, *own, f"runs_dir={tmp_path}", f"study={study}"])
 
 
 def results_of(tmp_path: Path, study: str = "s") -> dict[tuple[float, int], Result]:
@@ -40,10 +42,9 @@ def results_of(tmp_path: Path, study: str = "s") -> dict[tuple[float, int], Resu
     return {(result.config["lr"], result.seed): result for result in found}
 
 
-def specs_of(tmp_path: Path, *words: str) -> list[CellSpec]:
-    arguments = parse_command(["-m", *QUICK, *RATES, *words, f"runs_dir={tmp_path}", "study=s"])
-    assert isinstance(arguments, Command)
-    return compose_cells(arguments)
+def specs_of(tmp_path: Path, replicas: int = 2) -> list[CellSpec]:
+    own = ["norm_batch_size=2", f"replicas={replicas}", f"runs_dir={tmp_path}", "study=s"]
+    return compose_cells(parse_command(["-m", *QUICK, *RATES, *own]))
 
 
 def test_each_run_of_a_stack_of_rates_is_as_trained_alone(tmp_path: Path):
@@ -68,8 +69,8 @@ def test_each_run_of_a_stack_of_rates_is_as_trained_alone(tmp_path: Path):
 def test_more_seeds_and_rates_train_what_is_missing(tmp_path: Path):
     assert train(tmp_path, *RATES) == 0
     before = {path: path.stat().st_ino for path in tmp_path.glob("s/*/seed-*/result.json")}
-    assert train(tmp_path, *RATES, "replicas=3") == 0
-    assert train(tmp_path, "lr=0.05,0.1,0.5", "replicas=3") == 0
+    assert train(tmp_path, *RATES, replicas=3) == 0
+    assert train(tmp_path, "lr=0.05,0.1,0.5", replicas=3) == 0
     sizes = {key: result.timing["stack_size"] for key, result in results_of(tmp_path).items()}
     assert sizes == {
         **{(lr, seed): 4 for lr in (0.05, 0.5) for seed in (0, 1)},
@@ -107,7 +108,8 @@ def test_rate_that_fails_takes_no_other_run_with_it(
     assert not list(tmp_path.rglob(MEMBERS_FILE))
     monkeypatch.undo()
     assert train(tmp_path, *RATES) == 0  # the failed runs are tried again, one by one
-    assert {run.status for run in results_of(tmp_path).values()} == {"finished"}
+    told = {(run.status, run.apart) for run in results_of(tmp_path).values()}
+    assert told == {("finished", "RuntimeError: no more")}
 
 
 @pytest.mark.parametrize(("deaths", "apart"), [([0], None), ([0, 0], "killed"), ([1, 0], None)])
@@ -136,7 +138,7 @@ def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
     assert {outcome.status for outcome in run_task(specs, stop=stop)} == {"stopped"}
     assert len(list(tmp_path.rglob("last.ckpt"))) == 1
     begun: list[StackRecord] = []
-    (later,) = [each for each in specs_of(tmp_path, "replicas=3") if each.cfg and each.cfg.lr > 0.1]
+    (later,) = [each for each in specs_of(tmp_path, 3) if each.cfg and each.cfg.lr > 0.1]
     (outcome,) = run_task([later], lambda stack, _: begun.append(stack))
     assert outcome.status == "finished"
     assert [len(stack.members) for stack in begun] == [4, 1]
@@ -147,7 +149,7 @@ def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
 
 
 def test_refused_cells_are_told_as_if_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert train(tmp_path, *RATES, "norm_batch_size=5") == 2
+    assert train(tmp_path, *RATES, norm_batch_size=5) == 2
     told = capsys.readouterr()
     assert "norm_batch_size=5" in told.err
     assert "trained alone" not in told.err

@@ -90,12 +90,24 @@ class Noisy(torch.nn.Module):
 """
 
 
-def test_modules_that_draw_for_themselves_draw_by_seed_and_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SHARED = """import functools, torch
+
+@functools.cache
+def make(num_features):
+    return torch.nn.BatchNorm2d(num_features)  # one for all sites of this width, in every network
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [(NOISY, "Noisy"), (SHARED, "make")], ids=["draws", "shared"]
+)
+def test_own_draws_and_shared_modules_do_not_tie_runs_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str
 ):
-    (tmp_path / "noisy_norm_of_a_test.py").write_text(NOISY)
+    (tmp_path / "noisy_norm_of_a_test.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["norm=custom", "norm._target_=noisy_norm_of_a_test.Noisy", "steps=3", "log_every=1"]
+    words = ["norm=custom", f"norm._target_=noisy_norm_of_a_test.{name}", "steps=3", "log_every=1"]
+    words += ["stack=false"]
     try:
         assert main([*words, "replicas=2", f"runs_dir={tmp_path / 'pair'}"]) == 0
         torch.manual_seed(7)  # must not matter

@@ -181,12 +181,6 @@ def test_sequential_state_is_refused_a_split():
     assert values_of(Streaming, "ghost = accumulated") == ["refused"]
 
 
-def test_buffers_put_in_place_of_others_are_named():
-    (line,) = lines_of(broken.KeptGraph, "buffers written in place")
-    assert (line.value, line.detail) == ("no", "running_mean is another tensor")
-    assert values_of(BatchNorm, "buffers written in place") == ["yes"]
-
-
 def test_bytes_kept_are_the_output_of_a_tanh():
     assert values_of(Tanh, "bytes kept for backward") == [4 * 32 * 64 * 16 * 16]  # in float32
 
@@ -289,6 +283,53 @@ def test_torch_group_norm_is_measured_where_its_groups_have_values():
     assert subject.num_features == 32
     names = ("pools channels", "ignores input scale", "ignores channel scales")
     assert values_of(partial(nn.GroupNorm, 8), *names) == [YES, YES, NO]
+
+
+class Reads(nn.Module):
+    """Adds a little of what lies `distance` further along an axis, if anything does."""
+
+    def __init__(self, axis: int, distance: int) -> None:
+        super().__init__()
+        self.axis, self.distance = axis, distance
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim <= self.axis or x.shape[self.axis] <= self.distance:
+            return 1.0 * x
+        later = x.roll(-self.distance, self.axis)
+        rest = x.shape[self.axis] - self.distance
+        index = torch.arange(x.shape[self.axis]).view(-1, *[1] * (x.ndim - 1 - self.axis))
+        return x + 0.1 * torch.where(index < rest, later, 0)
+
+
+@pytest.mark.parametrize("distance", [1, 5, 17, 32])
+def test_far_samples_and_positions_are_on_the_card(distance: int):
+    traits = ("mixes samples", "pools channels", "pools positions", "leaks the future")
+    assert values_of(lambda _: Reads(0, distance), *traits) == [YES, NO, NO, NO]
+    assert values_of(lambda _: Reads(2, distance), *traits) == [NO, NO, YES, YES]
+
+
+class GroupedAct(nn.Module):
+    """As in timm: groups by a default, parameters (1, C, 1, 1), for maps, an activation behind."""
+
+    def __init__(self, num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.num_groups, self.eps = num_groups, eps
+        self.weight = nn.Parameter(torch.ones(1, num_channels, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(1, num_channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.view(len(x), self.num_groups, -1, *x.shape[2:])
+        var, mean = torch.var_mean(groups, (2, 3, 4), correction=0, keepdim=True)
+        out = ((groups - mean) * (var + self.eps).rsqrt()).view(x.shape)
+        return torch.relu(out * self.weight + self.bias)
+
+
+def test_group_norm_with_an_activation_is_measured_where_it_shows_what_it_is():
+    assert subject_of(GroupedAct).num_features >= 64
+    names = ("mixes samples", "pools channels", "pools positions", "ignores input scale")
+    assert values_of(GroupedAct, *names) == [NO, YES, YES, YES]
+    lines = lines_of(GroupedAct, "gradient in training", "exact at mean 1e4", "4-D inputs")
+    assert [line.status for line in lines] == ["pass"] * 3
 
 
 def test_names_with_brackets_are_text(capsys: pytest.CaptureFixture[str]):

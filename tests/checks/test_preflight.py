@@ -133,6 +133,12 @@ def test_neighbour_at_any_distance_below_the_batch_is_found(distance: int):
         assert traits.mixes_samples and traits.mixes_samples_in_evaluation
 
 
+def test_sites_are_probed_with_the_whole_micro_batch():
+    """Also where a network is too large to run on as many samples."""
+    norm = NormFactory(lambda _: Sequences(neighbour(50)))
+    assert examine(convnet(norm), image_data(64), Sizes(64), drop_last=True).mixes_samples
+
+
 def test_neighbour_outside_of_sites_is_found():
     class Rolled(FlatNet):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -222,6 +228,16 @@ def test_modules_that_sites_share_are_noted_and_seeds_do_not_share_them(
 def test_state_that_checkpoints_lack_is_refused_before_training(norm: type[nn.Module]):
     with pytest.raises(UserError, match="norm at norm1 keeps .*register_buffer"):
         traits_of(FlatNet(NormFactory(norm)), image_data())
+
+
+def test_state_of_the_process_is_told_from_attributes():
+    for norm, words in (
+        (broken.CountsInClass, "outside of the module"),
+        (broken.Counter, "its state_dict lacks: steps"),
+        (broken.LateCounter, "a counter that its state_dict lacks: steps"),
+    ):
+        with pytest.raises(UserError, match=words):
+            traits_of(FlatNet(NormFactory(norm)), image_data())
 
 
 def test_state_outside_of_norms_is_refused():

@@ -70,7 +70,7 @@ def test_a_knob_that_nothing_reads_is_refused_unless_it_has_its_default(
 ):
     config, choices = compose_cell(["steps=1", "replicas=1"])
     shipped = {**shipped_config(), "warp": 1}
-    monkeypatch.setattr("normexp.cells.cell.shipped_config", lambda: shipped)
+    monkeypatch.setattr("normexp.cells.refusals.shipped_config", lambda: shipped)
     with open_dict(config):
         config.warp = 1
     prepare_cell(config, choices)

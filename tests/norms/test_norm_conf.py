@@ -69,6 +69,12 @@ def test_a_float_knob_takes_floats_and_whole_numbers(words):
     assert build_norm(config, Sizes(8), TEXTS)(C).norm.r_max == float(knob.partition("=")[2])
 
 
+@pytest.mark.parametrize(("words", "eps"), [([], 1e-5), (["norm.eps=0.5"], 0.5)])
+def test_eps_of_a_foreign_norm_is_the_configs_unless_it_has_its_own(words, eps):
+    config = compose_config(["norm=custom", "norm._target_=torch.nn.BatchNorm2d", *words])
+    assert build_norm(config, Sizes(8), TEXTS)(C).norm.norm.eps == eps
+
+
 class Drawing(nn.Module):
     def __init__(self, num_features: int) -> None:
         super().__init__()

@@ -166,6 +166,7 @@ def test_one_pair_has_no_probability_of_improvement(tmp_path: Path):
     [
         ({2: (2,), 8: (8,)}, {"running", "batch"}),  # each at its own size: one line
         ({2: (2, 8), 8: (2, 8)}, {"running", "batch2", "batch8"}),
+        ({2: (2,)}, {"running", "batch2"}),
     ],
 )
 def test_evaluation_statistics_are_those_of_norms_that_mix(tmp_path: Path, suffixes, kinds):

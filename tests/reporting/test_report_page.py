@@ -122,6 +122,13 @@ def test_filters_hide_rows_lines_and_sections(browser: Browser, page: str):
     assert sorted(browser.run(sections)) == [False, True]
     browser.run("document.querySelector('[data-filter=size][data-value=\"2\"]').click()")
     browser.wait(f"{colours}.length > 0")
+    notes = "return [...document.querySelectorAll('.partial')].some(p => p.offsetParent)"
+    assert browser.run(notes)
+    assert browser.run("return document.querySelector('.filters summary').textContent") == (
+        "Filters: 3 hidden"
+    )
+    sentence = "return document.querySelector('section > p[data-norm=batch]').offsetParent"
+    assert browser.run(sentence) is None
 
 
 def test_hover_shows_values_seeds_and_directory(browser: Browser, page: str):
@@ -140,16 +147,27 @@ def test_hover_shows_values_seeds_and_directory(browser: Browser, page: str):
 
 def test_a_click_on_a_heading_sorts_numbers_as_numbers(browser: Browser, page: str):
     show(browser, page)
-    column = (
-        "[...document.querySelectorAll('table')][0].querySelectorAll('tbody tr td:nth-child(5)')"
-    )
-    head = "document.querySelector('table thead th:nth-child(5) button').click()"
-    browser.run(head)
-    up = browser.run(f"return [...{column}].map(c => c.textContent)")
-    browser.run(head)
-    down = browser.run(f"return [...{column}].map(c => c.textContent)")
+    heads = "[...document.querySelectorAll('table')[0].querySelectorAll('th')]"
+    place = browser.run(f"return {heads}.findIndex(h => h.textContent === 'norm batch size')")
+    cells = f"document.querySelectorAll('table')[0].querySelectorAll('td:nth-child({place + 1})')"
+    browser.run(f"{heads}[{place}].firstChild.click()")
+    up = browser.run(f"return [...{cells}].map(c => c.textContent)")
+    browser.run(f"{heads}[{place}].firstChild.click()")
+    down = browser.run(f"return [...{cells}].map(c => c.textContent)")
     assert [text for text in up if text != "any"] == ["2", "2", "8", "32", "128"]
     assert down == up[::-1] or [t for t in down if t != "any"] == ["128", "32", "8", "2", "2"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
+def test_the_first_screen_has_the_headline_and_the_main_figure_with_its_legend(
+    browser: Browser, tmp_path: Path, width: int, height: int
+):
+    write_study(tmp_path, np.random.default_rng(0), level=("layer", "group", "rms", "instance"))
+    assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
+    show(browser, (tmp_path / "synthetic" / "report" / "index.html").as_uri(), width=width)
+    for part in ("section > p", "[data-figure^=metric] .role-legend", ".mark-line"):
+        found = f"document.querySelector('{part}').getBoundingClientRect().bottom"
+        assert browser.run(f"return {found}") < height
 
 
 def test_every_chart_and_table_can_be_saved(browser: Browser, page: str, tmp_path: Path):

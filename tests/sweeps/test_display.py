@@ -12,10 +12,10 @@ from rich.console import Console
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import Outcome
-from normexp.config.titles import tell_apart, title_of
+from normexp.config.titles import spoken, tell_apart, title_of
 from normexp.records.state import shared_words
 from normexp.sweeps import display as module
-from normexp.sweeps.display import Display, spoken
+from normexp.sweeps.display import Display
 
 
 @dataclass

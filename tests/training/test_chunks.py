@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from normexp.training.chunks import ChunkLoader, LossHistory
+from normexp.training.module import ChunkLoader
+from normexp.training.recorder import LossHistory
 
 
 def steps_of(loader: ChunkLoader) -> list[int]:

@@ -11,13 +11,13 @@ from training_cases import assert_same_state, build_module, train
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.models.convnet import ConvNet
-from normexp.training import compilation
-from normexp.training.compilation import make_channels_last, set_matmul_precision
+from normexp.training import step
+from normexp.training.fit import set_matmul_precision
 
 
 def test_channels_last_changes_memory_and_no_result(tmp_path: Path):
     last, first = build_module(), build_module()
-    make_channels_last(last.replicas)
+    last.replicas.make_channels_last()
     weight = last.replicas.trees[0].conv2.weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert not weight.is_contiguous()
@@ -66,7 +66,7 @@ def test_network_that_cannot_be_compiled_is_refused_with_the_reason(tmp_path: Pa
     def failing(*_, **__):
         raise RuntimeError("no compiler here\nand a long story")
 
-    monkeypatch.setattr(compilation.torch, "compile", lambda *_, **__: failing)
+    monkeypatch.setattr(step.torch, "compile", lambda *_, **__: failing)
     with pytest.raises(
         UserError, match=r"^compile=true: .*\(no compiler here\); try compile=false"
     ):
@@ -77,7 +77,7 @@ def test_too_little_memory_is_no_fault_of_the_compiler(tmp_path: Path, monkeypat
     def failing(*_, **__):
         raise torch.OutOfMemoryError("2 GiB")
 
-    monkeypatch.setattr(compilation.torch, "compile", lambda *_, **__: failing)
+    monkeypatch.setattr(step.torch, "compile", lambda *_, **__: failing)
     with pytest.raises(torch.OutOfMemoryError):
         train(build_module(compile=True), tmp_path / "a.ckpt")
 
@@ -93,9 +93,7 @@ def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
         return graph.forward
 
     compile_ = torch.compile
-    monkeypatch.setattr(
-        compilation.torch, "compile", lambda run, **_: compile_(run, backend=backend)
-    )
+    monkeypatch.setattr(step.torch, "compile", lambda run, **_: compile_(run, backend=backend))
     for index in range(10):  # torch gives up on a function that it compiled 8 times
         before = len(compiled)
         width = 4 + index

@@ -11,6 +11,7 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 from training_cases import build_module, train
 
+from normexp.errors import UserError
 from normexp.training.fit import placed
 from normexp.training.stopping import StopRequest
 
@@ -37,6 +38,18 @@ class NotesHandlers(pl.Callback):
 
     def on_test_batch_start(self, *_: object) -> None:
         self.handlers["test"] = signal.getsignal(signal.SIGTERM)
+
+
+class StopsEarly(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
+        trainer.should_stop = pl_module.step >= 7
+
+
+def test_training_that_a_callback_or_an_option_ends_early_is_no_result(tmp_path: Path):
+    with pytest.raises(UserError, match="after 7 of 10 steps"):
+        train(build_module(max_chunk=1), tmp_path / "a.ckpt", [StopsEarly()])
+    with pytest.raises(UserError, match="of 10 steps"):
+        train(build_module(max_chunk=1), tmp_path / "b.ckpt", limit_train_batches=2)
 
 
 def test_our_request_answers_signals_in_every_stage(tmp_path: Path):

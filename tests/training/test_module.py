@@ -94,16 +94,19 @@ def test_size_of_a_chunk_does_not_change_any_result(tmp_path: Path, stacked: boo
     assert rows_of(runs[0], 1) == rows_of(runs[1], 1)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
 @in_both_forms
-def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, stacked: bool):
+def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
+    tmp_path: Path, stacked: bool, precision: str
+):
     def build():  # 5 steps an epoch, 10 in all
         return build_module(
             seeds=(0, 0), lr_scales=(0.5, 1.0), stacked=stacked, sizes=Sizes(8, 4, 2), max_chunk=2
         )
 
-    undisturbed = train(build(), tmp_path / "whole.ckpt", precision="32-true")
+    undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
     for stop_at in (1, 3, 4, 5, 8):
-        resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt")
+        resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
         for replica in (0, 1):
             assert_same_state(undisturbed, resumed, 0, replica=replica)
             assert rows_of(resumed, replica) == rows_of(undisturbed, replica)

@@ -147,7 +147,6 @@ def build_module(
         schedule=Schedule("cosine", 0.1, EPOCHS * batches.steps_per_epoch),
         lr=lr,
         weight_decay=1e-3,
-        decay_norm=False,
         max_grad_norm=max_grad_norm,
         eval_group=eval_group,
         log_every=3,
@@ -219,14 +218,14 @@ class StopAt(pl.Callback):
 
 
 def stopped_and_resumed(
-    build: Callable[[], TrainingModule], stop_at: int, checkpoint: Path
+    build: Callable[[], TrainingModule], stop_at: int, checkpoint: Path, precision: str
 ) -> TrainingModule:
-    """A training in float32 that was stopped once `stop_at` steps were done, then resumed."""
+    """A training that was stopped once `stop_at` steps were done, then resumed."""
     first, second, stopper = build(), build(), StopAt(stop_at)
     with pytest.raises(Interrupted):
-        train(first, checkpoint, [stopper], precision="32-true", stop=stopper.request)
+        train(first, checkpoint, [stopper], precision=precision, stop=stopper.request)
     assert stop_at <= first.step < 10
     for sink, old in zip(second.recorder.sinks, first.recorder.sinks, strict=True):
         beyond = (first.step + 1, 0, 0, {"train/loss": 0.0})  # of a kill after the checkpoint
         sink[0].rows = [*old[0].rows, beyond]
-    return train(second, checkpoint, precision="32-true")
+    return train(second, checkpoint, precision=precision)

@@ -10,18 +10,17 @@ import pytest
 
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result
-from normexp.stats import seeds_for, smallest_difference
-from normexp.sweeps.summary import (
+from normexp.records.timing import expected_seconds
+from normexp.reporting.power import family_size, power_words
+from normexp.reporting.summary import (
     commands_to_look,
-    expected_seconds,
-    family_size,
     next_commands,
     notes_on,
-    power_words,
     print_closing_table,
     print_plan,
     print_summary,
 )
+from normexp.stats import seeds_for, smallest_difference
 
 RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
 RECORD |= {"lr": 0.1, "chance_accuracy": 0.1, "batch_size": 32, "devices": 1}
@@ -188,22 +187,22 @@ def timed(norm: str, step_ms: float, **config: object) -> Result:
     return Result("c", 0, "finished", content, {}, {}, timing=timing)
 
 
-def planned(norm: str) -> Outcome:
-    record = {"model": "m", "data": "d", "norm": norm, **SIZES, "num_steps": 1000}
-    return Outcome("planned", norm, "c", record=record, missing=[0, 1])
+def expected(norm: str, runs: list[Result]) -> float | None:
+    config = {"model": "m", "data": "d", "norm": norm, **SIZES, "num_steps": 1000}
+    return expected_seconds(config, 2, runs)
 
 
 def test_expected_time_is_of_the_runs_most_alike():
     runs = [timed("batch", 8.0), timed("batch", 80.0, norm_batch_size=2), timed("group", 800.0)]
     # 8 ms for 4 replicas: 2 ms for one, of 1000 steps and 2 replicas
-    assert expected_seconds(planned("batch"), runs) == pytest.approx(4.0)
+    assert expected("batch", runs) == pytest.approx(4.0)
     # another norm: the median of the same model, data and batch size, 80 ms for 4
-    assert expected_seconds(planned("layer"), runs) == pytest.approx(40.0)
+    assert expected("layer", runs) == pytest.approx(40.0)
 
 
 def test_expected_time_is_unknown_without_a_run_alike():
-    assert expected_seconds(planned("batch"), []) is None
-    assert expected_seconds(planned("batch"), [timed("batch", 8.0, model="other")]) is None
+    assert expected("batch", []) is None
+    assert expected("batch", [timed("batch", 8.0, model="other")]) is None
 
 
 def test_a_plan_says_what_the_report_could_show():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections import Counter
@@ -17,11 +16,11 @@ from rich.text import Text
 
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
-from normexp.errors import UserError
-from normexp.records.paths import LOG_FILE, Study
-from normexp.records.result import Result, read_result
+from normexp.config.titles import spoken
+from normexp.records.paths import LOG_FILE
+from normexp.records.result import Result, values_of
 from normexp.records.state import shared_words
-from normexp.sweeps.display import spoken
+from normexp.records.timing import expected_seconds, read_timed
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
@@ -209,6 +208,8 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
 
 def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
     """Prints a dry run: what is recorded, what would be trained, and how long it would take."""
+    from normexp.reporting.power import power_words  # scipy, for a dry run alone
+
     timed: dict[Path, list[Result]] = {}
     total, num_unknown = 0.0, 0
     rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
@@ -223,7 +224,8 @@ def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
         study_dir = outcome.directory.parent
         if study_dir not in timed:
             timed[study_dir] = read_timed(study_dir)
-        seconds = expected_seconds(outcome, timed[study_dir]) if outcome.missing else 0.0
+        missing = len(outcome.missing)
+        seconds = expected_seconds(outcome.record, missing, timed[study_dir]) if missing else 0.0
         total, num_unknown = total + (seconds or 0.0), num_unknown + (seconds is None)
         print(f"{title}: {_planned(outcome, seconds)}")
     parts = [f"{spoken(total)} of training in one process"] if total or not num_unknown else []
@@ -243,99 +245,6 @@ def _planned(outcome: Outcome, seconds: float | None) -> str:
     if outcome.missing:
         parts.append("unknown time" if seconds is None else f"about {spoken(seconds)}")
     return ", ".join(parts)
-
-
-# Config keys that must agree for a recorded run to predict the time of a planned one; strictest
-# first.
-ALIKE = (
-    ("model", "data", "norm", "batch_size", "micro_batch_size", "norm_batch_size"),
-    ("model", "data", "norm", "batch_size"),
-    ("model", "data", "batch_size"),
-)
-
-
-def read_timed(study_dir: Path) -> list[Result]:
-    """The runs of a study that have a timing; unreadable ones are skipped."""
-    timed = []
-    for run_dir in Study(study_dir).list_runs():
-        try:
-            result = read_result(run_dir)
-        except UserError:
-            continue
-        if result.timing.get("step_ms") and result.timing.get("stack_size"):
-            timed.append(result)
-    return timed
-
-
-def expected_seconds(planned: Outcome, timed: Sequence[Result]) -> float | None:
-    """Expected training time of a cell's missing runs; None without a similar recorded run.
-
-    Median step time per replica of the most similar runs, times steps and replicas.
-    """
-    for keys in ALIKE:
-        step_ms = [
-            run.timing["step_ms"] / run.timing["stack_size"]
-            for run in timed
-            if all(run.config.get(key) == planned.record.get(key) for key in keys)
-        ]
-        if step_ms:
-            steps = planned.record["num_steps"] * len(planned.missing)
-            return statistics.median(step_ms) * steps / 1000
-    return None
-
-
-def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
-    """The smallest difference that a report on the planned cells would call, and n for a small one.
-
-    Empty if the report would compare nothing.
-
-    Seeds are taken for unrelated between cells, so a difference has twice the variance of a cell:
-    the mean variance over seeds of the recorded cells.
-    """
-    from normexp.reporting.metric import describe_metric
-    from normexp.stats import seeds_for, smallest_difference  # scipy, for a dry run alone
-
-    by_cell: dict[str, list[Result]] = {}
-    for run in recorded:
-        by_cell.setdefault(run.cell_id, []).append(run)
-    name = next((name for name in MAIN if values_of(recorded, name)), "")
-    values = [values_of(runs, name) for runs in by_cell.values()]
-    variances = [statistics.variance(own) for own in values if len(own) > 1]
-    size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
-    if not size:
-        return ""
-    if not variances:
-        return "smallest difference: unknown until two seeds of a cell are recorded"
-    metric = describe_metric(name)
-    sd = metric.scale * math.sqrt(2 * statistics.mean(variances))
-    least, needed = smallest_difference(n, sd, size), seeds_for(metric.tolerance, sd, size)
-    takes = f"{needed} seeds" if needed else "more than 1000 seeds"
-    return (
-        f"with {counted(n, 'seed')} and the spread recorded so far, a report with {size} verdicts "
-        f"would call a difference of {least:.2g} {metric.unit}".rstrip()
-        + f" in 80 % of studies; {metric.tolerance_words} takes {takes}"
-    )
-
-
-def family_size(planned: Sequence[Outcome]) -> int:
-    """How many verdicts a report on the cells gives: see normexp.reporting.verdict."""
-    cells: dict[tuple[Any, ...], dict[str, set[str]]] = {}  # by what is compared, then by norm
-    mixing = set()
-    for outcome in planned:
-        record = outcome.record
-        norm = repr((record["norm"], record.get("identity", {}).get("norm")))
-        place = tuple(record.get(key) for key in ("model", "data", "batch_size"))
-        cells.setdefault(place, {}).setdefault(norm, set()).add(outcome.cell_id)
-        mixing |= {norm} if record.get("mixes_samples") else set()
-    return sum(
-        len(norms) - 1 + sum(norm in mixing and len(ids) > 1 for norm, ids in norms.items())
-        for norms in cells.values()
-    )
-
-
-def values_of(results: Sequence[Result], name: str) -> list[float]:
-    """The values of a metric over the runs that have it."""
-    return [result.metrics[name] for result in results if name in result.metrics]
 
 
 def _spread(values: list[float]) -> list[str]:

@@ -1,0 +1,145 @@
+"""What a cell is refused for once it is built: keys, outputs, optimizer, memory."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from normexp.batching.replicas import model_arguments, stacks
+from normexp.build import build_optimizer, plain
+from normexp.cells.plan import Plan
+from normexp.checks.integrity import check_optimizer as check_covered
+from normexp.checks.probe import fixed_draws
+from normexp.checks.sites import probe_batch
+from normexp.config.compose import shipped_config
+from normexp.config.rules import as_typed, in_identity
+from normexp.data.dataset import Data
+from normexp.errors import UserError, first_line
+from normexp.norms.factory import NormFactory
+from normexp.norms.slots import PLACES, without_place
+from normexp.training.fit import device_type
+from normexp.training.optim import parameter_groups
+
+logger = logging.getLogger(__name__)
+
+COPIES = 3  # of each parameter: its value, its gradient and a state of the optimizer
+GIB = 2**30
+
+
+class WatchedConfig(DictConfig):
+    """A config that keeps the names of its top-level keys that were read, in `keys_read`."""
+
+    def __init__(self, content: DictConfig) -> None:
+        super().__init__(content)
+        object.__setattr__(self, "keys_read", set())
+
+    def __getattr__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getattr__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default_value: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default_value)
+
+
+def check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
+    """Refuses a slot of the config that the model does not have; logs one set by the norm.
+
+    Raises:
+        UserError: names the models that have the slot.
+    """
+    for key in without_place(cfg, norm.used):
+        lacks, fits = PLACES[key]
+        raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
+    for key in without_place(cfg.norm, norm.used):
+        lacks, _ = PLACES[key]
+        value = as_typed(cfg.norm[key])
+        logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
+
+
+def check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:
+    """Raises UserError unless the model scores every class, or token, of every sample."""
+    batch = probe_batch(data, 2)
+    try:
+        with fixed_draws(), torch.no_grad():
+            output = copy.deepcopy(network).eval()(*model_arguments(batch))
+    except Exception:  # of foreign code, any kind: the probes that follow name the site
+        return
+    wanted = (*batch["targets"].shape, data.num_outputs)
+    shape = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    if shape != wanted:
+        raise UserError(
+            f"model._target_={cfg.model._target_} returns {shape} for inputs of shape "
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: take the last size "
+            "from an argument `num_outputs`"
+        )
+
+
+def check_read(cfg: DictConfig, keys_read: set[str]) -> None:
+    """Refuses a value that would give the training an id of its own, but that nothing reads."""
+    defaults = shipped_config()
+    for key, value in plain(cfg).items():
+        if key not in keys_read and in_identity(key) and value != defaults.get(key):
+            raise UserError(
+                f"{key}={as_typed(value)}: nothing reads this key, so the training would be that "
+                f"of {key}={as_typed(defaults.get(key))}"
+            )
+
+
+def check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
+    """Builds the training's optimizer, to check that it holds every parameter."""
+    groups = parameter_groups(
+        network, weight_decay=cfg.optim.weight_decay, decay_norm=cfg.optim.decay_norm
+    )
+    try:
+        optimizer = build_optimizer(cfg, momentum=plan.optimizer_momentum)(groups, lr=plan.lr)
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optim._target_={cfg.optim._target_}: {first_line(error)}") from error
+    check_covered(network, optimizer)
+
+
+def check_memory(cfg: DictConfig, num_parameters: int, elements_per_forward: int) -> None:
+    """Raises UserError for a training that needs more memory than the device has.
+
+    Args:
+        num_parameters: of one network.
+        elements_per_forward: values that reach all sites of one replica in one forward.
+    """
+    device = device_type(cfg.trainer.accelerator)
+    size = 8 if cfg.trainer.precision == "64-true" else 4
+    at_once = cfg.replicas if stacks(device, cfg.replicas, elements_per_forward) else 1
+    if cfg.stack is False:
+        at_once = 1
+    needed = size * (COPIES * num_parameters * cfg.replicas + 2 * elements_per_forward * at_once)
+    available = memory_of(device)
+    if needed > available:
+        fits = int(float(f"{0.9 * cfg.replicas * available / needed:.0e}"))
+        remedy = f"replicas={fits}" if fits else "a smaller model, or micro_batch_size=..."
+        raise UserError(
+            f"replicas={cfg.replicas} at micro_batch_size={cfg.micro_batch_size or cfg.batch_size} "
+            f"need at least {needed / GIB:.1f} GiB of memory, and this machine has "
+            f"{available / GIB:.1f}; try {remedy}"
+        )
+
+
+def memory_of(device: str) -> int:
+    """Bytes of memory that a device has, used or not."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" for none
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(installed, int(text)) if text.isdecimal() else installed

@@ -1,0 +1,60 @@
+"""What a report on planned cells could show, from the spread of those recorded so far."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from normexp.config.rules import counted
+from normexp.config.spec import Outcome
+from normexp.records.result import Result, values_of
+from normexp.reporting.metric import choose_metric, describe_metric
+from normexp.stats import seeds_for, smallest_difference
+
+
+def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
+    """The smallest difference that a report on the planned cells would call, and n for a small one.
+
+    Empty if the report would compare nothing.
+
+    Seeds are taken for unrelated between cells, so a difference has twice the variance of a cell:
+    the mean variance over seeds of the recorded cells.
+    """
+    by_cell: dict[str, list[Result]] = {}
+    for run in recorded:
+        by_cell.setdefault(run.cell_id, []).append(run)
+    name = choose_metric({name for run in recorded for name in run.metrics}, None) or ""
+    values = [values_of(runs, name) for runs in by_cell.values()]
+    variances = [statistics.variance(own) for own in values if len(own) > 1]
+    size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
+    if not size:
+        return ""
+    if not variances:
+        return "smallest difference: unknown until two seeds of a cell are recorded"
+    metric = describe_metric(name)
+    sd = metric.scale * math.sqrt(2 * statistics.mean(variances))
+    least, needed = smallest_difference(n, sd, size), seeds_for(metric.tolerance, sd, size)
+    takes = f"{needed} seeds" if needed else "more than 1000 seeds"
+    return (
+        f"with {counted(n, 'seed')} and the spread recorded so far, a report with {size} verdicts "
+        f"would call a difference of {least:.2g} {metric.unit}".rstrip()
+        + f" in 80 % of studies; {metric.tolerance_words} takes {takes}"
+    )
+
+
+def family_size(planned: Sequence[Outcome]) -> int:
+    """How many verdicts a report on the cells gives: see normexp.reporting.verdict."""
+    cells: dict[tuple[Any, ...], dict[str, set[str]]] = {}  # by what is compared, then by norm
+    mixing = set()
+    for outcome in planned:
+        record = outcome.record
+        norm = repr((record["norm"], record.get("identity", {}).get("norm")))
+        place = tuple(record.get(key) for key in ("model", "data", "batch_size"))
+        cells.setdefault(place, {}).setdefault(norm, set()).add(outcome.cell_id)
+        mixing |= {norm} if record.get("mixes_samples") else set()
+    return sum(
+        len(norms) - 1 + sum(norm in mixing and len(ids) > 1 for norm, ids in norms.items())
+        for norms in cells.values()
+    )
