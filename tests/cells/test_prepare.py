@@ -177,12 +177,12 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return object.__new__(Data)
 
     monkeypatch.setattr(cell_module, "build_data", build)
-    data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
-    return OmegaConf.create({"data": data, "folder": "here"})
+    return names
 
 
 def config(name: str) -> DictConfig:
-    return OmegaConf.create({"data": {"name": name, "dir": "${folder}"}, "folder": "here"})
+    data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
+    return OmegaConf.create({"data": data, "folder": "here"})
 
 
 def test_same_config_is_the_same_object_while_two_are_kept(loaded: list[str]):
