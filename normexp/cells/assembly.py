@@ -38,18 +38,14 @@ def build_module(
     recorder: Recorder,
     lrs: Sequence[float] | None = None,
 ) -> TrainingModule:
-    """Builds the module that trains and evaluates replicas of these seeds.
-
-    Args:
-        lrs: the learning rate of each replica; None: the cell's.
-    """
+    """The module that trains and evaluates replicas of these seeds, at their own `lrs` if any."""
     size = cell.plan.sizes.batch_size
     batches = TrainingBatches(cell.data, seeds, size, drop_last=cell.cfg.drop_last)
     return TrainingModule(replicas, batches, build_recipe(cell, lrs), cell.evaluation, recorder)
 
 
 def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
-    """Builds the recipe of a cell; with `lrs`, for replicas with these learning rates."""
+    """The recipe of a cell; with `lrs`, for replicas with these learning rates."""
     cfg = cell.cfg
     return Recipe(
         sizes=cell.plan.sizes,
@@ -68,11 +64,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
 
 
 def build_callbacks(cell: Cell, on_steps: OnSteps | None = None) -> list[Callback]:
-    """Builds the callbacks of a training.
-
-    Args:
-        on_steps: shows the progress; None: a progress bar does.
-    """
+    """The callbacks of a training; without `on_steps`, a progress bar among them."""
     bar = TrainingProgress(cell.title, cell.plan.epochs)
     callbacks: list[Callback] = [bar if on_steps is None else StepReports(on_steps)]
     if cell.cfg.diagnostics:
@@ -81,9 +73,7 @@ def build_callbacks(cell: Cell, on_steps: OnSteps | None = None) -> list[Callbac
 
 
 def build_replicas(cell: Cell, seeds: list[int], *, is_stacked: bool | None = None) -> Replicas:
-    """Builds one new network per seed, see `arrange_replicas`."""
-    networks = [cell.build(seed) for seed in seeds]
-    return arrange_replicas(cell, networks, is_stacked=is_stacked)
+    return arrange_replicas(cell, [cell.build(seed) for seed in seeds], is_stacked=is_stacked)
 
 
 def arrange_replicas(
@@ -98,10 +88,9 @@ def arrange_replicas(
 
 
 def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None) -> bool:
-    """Returns True if this many replicas will be stacked; logs the reason if they cannot.
+    """True if this many replicas will be stacked; logs the reason if they cannot.
 
-    Args:
-        is_stacked: the form in a checkpoint, which decides; None without a checkpoint.
+    The form in a checkpoint, `is_stacked`, decides where there is one.
     """
     wanted = cell.cfg.stack if is_stacked is None else is_stacked
     if wanted == "auto":
@@ -127,10 +116,7 @@ def _stacking_obstacle(cell: Cell) -> str | None:
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
-    """Builds one new network per seed, in the form of the checkpoint if there is a usable one.
-
-    Lightning loads the weights later.
-    """
+    """A new network per seed, in the form of a usable checkpoint, whose weights Lightning loads."""
     found = fitting_replicas(cell, seeds, checkpoint)
     if found is None:
         return build_replicas(cell, seeds)
@@ -140,10 +126,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
 
 
 def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Replicas, int] | None:
-    """Builds new networks that a checkpoint fits; returns them and its step.
-
-    None without a usable checkpoint; a torn or unfitting one is renamed.
-    """
+    """New networks that a checkpoint fits, and its step; a torn or unfitting one is renamed."""
     if not checkpoint.is_file():
         return None
     try:
@@ -156,19 +139,14 @@ def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Re
         optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit
         return replicas, own["losses"]["num_steps"]
     except Exception as error:  # torch raises many kinds
-        _set_aside(checkpoint, one_line(error))
+        with suppress(FileNotFoundError):  # another process of this training was faster
+            aside = checkpoint.replace(checkpoint.with_suffix(".unreadable"))
+            logger.warning(
+                "%s cannot be used (%s); it is kept as %s and the stack starts over",
+                *(checkpoint, one_line(error), aside.name),
+            )
         return None
 
 
 def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in weights.items()}
-
-
-def _set_aside(checkpoint: Path, reason: str) -> None:
-    aside = checkpoint.with_suffix(".unreadable")
-    with suppress(FileNotFoundError):  # another process of this training was faster
-        checkpoint.replace(aside)
-        logger.warning(
-            "%s cannot be used (%s); it is kept as %s and the stack starts over",
-            *(checkpoint, reason, aside.name),
-        )

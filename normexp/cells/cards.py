@@ -38,13 +38,8 @@ def measure_cards(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Car
 
 def show_cards(cards: Sequence[Card], style: str) -> None:
     """To stdout: `json`, `markdown`, or as a table for a terminal."""
-    if style == "json":
-        print(as_json(cards))
-        return
-    if style == "markdown":
-        print(as_markdown(cards))
-        return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
-    print_cards(console, cards)
+    if style == "table":
+        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        print_cards(Console(highlight=False, width=width), cards)
+    else:
+        print(as_json(cards) if style == "json" else as_markdown(cards))

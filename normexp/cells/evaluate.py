@@ -74,7 +74,7 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
 
 
 def finished_results(cell_dir: Path) -> list[Result]:
-    """Returns the results of the runs that can be evaluated: finished, with weights."""
+    """The results of the runs that can be evaluated: finished, with weights."""
     folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
     ended = [folder for folder in folders if (folder / RESULT_FILE).is_file()]
     results = [read_run(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
@@ -91,11 +91,7 @@ def finished_results(cell_dir: Path) -> list[Result]:
 
 
 def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> None:
-    """Adds to evaluation.json and samples.npz of each run.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+    """Adds to evaluation.json and samples.npz of each run."""
     for seed, content in contents.items():
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
         with refusing_denied(path, "the numbers are printed, but not saved"):
@@ -144,9 +140,8 @@ def print_evaluations(cell: Cell, contents: Contents) -> None:
     if cell.invalid:
         console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
     if not kinds:
-        console.print(
-            f"{cell.title}: {_why_nothing(cell.evaluation)}", markup=False, soft_wrap=True
-        )
+        reason = _why_nothing(cell.evaluation)
+        console.print(f"{cell.title}: {reason}", markup=False, soft_wrap=True)
         return
     n = counted(len(contents), "seed")
     console.print(f"{cell.title}: n = {n}, mean (sd)", markup=False)
@@ -163,16 +158,11 @@ def print_evaluations(cell: Cell, contents: Contents) -> None:
 def _why_nothing(plan: EvaluationPlan) -> str:
     """Says why the statistics that were asked for gave no number."""
     lacks = {"batch": "does not mix samples", "precise": "keeps no running moments"}
+    reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in plan.statistics)
     if plan.batch_sizes:  # batch statistics were evaluated
         reason = "none of the numbers is finite"
-    else:
-        reason = "the norm " + " and ".join(
-            lacks[kind] for kind in lacks if kind in plan.statistics
-        )
-    asked = ",".join(plan.statistics)
-    return (
-        f"nothing to evaluate with evaluate_with=[{asked}]: {reason}; try evaluate_with=[running]"
-    )
+    asked = f"evaluate_with=[{','.join(plan.statistics)}]"
+    return f"nothing to evaluate with {asked}: {reason}; try evaluate_with=[running]"
 
 
 def _cell(contents: Contents, kind: str, name: str) -> str:

@@ -16,12 +16,7 @@ from normexp.cells.naming import GROUPS
 from normexp.cells.plan import plan_training
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.errors import UserError
-from normexp.records.paths import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    find_run,
-    seed_dir,
-)
+from normexp.records.paths import CONFIG_FILE, WEIGHTS_FILE, find_run, seed_dir
 from normexp.records.result import read_run
 
 GROUPS_TRAINED = ("norm", "model", "data", "optim", "trainer")
@@ -29,9 +24,9 @@ REMEDY = "remove the cell's folder and train it again"
 
 
 def load_run(run_dir: Path) -> nn.Module:
-    """Returns the trained network of a run, in evaluation mode on the CPU.
+    """The trained network of a run, in evaluation mode on the CPU.
 
-    Rebuilds the network from the cell's config.yaml; needs the data set, for its shapes.
+    Rebuilds it from the cell's config.yaml; needs the data set, for its shapes.
 
     Args:
         run_dir: `runs/<study>/<cell_id>/seed-<k>`, or the folder of a cell with a single seed.
@@ -50,13 +45,9 @@ def load_run(run_dir: Path) -> nn.Module:
 
 
 def load_config(cell_dir: Path, names: Mapping[str, Any]) -> DictConfig:
-    """Reads the resolved config of a cell; keys that are newer than its training have defaults.
+    """The resolved config of a cell; keys that are newer than its training have defaults.
 
-    Args:
-        names: the name of what each group holds, as recorded.
-
-    Raises:
-        UserError: the file is not the config of a cell.
+    `names` are the recorded ones of what each group holds. Raises UserError for another file.
     """
     path = cell_dir / CONFIG_FILE
     try:

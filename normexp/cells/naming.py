@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
+from normexp.batching.sizes import Sizes
 from normexp.build import plain
 from normexp.cells.plan import Plan, num_devices_of
+from normexp.cells.recorded import parts_with_target
 from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
 from normexp.config.rules import in_identity
 from normexp.data.dataset import Data
@@ -19,6 +21,7 @@ from normexp.norms.slots import SLOTS
 from normexp.records.identity import canonical_sizes, cell_id, differences, source_digest
 
 GROUPS = ("norm", "model", "data", "optim")
+SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
@@ -44,7 +47,7 @@ def identity_of(
         slots: the slots that the model uses and that differ from their defaults, resolved.
     """
     identity = defining(plain(cfg))
-    for part in _parts_with_target(identity):
+    for part in parts_with_target(identity):
         digest = _source_digest_of(part["_target_"])
         if digest is not None:
             part["source_digest"] = digest
@@ -63,12 +66,7 @@ def identity_of(
 
 
 def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
-    """The id of a cell: a slug, and a hash of everything that differs from the shipped defaults.
-
-    Args:
-        identity: from `identity_of`.
-        choices: the name chosen in each config group.
-    """
+    """The id of a cell: a slug, and a hash of everything that differs from the shipped defaults."""
     defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     rest = {key: value for key, value in identity.items() if key not in GROUPS}
     content = differences(defaults | rest, defaults)  # lr, by default a reference, is always there
@@ -82,14 +80,17 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
 def record_of(
     choices: Mapping[str, str], plan: Plan, identity: dict[str, Any], cfg: DictConfig
 ) -> dict[str, Any]:
-    """The config in result.json: names, sizes as trained, and the whole identity."""
-    as_given = ("batch_size", "micro_batch_size", "lr_rule", "eps", "drop_last")
+    """The config in result.json: names, canonical sizes, and the whole identity.
+
+    Whichever of several lines that mean this cell trains it first, the record is the same.
+    """
+    sizes = {key: identity[key] for key in SIZES}
     return {
         **{group: choices[group] for group in GROUPS},
-        **{key: cfg[key] for key in as_given},
-        "norm_batch_size": plan.sizes.norm_batch_size,
+        **{key: cfg[key] for key in ("lr_rule", "eps", "drop_last")},
+        **sizes,
         "devices": num_devices_of(cfg),
-        "split": plan.sizes.label,
+        "split": Sizes(**sizes).label,
         "epochs": plan.num_steps / plan.steps_per_epoch,
         "num_steps": plan.num_steps,
         "lr": plan.lr,
@@ -140,17 +141,6 @@ def _label(choice: str, values: Mapping[str, Any]) -> str:
     if isinstance(values.get("name"), str):
         return values["name"]
     return choice.rpartition("/")[2].rpartition(".")[2]
-
-
-def _parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping of a config, at any depth, that names something to build."""
-    if isinstance(tree, dict):
-        if isinstance(tree.get("_target_"), str):
-            yield tree
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for value in tree:
-            yield from _parts_with_target(value)
 
 
 def _source_digest_of(target: str) -> str | None:

@@ -47,10 +47,9 @@ class Plan:
 
 
 def plan_training(cfg: DictConfig, num_train: int) -> Plan:
-    """Returns the plan of a cell, with the equivalent sizes on one device.
+    """The plan of a cell, with the equivalent sizes on one device.
 
-    Raises:
-        UserError: values that contradict each other.
+    Raises UserError for values that contradict each other.
     """
     sizes = sizes_of(cfg)
     if synchronized(cfg):

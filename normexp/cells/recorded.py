@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from normexp.records.environment import code_version
 from normexp.records.history import KeyEntry, read_history
 from normexp.records.identity import digest_of_source, source_root
 from normexp.records.paths import EVALUATION_FILE, LOCK_FILE, seed_dir
-from normexp.records.result import CellRecords, read_records
+from normexp.records.result import read_records
 from normexp.records.stacks import list_stacks
 
 # Top-level keys that say where and when a cell is trained; any other one is part of the key.
@@ -43,9 +41,6 @@ APART = {
 }
 DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's own files
 DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
-SMALL = (
-    16 * 2**20
-)  # bytes; the content of a larger file is not read, its size and time stand for it
 
 
 class _UnknownSource(Exception):
@@ -60,9 +55,7 @@ def key_entry(
 ) -> KeyEntry | None:
     """The key of a cell that has just been prepared; None if it cannot have one.
 
-    Args:
-        data_digest: `digest_of_data`, from before the data were loaded.
-        evaluated: other statistics than the running averages were asked for.
+    The digest of the data is from before they were loaded.
     """
     sources = sorted(map(str, _loaded_sources()))
     try:
@@ -75,45 +68,19 @@ def key_entry(
 def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
     """Digest of the user's own files that a data set is read from; None for a user's own loader.
 
-    The content of a small text counts; of a large one, and in a folder of images, size and time.
+    Size and time stand for the content of a file. One that was only touched costs a preparation.
     """
     if not str(data["_target_"]).startswith("normexp."):
         return None
-    sha = hashlib.sha256(f"{sys.version_info[:3]}{_versions()}".encode())
+    sha = hashlib.sha256(f"{sys.version_info[:3]}{[*map(version, DATA_PACKAGES)]}".encode())
     try:
-        for path in (str(data[key]) for key in DATA_PATHS if data.get(key) is not None):
-            for file in _files_below(path):
-                sha.update(_describe_file(file, is_alone=file == path))
+        for root in (Path(data[key]) for key in DATA_PATHS if data.get(key) is not None):
+            for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+                stat = path.stat()
+                sha.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
     except OSError:  # a file that has just gone
         return None
     return sha.hexdigest()[:16]
-
-
-def _files_below(path: str) -> list[str]:
-    if not os.path.isdir(path):
-        return [path]
-    return sorted(
-        os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
-    )
-
-
-def _describe_file(path: str, *, is_alone: bool) -> bytes:
-    stat = os.stat(path)
-    what: object = stat.st_mtime_ns
-    if is_alone and stat.st_size <= SMALL:
-        what = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return f"{path}\0{stat.st_size}\0{what}\0".encode()
-
-
-@cache
-def _versions() -> list[str]:
-    found = []
-    for name in DATA_PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _key_of(spec: CellSpec, sources: Sequence[str], data_digest: str | None) -> str:
@@ -123,22 +90,23 @@ def _key_of(spec: CellSpec, sources: Sequence[str], data_digest: str | None) -> 
     config["data"].pop("data_dir", None)  # downloads are verified
     if data_digest is None:
         raise _UnknownSource
-    roots = {*sources, *(str(root) for target in _targets(config) for root in _root_of(target))}
+    targets = {part["_target_"] for part in parts_with_target(config)}
+    roots = {*sources, *(str(root) for target in targets for root in _root_of(target))}
     digests = {root: digest_of_source(Path(root)) for root in sorted(roots) if Path(root).exists()}
     content = [config, dict(spec.choices), code_version(), data_digest, digests]
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _targets(tree: Any) -> Iterator[str]:
-    """Everything in a config that names something to build."""
+def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping of a config, at any depth, that names something to build."""
     if isinstance(tree, dict):
         if isinstance(tree.get("_target_"), str):
-            yield tree["_target_"]
+            yield tree
         tree = list(tree.values())
     if isinstance(tree, list):
         for value in tree:
-            yield from _targets(value)
+            yield from parts_with_target(value)
 
 
 # --- The user's own modules ----------------------------------------------------------------------
@@ -148,20 +116,12 @@ def _root_of(target: str) -> list[Path]:
     """The user's own file or package that holds a target; none for an installed one.
 
     Raises:
-        _UnknownSource: no such module, or one without a file.
+        _UnknownSource: no such module, or one without a file, as a package without __init__.py.
     """
-    first, *rest = target.split(".")
     try:
-        found: ModuleSpec | None = find_spec(first)  # of a top-level name: imports nothing
+        found = find_spec(target.partition(".")[0])  # of a top-level name: imports nothing
     except ValueError:  # __main__
         found = None
-    for name in rest:
-        if found is None or found.submodule_search_locations is None:
-            break
-        inner = PathFinder.find_spec(f"{found.name}.{name}", found.submodule_search_locations)
-        if inner is None:
-            break
-        found = inner
     if found is None or not found.has_location or found.origin is None:
         raise _UnknownSource
     root = source_root(Path(found.origin))
@@ -220,15 +180,13 @@ def recorded_outcome(spec: CellSpec, cell_id: str) -> Outcome:
     """The outcome of a cell from its results: `skipped` if all are there, otherwise `failed`."""
     assert spec.study_dir is not None
     directory = spec.study_dir / cell_id
-    records: CellRecords = read_records(directory, spec.seeds)
-    error = (records.failed[0].error or "") if records.failed else ""
-    is_whole = bool(spec.seeds) and not records.new and not records.failed
-    results = records.all
-    return Outcome(
-        *("skipped" if is_whole else "failed", name_of(spec), cell_id, directory),
-        record=results[0].config if results else {},
-        results=results,
-        error=error,
-        invalid=results[0].invalid if results else None,
-        missing=records.new,
-    )
+    records = read_records(directory, spec.seeds)
+    status = "failed" if records.new or records.failed else "skipped"
+    outcome = Outcome(status, name_of(spec), cell_id, directory, missing=records.new)
+    outcome.results = records.all
+    if records.failed:
+        outcome.error = records.failed[0].error or ""
+    if outcome.results:
+        first = outcome.results[0]
+        outcome.record, outcome.invalid = first.config, first.invalid
+    return outcome

@@ -54,11 +54,7 @@ class WatchedConfig(DictConfig):
 
 
 def check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
-    """Refuses a slot of the config that the model does not have; logs one set by the norm.
-
-    Raises:
-        UserError: names the models that have the slot.
-    """
+    """Refuses a slot of the config that the model does not have; logs one set by the norm."""
     for key in without_place(cfg, norm.used):
         lacks, fits = PLACES[key]
         raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
@@ -112,12 +108,7 @@ def check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
 
 
 def check_memory(cfg: DictConfig, num_parameters: int, elements_per_forward: int) -> None:
-    """Raises UserError for a training that needs more memory than the device has.
-
-    Args:
-        num_parameters: of one network.
-        elements_per_forward: values that reach all sites of one replica in one forward.
-    """
+    """Raises UserError for a training that needs more memory than the device has."""
     device = device_type(cfg.trainer.accelerator)
     size = 8 if cfg.trainer.precision == "64-true" else 4
     at_once = cfg.replicas if stacks(device, cfg.replicas, elements_per_forward) else 1

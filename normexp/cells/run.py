@@ -91,7 +91,6 @@ class TaskCell:
         return read_records(self.cell.directory, self.seeds)
 
     def missing(self) -> list[int]:
-        """The seeds to train."""
         cfg = self.cell.cfg
         return self.records().missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
 
@@ -261,11 +260,7 @@ class Claim:
             each.remove_leftovers()
 
     def train(self, begun: Sequence[StackRecord]) -> None:
-        """Trains all missing runs of the task.
-
-        Args:
-            begun: the stacks with runs of the task that have not ended.
-        """
+        """Trains all missing runs of the task, those of begun stacks first."""
         waiting = deque(self._arrange(begun))
         while waiting:
             stack = waiting.popleft()
@@ -311,17 +306,13 @@ class Claim:
 
         It raised, or its process died: a run alone once, several runs twice at one checkpoint.
         """
-        attempts = [
-            attempt
-            for attempt in read_history(self.study_dir).attempts
-            if attempt.stack == stack.record.id
-        ]
-        raised = [attempt for attempt in attempts if not attempt.died]
+        everything = read_history(self.study_dir).attempts
+        attempts = [each for each in everything if each.stack == stack.record.id]
         here = stack.record.checkpointed_at
-        deaths = [attempt for attempt in attempts if attempt.checkpointed_at == here]
-        if raised or len(deaths) >= min(2, len(stack.runs)):
-            return attempts[-1].error
-        return None
+        deaths = [each for each in attempts if each.checkpointed_at == here]
+        has_raised = any(not each.died for each in attempts)
+        is_lost = has_raised or len(deaths) >= min(2, len(stack.runs))
+        return attempts[-1].error if is_lost else None
 
     def _train(self, stack: Stack) -> str | None:
         """Trains and records a stack; returns why it failed, None if it did not."""
@@ -338,12 +329,8 @@ class Claim:
                 raise
             with open(stack.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
-            record, reason = stack.record, one_line(error)
-            append_attempt(
-                *(self.study_dir, record.id, reason),
-                died=False,
-                checkpointed_at=record.checkpointed_at,
-            )
+            reason, at = one_line(error), stack.record.checkpointed_at
+            append_attempt(self.study_dir, stack.record.id, reason, died=False, checkpointed_at=at)
             return reason
         return None
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from pytorch_lightning.loggers import Logger
 
 from normexp.batching.replicas import suitable_threads
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
 from normexp.cells.cell import Cell
-from normexp.cells.trackers import open_loggers, wandb_runs
+from normexp.config.place import is_under_agent
+from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
 from normexp.records.logs import messages_to_file
@@ -26,11 +30,10 @@ from normexp.records.samples import write_samples
 from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.recorder import Recorder, RunSink
+from normexp.training.recorder import Recorder, RunSink, WandbRun
 from normexp.training.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
-
 
 Parts = list[tuple[Cell, list[int]]]  # cells that differ only in `lr`, and their seeds
 
@@ -98,11 +101,6 @@ def train_together(
 
     Args:
         notes: messages from preparing the cell, for the log.
-        stop: a stop request that other threads can set too.
-        on_steps: shows the progress; None: a progress bar does.
-
-    Returns:
-        A result for each run.
 
     Raises:
         Interrupted: stopped with a checkpoint, from which the next call resumes.
@@ -132,16 +130,68 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Re
         [] if stack.has_ended(*run) else [MetricsWriter(folder / METRICS_FILE)]
         for run, folder in zip(stack.runs, folders, strict=True)
     ]
-    with wandb_runs(stack.runs) as tracked:
+    with _wandb_runs(stack.runs) as tracked:
         for run_sinks, run in zip(sinks, tracked, strict=False):
             run_sinks.append(run)
-        recorder = Recorder(sinks, open_loggers(stack.cell, stack.seeds))
+        recorder = Recorder(sinks, _open_loggers(stack.cell, stack.seeds))
         module = _build(stack, recorder)
         is_stopped = _fit(stack, module, stop, on_steps)
         results = _record(stack, module)
     if is_stopped:
         raise Interrupted
     return results
+
+
+@contextmanager
+def _wandb_runs(runs: list[tuple[Cell, int]]) -> Iterator[list[WandbRun]]:
+    """Opens a W&B run for each (cell, seed); none if not asked for, or under an agent.
+
+    The runs that were opened are finished at the end, as failed ones if the block raises.
+    """
+    opened: list[WandbRun] = []
+    has_failed = True
+    try:
+        for cell, seed in runs:
+            if cell.cfg.logger.get("wandb") is not None and not is_under_agent():
+                opened.append(_open_wandb_run(cell, seed))
+        yield opened
+        has_failed = False
+    finally:
+        for run in opened:
+            run.finish(failed=has_failed)
+    if opened and opened[0].mode == "offline":
+        folder = runs[0][0].study_dir / "wandb"
+        logger.info("W&B was offline; upload its runs later: wandb sync %s/offline-run-*", folder)
+
+
+def _open_wandb_run(cell: Cell, seed: int) -> WandbRun:
+    chosen = cell.cfg.logger.wandb
+    invalid = ["INVALID"] if cell.invalid else []
+    return WandbRun(
+        project=chosen.project,
+        entity=chosen.entity,
+        mode=chosen.mode,
+        directory=cell.study_dir,
+        group=cell.id,
+        seed=seed,
+        id_file=seed_dir(cell.directory, seed) / "wandb-id",
+        tags=[cell.record["norm"], cell.record["model"], cell.record["data"], *invalid],
+        config=cell.record | {"seed": seed},
+    )
+
+
+def _open_loggers(cell: Cell, seeds: list[int]) -> list[Logger]:
+    """The Lightning loggers of a stack, which get the mean over its runs."""
+    if "tensorboard" not in cell.cfg.logger:
+        return []
+    from pytorch_lightning.loggers import TensorBoardLogger
+
+    if find_spec("tensorboard") is None:
+        raise UserError(
+            "logger=tensorboard needs the package tensorboard; pip install 'normexp[tensorboard]'"
+        )
+    version = f"{seeds[0]}-{seeds[-1]}"
+    return [TensorBoardLogger(cell.directory, name="tensorboard", version=version)]
 
 
 def _build(stack: Stack, recorder: Recorder) -> TrainingModule:
@@ -189,8 +239,7 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
             with open_atomic(run_dir / WEIGHTS_FILE) as file:
                 torch.save(module.replicas.replica(index).cpu().state_dict(), file)
         if cell.evaluation.adds:
-            content = module.evaluator.content(module.metrics, index)
-            write_evaluation(run_dir, content)
+            write_evaluation(run_dir, module.evaluator.content(module.metrics, index))
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
         results.append(_result_of(stack, module, index, environment, timing))
     for result in results:
@@ -206,7 +255,6 @@ def _result_of(
     environment: dict[str, object],
     timing: dict[str, float],
 ) -> Result:
-    """Returns the result of replica `index`."""
     cell, seed = stack.runs[index]
     metrics = {name: column[index] for name, column in module.metrics.items()}
     diverged_at = module.losses.diverged_at[index]
@@ -240,12 +288,12 @@ def _timing(module: TrainingModule) -> dict[str, float]:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """Returns the name of the GPU that trained; None for a CPU, without waking a GPU."""
+    """The name of the GPU that trained; None for a CPU, without waking a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Returns `peak_memory_mb` of tensors on a GPU in 10^6 bytes, empty for a CPU.
+    """`peak_memory_mb` of tensors on a GPU in 10^6 bytes, empty for a CPU.
 
     On a CPU only the peak of the whole process is known, and its largest cell sets it.
     """

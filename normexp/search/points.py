@@ -11,7 +11,7 @@ import copy
 import itertools
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.types import (
@@ -45,11 +45,12 @@ class Choice:
     key: str
     texts: tuple[str, ...]
 
-    def ends(self) -> tuple[str, str]:
-        return self.texts[0], self.texts[-1]
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return self.texts
 
     def at(self, fraction: float) -> str:
-        """Returns the choice at a fraction in [0, 1) of the list."""
+        """The choice at a fraction in [0, 1) of the list."""
         return self.texts[int(fraction * len(self.texts))]
 
     def is_at_edge(self, text: str) -> bool:
@@ -59,9 +60,6 @@ class Choice:
             return len(numbers) > 2 and float(text) in (numbers[0], numbers[-1])
         except ValueError:
             return False
-
-    def describe(self) -> str:
-        return f"{self.key}=choice({','.join(self.texts)})"
 
 
 @dataclass(frozen=True)
@@ -74,18 +72,19 @@ class Range:
     log: bool
     whole: bool
 
-    def ends(self) -> tuple[str, str]:
+    @property
+    def ends(self) -> tuple[str, ...]:
         return self.text_of(self.low), self.text_of(self.high)
 
     def at(self, fraction: float) -> str:
-        """Returns the value at a fraction in [0, 1) of the interval, on its scale."""
+        """The value at a fraction in [0, 1) of the interval, on its scale."""
         low, high = self.low, self.high + self.whole  # each integer has an equal share
         if self.log:
             return self.text_of(low * (high / low) ** fraction)
         return self.text_of(low + fraction * (high - low))
 
     def text_of(self, value: float) -> str:
-        """Returns the value as typed: four significant digits, never beyond the ends."""
+        """The value as typed: four significant digits, never beyond the ends."""
         if self.whole:
             return str(min(int(value), int(self.high)))
         rounded = float(f"{value:.{DIGITS}g}")
@@ -96,12 +95,6 @@ class Range:
         scale = math.log if self.log else float
         low, high, value = scale(self.low), scale(self.high), scale(float(text))
         return not EDGE <= (value - low) / (high - low) <= 1 - EDGE
-
-    def describe(self) -> str:
-        inner = f"interval({self.low:g},{self.high:g})"
-        inner = f"int({inner})" if self.whole else inner
-        is_tagged = self.log and self.key not in LOGARITHMIC
-        return f"{self.key}=tag(log,{inner})" if is_tagged else f"{self.key}={inner}"
 
 
 Dimension = Choice | Range
@@ -117,8 +110,12 @@ class Space:
     def keys(self) -> tuple[str, ...]:
         return tuple(dimension.key for dimension in self.dimensions)
 
+    @property
+    def first(self) -> dict[str, str]:
+        return {dimension.key: dimension.at(0) for dimension in self.dimensions}
+
     def points(self, count: int) -> list[dict[str, str]]:
-        """Returns at most `count` different points; fewer if the space has fewer.
+        """At most `count` different points; fewer if the space has fewer.
 
         All combinations of choices, the first key slowest, if there are no more than `count`;
         otherwise the first different points of the Sobol sequence.
@@ -134,20 +131,9 @@ class Space:
         unique = list(dict.fromkeys(rows))[:count]
         return [dict(zip(self.keys, row, strict=True)) for row in unique]
 
-    def probes(self) -> Iterator[dict[str, str]]:
-        """Yields the low point, then that point with one key at another choice or its upper end."""
-        low = {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
-        yield low
-        for dimension in self.dimensions:
-            others = dimension.texts[1:] if isinstance(dimension, Choice) else dimension.ends()[1:]
-            yield from (low | {dimension.key: text} for text in others)
-
-    def edges(self, point: Point) -> list[Dimension]:
-        """The dimensions in which a point lies at the edge of the space."""
-        return [d for d in self.dimensions if d.is_at_edge(point[d.key])]
-
-    def describe(self) -> str:
-        return " ".join(dimension.describe() for dimension in self.dimensions)
+    def edges(self, point: Point) -> list[str]:
+        """The keys in which a point lies at the edge of the space."""
+        return [d.key for d in self.dimensions if d.is_at_edge(point[d.key])]
 
 
 def _sobol(num_dimensions: int, count: int) -> list[list[float]]:
@@ -156,6 +142,10 @@ def _sobol(num_dimensions: int, count: int) -> list[list[float]]:
 
     sequence = qmc.Sobol(num_dimensions, scramble=True, rng=SCRAMBLE)
     return sequence.random_base2(math.ceil(math.log2(count))).tolist()
+
+
+def words_of(point: Point) -> list[str]:
+    return [f"{key}={text}" for key, text in point.items()]
 
 
 def read_space(overrides: Sequence[Override]) -> Space:
@@ -206,7 +196,7 @@ class Search:
     Attributes:
         fixed: the overrides of every cell, including `grid`.
         grid: the overrides that distinguish this search from the others of the command.
-        base: the config at the low point of the space, and the name chosen in each group.
+        base: the config at the first value of each key, and the name chosen in each group.
     """
 
     fixed: tuple[str, ...]
@@ -234,11 +224,8 @@ class Search:
     def points(self) -> list[dict[str, str]]:
         return self.space.points(self.base.tune.points)
 
-    def overrides(self, point: Point) -> tuple[str, ...]:
-        return (*self.fixed, *(f"{key}={text}" for key, text in point.items()))
-
     def search_cell(self, point: Point) -> CellSpec:
-        """Returns the cell of a point, with the seeds and the study of the search."""
+        """The cell of a point, with the seeds and the study of the search."""
         tune = self.base.tune
         own = {"study": self.study, "seed": tune.first_seed, "replicas": tune.seeds}
         if tune.metric is None or "@" not in tune.metric:
@@ -246,13 +233,14 @@ class Search:
         return self._compose(point, own)
 
     def report_cell(self, point: Point) -> CellSpec:
-        """Returns the cell that trains fresh seeds at a point."""
+        """The cell that trains fresh seeds at a point."""
         return self._compose(point, {})
 
     def _compose(self, point: Point, own: Mapping[str, object]) -> CellSpec:
-        title = " ".join([*self.grid, *(f"{key}={text}" for key, text in point.items())])
-        overrides = self.overrides(point)
-        values = parse_overrides(overrides[len(self.fixed) :])
+        own_words = words_of(point)
+        title = " ".join([*self.grid, *own_words])
+        overrides = (*self.fixed, *own_words)
+        values = parse_overrides(own_words)
         try:
             if all(value.key_or_group in KEYS for value in values):  # ten times faster
                 cfg, choices = copy.deepcopy(self.base), self.choices
@@ -268,15 +256,14 @@ class Search:
         return CellSpec(cfg, choices, title, overrides=overrides)
 
     def command(self, point: Point) -> str:
-        """Returns the command that trains the report's cell again."""
-        words = [word for word in self.overrides(point) if not word.startswith("tune.")]
-        return (
-            f"python -m normexp.train {shlex.join([*config_dir_words(self.config_dirs), *words])}"
-        )
+        """The command that trains the report's cell again."""
+        words = [word for word in self.fixed if not word.startswith("tune.")]
+        line = [*config_dir_words(self.config_dirs), *words, *words_of(point)]
+        return f"python -m normexp.train {shlex.join(line)}"
 
 
 def plan_searches(command: Command) -> list[Search]:
-    """Returns the searches of a command, one for each point of its grid. Writes nothing.
+    """The searches of a command, one for each point of its grid. Writes nothing.
 
     Raises:
         UserError: nothing to search, a value that cannot be used, overlapping seeds.
@@ -296,25 +283,26 @@ def plan_searches(command: Command) -> list[Search]:
         _plan(cell, rest, space, command.config_dirs)
         for cell in expand_overrides(rest, command.config_dirs)
     ]
-    _check_probes(searches[0])
+    _check_values(searches[0])
     return searches
 
 
 def _plan(
     cell: list[str], rest: Sequence[Override], space: Space, config_dirs: Sequence[str]
 ) -> Search:
-    low = next(space.probes())
-    base, choices = compose_cell([*cell, *(f"{k}={text}" for k, text in low.items())], config_dirs)
+    base, choices = compose_cell([*cell, *words_of(space.first)], config_dirs)
     check_settings(base)
     grid = [text for text, override in zip(cell, rest, strict=True) if override.is_sweep_override()]
     return Search(tuple(cell), tuple(grid), space, base, choices, tuple(config_dirs))
 
 
-def _check_probes(search: Search) -> None:
-    """Composes each end and each choice once, to find a typo before the first training."""
-    for point in search.space.probes():
-        config, _ = compose_cell(search.overrides(point), search.config_dirs)
-        validate_keys(config, [key for key in search.space.keys if key in KEYS])
+def _check_values(search: Search) -> None:
+    """Composes each choice and each end once, to find a mistake before the first training."""
+    for dimension in search.space.dimensions:
+        for text in dimension.ends:
+            point = search.space.first | {dimension.key: text}
+            config, _ = compose_cell([*search.fixed, *words_of(point)], search.config_dirs)
+            validate_keys(config, [key for key in search.space.keys if key in KEYS])
 
 
 def _refuse_bookkeeping(override: Override) -> None:

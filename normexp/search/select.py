@@ -20,7 +20,7 @@ from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.history import SearchEntry, append_cells, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
-from normexp.search.points import VALIDATION, Point, Search
+from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats import mean
 from normexp.sweeps.sweep import STOPPED, is_interrupted, run_cells
 
@@ -38,7 +38,6 @@ class Finding:
     """
 
     search: Search
-    points: Sequence[Point]
     cells: Sequence[CellSpec]
     outcomes: Sequence[Outcome]
     metric: Metric = field(init=False)
@@ -46,25 +45,24 @@ class Finding:
 
     def __post_init__(self) -> None:
         self.metric = choose_objective(self.search.base.tune.metric, self.outcomes)
+        self.points = self.search.points
 
     @property
-    def values(self) -> list[float | None]:
-        """The mean of the metric over the seeds of each point; None for one that failed."""
-        return [
-            mean_value(outcome, self.metric) if outcome.status in TRAINED else None
-            for outcome in self.outcomes
-        ]
+    def values(self) -> dict[int, float]:
+        """By index, the mean of the metric over the seeds of each point that has trained."""
+        trained = enumerate(self.outcomes)
+        return {i: mean_value(o, self.metric) for i, o in trained if o.status in TRAINED}
 
     @property
     def best(self) -> int | None:
-        """The index of the best point, the first of equals; None if no point has trained."""
-        sign = 1 if self.metric.higher_is_better else -1
-        known = [
-            (sign * value, -index)
-            for index, value in enumerate(self.values)
-            if value is not None and value != worst_of(self.metric)
-        ]
-        return -max(known)[1] if known else None
+        """The index of the best point, the first of equals; None if none has converged."""
+        values = {i: x for i, x in self.values.items() if x != worst_of(self.metric)}
+        choose = max if self.metric.higher_is_better else min
+        return choose(values, key=values.__getitem__, default=None)
+
+    @property
+    def best_point(self) -> Point | None:
+        return None if self.best is None else self.points[self.best]
 
 
 def choose_objective(asked: str | None, outcomes: Sequence[Outcome]) -> Metric:
@@ -90,11 +88,10 @@ def worst_of(metric: Metric) -> float:
 def mean_value(outcome: Outcome, metric: Metric) -> float:
     """The mean over the seeds of a cell; a seed that diverged counts as the worst value."""
     worst = worst_of(metric)
-    found = [
+    return statistics.fmean(
         result.metrics.get(metric.name, worst) if result.status == "finished" else worst
         for result in outcome.results
-    ]
-    return statistics.fmean(found)
+    )
 
 
 Train = Callable[[Sequence[CellSpec], Sequence[str]], list[Outcome]]
@@ -110,11 +107,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         UserError: all points are refused, or no run has the metric.
         KeyboardInterrupt: the user stopped the search; the same command continues.
     """
-    points = [search.points for search in searches]
-    cells = [
-        [search.search_cell(point) for point in own]
-        for search, own in zip(searches, points, strict=True)
-    ]
+    cells = [[search.search_cell(point) for point in search.points] for search in searches]
     flat = [cell for own in cells for cell in own]
     if searches[0].base.dry_run:
         return run_cells(flat, words)
@@ -123,8 +116,8 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         raise UserError(outcomes[0].error)
     ends = iter(outcomes)
     findings = _distinct(
-        Finding(search, own, each, [next(ends) for _ in each])
-        for search, own, each in zip(searches, points, cells, strict=True)
+        Finding(search, own, [next(ends) for _ in own])
+        for search, own in zip(searches, cells, strict=True)
     )
     lost = any(outcome.status not in TRAINED for outcome in outcomes)
     if lost and searches[0].base.fail_fast:
@@ -170,11 +163,10 @@ def _defines(word: str) -> bool:
 
 def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:
     """Trains fresh seeds at the best point of each search."""
-    chosen = [(each, each.best) for each in findings]
-    chosen = [(each, best) for each, best in chosen if best is not None]
-    cells = [each.search.report_cell(each.points[best]) for each, best in chosen]
+    chosen = [each for each in findings if each.best_point is not None]
+    cells = [each.search.report_cell(each.best_point) for each in chosen if each.best_point]
     outcomes = _train(cells, words, train) if cells else []
-    for (each, _), outcome in zip(chosen, outcomes, strict=True):
+    for each, outcome in zip(chosen, outcomes, strict=True):
         each.fresh = outcome
 
 
@@ -185,9 +177,7 @@ def is_reported(finding: Finding) -> bool:
 
 def print_table(findings: Sequence[Finding]) -> None:
     """Prints the best point of each search, warnings, and commands that repeat the best."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     labels = dict.fromkeys(each.metric.label for each in findings)
     table = Table("search", "best", "points", f"{' or '.join(labels)}, search seeds", box=None)
     table.add_column("fresh seeds, mean [95 % interval]")
@@ -197,8 +187,7 @@ def print_table(findings: Sequence[Finding]) -> None:
     console.print(table)
     for line in (line for each in findings for line in _warnings(each)):
         console.print(line, markup=False, soft_wrap=True)
-    bests = [(each, each.best) for each in findings]
-    lines = [each.search.command(each.points[best]) for each, best in bests if best is not None]
+    lines = [each.search.command(each.best_point) for each in findings if each.best_point]
     if lines:
         console.print("to repeat the best:")
     for line in lines:
@@ -211,9 +200,8 @@ def _cells(finding: Finding) -> list[str]:
     count = ", ".join([str(len(finding.outcomes)), *lost])
     if finding.best is None:
         return ["none finished", count, "-", "-", "0"]
-    metric, value = finding.metric, finding.values[finding.best]
-    assert value is not None
-    shown = f"{metric.scale * value:.{metric.digits}f}"
+    metric = finding.metric
+    shown = f"{metric.scale * finding.values[finding.best]:.{metric.digits}f}"
     return [_words(finding.points[finding.best]), count, shown, *_fresh(finding)]
 
 
@@ -249,11 +237,11 @@ def _warnings(finding: Finding) -> list[str]:
     ]
     point = finding.points[best]
     return others + [
-        f"{search.title}: the best {d.key}={point[d.key]} lies at the edge of {d.describe()}; "
+        f"{search.title}: the best {key}={point[key]} lies at the edge of what was searched; "
         "a wider range may be better"
-        for d in search.space.edges(point)
+        for key in search.space.edges(point)
     ]
 
 
 def _words(point: Point) -> str:
-    return " ".join(f"{key}={text}" for key, text in point.items())
+    return " ".join(words_of(point))

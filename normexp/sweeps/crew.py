@@ -20,11 +20,6 @@ from normexp.sweeps.worker import Event, Trainer, main
 SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threads and locks
 
 
-def shared_board(tasks: Sequence[Task], num_cells: int) -> Board:
-    """A board in memory that workers share. Without a lock, which a killed one would keep."""
-    return Board(tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells))
-
-
 class Seat:
     """What is known of one that works: a worker process, or this process.
 

@@ -29,7 +29,6 @@ class Display(logging.Handler):
     Inside its `with` block also prints normexp's log messages, each once.
 
     Args:
-        titles: one for each cell.
         num_places: how many cells are trained at once.
     """
 
@@ -82,7 +81,7 @@ class Display(logging.Handler):
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{rest}")
 
     def time_left(self, num_cells: int, at_work: Sequence[Seat] = ()) -> str:
-        """Returns the time left, estimated from the mean time of finished cells.
+        """The time left, estimated from the mean time of finished cells.
 
         Empty before the first cell has finished, and while a worker's process starts.
         """
@@ -128,7 +127,7 @@ class Display(logging.Handler):
 
 
 def _rest_of(worker: Seat, mean: float) -> float:
-    """Returns the seconds left for a cell, by its own speed once 5 % of its steps are done."""
+    """Seconds left for a cell, by its own speed once 5 % of its steps are done."""
     elapsed = time.monotonic() - worker.since
     done, total = worker.steps
     if total and done / total > 0.05:

@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import secrets
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from normexp.errors import UserError
 from normexp.records.history import read_history
 from normexp.records.logs import messages_to_stderr
 from normexp.sweeps.log import StudyLog
-from normexp.sweeps.machine import shared_value
+from normexp.sweeps.machine import environment, shared_value
 from normexp.sweeps.sweep import conclude, train_cells
 from normexp.sweeps.tasks import group_cells
 
@@ -40,12 +39,11 @@ LAUNCHERS = {
     "submitit_local": ("slurm", "hydra_plugins.hydra_submitit_launcher"),
     "submitit_slurm": ("slurm", "hydra_plugins.hydra_submitit_launcher"),
 }
-ADDRESS = "hydra.launcher.ray.init.address"
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
 def check_launcher(command: Command) -> None:
-    """Raises UserError if a launcher is not installed or its cluster does not answer."""
+    """Raises UserError if a launcher is not installed."""
     name = command.launcher
     if name not in LAUNCHERS:
         known = ", ".join(["basic", *LAUNCHERS])
@@ -53,8 +51,6 @@ def check_launcher(command: Command) -> None:
     extra, module = LAUNCHERS[name]
     if not is_installed(module):
         raise UserError(f"{LAUNCHER}{name} is not installed; pip install 'normexp[{extra}]'")
-    if name == "ray":
-        _check_address(command.overrides)
 
 
 def is_installed(module: str) -> bool:
@@ -64,29 +60,11 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def _check_address(overrides: Sequence[str]) -> None:
-    """Raises UserError if a Ray cluster does not answer; Ray itself would try for a minute."""
-    given = [text.lstrip("+").split("=", 1) for text in overrides]
-    addresses = [pair[1] for pair in given if pair[0] == ADDRESS and len(pair) == 2]
-    address = addresses[-1] if addresses else os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdecimal():  # `auto`, `local`, null, or none
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise UserError(
-            f"{ADDRESS}={address}: nothing answers there ({reason}); start a cluster by "
-            "`ray start --head`, or leave the address out"
-        ) from None
-
-
 def launch(command: Command, words: Sequence[str]) -> int:
     """Trains every task of a command in a job, waits for all; returns the exit code.
 
     Raises:
-        UserError: no such launcher or cluster, or a mistake as in `run_cells`.
+        UserError: no such launcher, or a mistake as in `run_cells`.
     """
     check_launcher(command)
     cells = compose_cells(command)
@@ -177,17 +155,13 @@ def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec
 @contextmanager
 def _as_program(argv: list[str]) -> Iterator[None]:
     """Gives Hydra the command line `argv` inside the block, and lets its errors through."""
-    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    before = sys.argv
     sys.argv = [before[0], *argv]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        yield
+        with environment({"HYDRA_FULL_ERROR": "1"}):
+            yield
     finally:
         sys.argv = before
-        if full is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full
 
 
 def run_job(file: Path, number: int, cwd: Path) -> None:

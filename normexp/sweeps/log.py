@@ -30,7 +30,6 @@ class StudyLog:
     """The command and its cells. A study is written to only when one of its cells begins.
 
     Args:
-        cells: all cells of the command, perhaps of several studies.
         words: what was typed; nothing for a job, whose command is recorded by another process.
         writes: not in a dry run.
     """

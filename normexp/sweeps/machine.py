@@ -7,8 +7,8 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, islice
@@ -27,7 +27,6 @@ CGROUP_LIMITS = (  # quota and period in microseconds: cgroups 2, then 1
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
 
-
 TICK = 0.2  # seconds between two tries for a slot
 
 
@@ -44,8 +43,7 @@ class Place:
     gpu: str | None = None
     slots: Sequence[str] = ()
 
-    @contextmanager
-    def environment(self) -> Iterator[None]:
+    def environment(self) -> AbstractContextManager[None]:
         """What a process that is started inside the block inherits, before it loads torch.
 
         Keeps a lower OMP_NUM_THREADS set by the user.
@@ -56,16 +54,7 @@ class Place:
         own = {"OMP_NUM_THREADS": str(threads)}
         if self.gpu is not None:
             own["CUDA_VISIBLE_DEVICES"] = self.gpu
-        before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        return environment(own)
 
     @contextmanager
     def slot(self) -> Iterator[None]:
@@ -86,6 +75,19 @@ class Place:
                 lock.release()
 
 
+@contextmanager
+def environment(own: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of the environment inside the block."""
+    before = {name: os.environ[name] for name in own if name in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def slots_dir() -> Path:
     """Where the slots of this machine are locked: a folder of the user that no reboot survives."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
@@ -95,13 +97,7 @@ def slots_dir() -> Path:
 def places_for(
     cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None
 ) -> list[Place]:
-    """Returns one place per worker.
-
-    Args:
-        cfgs: the configs of all cells; they must agree on `workers`.
-        num_cells: the highest useful number of workers.
-        workers: overrides the configs; None takes their value.
-    """
+    """One place per worker, of at most `num_cells`; `workers` overrides the configs."""
     asked = shared_value(cfgs, "workers") if workers is None else workers
     wants_gpu = any(cfg.trainer.accelerator in ("auto", "gpu", "cuda") for cfg in cfgs)
     gpus = visible_gpus() if wants_gpu else []

@@ -20,7 +20,7 @@ from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
 from normexp.reporting.agent import log_to_agent, refuse_many_cells
 from normexp.reporting.summary import print_closing_table, print_plan, print_summary
-from normexp.sweeps.crew import Seat, Worker, ready_workers, shared_board
+from normexp.sweeps.crew import SPAWN, Seat, Worker, ready_workers
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place, places_for, shared_value, trains_here
@@ -68,7 +68,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
         if is_under_agent():
             log_to_agent(cells[0], outcomes[0])
     except (OSError, WorkersFail) as error:
-        message = full_disk(error, None) or (str(error) if isinstance(error, WorkersFail) else None)
+        message = str(error) if isinstance(error, WorkersFail) else full_disk(error, None)
         if message is None:
             raise
         print(f"normexp: {message}", file=sys.stderr)
@@ -141,7 +141,6 @@ class Sweep:
 
     Args:
         places: of each worker; the first is also this process's own.
-        fail_fast: stop everything at the first failure.
         known: outcomes of cells that need no training, by index.
         tasks: for each task, the indices of its cells; None: as `group_cells`.
         run_task: trains; None: `cells.run.run_task`.
@@ -182,8 +181,8 @@ class Sweep:
             return self._all_outcomes()
         report = partial(self._note, Seat())
         with loaded(self.run_task) as run_task:
+            own = {"run_task": run_task, "shows_bar": True}
             while board.num_open and not self.request.requested:
-                own = {"run_task": run_task, "shows_bar": True}
                 work(self.cells, board, self.places[0], report, self.request, **own)
         return self._all_outcomes()
 
@@ -194,7 +193,8 @@ class Sweep:
             KeyboardInterrupt: a second Ctrl-C; the workers are dead.
             WorkersFail: no worker process starts.
         """
-        board = shared_board(self.tasks, len(self.cells))
+        num_cells = len(self.cells)  # no lock in shared memory: a killed worker would keep it
+        board = Board(self.tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells))
         self._pass_over(board)
         try:
             with self.request.listening():

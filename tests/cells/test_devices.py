@@ -150,7 +150,7 @@ def test_processes_that_torchrun_has_started_train_one_cell(tmp_path: Path):
     words = [*DDP, "norm=group", "steps=8", "replicas=1", f"runs_dir={tmp_path}"]
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     line = [sys.executable, *run, "-m", "normexp.train", *words]
-    for told in ("trained, n = 1 seeds", "already recorded, n = 1 seeds"):
+    for told in ("trained, n = 1 seed", "already recorded, n = 1 seed"):
         ended = subprocess.run(line, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.count(told) == 1

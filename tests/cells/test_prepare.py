@@ -148,6 +148,18 @@ def test_spelling_a_default_out_is_the_same_cell():
     assert not {"act", "conv"} & (set(said.identity) | set(said.record))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["norm=group", "norm_batch_size=4"],  # a size that has no effect
+        ["norm=batch", "micro_batch_size=32", "norm_batch_size=32"],  # the sizes by default
+    ],
+)
+def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
+    cell, same = prepare(words[0]), prepare(*words)
+    assert (cell.id, cell.record) == (same.id, same.record)
+
+
 def test_a_slot_is_one_training_whoever_says_it():
     by_norm, by_key = prepare("norm=ws"), prepare("norm=none", "conv=weight_standardized")
     assert by_norm.identity == by_key.identity

@@ -138,7 +138,7 @@ def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
     assert {outcome.status for outcome in run_task(specs, stop=stop)} == {"stopped"}
     assert len(list(tmp_path.rglob("last.ckpt"))) == 1
     begun: list[StackRecord] = []
-    (later,) = [each for each in specs_of(tmp_path, 3) if each.cfg and each.cfg.lr > 0.1]
+    (later,) = [each for each in specs_of(tmp_path, replicas=3) if each.cfg and each.cfg.lr > 0.1]
     (outcome,) = run_task([later], lambda stack, _: begun.append(stack))
     assert outcome.status == "finished"
     assert [len(stack.members) for stack in begun] == [4, 1]
