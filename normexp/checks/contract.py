@@ -113,7 +113,6 @@ ON_SHAPES = (
     Check("gradient for every parameter", behaviour.reaches_parameters),
     Check("no graph kept", behaviour.holds_no_graph),
     Check("buffers keep shape and dtype", behaviour.keeps_buffers, MODES),
-    Check("deepcopy", behaviour.copies),
     Check("state_dict round trip", behaviour.restores),
     Check("deterministic in evaluation", behaviour.is_deterministic, (False,)),
     Check("evaluation changes no state", behaviour.keeps_state_in_evaluation),

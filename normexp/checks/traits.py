@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normexp.checks.preflight import EXTRA_POSITIONS, reads_padding
 from normexp.checks.probe import Probe, moves
@@ -24,6 +24,7 @@ from normexp.checks.subject import (
     skipped,
     values,
 )
+from normexp.norms.adapt import EPS_NAMES
 from normexp.norms.parts import CONVOLUTIONS
 from normexp.norms.site import Site, takes_mask
 
@@ -31,6 +32,7 @@ PADDED = (4, 5)  # samples and positions
 REAL = (5, 3, 2, 4)  # positions of each sample that are real
 SCALES = (4.0, 0.3)
 SHIFTS = (3.0, -20.0)
+TINY_EPS = 1e-12
 SMALL_STD = 1e-3  # its variance, 1e-6, lies below the usual eps
 BATCHES = (4, 32)
 MANY = 33  # samples, or positions in a row
@@ -170,12 +172,12 @@ def is_invariant(changes: tuple[Change, ...], subject: Subject) -> Finding:
 def _keeps_outputs(subject: Subject, inputs_of: Callable[[Tensor], list[Tensor] | None]) -> Finding:
     """Finds the modes in which all inputs have the same output.
 
-    Uses eps 1e-12, because a larger eps slightly breaks invariance to scale.
+    Uses a tiny eps, because a larger eps slightly breaks invariance to scale.
 
     Args:
         inputs_of: makes the inputs to compare from one input; None if its shape does not suit.
     """
-    knobs = {} if subject.eps_name is None else {subject.eps_name: 1e-12}
+    knobs = {} if subject.eps_name is None else {subject.eps_name: TINY_EPS}
     moved: dict[bool, str] = {}
     looked = False
     for training in MODES:
@@ -184,7 +186,8 @@ def _keeps_outputs(subject: Subject, inputs_of: Callable[[Tensor], list[Tensor] 
             if inputs is None:
                 continue
             looked = True
-            probe = Probe(subject.trained(shape, torch.float64, **knobs).train(training))
+            norm = subject.trained(shape, torch.float64, **knobs)
+            probe = Probe(_with_small_eps(norm).train(training))
             first, *others = (probe.observe(x).output for x in inputs)
             if any(moves(first, other) for other in others):
                 moved[training] = f"it moves the output {mode_name(training)}, {show(shape)}"
@@ -195,6 +198,15 @@ def _keeps_outputs(subject: Subject, inputs_of: Callable[[Tensor], list[Tensor] 
         return measured("yes")
     kept = "no" if len(moved) == 2 else "in evaluation" if True in moved else "in training"
     return measured(kept, next(iter(moved.values())))
+
+
+def _with_small_eps(norm: nn.Module) -> nn.Module:
+    """Sets each attribute eps, also of norms whose signature has none."""
+    for module in norm.modules():
+        for name in EPS_NAMES:
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, TINY_EPS)
+    return norm
 
 
 def invariance_to_weights(subject: Subject) -> Finding:
