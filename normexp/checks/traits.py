@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 
@@ -151,14 +152,6 @@ def has_running_state(subject: Subject) -> Finding:
 Change = Callable[[Tensor], Tensor]
 
 
-def scaled(factor: float, x: Tensor) -> Tensor:
-    return factor * x
-
-
-def shifted(by: float, x: Tensor) -> Tensor:
-    return x + by
-
-
 def scaled_by_channel(x: Tensor) -> Tensor:
     factors = torch.linspace(0.5, SCALES[0], x.shape[1], dtype=x.dtype)
     return x * factors.view(-1, *[1] * (x.ndim - 2))
@@ -290,8 +283,8 @@ def _digits(value: float) -> float:
     return float(f"{value:.2g}") if value < 0.1 else round(value, 3)
 
 
-_BY_SCALE = tuple(partial(scaled, factor) for factor in SCALES)
-_BY_SHIFT = tuple(partial(shifted, by) for by in SHIFTS)
+_BY_SCALE = tuple(partial(operator.mul, factor) for factor in SCALES)
+_BY_SHIFT = tuple(partial(operator.add, by) for by in SHIFTS)
 TRAITS = (
     Check("mixes samples", mixes_samples),
     Check("pools channels", pools_channels),
