@@ -274,6 +274,9 @@ def runs_of(study: Path) -> dict[str, Run]:
     runs = {}
     for path in sorted(study.glob("*/seed-*/result.json")):
         result = json.loads(path.read_text())
+        if not result["config"].get("mixes_samples", True):
+            for key in ("norm_batch_size", "split"):  # of whichever line trained it first
+                del result["config"][key]
         kept = {key: result.get(key) for key in ("status", "metrics", "diverged_at_step", "config")}
         metrics = (path.parent / "metrics.csv").read_bytes()
         name = str(path.parent.relative_to(study))

@@ -7,6 +7,7 @@ with the problem of the layout at which it came furthest.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -147,9 +149,12 @@ class Probe:
     target: str
 
     def fresh(self) -> nn.Module:
-        """Returns a norm in training mode."""
+        """Returns a norm in training mode; a copy, as `build` may hand out one module twice."""
         torch.default_generator.manual_seed(0)
-        return self.build(self.num_features).train()
+        norm = self.build(self.num_features)
+        if not any(map(is_lazy, norm.parameters())):  # a lazy norm, refused later, has no copy
+            norm = copy.deepcopy(norm)
+        return norm.train()
 
     def input(self, num_dims: int, *, channels_last: bool, times: int = 1) -> Tensor:
         """Returns a random input with distinct sizes, with `times` as many channels."""

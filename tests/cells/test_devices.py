@@ -204,7 +204,9 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
     """The processes that it has spawned, but for the tracker of their shared memory."""
     found = subprocess.run(
-        ["ps", "--ppid", str(process.pid), "-o", "pid=,args="], capture_output=True, text=True
+        ["ps", "-ww", "--ppid", str(process.pid), "-o", "pid=,args="],
+        capture_output=True,
+        text=True,
     )
     lines = [line for line in found.stdout.splitlines() if "spawn_main" in line]
     return [int(line.split()[0]) for line in lines]
@@ -229,7 +231,7 @@ def test_stopped_and_killed_ranks_leave_a_checkpoint_that_one_device_resumes(tmp
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(120) == 130
     assert checkpoint() and "Traceback" not in log.read_text()
-    process = begin([*line, "steps=400"], log)
+    process = begin(line, log)
     wait_for(trains, process)
     os.kill(ranks_of(process)[-1], signal.SIGKILL)
     assert process.wait(120) == 1

@@ -184,7 +184,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def config(name: str) -> DictConfig:
-    return OmegaConf.create({"data": {"name": name, "dir": "${folder}"}, "folder": "here"})
+    data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
+    return OmegaConf.create({"data": data, "folder": "here"})
 
 
 def test_same_config_is_the_same_object_while_two_are_kept(loaded: list[str]):

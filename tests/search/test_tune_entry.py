@@ -47,7 +47,8 @@ class Trainer:
     def result(self, lr: float, seed: int) -> Result:
         value = self.accuracy(lr, seed)
         if value is None:
-            return Result("a cell", seed, "diverged", {}, {}, {}, diverged_at_step=3)
+            broken = {"val/accuracy": 0.99, "val/loss": 0.01}  # must not count
+            return Result("a cell", seed, "diverged", {}, broken, {}, diverged_at_step=3)
         metrics = {"val/accuracy": value, "val/loss": value, "test/accuracy": value - 0.1}
         return Result("a cell", seed, "finished", {}, metrics, {})
 

@@ -8,10 +8,12 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from normexp.cells import run
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.files import FileLock
@@ -30,10 +32,11 @@ from torch import nn
 
 class Broken(nn.Module):
     works = False
+    has_begun = False  # what breaks before a training is refused
     def __init__(self, num_features):
         super().__init__()
     def forward(self, x):
-        if self.training and x.shape[0] == 32 and not Broken.works:
+        if Broken.has_begun and x.shape[0] == 32 and not Broken.works:
             raise RuntimeError("no more")
         return x
 """
@@ -44,6 +47,17 @@ BROKEN = ["norm=custom", "norm._target_=broken_norm_of_a_test.Broken", "batch_si
 def broken_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken_norm_of_a_test.py").write_text(BROKEN_NORM)
     monkeypatch.syspath_prepend(str(tmp_path))
+    trains = run.train_on_devices
+
+    def train_broken(*arguments: Any) -> None:
+        norm = sys.modules["broken_norm_of_a_test"].Broken
+        norm.has_begun = True
+        try:
+            trains(*arguments)
+        finally:
+            norm.has_begun = False
+
+    monkeypatch.setattr(run, "train_on_devices", train_broken)
     yield
     sys.modules.pop("broken_norm_of_a_test", None)
 
