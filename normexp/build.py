@@ -6,11 +6,9 @@ import copy
 import inspect
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from normexp.errors import UserError
 from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve
-from normexp.records.identity import source_digest
+from normexp.records.identity import place_of
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs what it raises
 
@@ -212,10 +210,7 @@ def _call(make: Callable[[], Any], what: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # of any kind
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if source_digest(Path(f.filename)) is not None]
-        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-        raise UserError(f"{what} fails: {one_line(error)}{place}") from error
+        raise UserError(f"{what} fails: {one_line(error)}{place_of(error)}") from error
 
 
 def _instantiate(values: dict[str, Any], key: str) -> Any:

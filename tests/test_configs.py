@@ -49,6 +49,15 @@ def test_file_belongs_to_a_group_and_begins_with_a_comment(file: Path):
         assert re.match(r"# family: \w+$", header[-1])
 
 
+@pytest.mark.parametrize("name", group_choices("experiment"))
+def test_recipe_runs_at_two_budgets_or_says_that_it_has_one(name: str):
+    text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
+    is_swept = re.search(r"^ {6}(epochs|samples|steps): \d+,\d+", text, flags=re.MULTILINE)
+    header = " ".join(takewhile(lambda line: line.startswith("#"), text.splitlines()))
+    assert is_swept or re.search(r"(this|one) budget", header, flags=re.IGNORECASE)
+    assert re.search(r"float32 on a CPU", header, flags=re.IGNORECASE)
+
+
 @pytest.mark.parametrize("group", ["norm", "model", "data"])
 def test_custom_choice_takes_any_knob(group: str):
     config = compose_config([f"{group}=custom", f"{group}._target_=my.Thing", f"{group}.knob=2"])

@@ -130,17 +130,22 @@ def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any
 
 def _slug(identity: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
     """norm, model and data, the sizes that are set, and the learning rate."""
-    names = [_label(choices[group], identity[group]) for group in ("norm", "model", "data")]
+    names = [_label(group, choices[group], identity[group]) for group in GROUPS[:3]]
     sizes = {"b": "batch_size", "m": "micro_batch_size", "n": "norm_batch_size"}
     set_sizes = [f"{letter}{identity[key]}" for letter, key in sizes.items() if identity[key]]
     return [*names, *set_sizes, f"lr{identity['lr']:.6g}"]
 
 
-def _label(choice: str, values: Mapping[str, Any]) -> str:
-    """The `name` of a part, as in torchvision's resnet50; otherwise its choice without folder."""
+def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:
+    """The `name` of a part, as in torchvision's resnet50; else its choice without folder.
+
+    A user's own part has the name of its class, whatever YAML says it, so that it has one id.
+    """
     if isinstance(values.get("name"), str):
         return values["name"]
-    return choice.rpartition("/")[2].rpartition(".")[2]
+    if shipped_defaults(group, choice) is None:
+        return str(values["_target_"]).rpartition(".")[2].removeprefix("load_")
+    return choice.rpartition("/")[2]
 
 
 def _source_digest_of(target: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from normexp.checks.integrity import find_unsaved_state
-from normexp.checks.probe import Probe, moves
+from normexp.checks.probe import Probe
 from normexp.checks.subject import (
     LADDER,
     MODES,
@@ -244,26 +243,6 @@ def _describe_buffers(norm: nn.Module) -> dict[str, str]:
     return {n: f"{show(tuple(b.shape))} {_dtype_name(b.dtype)}" for n, b in norm.named_buffers()}
 
 
-def copies(subject: Subject) -> Answer:
-    """Does a deepcopy give the same outputs, before and after a training forward?"""
-    norm = subject.norm(subject.smallest)
-    for moment in ("before", "after"):
-        try:
-            own = copy.deepcopy(norm)
-        except Exception as error:
-            return f"deepcopy {moment} a training forward: {type(error).__name__}"
-        x = values(subject.smallest, seed=1)
-        if moves(_redrawn(norm, x), _redrawn(own, x)):
-            return f"a deepcopy made {moment} a training forward gives other outputs"
-    return None
-
-
-def _redrawn(norm: nn.Module, x: Tensor) -> Tensor:
-    """The output with the same random draws at every call."""
-    torch.default_generator.manual_seed(0)
-    return norm(x).detach()
-
-
 def restores(subject: Subject) -> Answer:
     """Does a norm restored from its state_dict go on as the original?"""
     for shape in subject.shapes:
@@ -470,10 +449,10 @@ def _observe_steps(subject: Subject, shape: Shape, knobs: Knobs) -> list[Tensor]
                 seen.append(norm(2 + 4 ** (seed % 3 - 1) * x(seed)))
             seen += read_state(norm).values()
             seen.append(norm.eval()(x(ARGUMENT_STEPS)))
+        trained = Probe(subject.trained(shape, torch.float64, **knobs))
+        found = trained.observe(x(0), upstream=torch.ones(1, dtype=torch.bool))
     except Exception:  # of foreign code, any kind
         return None
-    trained = Probe(subject.trained(shape, torch.float64, **knobs))
-    found = trained.observe(x(0), upstream=torch.ones(1, dtype=torch.bool))
     slopes = [t for t in (found.input_gradient,) if t is not None]
     return [*seen, *slopes, *found.parameter_gradients.values()]
 

@@ -113,7 +113,6 @@ ON_SHAPES = (
     Check("gradient for every parameter", behaviour.reaches_parameters),
     Check("no graph kept", behaviour.holds_no_graph),
     Check("buffers keep shape and dtype", behaviour.keeps_buffers, MODES),
-    Check("deepcopy", behaviour.copies),
     Check("state_dict round trip", behaviour.restores),
     Check("deterministic in evaluation", behaviour.is_deterministic, (False,)),
     Check("evaluation changes no state", behaviour.keeps_state_in_evaluation),
@@ -122,8 +121,7 @@ ON_SHAPES = (
     Check("statistics wide in bfloat16", numerics.keeps_digits_in_half),
     Check("gradient in training", partial(numerics.gradient_is_right, True)),
     Check("gradient in evaluation", partial(numerics.gradient_is_right, False)),
-    Check("exact at mean 1e3", partial(numerics.keeps_digits_far_from_zero, 1e3)),
-    Check("exact at mean 1e4", partial(numerics.keeps_digits_far_from_zero, 1e4)),
+    Check("exact at mean 1e4", numerics.keeps_digits_far_from_zero),
     Check(
         "finite on constants",
         partial(numerics.is_finite_on, lambda x: 0 * x + numerics.CONSTANT),

@@ -17,7 +17,6 @@ from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.checks.probe import Probe, fixed_draws, moves, normal
 from normexp.checks.sites import EnteredSite, name_some, naming
 from normexp.errors import UserError, first_line
-from normexp.norms.layout import unlike_attributes
 from normexp.norms.site import Site, named_sites
 
 logger = logging.getLogger(__name__)
@@ -27,10 +26,8 @@ MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
 
 
 def check_wiring(network: nn.Module, batch: Batch) -> None:
-    """Tests that the network's norms are its sites, and that its loss depends on them.
-
-    Warns of norms outside of sites, of sites without effect, of norm parameters without a gradient,
-    and of modules and parameters that several sites share.
+    """Warns of norms outside of sites, of sites and of norm parameters without effect, and of
+    modules and parameters that several sites share.
 
     Raises:
         UserError: no site has an effect, so every norm would give the same numbers.
@@ -57,9 +54,7 @@ def check_wiring(network: nn.Module, batch: Batch) -> None:
         if parameter.requires_grad and parameter.grad is None and name not in idle
     ]
     if frozen:
-        logger.warning(
-            "no gradient reaches %s of the norm, so it is not trained", name_some(frozen)
-        )
+        logger.warning("no gradient reaches %s of the norm: it is not trained", name_some(frozen))
     others = norms_outside_sites(own)
     if others:
         logger.warning(
@@ -156,8 +151,9 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
             return "keeps state outside of the module, or draws numbers that torch does not seed"
         _move_parameters(trained)
         restored.load_state_dict(trained.state_dict())
-        unlike = unlike_attributes(trained, restored)
-        named = name_some(unlike) if unlike else "an attribute"
+        unlike = _unlike_attributes(trained, restored)
+        unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
+        named = name_some([*unlike, *unsaved]) or "an attribute"
         later = copy.deepcopy(trained) if unlike else trained
         before = _run(restored, inputs, 1)
         if _differ(_run(trained, inputs, 1), before):
@@ -165,6 +161,26 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
         if _set_counters(later, unlike) and _differ(_run(later, inputs, 1), before):
             return f"keeps a counter that its state_dict lacks: {named}"
     return None
+
+
+def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
+    """The paths of plain attributes, tensors or numbers, that differ between two modules."""
+
+    def differ(one: Any, two: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(two, Tensor):
+            return not torch.equal(one, two)
+        if isinstance(one, Tensor) or isinstance(two, Tensor):
+            return True  # the state may have been a number at first
+        return isinstance(one, int | float) and one != two
+
+    internal = vars(nn.Module())
+    twins = dict(other.named_modules())
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, own in module.named_modules()
+        for name, value in vars(own).items()
+        if name not in internal and differ(value, vars(twins[path]).get(name))
+    ]
 
 
 def _run(module: nn.Module, inputs: Inputs, steps: int) -> list[Tensor]:
@@ -230,13 +246,19 @@ def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         )
 
 
-def ignores_inputs(network: nn.Module, batch: Batch) -> bool:
-    """True if every sample has the same output."""
+def check_inputs_matter(network: nn.Module, batch: Batch) -> None:
+    """Raises UserError if every sample has the same output."""
     inputs = batch["inputs"].clone()
+    if len(inputs) < 2:
+        return
     floating = inputs.is_floating_point()
     inputs[0] = 3 * inputs[0].flip(-1) + 1 if floating else inputs[0].roll(1, dims=-1)
     output = Probe(network.train()).observe(*model_arguments({**batch, "inputs": inputs})).output
-    return not moves(output[:1].expand_as(output), output, scale=1e-2)
+    if not moves(output[:1].expand_as(output), output, scale=1e-2):
+        raise UserError(
+            "with this norm the model's output is the same for every input, for example because it "
+            "averages positions after a norm that centres them; try norm=layer"
+        )
 
 
 def cannot_stack(network: nn.Module, batch: Batch) -> str | None:

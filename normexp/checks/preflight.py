@@ -15,9 +15,9 @@ from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
 from normexp.checks.integrity import (
     cannot_stack,
+    check_inputs_matter,
     check_saved_state,
     check_wiring,
-    ignores_inputs,
 )
 from normexp.checks.probe import Probe, moved_state, moves
 from normexp.checks.sites import (
@@ -120,11 +120,7 @@ def examine(
     sites = enter_sites(own, batch)
     reaches = measure_reaches(sites)
     check_reaches(reaches, group_size)
-    if len(batch["inputs"]) > 1 and ignores_inputs(own, short):
-        raise UserError(
-            "with this norm the model's output is the same for every input, for example because it "
-            "averages positions after a norm that centres them; try norm=layer"
-        )
+    check_inputs_matter(own, short)
     check_padding(own, data)
     check_saved_state(own, short, sites)
     leaks = {mode: find_leak(own, sites, batch, data, training=mode) for mode in MODES}
@@ -135,10 +131,7 @@ def examine(
     samples = shorten(own, probe_batch(data, many))
     mixes = {
         mode: any_site_mixes(sites, sizes.micro, training=mode)
-        or Probe(own.train(mode), vocab_size=data.vocab_size, ways=1).reads_samples(
-            *model_arguments(samples), training=mode
-        )
-        is not None
+        or network_mixes(own, samples, data.vocab_size, training=mode)
         for mode in MODES
     }
     return Traits(
@@ -147,7 +140,7 @@ def examine(
         leak=leaks[False],
         leaks_future_in_training=leaks[True] is not None,
         draws_for_itself=own_draws,
-        stacking_obstacle=obstacle or cannot_stack(network, batch),
+        stacking_obstacle=obstacle or cannot_stack(network, short),
         elements_per_sample=elements,
         reaches=reaches,
     )
@@ -171,6 +164,14 @@ def any_site_mixes(sites: Sequence[EnteredSite], num_samples: int, *, training: 
             if small.probe(training=training).reads_samples(values, training=training):
                 return True
     return False
+
+
+def network_mixes(
+    network: nn.Module, batch: Batch, vocab_size: int | None, *, training: bool
+) -> bool:
+    """True if a sample's result depends on others, at a site or between sites."""
+    probe = Probe(network.train(training), vocab_size=vocab_size, ways=1)
+    return probe.reads_samples(*model_arguments(batch), training=training) is not None
 
 
 def check_reaches(reaches: Mapping[str, Reach], group_size: int) -> None:

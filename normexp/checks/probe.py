@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from itertools import combinations, islice
 from typing import Any
 
@@ -113,7 +113,6 @@ class Probe:
         self.vocab_size = vocab_size
         self.ways = ways
         self._start = Snapshot(self.module)
-        self._normal = cache(normal)
 
     def observe(
         self,
@@ -142,7 +141,7 @@ class Probe:
                 drew = not torch.equal(start, torch.get_rng_state())
                 own, slopes = None, {}
                 if upstream is not None and out.requires_grad:
-                    weights = self._normal((num_samples, *out.shape[1:]), 7) * fit(upstream, out)
+                    weights = _cached_normal((num_samples, *out.shape[1:]), 7) * fit(upstream, out)
                     weights = weights if only is None else weights[only]
                     own, slopes = self._backward(out, x, weights.to(out.dtype))
             return Observation(out.detach().clone(), read_state(self.module), drew, own, slopes)
@@ -198,7 +197,7 @@ class Probe:
                 self.vocab_size
             )
         size = math.sqrt(x.numel()) if way % 2 == 0 else 3.0
-        return (1 + size * self._normal(x.shape, way + 1)).to(x.dtype)
+        return (1 + size * _cached_normal(x.shape, way + 1)).to(x.dtype)
 
     def reads_across(
         self,
@@ -357,6 +356,9 @@ def source(seed: int = 0) -> torch.Generator:
 def normal(shape: Sequence[int], seed: int = 0) -> Tensor:
     """Standard normal numbers, the same for one seed, drawn in float64 for every dtype."""
     return torch.randn(tuple(shape), generator=source(seed), dtype=torch.float64)
+
+
+_cached_normal = lru_cache(maxsize=64)(normal)  # of tensors that nobody writes to
 
 
 @contextmanager

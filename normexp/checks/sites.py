@@ -20,6 +20,7 @@ from normexp.checks.probe import Probe, fixed_draws, moved_places, source
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
+from normexp.records.identity import place_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
 FEW_POSITIONS = 4  # where many samples are probed
@@ -198,8 +199,8 @@ def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -
     except Exception as error:  # of foreign code, any kind
         if not entered and isinstance(error, UserError):
             raise
-        where = f"norm at site {entered[-1]}" if entered else "model"
-        raise UserError(f"{where}: {first_line(error)}") from error
+        where = f"norm at site {entered[-1]}:" if entered else f"model {type(own).__name__} fails:"
+        raise UserError(f"{where} {first_line(error)}{place_of(error)}") from error
     return sum(seen) // len(batch["targets"])
 
 

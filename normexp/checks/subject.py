@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -268,32 +267,40 @@ def _find_shapes(subject: Subject) -> Subject:
 
 def accepts(subject: Subject, shape: Shape) -> bool:
     """True if the norm maps inputs of this shape to the same shape, in both modes."""
-    with _quietly():
-        try:
-            norm, x = subject.norm(shape), values(shape)
-            return all(norm.train(mode)(x).shape == shape for mode in MODES)
-        except Exception:  # of foreign code, any kind: the lines of the card say which
-            return False
+
+    def keeps_shape() -> bool:
+        norm, x = subject.norm(shape), values(shape)
+        return all(norm.train(mode)(x).shape == shape for mode in MODES)
+
+    return _is_shown(keeps_shape)
 
 
 def _responds(subject: Subject, shape: Shape) -> bool:
     """True if a small step of the input moves many training outputs."""
-    with _quietly():
-        try:
-            x, step = values(shape), 0.1 * values(shape, seed=1)
-            before, after = (subject.trained(shape)(given) for given in (x, x + step))
-        except Exception:  # of foreign code, any kind
-            return False
-    return bool(moved_places(before, after, scale=0.01, tolerance=1e-3).float().mean() > RESPONDING)
+
+    def moves_many() -> bool:
+        x, step = values(shape), 0.1 * values(shape, seed=1)
+        before, after = (subject.trained(shape)(given) for given in (x, x + step))
+        moved = moved_places(before, after, scale=0.01, tolerance=1e-3)
+        return float(moved.float().mean()) > RESPONDING
+
+    return _is_shown(moves_many)
 
 
 def _pools_channels(subject: Subject) -> bool:
-    if not subject.shapes:
-        return False
-    with _quietly():
+    def reads() -> bool:
+        probe = Probe(subject.trained(subject.largest))
+        return probe.reads_across(values(subject.largest), 1) is not None
+
+    return bool(subject.shapes) and _is_shown(reads)
+
+
+def _is_shown(question: Callable[[], bool]) -> bool:
+    """The answer; false if the norm raises, as the lines of the card then say."""
+    with fixed_draws(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
-            probe = Probe(subject.trained(subject.largest))
-            return probe.reads_across(values(subject.largest), 1) is not None
+            return question()
         except Exception:  # of foreign code, any kind
             return False
 
@@ -341,10 +348,3 @@ def show(shape: Shape) -> str:
 
 def mode_name(training: bool) -> str:
     return "in training" if training else "in evaluation"
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with fixed_draws(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -58,7 +58,7 @@ def compose_cell(
     config = compose(overrides, config_dirs)
     choices = config.hydra.runtime.choices
     values = _plain(without_hydra(config))
-    _refuse_unread(config)
+    _refuse_unread(config, choices)
     defaults = _plain(_compose_choices(_choice_words(overrides), tuple(config_dirs)))
     for override in parsed:
         if not _is_choice(override) and not override.is_delete():
@@ -202,7 +202,7 @@ def _compose(
         with hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             return hydra.compose("config", [*search, *overrides], return_hydra_config=True)
     except (HydraException, YAMLError, ValueError) as error:
-        raise _explain(error, known, config_dirs) from error
+        raise _explain(error, known, overrides, config_dirs) from error
 
 
 def _plain(config: DictConfig) -> Any:
@@ -280,11 +280,16 @@ def _refuse_hydra_keys(parsed: Sequence[Override]) -> None:
             raise UserError(f"{key}: nothing reads this key of Hydra without hydra/launcher=...")
 
 
-def _refuse_unread(config: DictConfig) -> None:
+def _refuse_unread(config: DictConfig, choices: Mapping[str, str | None]) -> None:
     """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
     known = list(_walk(config))
     if not set(OPEN_GROUPS) <= set(known):  # a YAML put its keys at the top: `validate` says so
         return
+    if "experiment" in known and (recipe := choices.get("experiment")):
+        raise UserError(
+            f"experiment={recipe}: nothing reads its keys; let its YAML begin with the line "
+            "`# @package _global_`"
+        )
     for key in known:
         if key.partition(".")[0] not in OPEN_GROUPS and key not in READ:
             raise _unknown_key(key, [name for name in known if name in READ])
@@ -302,13 +307,21 @@ def _refuse_other_target(key: str, default: Any, choices: Mapping[str, str]) -> 
         )
 
 
-def _explain(error: Exception, known: DictConfig | None, config_dirs: Sequence[str]) -> UserError:
+def _explain(
+    error: Exception,
+    known: DictConfig | None,
+    overrides: Sequence[str],
+    config_dirs: Sequence[str],
+) -> UserError:
     """Returns the UserError for an error of Hydra; `known` is the config without overrides."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(error.missing_cfg_file, config_dirs)
     cause = error.__cause__
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-        return _unknown_key(cause.full_key, [] if known is None else list(_walk(known)))
+        if known is None:
+            return _unknown_key(cause.full_key, [])
+        chosen = _compose(_choice_words(overrides), config_dirs, known=None).hydra.runtime.choices
+        return _unknown_key(cause.full_key, list(_walk(known)), chosen)
     if isinstance(error, MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
@@ -336,7 +349,9 @@ def _listed(group: str, config_dirs: Sequence[str]) -> str:
     return f"choices: {', '.join(choices) or 'none'}"
 
 
-def _unknown_key(key: str, names: Sequence[str]) -> UserError:
+def _unknown_key(
+    key: str, names: Sequence[str], choices: Mapping[str, str] | None = None
+) -> UserError:
     """Names the nearest keys on the same level, otherwise similar keys on other levels."""
     if key.startswith("hydra."):
         return UserError(f"{key}: unknown key")
@@ -357,8 +372,10 @@ def _unknown_key(key: str, names: Sequence[str]) -> UserError:
     if not parent:
         return UserError(f"{key}: unknown key; --help lists the keys of a training")
     listed = ", ".join(_leaf(name) for name in siblings if not _leaf(name).startswith("_"))
-    more = f"; +{key}=... passes it on" if parent in CUSTOM_GROUPS else ""
-    return UserError(f"{key}: unknown key ({parent} has {listed or 'none'}{more})")
+    own = parent in CUSTOM_GROUPS  # its keys depend on the choice, which the line may not name
+    more = f"; +{key}=... passes it on" if own else ""
+    group = f"{parent}={choices[parent]}" if own and choices else parent
+    return UserError(f"{key}: unknown key ({group} has {listed or 'none'}{more})")
 
 
 def _walk(config: DictConfig) -> Iterator[str]:

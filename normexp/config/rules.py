@@ -297,6 +297,10 @@ def validate(config: Mapping[str, Any]) -> None:
             raise UserError(
                 f"optim.{key} is missing: set it in the optimizer's YAML, as conf/optim"
             )
+    if config["lr"] is None and config["optim"].get("default_lr") is None:
+        raise UserError(
+            "lr=null: must be a number above 0; this optimizer has no default, set lr=..."
+        )
     validate_keys(config, KEYS)
     sizes = Sizes(config["batch_size"], config["micro_batch_size"], config["norm_batch_size"])
     sizes.shared_by(_num_devices(config["trainer"]))

@@ -177,6 +177,8 @@ def _problems(data: Data) -> Iterator[str]:
             yield from _window_problems(data, split, part)
         else:
             yield from _example_problems(data, split, part)
+    if data.num_outputs < 2:
+        yield f"num_outputs={data.num_outputs} leaves nothing to tell apart, must be 2 or more"
 
 
 def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,13 @@ def source_digest(module_file: Path) -> str | None:
     """
     root = source_root(module_file)
     return None if root is None else digest_of_source(root)
+
+
+def place_of(error: Exception) -> str:
+    """ " (file.py, line 3)", the line of the user's own code that raised; empty without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if source_root(Path(frame.filename)) is not None]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def source_root(module_file: Path) -> Path | None:

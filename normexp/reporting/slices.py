@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,9 +34,10 @@ AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 NORM_KEYS = ("norm", "act", "conv", "residual_scale", "placement", "qk_norm")
 # Measured, derived from the sizes, or without effect on a result.
 IGNORED = ("mixes_samples", "leaks_future", "stacked", "log_every", "split")
-# May follow from the batch size (a budget in samples, a half-life): they separate cells only if
-# they differ between cells of one size.
-BUDGET = ("epochs", "num_steps")
+# The length of a training in three units; cells are told apart by the one with the fewest values.
+BUDGET = ("epochs", "num_steps", "samples")
+# May follow from the sizes and the budget (steps, a half-life): they separate cells only if they
+# differ between cells that are equal in those.
 DERIVED = (*BUDGET, "optim.momentum")
 
 
@@ -146,14 +148,15 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     """
     runs = records.runs
     first = runs.drop_duplicates("cell").set_index("cell", drop=False)
-    config = first[config_columns(runs)].rename_axis(None)
+    config = _with_budget(first[config_columns(runs)].rename_axis(None))
     cells = _measured_columns(first.rename_axis(None), runs, config, records.num_seeds)
     is_several = len(records.num_seeds) > 1
     names = cells["name"] + (" · " + cells["study"] if is_several else "")
     keys = _setting_keys(cells.assign(norm=names), config, is_several=is_several)
     cells["settings"] = _as_keys(config[keys])
     cells["recipe"] = _as_keys(config[[key for key in keys if key not in BUDGET]])
-    cells["budget"] = _budget_words(config)
+    budget = _budget_of(config)
+    cells["budget"] = budget.map(lambda x: "" if pd.isna(x) else f"{budget.name}={_plain(x)}")
     suffix = _knob_words(cells.assign(norm=names), config)
     suffix += pd.Series(np.where(cells["invalid"].notna(), " INVALID", ""), cells.index)
     suffix += _protocol_words(cells.assign(norm=names + suffix))
@@ -162,8 +165,11 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     parts = cells["model"] + " on " + cells["data"]
     cells["title"] = parts + cells["setting"].where(cells["setting"] == "", ", " + cells["setting"])
     rank = {norm: place for place, norm in enumerate(order_norms(cells["norm"]))}
-    order = cells.assign(rank=cells["norm"].map(rank), lr=cells["lr"].fillna(0).astype(float))
-    order = order.sort_values(["rank", "batch_size", "norm_batch_size", "lr"], kind="stable")
+    order = cells.assign(
+        rank=cells["norm"].map(rank), lr=cells["lr"].fillna(0).astype(float), length=budget
+    )
+    places = ["rank", "batch_size", "norm_batch_size", "lr", "length"]
+    order = order.sort_values(places, kind="stable")
     return cells.loc[order.index].reset_index(drop=True)
 
 
@@ -236,10 +242,28 @@ def _setting_keys(cells: pd.DataFrame, config: pd.DataFrame, *, is_several: bool
         }
         between = set(varying_columns(config[keys])) - within
         keys = [key for key in keys if key not in between]
-    derived = [key for key in DERIVED if key in keys]
-    rest = [key for key in keys if key not in derived]
-    alike = cells.assign(settings=_as_keys(config[rest]))
-    return [key for key in keys if key not in derived or not _follows_from_size(alike, config[key])]
+    derived = [key for key in (str(_budget_of(config).name), *DERIVED) if key in keys]
+    chosen = [key for key in keys if key not in derived]
+    for key in dict.fromkeys(derived):
+        alike = cells.assign(settings=_as_keys(config[chosen]))
+        if not _follows_from_size(alike, config[key]):
+            chosen.append(key)
+    return sorted(chosen)
+
+
+def _with_budget(config: pd.DataFrame) -> pd.DataFrame:
+    """With `samples`, the training samples seen, and 12 epochs for 12.0."""
+    if "num_steps" in config:
+        config = config.assign(samples=config["num_steps"] * config["batch_size"])
+    return config.assign(**{key: config[key].map(_plain) for key in BUDGET if key in config})
+
+
+def _budget_of(config: pd.DataFrame) -> pd.Series:
+    """The column of BUDGET with the fewest values; epochs if all are alike."""
+    known = config.reindex(columns=list(BUDGET)).dropna(axis="columns", how="all")
+    if known.empty:
+        return pd.Series(np.nan, config.index, name=BUDGET[0])
+    return known[min(known, key=lambda key: known[key].nunique())]
 
 
 def _follows_from_size(cells: pd.DataFrame, column: pd.Series) -> bool:
@@ -283,13 +307,9 @@ def _setting_words(config: pd.DataFrame) -> pd.Series:
     return words.str[2:]
 
 
-def _budget_words(config: pd.DataFrame) -> list[str]:
-    """`epochs=12` for each cell, or `num_steps=500` where no epochs are recorded."""
-    rows = plain_rows(config.reindex(columns=list(BUDGET)))
-    return [
-        next((f"{key}={value:g}" for key, value in row.items() if value is not None), "")
-        for row in rows
-    ]
+def _plain(value: Any) -> Any:
+    """12 for 12.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_norm_key(key: str) -> bool:

@@ -27,6 +27,8 @@ def print_report(report: Report) -> None:
     _print_table(console, report)
     for section in report.sections:
         console.print(f"\n{section.answer.heading}", style="bold")
+        if section.answer.measured_on:
+            console.print(f"Measured on {section.answer.measured_on}.", style="dim")
         for one in section.answer.sentences:
             console.print(f"- {one.text}")
         if section.answer.note:

@@ -21,7 +21,7 @@ from normexp.errors import UserError
 from normexp.records.paths import seed_dir
 from normexp.records.samples import read_samples
 from normexp.reporting.convergence import training_end
-from normexp.reporting.frame import Row
+from normexp.reporting.frame import Row, measured_on
 from normexp.reporting.metric import Metric, format_signed, negated
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import base_of
@@ -135,6 +135,10 @@ class Answer:
     parts: list[Slice]
     sentences: list[Claim]
     note: str
+
+    @property
+    def measured_on(self) -> str:
+        return measured_on(pd.concat([part.runs for part in self.parts]))
 
     @property
     def losses(self) -> list[Claim]:

@@ -75,6 +75,8 @@ class Net(nn.Module):
         self.head = nn.Linear(64, num_outputs + (fault == "outputs"))
 
     def forward(self, x):
+        if self.fault == "forward":
+            raise RuntimeError("boom")
         y = self.norm(x)
         y = self.head((x if self.fault == "drops" else y).flatten(1))
         return (y, y) if self.fault == "tuple" else y
@@ -96,6 +98,7 @@ def load_own(fault=""):
     ("words", "message"),
     [
         ("model._target_=own.Net model.fault=raises", r"own.Net fails: KeyError: 'depth' \(own.py"),
+        ("model._target_=own.Net model.fault=forward", r"model Net fails: boom \(own.py, line 18"),
         ("model._target_=own.Net model.fault=outputs", r"own.Net returns \(2, 11\) .* \(2, 10\)"),
         ("model._target_=own.Net model.fault=tuple", "own.Net returns a tuple"),
         ("model._target_=own.Net model.depth=3", "model.depth: own.Net has no such argument"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,18 @@ def pooled(x: Tensor) -> list[int]:
 
 
 class Affine(nn.Module):
-    """A weight and a bias per channel, and batch moments to be normalized by."""
+    """Normalizes by batch moments, with a weight and a bias per channel."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x, x.mean(pooled(x)), self.spread(x))
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x.var(pooled(x), correction=0)
 
     def scaled(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         out = (x - per_channel(mean, x)) * torch.rsqrt(per_channel(var, x) + EPS)
@@ -42,9 +49,8 @@ class Bare(nn.Module):
 class NaiveVariance(Affine):
     """E[x^2] - E[x]^2."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.mean(pooled(x))
-        return self.scaled(x, mean, x.square().mean(pooled(x)) - mean.square())
+    def spread(self, x: Tensor) -> Tensor:
+        return x.square().mean(pooled(x)) - x.mean(pooled(x)).square()
 
 
 class NarrowStatistics(Affine):
@@ -59,8 +65,8 @@ class NarrowStatistics(Affine):
 class UnbiasedVariance(Affine):
     """Normalizes by the unbiased variance: a gain of sqrt(1 - 1/n)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=1))
+    def spread(self, x: Tensor) -> Tensor:
+        return x.var(pooled(x), correction=1)
 
 
 class ViewOfMaps(Affine):
@@ -77,7 +83,7 @@ class DropsChannelsLast(Affine):
     """Always returns contiguous memory."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0)).contiguous()
+        return super().forward(x).contiguous()
 
 
 class OtherShape(Affine):
@@ -109,8 +115,8 @@ class WritesItsInput(Bare):
 class NoEps(Affine):
     """Divides by a variance that may be zero."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0) - EPS)
+    def spread(self, x: Tensor) -> Tensor:
+        return super().spread(x) - EPS
 
 
 class WrongDtype(Bare):
@@ -142,24 +148,21 @@ class CallsNumpy(Affine):
     """Leaves torch in its forward, where a compiler and vmap cannot follow."""
 
     def forward(self, x: Tensor) -> Tensor:
-        shift = float(x.detach().numpy().mean()) * 0.0
-        return self.scaled(x + shift, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+        return super().forward(x + float(x.detach().numpy().mean()) * 0.0)
 
 
 class HalfInside(Affine):
     """Computes in float16 and returns the dtype of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        half = x.half()
-        mean, var = half.mean(pooled(x)), half.var(pooled(x), correction=0)
-        return self.scaled(half, mean, var).to(x.dtype)
+        return super().forward(x.half()).to(x.dtype)
 
 
 class NoisyTraining(Affine):
     """Draws noise in training."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+        out = super().forward(x)
         return out * (1 + 0.1 * torch.randn_like(out)) if self.training else out
 
 
@@ -168,7 +171,7 @@ class KeepsItsMean(Affine):
 
     def forward(self, x: Tensor) -> Tensor:
         self.last_mean = x.detach().mean()
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+        return super().forward(x)
 
 
 class SwallowedAffine(Affine):
@@ -179,10 +182,7 @@ class SwallowedAffine(Affine):
         super().__init__(num_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype != torch.double else x
-        return self.scaled(wide, wide.mean(pooled(x)), wide.var(pooled(x), correction=0)).to(
-            x.dtype
-        )
+        return super().forward(x.float() if x.dtype != torch.double else x).to(x.dtype)
 
 
 class LazyParameter(nn.Module):
@@ -199,26 +199,6 @@ class LazyParameter(nn.Module):
         if self.weight is None:
             self.weight = nn.Parameter(torch.ones(x.shape[1], dtype=x.dtype))
         return x * per_channel(self.weight, x)
-
-
-class KeptGraph(Affine):
-    """Moves its running averages outside of no_grad."""
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return self.scaled(x, self.running_mean, self.running_var)
-        mean, var = x.mean(pooled(x)), x.var(pooled(x), correction=0)
-        self.running_mean = 0.9 * self.running_mean + 0.1 * mean
-        self.running_var = 0.9 * self.running_var + 0.1 * var
-        return self.scaled(x, mean, var)
 
 
 class NoSuper(nn.Module):
@@ -240,7 +220,7 @@ class GrowingBuffer(Affine):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.last = x.detach().flatten()
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+        return super().forward(x)
 
 
 class LateBuffer(Affine):
@@ -253,10 +233,9 @@ class LateBuffer(Affine):
         self.register_buffer("running_mean", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = x.mean(pooled(x))
         if self.running_mean is None:
-            self.running_mean = mean.detach()
-        return self.scaled(x, mean, x.var(pooled(x), correction=0))
+            self.running_mean = x.detach().mean(pooled(x))
+        return super().forward(x)
 
 
 class HiddenState(Affine):
@@ -272,46 +251,12 @@ class HiddenState(Affine):
         return self.scaled(x, self.running_mean.to(x.dtype), torch.ones_like(self.running_mean))
 
 
-class EvaluationLearns(Affine):
-    """Moves its running mean in evaluation."""
-
-    running_mean: Tensor
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.register_buffer("running_mean", torch.zeros(num_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.running_mean.mul_(0.9).add_(0.1 * x.detach().mean(pooled(x)))
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
-
-
 class UnusedParameter(Affine):
     """A parameter that no output depends on."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
         self.rho = nn.Parameter(torch.ones(num_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
-
-
-class PoisonedByOne(Affine):
-    """The unbiased variance of one sample, NaN, goes into the running average for good."""
-
-    running_var: Tensor
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.register_buffer("running_var", torch.ones(num_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return self.scaled(x, torch.zeros_like(self.running_var), self.running_var)
-        with torch.no_grad():
-            self.running_var.mul_(0.9).add_(0.1 * x.var(pooled(x), correction=1))
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
 
 
 class Averaging(Affine):
@@ -329,10 +274,13 @@ class Averaging(Affine):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return self.evaluate(x)
-        with torch.no_grad():
-            self.running_mean.lerp_(x.mean(pooled(x)), self.weight_of_new())
-            self.running_var.lerp_(self.spread(x), self.weight_of_new())
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+        self.update(x)
+        return super().forward(x)
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        self.running_mean.lerp_(x.mean(pooled(x)), self.weight_of_new())
+        self.running_var.lerp_(self.kept_spread(x), self.weight_of_new())
 
     def evaluate(self, x: Tensor) -> Tensor:
         return self.scaled(x, self.running_mean, self.running_var)
@@ -340,8 +288,31 @@ class Averaging(Affine):
     def weight_of_new(self) -> float:
         return self.momentum
 
-    def spread(self, x: Tensor) -> Tensor:
+    def kept_spread(self, x: Tensor) -> Tensor:
         return x.var(pooled(x), correction=min(1, x.numel() // x.shape[1] - 1))
+
+
+class KeptGraph(Averaging):
+    """Moves its running averages outside of no_grad."""
+
+    def update(self, x: Tensor) -> None:
+        self.running_mean = 0.9 * self.running_mean + 0.1 * x.mean(pooled(x))
+        self.running_var = 0.9 * self.running_var + 0.1 * self.spread(x)
+
+
+class PoisonedByOne(Averaging):
+    """The unbiased variance of one sample, NaN, goes into the running average for good."""
+
+    def kept_spread(self, x: Tensor) -> Tensor:
+        return x.var(pooled(x), correction=1)
+
+
+class EvaluationLearns(Averaging):
+    """Moves its running averages in evaluation."""
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        self.update(x)
+        return super().evaluate(x)
 
 
 class OppositeMomentum(Averaging):
@@ -354,8 +325,8 @@ class OppositeMomentum(Averaging):
 class AveragedDeviation(Averaging):
     """Averages the standard deviation and squares it in evaluation."""
 
-    def spread(self, x: Tensor) -> Tensor:
-        return super().spread(x).sqrt()
+    def kept_spread(self, x: Tensor) -> Tensor:
+        return super().kept_spread(x).sqrt()
 
     def evaluate(self, x: Tensor) -> Tensor:
         return self.scaled(x, self.running_mean, self.running_var.square())
@@ -364,15 +335,15 @@ class AveragedDeviation(Averaging):
 class BiasedRunningVariance(Averaging):
     """Averages the biased variance."""
 
-    def spread(self, x: Tensor) -> Tensor:
-        return x.var(pooled(x), correction=0)
+    def kept_spread(self, x: Tensor) -> Tensor:
+        return self.spread(x)
 
 
 class EvaluatesByBatch(Averaging):
     """Keeps averages, and evaluates by the statistics of the batch."""
 
     def evaluate(self, x: Tensor) -> Tensor:
-        return self.scaled(x, x.mean(pooled(x)), x.var(pooled(x), correction=0))
+        return self.scaled(x, x.mean(pooled(x)), self.spread(x))
 
 
 class ReturnsNaN(Bare):
@@ -415,16 +386,26 @@ class CountsInClass(Bare):
         return torch.tanh(x) / (1 + self.steps[0])
 
 
-class MeanInClass(Bare):
-    """Keeps the last mean in the class, for evaluation."""
+class LastMean(Bare):
+    """Keeps the last mean, at first a number, for evaluation."""
 
     mean: Tensor | float = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            type(self).mean = x.detach().mean()
+            self.keep(x.detach().mean())
             return torch.tanh(x)
-        return torch.tanh(x) - type(self).mean
+        return torch.tanh(x) - self.mean
+
+    def keep(self, mean: Tensor) -> None:
+        self.mean = mean
+
+
+class MeanInClass(LastMean):
+    """Keeps it in the class."""
+
+    def keep(self, mean: Tensor) -> None:
+        type(self).mean = mean
 
 
 class InClosure(Bare):
@@ -493,8 +474,8 @@ class OwnGenerator(Bare):
 
 
 UNSAVED = (
-    *(HiddenState, Counter, LateCounter, CountsInClass, MeanInClass, InClosure, InGlobal, InList),
-    *(Unsaved, OwnGenerator),
+    *(HiddenState, Counter, LateCounter, CountsInClass, LastMean, MeanInClass, InClosure, InGlobal),
+    *(InList, Unsaved, OwnGenerator),
 )
 
 
@@ -505,3 +486,38 @@ class WritesItsParameters(Affine):
         with torch.no_grad():
             self.weight.copy_(1.5 * self.weight)
         return x * per_channel(self.weight, x)
+
+
+class ReadsFurther(nn.Module):
+    """Adds a little of what lies `distance` further along an axis, if anything does."""
+
+    def __init__(self, axis: int, distance: int) -> None:
+        super().__init__()
+        self.axis, self.distance = axis, distance
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim <= self.axis or x.shape[self.axis] <= self.distance:
+            return 1.0 * x
+        rest = x.shape[self.axis] - self.distance
+        read = torch.zeros_like(x)
+        read.narrow(self.axis, 0, rest).copy_(x.narrow(self.axis, self.distance, rest))
+        return x + 0.1 * read
+
+
+class MixedSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] - 0.1 * gradients[0].sum(dim=(0, 1), keepdim=True)
+
+
+class MixesInBackward(nn.Module):
+    """The identity, but for its backward, which reads other samples and channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = MixedSlope.apply(x)
+        assert isinstance(out, Tensor)
+        return out

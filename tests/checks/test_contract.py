@@ -35,7 +35,7 @@ CAUGHT_BY = {
     broken.NoisyEvaluation: "deterministic in evaluation",
     broken.EvaluationLearns: "evaluation changes no state",
     broken.WrongGradient: "gradient in training",
-    broken.NaiveVariance: "exact at mean 1e3",
+    broken.NaiveVariance: "exact at mean 1e4",
     broken.NoEps: "finite on constants",
     broken.UnbiasedVariance: "one sample",
     broken.PoisonedByOne: "one sample",
@@ -97,12 +97,12 @@ def test_assertion_names_the_norm_and_every_failed_line():
     first, *rest = str(caught.value).splitlines()
     assert first == "broken_norms.NaiveVariance breaks the contract:"
     assert [line.partition(":")[0].strip() for line in rest] == [
-        *("statistics wide in bfloat16", "exact at mean 1e3", "exact at mean 1e4", "one sample"),
+        *("statistics wide in bfloat16", "exact at mean 1e4", "one sample"),
     ]
 
 
 def test_line_may_be_waived_by_its_name():
-    known = ("statistics wide in bfloat16", "exact at mean 1e3", "exact at mean 1e4")
+    known = ("statistics wide in bfloat16", "exact at mean 1e4")
     assert_contract(broken.NaiveVariance, 8, except_for=(*known, "one sample"))
     assert_contract(broken.NoisyEvaluation, 8, except_for="deterministic in evaluation")
     with pytest.raises(AssertionError) as caught:
@@ -164,8 +164,25 @@ def test_nothing_taken_is_one_failure_and_the_rest_is_skipped():
 
     lines = measure(lambda _: Refuses())
     assert [line.name for line in lines.values() if line.status == "fail"] == ["an input is taken"]
-    assert lines["deepcopy"].status == "skipped"
+    assert lines["dtype kept"].status == "skipped"
     assert lines["5-D inputs"].detail == "not 5-D"
+
+
+class OneSize(broken.Bare):
+    """With another `size`, its backward fails."""
+
+    def __init__(self, num_features: int, size: int = 4) -> None:
+        super().__init__(num_features)
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.size != 4 and x.requires_grad:
+            raise RuntimeError("no such size")
+        return torch.tanh(x) * self.size
+
+
+def test_argument_whose_backward_fails_has_an_effect():
+    assert line_of(OneSize, "no argument swallowed", 8).status == "pass"
 
 
 def test_argument_that_counts_only_beside_another_is_not_swallowed():
@@ -210,11 +227,6 @@ def test_gradient_of_a_backward_that_moves_state_is_measured_after_its_warm_up()
     line = line_of(partial(PowerNorm, warmup=10), "gradient in training", 8)
     assert line.status == "fail" and "128 steps" in line.detail
     assert line_of(partial(PowerNorm, warmup=1000), "gradient in training", 8).status == "pass"
-
-
-def test_state_that_a_checkpoint_lacks_is_named():
-    line = line_of(broken.HiddenState, "state_dict round trip", 8)
-    assert "state_dict lacks: running_mean" in line.detail
 
 
 # ---------------------------------------------------------------- norms from the wild

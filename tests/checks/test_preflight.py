@@ -112,22 +112,9 @@ def test_mixing_outside_of_sites_is_found():
     assert traits.mixes_samples and traits.mixes_samples_in_evaluation
 
 
-def neighbour(distance: int) -> Callable[[Tensor], Tensor]:
-    """Sample i reads sample i + `distance`, if there is one."""
-
-    def function(x: Tensor) -> Tensor:
-        return (
-            torch.cat([x[:-distance] + 0.1 * x[distance:], x[-distance:]])
-            if (distance < len(x))
-            else 1.0 * x
-        )
-
-    return function
-
-
 @pytest.mark.parametrize("distance", [1, 2, 4, 7, 8, 15, 16, 31])
 def test_neighbour_at_any_distance_below_the_batch_is_found(distance: int):
-    norm = NormFactory(lambda _: Sequences(neighbour(distance)))
+    norm = NormFactory(lambda _: broken.ReadsFurther(0, distance))
     for network in (FlatNet(norm), convnet(norm)):
         traits = examine(network, image_data(), Sizes(32), drop_last=True)
         assert traits.mixes_samples and traits.mixes_samples_in_evaluation
@@ -135,14 +122,14 @@ def test_neighbour_at_any_distance_below_the_batch_is_found(distance: int):
 
 def test_sites_are_probed_with_the_whole_micro_batch():
     """Also where a network is too large to run on as many samples."""
-    norm = NormFactory(lambda _: Sequences(neighbour(50)))
+    norm = NormFactory(lambda _: broken.ReadsFurther(0, 50))
     assert examine(convnet(norm), image_data(64), Sizes(64), drop_last=True).mixes_samples
 
 
 def test_neighbour_outside_of_sites_is_found():
     class Rolled(FlatNet):
         def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(neighbour(9)(inputs))
+            return super().forward(broken.ReadsFurther(0, 9)(inputs))
 
     traits = examine(Rolled(NormFactory(NoNorm)), image_data(), Sizes(32), drop_last=True)
     assert traits.mixes_samples
@@ -213,7 +200,7 @@ def test_modules_that_sites_share_are_noted_and_seeds_do_not_share_them(
     def make(norm: NormFactory) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), norm(WIDTH), norm(WIDTH))
 
-    build = NetworkBuilder(partial(make, NormFactory(lambda _: shared)))
+    build = NetworkBuilder(partial(make, NormFactory(lambda _: shared)), "make")
     first, second = build(0), build(1)
     traits_of(nn.Sequential(first, nn.Linear(WIDTH, 3)), image_data())
     assert "0.2, 0.3 are one module" in caplog.text
@@ -235,6 +222,8 @@ def test_state_of_the_process_is_told_from_attributes():
         (broken.CountsInClass, "outside of the module"),
         (broken.Counter, "its state_dict lacks: steps"),
         (broken.LateCounter, "a counter that its state_dict lacks: steps"),
+        (broken.Unsaved, "its state_dict lacks: mean"),
+        (broken.LastMean, "its state_dict lacks: mean"),
     ):
         with pytest.raises(UserError, match=words):
             traits_of(FlatNet(NormFactory(norm)), image_data())
@@ -640,11 +629,6 @@ def test_head_that_starts_at_zero_does_not_look_as_if_the_input_were_erased():
 def test_norm_that_needs_positions_is_refused_on_a_model_that_has_none(norm: str):
     with pytest.raises(UserError, match="site norm1: .*positions"):
         prepared(f"norm={norm}", "model=custom", "model._target_=checks_cases.FlatNet")
-
-
-def test_optimizer_that_cannot_be_built_is_the_users_mistake():
-    with pytest.raises(UserError, match="optim.knob: torch.optim.SGD has no such argument"):
-        prepared("+optim.knob=3")
 
 
 def test_failure_of_a_norm_in_evaluation_names_its_site():

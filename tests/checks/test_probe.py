@@ -15,31 +15,6 @@ from normexp.norms.none import FrozenBatchNorm, NoNorm
 from normexp.norms.renorm import BatchRenorm
 
 
-class OfNeighbour(nn.Module):
-    """Sample i reads sample i + `distance`, if there is one."""
-
-    def __init__(self, distance: int) -> None:
-        super().__init__()
-        self.distance = distance
-
-    def forward(self, x: Tensor) -> Tensor:
-        read = torch.zeros_like(x)
-        read[: -self.distance] = x[self.distance :]
-        return x + 0.01 * read
-
-
-class HalfBatch(nn.Module):
-    """Takes its mean from the first or the second half of the batch."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.first = first
-
-    def forward(self, x: Tensor) -> Tensor:
-        half = x[: len(x) // 2] if self.first else x[len(x) // 2 :]
-        return x - half.mean(0, keepdim=True)
-
-
 class Reads(nn.Module):
     """Adds a little of another sample, by a function of the batch."""
 
@@ -49,28 +24,6 @@ class Reads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.01 * self.read(x)
-
-
-class _SummedSlope(torch.autograd.Function):
-    @staticmethod
-    def forward(_, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(_, g):
-        return g - 0.1 * g.sum(0, keepdim=True)
-
-
-class _ScaledSlope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g / (1 + x.square().mean(0, keepdim=True))
 
 
 class _WeightSlope(torch.autograd.Function):
@@ -96,15 +49,6 @@ class WeightSlope(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _WeightSlope.apply(x, self.weight)  # type: ignore[return-value]
-
-
-class Applies(nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x)
 
 
 class StateOnly(nn.Module):
@@ -157,16 +101,15 @@ def renorm() -> nn.Module:
 MIXING = {
     "batch": BatchNorm(6),
     "renorm": renorm(),
-    **{f"neighbour {d}": OfNeighbour(d) for d in (1, 2, 3)},
-    "first half": HalfBatch(first=True),
-    "second half": HalfBatch(first=False),
+    **{f"neighbour {d}": broken.ReadsFurther(0, d) for d in (1, 2, 3)},
+    "first half": Reads(lambda x: x[: len(x) // 2].mean(0, keepdim=True)),
+    "second half": Reads(lambda x: x[len(x) // 2 :].mean(0, keepdim=True)),
     "next": Reads(lambda x: x.roll(1, 0)),
     "last": Reads(lambda x: x[-1:]),
     "largest": Reads(lambda x: x.amax(0, keepdim=True)),
     "bounded": Reads(lambda x: torch.tanh(x).mean(0, keepdim=True)),
     "number of samples": Reads(lambda x: x / len(x)),
-    "gradient of others": Applies(_SummedSlope),
-    "gradient by values of others": Applies(_ScaledSlope),
+    "gradient of others": broken.MixesInBackward(),
     "gradient of a parameter": WeightSlope(),
     "state": StateOnly(),
     "state of the last": StateOnly(lambda x: x[-1].mean()),
@@ -219,19 +162,6 @@ def test_running_state_is_no_mixing_in_evaluation():
         assert Probe(MIXING[name].eval()).reads_samples(inputs(), training=False) is None
 
 
-class Later(nn.Module):
-    """Position p reads position p + `distance`, if there is one."""
-
-    def __init__(self, distance: int) -> None:
-        super().__init__()
-        self.distance = distance
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, C, T)
-        read = torch.zeros_like(x)
-        read[..., : -self.distance] = x[..., self.distance :]
-        return x + 0.01 * read
-
-
 class Chunks(nn.Module):
     """Centres chunks of a sequence, each by itself."""
 
@@ -248,7 +178,7 @@ class Chunks(nn.Module):
 def test_later_positions_are_found_however_far(length: int):
     x = inputs(num_positions=length)
     for distance in {1, 2, length // 2, length - 2, length - 1}:
-        assert Probe(Later(distance)).reads_later(x, 2) is not None, distance
+        assert Probe(broken.ReadsFurther(2, distance)).reads_later(x, 2) is not None, distance
     for size in (2, 3, 4, length // 2, length):
         assert Probe(Chunks(size)).reads_later(x, 2) is not None, size
     for sound in (CausalGroupNorm(6, num_groups=3), NoNorm(6)):
@@ -257,7 +187,10 @@ def test_later_positions_are_found_however_far(length: int):
 
 @pytest.mark.parametrize("distance", [1, 5, 11])
 def test_positions_and_channels_are_told_apart(distance: int):
-    positions, channels = Probe(Later(distance)), Probe(Reads(lambda x: x.roll(1, 1)))
+    positions, channels = (
+        Probe(broken.ReadsFurther(2, distance)),
+        Probe(Reads(lambda x: x.roll(1, 1))),
+    )
     assert positions.reads_across(inputs(), 2) and not positions.reads_across(inputs(), 1)
     assert channels.reads_across(inputs(), 1) and not channels.reads_across(inputs(), 2)
 

@@ -20,7 +20,7 @@ REFUSED = {
     "btch_size=3": "btch_size: unknown key; did you mean batch_size",
     "optim.momentun=0.5": "did you mean optim.momentum?",
     "weight_decay=0.1": "did you mean optim.weight_decay?",
-    "norm.foo=1": "norm.foo: unknown key (norm has",
+    "norm.foo=1": "norm.foo: unknown key (norm=batch has",
     "lr.x=3": "lr has no keys below it",
     "hydra.foo=3": "hydra.foo: nothing reads this key",
     "batch_size": "'batch_size' is not key=value",
@@ -63,7 +63,7 @@ REFUSED = {
     "hydra.verbose=true": "hydra.verbose: nothing reads this key of Hydra",
     "hydra/job_logging=default": "hydra/job_logging: nothing reads this key of Hydra",
     "optim._target_=torch.optim.Adam": "try optim=custom optim._target_=...",
-    "optim=custom optim._target_=torch.optim.Adam": "lr=null: must be a number above 0",
+    "optim=custom optim._target_=torch.optim.Adam": "optimizer has no default, set lr=...",
     # Validating.
     "epochs=0": "epochs=0: must be a whole number above 0",
     "batch_size=null": "batch_size=null: must be a whole number above 0 (samples)",
@@ -201,6 +201,7 @@ def test_users_file_that_names_an_unknown_model_is_refused(tmp_path: Path):
     [
         ("data/mine.yaml", "# @package _global_\nval_fraction: 0.2\n", "data is missing: put"),
         ("experiment/mine.yaml", "# @package _global_\nepoch: 3\n", "epoch: unknown key; did you"),
+        ("experiment/mine.yaml", "epochs: 3\n", "experiment=mine: nothing reads its keys; let its"),
         ("trainer/mine.yaml", "defaults: [auto]\nmax_steps: 3\n", "trainer.max_steps: unknown key"),
         ("optim/mine.yaml", "_target_: my.Sgd\ndefault_lr: 1\n", "optim.weight_decay is missing"),
     ],

@@ -51,6 +51,16 @@ def test_fraction_that_empties_a_split_is_refused(fraction: float):
         split_off_val(100, fraction, 0)
 
 
+@pytest.mark.parametrize(
+    ("samples", "remedy"), [(1, "more samples"), (3, "data.val_fraction=0.5"), (5, "0.5")]
+)
+def test_few_samples_get_a_remedy_that_works(samples: int, remedy: str):
+    with pytest.raises(UserError, match=f"takes 0 of {samples} .*; .*{remedy}$"):
+        split_off_val(samples, 0.1, 0)
+    if samples > 1:
+        assert all(len(part) for part in split_off_val(samples, 0.5, 0))
+
+
 def test_test_split_takes_a_fifth_of_each_class():
     targets = torch.tensor([0] * 50 + [1] * 20 + [2] * 10)
     rest, test = split_off_test(targets)
@@ -113,6 +123,13 @@ BAD_IMAGES = {
 def test_inconsistent_images_are_refused(message: str):
     with pytest.raises(UserError, match=f"data=toy: .*{message}"):
         validate(build(*BAD_IMAGES[message]))
+
+
+def test_data_with_one_class_are_refused():
+    data = build(GOOD, GOOD)
+    data.num_outputs = 1
+    with pytest.raises(UserError, match="data=toy: num_outputs=1 .*2 or more"):
+        validate(data)
 
 
 def strings(**changes: Any) -> Data:

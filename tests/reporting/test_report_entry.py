@@ -146,6 +146,49 @@ def test_the_headline_of_a_section_is_a_finding(tmp_path: Path):
     assert any("one norm batch size" in text for text in page.texts["li"])
 
 
+PLACES = {
+    "cpu": {"cpu": "AMD EPYC", "cpu_count": 2},
+    "gpu": {"cpu": "AMD EPYC", "cpu_count": 16, "gpu": "NVIDIA H100"},
+}
+
+
+@pytest.mark.parametrize(
+    ("places", "config", "words"),
+    [
+        (["cpu"], {}, "CPU (AMD EPYC, 2 cores), float32, 14,000 parameters"),
+        (["cpu"], {"precision": "64-true"}, "CPU (AMD EPYC, 2 cores), float64, 14,000 parameters"),
+        (
+            ["gpu"],
+            {"matmul_precision": "high", "devices": 4},
+            "GPU (4 x NVIDIA H100), float32 with matmul_precision=high, 14,000 parameters",
+        ),
+        (
+            ["cpu", "gpu"],
+            {},
+            "CPU (AMD EPYC, 2 cores), float32, GPU (NVIDIA H100), float32, "
+            "14,000 to 14,001 parameters",
+        ),
+    ],
+)
+def test_a_headline_says_what_it_was_measured_on(
+    tmp_path: Path, capsys, places: list[str], config: dict[str, Any], words: str
+):
+    for number, place in enumerate(places):
+        result = {"environment": PLACES[place], "num_parameters": 14000 + number}
+        config = {"precision": "32-true", **config}
+        size = 2 + 6 * number
+        write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=size, result=result, **config)
+    page = Page(report(tmp_path))
+    sentence = f"Measured on {words}."
+    assert sentence in page.texts["p"]
+    assert sentence in capsys.readouterr().out
+
+
+def test_what_is_not_recorded_is_not_said(tmp_path: Path, capsys):
+    write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=2)
+    assert "Measured on" not in Page(report(tmp_path)).source + capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("norm", "accuracies", "words"),
     [

@@ -336,6 +336,24 @@ def test_a_verdict_at_one_budget_is_said_to_be_of_it(tmp_path: Path):
     assert "at this budget (epochs=12)" in text and "survive" not in text
 
 
+def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
+    """Epochs and steps then differ from size to size, by the samples that drop_last leaves out."""
+    rng = np.random.default_rng(0)
+    for samples, drop in ((16000, 0.02), (64000, -0.02)):
+        for size, level in ((8, 0.9 - drop), (128, 0.9)):
+            values = dict(enumerate(rng.normal(level, 0.001, 6)))
+            steps = samples // size
+            length = {"num_steps": steps, "epochs": steps / (1294 // size)}
+            write_cell(tmp_path, "batch", values, batch_size=size, **length)
+    short, long = slices_of(tmp_path)
+    assert (short.sizes, short.axis) == ([8, 128], "batch_size")
+    assert "samples=16000," in short.heading and "steps" not in short.heading
+    assert "samples=64000," in long.heading
+    text = answer_slices([short, long])[0].losses[0].text
+    assert "batch loses 2" in text and "at this budget (samples=16000)" in text
+    assert "At samples=64000: -1.9" in text and "the sign turns" in text
+
+
 # Over several data sets
 
 
