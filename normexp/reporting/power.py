@@ -38,7 +38,8 @@ def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
     least, needed = smallest_difference(n, sd, size), seeds_for(metric.tolerance, sd, size)
     takes = f"{needed} seeds" if needed else "more than 1000 seeds"
     return (
-        f"with {counted(n, 'seed')} and the spread recorded so far, a report with {size} verdicts "
+        f"with {counted(n, 'seed')} and the spread recorded so far, a report with "
+        f"{counted(size, 'verdict')} "
         f"would call a difference of {least:.2g} {metric.unit}".rstrip()
         + f" in 80 % of studies; {metric.tolerance_words} takes {takes}"
     )

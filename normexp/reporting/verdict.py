@@ -300,14 +300,15 @@ def _names(one: Contrast) -> tuple[str, str]:
 
 
 def _seed_words(one: Contrast) -> str:
-    """`ahead under 7 of 8 seeds`, where a tie counts one half; and equality that is no chance."""
+    """`ahead with 7 of 8 seeds`, where a tie counts one half; and equality that is no chance."""
     a, b = paired_values(one.first["cell"], one.second["cell"], one.part.outcomes)
     if len(a) > 1 and (a == b).all():
         return "equal under every seed: is the norm used?"
     chance = _improvement(one)
     if one.is_along_sizes or chance.estimate is None:
         return ""
-    return f"ahead under {chance.estimate * chance.n:g} of {chance.n} seeds"
+    ties = " (a tie counts half)" if (a == b).any() else ""
+    return f"ahead with {chance.estimate * chance.n:g} of {chance.n} seeds{ties}"
 
 
 def _improvement(one: Contrast) -> Interval:

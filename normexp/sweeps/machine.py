@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,14 +18,10 @@ from omegaconf import DictConfig
 from normexp.errors import UserError
 from normexp.records.files import FileLock
 
-logger = logging.getLogger(__name__)
-
 CGROUP_LIMITS = (  # quota and period in microseconds: cgroups 2, then 1
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
-
-TICK = 0.2  # seconds between two tries for a slot
 
 
 @dataclass(frozen=True)
@@ -57,19 +51,14 @@ class Place:
         return environment(own)
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Holds one of the slots inside the block; waits for it."""
+    def slot(self) -> Iterator[bool]:
+        """Holds one of the slots inside the block; yields False, at once, if none is free."""
         folder = slots_dir()
         folder.mkdir(parents=True, exist_ok=True)
         locks = [FileLock(folder / name) for name in self.slots]
-        is_told = False
-        while locks and not any(lock.acquire() for lock in locks):
-            if not is_told:
-                logger.info("waiting: other commands use every core or GPU of this machine")
-            is_told = True
-            time.sleep(TICK)
+        has_slot = not locks or any(lock.acquire() for lock in locks)
         try:
-            yield
+            yield has_slot
         finally:
             for lock in locks:
                 lock.release()

@@ -29,7 +29,9 @@ from normexp.sweeps.machine import Place
 from normexp.sweeps.tasks import Board, Task
 from normexp.training.stopping import StopRequest
 
-TICK = 0.5  # seconds between two walks while all open tasks are busy
+logger = logging.getLogger(__name__)
+
+TICK = 0.5  # seconds between two walks while all open tasks are busy, or all slots are taken
 
 
 # --- What a worker tells its command -------------------------------------------------------------
@@ -124,6 +126,7 @@ def work(
         shows_bar: a progress bar of its own in place of `Steps`.
     """
     busy: dict[Task, Path] = {}  # task to the lock of another process
+    is_told = False
 
     def is_free(task: Task) -> bool:
         return task not in busy or not is_held(busy[task])
@@ -133,8 +136,11 @@ def work(
 
     on_steps = None if shows_bar else lambda done, total: report(Steps(done, total))
     while board.num_open and not stop.requested:
-        with place.slot():
-            task = board.take(number, is_free)
+        with place.slot() as has_slot:
+            task = board.take(number, is_free) if has_slot else None
+            if not has_slot and not is_told:
+                logger.info("waiting: other commands use every core or GPU of this machine")
+                is_told = True
             if task is not None:
                 report(Took(task))
                 given = [cells[index] for index in task]

@@ -166,7 +166,7 @@ def test_comparisons_are_with_batch_at_the_smallest_size_and_paired_by_seed(tmp_
     assert (group.reference, group.kind) == ("batch", "better")
     assert group.text.startswith("At norm batch size 2, group is better than batch")
     assert group.gap.n == 8 and "n = 8 pairs" in group.text
-    assert "ahead under 8 of 8 seeds" in group.text
+    assert "ahead with 8 of 8 seeds" in group.text
     assert group.improvement.low == pytest.approx(0.025 ** (1 / 8))  # Clopper and Pearson
 
 

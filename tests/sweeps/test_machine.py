@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +73,11 @@ def test_worker_inherits_its_threads_and_gpu_and_what_the_user_set_is_not_raised
 def test_commands_share_the_slots_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     place = Place(1, None, ["core-0", "core-1"])
-    order: list[str] = []
-
-    def train() -> None:
-        with place.slot():
-            order.append("third")
-
-    third = threading.Thread(target=train)
-    with place.slot():
-        with place.slot():
-            third.start()
-            time.sleep(0.5)
-            order.append("first")
-        third.join(30)
-    assert order == ["first", "third"]
+    with place.slot() as first:
+        with place.slot() as second, place.slot() as third:
+            assert (first, second, third) == (True, True, False)
+        with place.slot() as again:
+            assert again
     assert not list(tmp_path.glob("*/core-*"))
 
 

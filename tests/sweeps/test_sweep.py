@@ -144,6 +144,24 @@ def test_busy_task_waits_behind_the_others_and_is_then_trained(tmp_path: Path):
     assert [event.task for event in heard if isinstance(event, Took)] == [(0,), (1,), (0,)]
 
 
+def test_worker_that_waits_for_a_slot_ends_when_nothing_is_left_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    place, board = Place(1, None, ["core-0"]), Board([(0,)], [OPEN], [0])
+    events: list[Event] = []
+
+    def act(_: float) -> None:
+        board.end((0,))  # as another worker of the command does
+
+    monkeypatch.setattr(time, "sleep", act)
+    with place.slot(), caplog.at_level("INFO"):
+        cells = [spec(tmp_path, "a")]
+        work(cells, board, place, events.append, StopRequest(), run_task=run_task)
+    assert not events
+    assert "waiting" in caplog.text
+
+
 def test_interrupt_stops_each_worker_and_leaves_no_process(tmp_path: Path):
     cells = [spec(tmp_path, name, steps=1000) for name in "abc"]
     sweep = sweep_of(cells)
