@@ -242,7 +242,7 @@ def _setting_keys(cells: pd.DataFrame, config: pd.DataFrame, *, is_several: bool
         }
         between = set(varying_columns(config[keys])) - within
         keys = [key for key in keys if key not in between]
-    derived = [key for key in (_budget_of(config).name, *DERIVED) if key in keys]
+    derived = [key for key in (str(_budget_of(config).name), *DERIVED) if key in keys]
     chosen = [key for key in keys if key not in derived]
     for key in dict.fromkeys(derived):
         alike = cells.assign(settings=_as_keys(config[chosen]))
