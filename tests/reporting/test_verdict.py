@@ -309,7 +309,7 @@ def write_budgets(root: Path, drops: Mapping[int, float], *, studies: bool = Fal
         for size, level in ((2, 0.9 - drop), (128, 0.9)):
             values = dict(enumerate(rng.normal(level, 0.001, 6)))
             study = f"e{epochs}" if studies else "synthetic"
-            options = {"norm_batch_size": size, "epochs": epochs, "study": study}
+            options = {"norm_batch_size": size, "epochs": float(epochs), "study": study}
             write_cell(root, "batch", values, **options)
 
 
