@@ -17,7 +17,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from normexp.errors import UserError, first_line
