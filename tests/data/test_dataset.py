@@ -126,7 +126,8 @@ def test_inconsistent_images_are_refused(message: str):
 
 
 def test_data_with_one_class_are_refused():
-    data = build(GOOD, GOOD)
+    same = Examples(GOOD.inputs, GOOD.targets * 0)
+    data = build(same, same)
     data.num_outputs = 1
     with pytest.raises(UserError, match="data=toy: num_outputs=1 .*2 or more"):
         validate(data)
