@@ -67,13 +67,21 @@ def begin(log: str, words: list[str]) -> int:
         os._exit(code)
 
 
-if __name__ != "__main__" or "workers=0" in sys.argv:  # the parent of workers needs no torch
+def train() -> int:
+    """The entry; Ctrl-C during the imports of `save_often` is answered as by the entry."""
+    try:
+        if "workers=0" in sys.argv:  # the parent of workers needs no torch
+            save_often()
+    except KeyboardInterrupt:
+        return 130
+    from normexp.train import main
+
+    return main()
+
+
+if __name__ != "__main__":  # a spawned worker
     save_often()
-
-if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        serve()
-    else:
-        from normexp.train import main
-
-        sys.exit(main())
+elif len(sys.argv) == 1:
+    serve()
+else:
+    sys.exit(train())
