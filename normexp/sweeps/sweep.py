@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -172,6 +173,7 @@ class Sweep:
         self.stopping = False
         self._numbers = count(1)
         self._failed_starts = 0
+        self._early_deaths: Counter[Task] = Counter()  # of workers, before they trained the task
 
     def run_here(self) -> list[Outcome]:
         """Trains in this process; returns an outcome for each cell, in order."""
@@ -264,7 +266,7 @@ class Sweep:
         elif task and not self.stopping:
             self._count_death(worker, task, reason)
         still_open = tuple(index for index in task if index not in self.outcomes)
-        board.put_back(still_open, alone=worker.stack is None and len(task) > 1)
+        board.put_back(still_open, alone=self._early_deaths[task] > 1 and len(task) > 1)
         for index in set(task) - {*still_open}:
             board.end((index,))
         self.workers.remove(worker)
@@ -273,7 +275,8 @@ class Sweep:
     def _count_death(self, worker: Worker, task: Task, reason: str) -> None:
         """A failed attempt of the stack that it trained, which the next worker knows of.
 
-        If it died before it trained, it may do so every time: a cell alone has failed.
+        A task whose worker dies before it trains is begun once more as it is, since the cause may
+        lie outside; then cell by cell, and a cell alone has failed.
         """
         stack, study_dir = worker.stack, self.cells[task[0]].study_dir
         if stack is not None and study_dir is not None:
@@ -282,7 +285,9 @@ class Sweep:
                 file.write(f"{worker.last_output().rstrip()}\n{reason}\n".lstrip("\n"))
             at = stack.checkpointed_at
             append_attempt(study_dir, stack.id, reason, died=True, checkpointed_at=at)
-        elif len(task) == 1:
+            return
+        self._early_deaths[task] += 1
+        if self._early_deaths[task] > 1 and len(task) == 1:
             error = f"{reason}, before it was trained"
             self._end(task, [Outcome("failed", name_of(self.cells[task[0]]), error=error)])
 

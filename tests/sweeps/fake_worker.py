@@ -28,11 +28,23 @@ def run_task(
     stop: StopRequest | None = None,
 ) -> list[Outcome]:
     if len(specs) > 1:
-        if "die together" in [spec.cfg.act for spec in specs if spec.cfg]:
+        acts = [spec.cfg.act for spec in specs if spec.cfg]
+        if "die together" in acts:
             os.kill(os.getpid(), signal.SIGKILL)
+        if "die together once" in acts:
+            return run_together(specs)
         return [Outcome("alone", spec.title) for spec in specs]
     assert on_begin and stop
     return [run_cell(specs[0], on_begin, on_steps or (lambda *_: None), stop)]
+
+
+def run_together(specs: Sequence[CellSpec]) -> list[Outcome]:
+    assert specs[0].cfg is not None
+    died = Path(specs[0].cfg.runs_dir) / "died"
+    if not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [Outcome("finished", spec.title, record={"together": len(specs)}) for spec in specs]
 
 
 def run_cell(spec: CellSpec, on_begin: OnBegin, on_steps: OnSteps, stop: StopRequest) -> Outcome:

@@ -100,6 +100,14 @@ def test_death_before_training_is_a_row_too_and_status_can_tell(tmp_path: Path):
     assert lost.error.startswith("failed: killed by signal 9")
 
 
+def test_one_death_before_training_changes_no_task(tmp_path: Path):
+    """One worker is killed while it prepares; a task that was split would be other stacks."""
+    cells = [spec(tmp_path, name, "die together once") for name in "ab"]
+    outcomes = sweep_of(cells, num_workers=1, tasks=[(0, 1)]).run_workers()
+    assert statuses(outcomes) == ["finished", "finished"]
+    assert [outcome.record["together"] for outcome in outcomes] == [2, 2]
+
+
 def test_cell_that_does_not_compose_is_a_refused_row(tmp_path: Path):
     bad = CellSpec(None, {}, "norm=bad", "norm=bad: no such norm")
     outcomes = sweep_of([bad, spec(tmp_path, "a")]).run_workers()
