@@ -33,6 +33,8 @@ TRAIN = Path(__file__).with_name("kill_campaign_train.py")
 GRID = ["-m", "norm=batch,group", "lr=0.03,0.3", "norm_batch_size=4,32", "epochs=2", "log_every=5"]
 FAILING = ["-m", "norm=custom", "norm._target_=failing_norm.FailsWhereItExplodes"]
 FAILING += ["lr=0.03,0.1,0.3,3e4", "optim.warmup=0", "epochs=2", "replicas=2", "log_every=5"]
+# Also of Ctrl-C while Python itself starts or ends, when no program can answer it.
+EXIT_CODES = (0, 1, 130, -signal.SIGINT, -signal.SIGKILL)
 ALWAYS = ["save_weights=true", "max_attempts=99", "trainer=cpu"]
 
 # A norm that raises in a stack after some steps, and alone where its input is huge: so one rate of
@@ -354,7 +356,7 @@ def disturb(
         wait_for_a_moment(campaign, process, folder)
         KILLERS[campaign.draw.choice(killers)](campaign, process)
         code = process.wait()
-        assert code in (0, 1, 130, -signal.SIGKILL), (code, campaign.tail(study))
+        assert code in EXIT_CODES, (code, campaign.tail(study))
         check_nothing_torn(folder)
         after = ended_runs(folder)
         assert {path: after.get(path) for path in before} == before, "a result was written twice"
@@ -396,7 +398,7 @@ def in_two_terminals(campaign: Campaign, study: str) -> None:
         wait_for_a_moment(campaign, victim, folder)
         KILLERS[campaign.draw.choice(list(KILLERS))](campaign, victim)
         codes = [process.wait() for process in both]
-        assert all(code in (0, 1, 130, -signal.SIGKILL) for code in codes), campaign.tail(study)
+        assert all(code in EXIT_CODES for code in codes), campaign.tail(study)
     campaign.finish(study, words[1])
     check(campaign, study, "whole")
 
