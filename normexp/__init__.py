@@ -50,11 +50,10 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
         raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
     cells = compose_cells(command)
 
-    from normexp.sweeps.sweep import train_cells
+    from normexp.sweeps.sweep import is_interrupted, train_cells
 
     outcomes = train_cells(cells, ["normexp.run", *overrides], workers=workers)
-    statuses = {outcome.status for outcome in outcomes}
-    if "stopped" in statuses and "failed" not in statuses:
+    if is_interrupted(cells, outcomes):
         raise KeyboardInterrupt("stopped; the same call resumes")
     refused = [outcome.error for outcome in outcomes if outcome.status == "refused"]
     if refused:

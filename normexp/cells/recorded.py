@@ -66,7 +66,8 @@ def key_entry(
 
 
 def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
-    """Digest of the user's own files that a data set is read from; None for a user's own loader.
+    """Digest of the user's own files that a data set is read from; None for a user's own loader and
+    for folders behind links.
 
     Size and time stand for the content of a file. One that was only touched costs a preparation.
     """
@@ -76,6 +77,8 @@ def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
     try:
         for root in (Path(data[key]) for key in DATA_PATHS if data.get(key) is not None):
             for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+                if path != root and path.is_symlink() and path.is_dir():
+                    return None  # rglob does not look behind it
                 stat = path.stat()
                 sha.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
     except OSError:  # a file that has just gone

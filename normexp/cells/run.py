@@ -320,7 +320,8 @@ class Claim:
         try:
             train_on_devices(stack, self.task[0].messages, self.stop, self.on_steps)
         except UserError:
-            end_stack(stack.record)
+            if not stack.checkpoint.is_file():  # else the same line goes on from there, once mended
+                end_stack(stack.record)
             raise
         except (Interrupted, RankDied):  # the checkpoint stays
             raise

@@ -258,8 +258,9 @@ class Sweep:
     def _bury(self, worker: Worker, board: Board) -> None:
         """Handles the end of a worker: orderly, or by a signal, or at its start."""
         reason = worker.describe_death()
-        task = board.taken_by(worker.number)
-        if not worker.is_ready and not self.stopping:  # its cells are not the cause
+        task = board.taken_by(worker.number) or worker.task
+        fails_without = not worker.is_ready or (not task and worker.process.exitcode != 0)
+        if fails_without and not self.stopping:  # its cells are not the cause
             self._failed_starts += 1
             if self._failed_starts == FAILED_STARTS:
                 raise WorkersFail(f"no worker process starts: {reason}")
@@ -297,8 +298,8 @@ class Sweep:
         match event:
             case Ready():
                 seat.is_ready = True
-                self._failed_starts = 0
             case Took(task):
+                self._failed_starts = 0
                 seat.take(task)
             case Began(stack, cell_ids):
                 seat.stack = stack

@@ -73,12 +73,12 @@ def fit(
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
             trainer.fit(module, ckpt_path=resume, weights_only=True)
+            _check_end(module)
+            if module.validated_at != module.step:  # the last epoch had no validation
+                trainer.validate(module, verbose=False)
+            trainer.test(module, verbose=False)
         except SystemExit:  # Lightning's translation of the second request's KeyboardInterrupt
             raise KeyboardInterrupt from None
-        _check_end(module)
-        if module.validated_at != module.step:  # the last epoch had no validation
-            trainer.validate(module, verbose=False)
-        trainer.test(module, verbose=False)
     return stop.requested
 
 

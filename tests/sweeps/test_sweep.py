@@ -215,7 +215,7 @@ class Unpickled:
     """Ends a worker as it starts."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return sys.exit, ("no start",)
+        return os._exit, (3,)  # W&B replaces sys.exit
 
 
 def test_workers_that_do_not_come_up_end_the_sweep(tmp_path: Path):
@@ -261,3 +261,13 @@ def test_task_that_does_not_stack_goes_on_cell_by_cell(tmp_path: Path, act: str)
     cells = [spec(tmp_path, "a", act), *(spec(tmp_path, name) for name in "bc")]
     outcomes = sweep_of(cells, num_workers=1, tasks=[(0, 1, 2)]).run_workers()
     assert statuses(outcomes) == ["finished"] * 3
+
+
+def test_workers_that_die_without_a_task_end_the_sweep(tmp_path: Path):
+    """As where the folder of the slots cannot be written."""
+    blocked = tmp_path / "a_file"
+    blocked.write_text("")
+    sweep = sweep_of([spec(tmp_path, name) for name in "ab"], num_workers=1)
+    sweep.places = [Place(1, None, [f"{blocked}/core-0"])]
+    with pytest.raises(WorkersFail, match="no worker process starts"):
+        sweep.run_workers()
