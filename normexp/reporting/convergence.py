@@ -33,7 +33,8 @@ class TrainingEnd:
         """`0.67 (still falling)`."""
         if self.fall is None:
             return f"{self.loss:.2g} (slope unknown)"
-        return f"{self.loss:.2g} ({'still falling' if self.fall > STILL_FALLING else 'converged'})"
+        end = "still falling" if self.fall > STILL_FALLING else "converged"
+        return f"{self.loss:.2g} ({'rising' if self.fall < -STILL_FALLING else end})"
 
 
 def training_end(directories: Iterable[str]) -> TrainingEnd | None:

@@ -91,8 +91,8 @@ def draw_means(part: Slice, styles: Styles, rows: list[Row]) -> list[Figure]:
     chart = alt.vconcat(panel, _count_strip(part), spacing=12)
     caption = (
         f"{part.metric.label} against the {AXIS_TITLES[part.axis]}: mean and 95 % interval over "
-        "seeds, cut at the limits of an accuracy; points are moved sideways a little so that "
-        "intervals stay apart. Below, the number of seeds behind each point: ×k diverged, !k "
+        "seeds, which stays within an accuracy's limits; points are moved sideways a little so "
+        "that intervals stay apart. Below, the number of seeds behind each point: ×k diverged, !k "
         "failed, ?k missing."
     )
     if any(row["independent"] for row in rows):
@@ -160,8 +160,8 @@ def _draw_heat_map(part: Slice, rows: list[Row], outside: list[str]) -> Figure:
     colour = _gradient(mean_colour(part.metric, means))
     chart = squares(x, y, colour, tooltip(*POINT_TIP))
     caption = (
-        f"Mean {part.metric.label} by norm and size, with half the width of its 95 % interval and "
-        "the number of seeds. Grey: no seed finished; blank: not run. A norm that does not depend "
+        f"Mean {part.metric.label} by norm and size, with the number of seeds; the "
+        "interval is in the table and under the pointer. Grey: no seed finished; blank: not run. A norm that does not depend "
         "on the norm batch size was trained once; its row repeats that cell."
     )
     if outside:
@@ -175,17 +175,16 @@ def _gradient(colour: alt.Color) -> alt.Color:
 
 
 def _square_text(row: Row, means: Sequence[float], metric: Metric) -> Row:
-    """`value`, `under` (half width and n), and a readable `ink` on the colours of `means`."""
+    """`value`, `under` (n), and a readable `ink` on the colours of `means`."""
     if row["mean"] is None:
         reason = f"×{row['diverged']}" if row["diverged"] else f"{row['failed']} failed"
         return {"value": reason, "under": row["count"], "ink": DIVERGED}
     spread = max(means) - min(means)
     share = (row["mean"] - min(means)) / spread if spread else 1.0
     brightness = share if metric.higher_is_better else 1 - share
-    half = "" if row["low"] is None else f"±{(row['high'] - row['low']) / 2:.{metric.digits}f} "
     return {
         "value": f"{row['mean']:.{metric.digits}f}",
-        "under": f"{half}n={row['n']}",
+        "under": f"n={row['n']}",
         "ink": DARK if brightness > 0.55 else LIGHT,
     }
 
@@ -209,9 +208,9 @@ def draw_improvement(part: Slice) -> Figure | None:
     caption = (
         f"Probability that the norm of the row beats the norm of the column at size "
         f"{part.sizes[0]}, in pairs of runs with one seed, with its 95 % Clopper-Pearson interval. "
-        "The colour is that of the bound nearest to 0.5: none where the interval contains 0.5. Not "
-        "corrected for the number of pairs: decisions belong to the "
-        "verdict."
+        "The colour is that of the bound nearest to 0.5: none where the interval contains 0.5. A "
+        "diverged run counts as the worst run. Not corrected for the number of pairs: decisions "
+        "belong to the verdict."
     )
     title = f"Probability of improvement at size {part.sizes[0]}"
     return make_figure("improvement", title, caption, chart, rows, part, fit="none")
@@ -223,7 +222,7 @@ def _improvement_rows(part: Slice) -> list[Row]:
     cells = dict(zip(valid["norm"], valid["cell"], strict=True))
     rows = []
     for norm, other in [(a, b) for a in cells for b in cells if a != b]:
-        a, b = paired_values(cells[norm], cells[other], part.values)
+        a, b = paired_values(cells[norm], cells[other], part.outcomes)
         if len(a) < 2:
             continue
         found = paired_improvement(a, b, higher_is_better=part.metric.higher_is_better)
@@ -264,7 +263,7 @@ def draw_statistics(part: Slice) -> Figure | None:
     caption = (
         "The same trained networks evaluated with running averages, with precise statistics and "
         "with those of the evaluation batch (batch: of as many samples as in training). Where they "
-        "differ, running averages mislead."
+        "differ by more than their intervals, running averages mislead."
     )
     title = "Evaluation statistics"
     return make_figure("evaluation_statistics", title, caption, chart, rows, part, fit="facet")

@@ -263,21 +263,20 @@ def _words(one: Contrast, kind: str) -> str:
     )
     shown = _shown(one, kind, one.gap)
     limit = metric.tolerance_words
-    is_small = one.gap.low is not None and max(-one.gap.low, one.gap.high or 0) <= metric.tolerance
-    within = f", less than {limit}" if is_small else ""
-    end = {"no interval": "; too few seeds for an interval", "open": "; undecided"}.get(kind, "")
+    missing = "too few seeds for an" if one.gap.n < 2 else "all seeds are equal, so no"
+    end = {"no interval": f"; {missing} interval", "open": "; undecided"}.get(kind, "")
     if one.is_along_sizes:
         where = f"from {axis} {large} to {small}"
         return {
-            "loses": f"{norm} loses {shown} {where}{within}",
-            "gains": f"{norm} gains {shown} {where}{within}",
+            "loses": f"{norm} loses {shown} {where}",
+            "gains": f"{norm} gains {shown} {where}",
             "holds": f"{norm} holds its level within {limit} {where}: loss {shown}",
             "no data": f"{norm} has no seed with a result at both ends, {where}",
         }.get(kind, f"{norm}: loss {shown} {where}{end}")
     where = f"At {axis} {small}, {norm}"
     return {
-        "better": f"{where} is better than {reference} by {shown}{within}",
-        "worse": f"{where} is worse than {reference} by {shown}{within}",
+        "better": f"{where} is better than {reference} by {shown}",
+        "worse": f"{where} is worse than {reference} by {shown}",
         "tie": f"{where} and {reference} are tied within {limit}: difference {shown}",
         "no data": f"{where} and {reference} have no seed in common",
     }.get(kind, f"{where} minus {reference}: {shown}{end}")
@@ -302,7 +301,7 @@ def _names(one: Contrast) -> tuple[str, str]:
 def _seed_words(one: Contrast) -> str:
     """`ahead with 7 of 8 seeds`, where a tie counts one half; and equality that is no chance."""
     a, b = paired_values(one.first["cell"], one.second["cell"], one.part.outcomes)
-    if len(a) > 1 and (a == b).all():
+    if len(a) > 1 and (a == b).all() and not one.has_diverged:
         return "equal under every seed: is the norm used?"
     chance = _improvement(one)
     if one.is_along_sizes or chance.estimate is None:
@@ -322,6 +321,8 @@ def _over_samples(one: Contrast) -> Interval | None:
 
     Samples are used where their mean is the metric, as it is for an accuracy.
     """
+    if one.has_diverged:  # a diverged run has no samples
+        return None
     metric, values = one.part.metric, one.part.values
     cells = [one.first["cell"], one.second["cell"]]
     kind = metric.name.partition("@")[2] or "running"
@@ -390,7 +391,8 @@ def _budget_words(
             continue
         is_same_sign = (other.gap.estimate > 0) == (one.gap.estimate > 0)
         survives = survives and found == kind
-        verdict = "sign and verdict survive" if found == kind else "the verdict does not survive"
+        both = "sign and verdict survive" if is_same_sign else "the verdict survives"
+        verdict = both if found == kind else "the verdict does not survive"
         turned = "" if is_same_sign else ", the sign turns"
         told += f" At {other.budget}: {shown}" + (
             f": {verdict}{turned}." if kind in DECIDED else "."
@@ -426,8 +428,8 @@ def _note(own: Sequence[Contrast], family_size: int) -> str:
         f"number of differences that this report gives a verdict on is {family_size}: each norm "
         f"that mixes samples, from its largest to its smallest size{compared} at the smallest "
         "size. The probability that any of these verdicts is false is at most 5 %. Training counts "
-        "as converged where its loss fell by less than 1 % of its first value over the last fifth "
-        "of the steps."
+        "as converged where its loss changed by less than 1 % of its first value over the last "
+        "fifth of the steps."
     )
 
 

@@ -72,7 +72,7 @@ def test_a_loss_is_stated_with_its_interval_and_n(tmp_path: Path):
             {0: 0.898, 1: 0.899, 2: 0.8975, 3: 0.8985},
             {0: 0.9, 1: 0.9012, 2: 0.8995, 3: 0.9004},
             "loses",
-            "points from norm batch size 128 to 2, less than 1 point",
+            "points from norm batch size 128 to 2",
         ),
     ],
 )
