@@ -161,8 +161,9 @@ def _draw_heat_map(part: Slice, rows: list[Row], outside: list[str]) -> Figure:
     chart = squares(x, y, colour, tooltip(*POINT_TIP))
     caption = (
         f"Mean {part.metric.label} by norm and size, with the number of seeds; the "
-        "interval is in the table and under the pointer. Grey: no seed finished; blank: not run. A norm that does not depend "
-        "on the norm batch size was trained once; its row repeats that cell."
+        "interval is in the table and under the pointer. Grey: no seed finished; blank: not run. "
+        "A norm that does not depend on the norm batch size was trained once; its row repeats that "
+        "cell."
     )
     if outside:
         caption += f" Outside the colour scale: {', '.join(outside)}."
