@@ -171,6 +171,8 @@ def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
             return not torch.equal(one, two)
         if isinstance(one, Tensor) or isinstance(two, Tensor):
             return True  # the state may have been a number at first
+        if isinstance(one, list | dict):
+            return repr(one) != repr(two)
         return isinstance(one, int | float) and one != two
 
     internal = vars(nn.Module())
@@ -217,15 +219,23 @@ def _differ(before: list[Tensor], after: list[Tensor]) -> bool:
 
 
 def _set_counters(module: nn.Module, paths: Sequence[str]) -> bool:
-    """Adds MANY_STEPS to the attributes that are numbers; True if there are any."""
-    changed = False
+    """Adds MANY_STEPS to the numbers in the attributes; True if there are any attributes."""
     for path in paths:
         owner, _, name = path.rpartition(".")
         value = getattr(module.get_submodule(owner), name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            setattr(module.get_submodule(owner), name, value + MANY_STEPS)
-            changed = True
-    return changed
+        setattr(module.get_submodule(owner), name, _advanced(value))
+    return bool(paths)
+
+
+def _advanced(value: Any) -> Any:
+    """`value` with MANY_STEPS more in each number that it is or holds."""
+    if isinstance(value, list):
+        return [_advanced(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _advanced(each) for key, each in value.items()}
+    if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
+        return value + MANY_STEPS
+    return value
 
 
 # ---------------------------------------------------------------- optimizer and stacks

@@ -47,15 +47,24 @@ def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
 
 def family_size(planned: Sequence[Outcome]) -> int:
     """How many verdicts a report on the cells gives: see normexp.reporting.verdict."""
-    cells: dict[tuple[Any, ...], dict[str, set[str]]] = {}  # by what is compared, then by norm
+    records = [outcome.record for outcome in planned]
+    records = [r | {"samples": r.get("num_steps", 0) * r["batch_size"]} for r in records]
+    # The report goes along the norm batch size where that varies, else along the batch size; a
+    # budget is compared in the unit with the fewest values.
+    along_norm = any(record.get("norm_batch_size") is not None for record in records)
+    budget = min(
+        ("epochs", "num_steps", "samples"), key=lambda unit: len({r.get(unit) for r in records})
+    )
+    fixed = ("model", "data", budget, *["batch_size"] * along_norm)
+    cells: dict[tuple[Any, ...], dict[str, set[tuple[Any, ...]]]] = {}  # by slice, then by norm
     mixing = set()
-    for outcome in planned:
-        record = outcome.record
+    for record in records:
         norm = repr((record["norm"], record.get("identity", {}).get("norm")))
-        place = tuple(record.get(key) for key in ("model", "data", "batch_size"))
-        cells.setdefault(place, {}).setdefault(norm, set()).add(outcome.cell_id)
+        size = (record["batch_size"], record.get("norm_batch_size"))
+        place = tuple(record.get(key) for key in fixed)
+        cells.setdefault(place, {}).setdefault(norm, set()).add(size)
         mixing |= {norm} if record.get("mixes_samples") else set()
     return sum(
-        len(norms) - 1 + sum(norm in mixing and len(ids) > 1 for norm, ids in norms.items())
+        len(norms) - 1 + sum(norm in mixing and len(sizes) > 1 for norm, sizes in norms.items())
         for norms in cells.values()
     )

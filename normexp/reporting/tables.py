@@ -266,9 +266,14 @@ def _sensitivity_row(loss: Claim, found: Sensitivity, metric: Metric) -> Row:
 
 
 def _threshold_words(found: Threshold, smallest: int) -> str:
-    """`12 [5, 20]`; `<2` for an end that is not reached between the sizes that were run."""
-    if found.high is None:
+    """`12 [5, 20]`; `<2` for an end that is not reached between the sizes that were run.
+
+    Without an interval, as of one seed, the size alone.
+    """
+    if found.size is None and found.high is None:
         return f"<{smallest}"
+    if found.size is not None and found.high is None:
+        return f"{found.size:.3g}"
     size, low, high = (
         f"<{smallest}" if x is None else f"{x:.3g}" for x in (found.size, found.low, found.high)
     )

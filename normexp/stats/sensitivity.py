@@ -25,7 +25,7 @@ from normexp.stats.interval import LEVEL, Array, Interval, mean, paired_differen
 class Threshold:
     """The size below which the loss is more than the tolerance, with its interval; see `crossing`.
 
-    None: not reached down to the smallest size.
+    None: not reached down to the smallest size; `low` and `high` also without an interval.
     """
 
     size: float | None

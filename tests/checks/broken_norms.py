@@ -375,6 +375,32 @@ class LateCounter(Counter):
     warmup = 1000
 
 
+class LateCounterInList(Bare):
+    """A counter in a list that matters after a long warm-up."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.steps = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps[0] += 1
+        return torch.tanh(x) * (2.0 if self.steps[0] > 1000 else 1.0)
+
+
+class LateCounterTensor(Bare):
+    """A counter in a tensor that is no buffer, and matters after a long warm-up."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.steps = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps = self.steps + 1
+        return torch.tanh(x) * (1.0 + (self.steps > 1000))
+
+
 class CountsInClass(Bare):
     """Counts its training steps in the class, which all replicas share."""
 

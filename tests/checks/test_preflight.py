@@ -222,6 +222,8 @@ def test_state_of_the_process_is_told_from_attributes():
         (broken.CountsInClass, "outside of the module"),
         (broken.Counter, "its state_dict lacks: steps"),
         (broken.LateCounter, "a counter that its state_dict lacks: steps"),
+        (broken.LateCounterInList, "a counter that its state_dict lacks: steps"),
+        (broken.LateCounterTensor, "a counter that its state_dict lacks: steps"),
         (broken.Unsaved, "its state_dict lacks: mean"),
         (broken.LastMean, "its state_dict lacks: mean"),
     ):

@@ -43,6 +43,13 @@ def test_sensitivity_names_the_sizes_that_it_is_about(tmp_path: Path):
     assert row["loss per halving"].endswith("(128 to 2)")
 
 
+def test_size_of_one_seed_is_named_without_an_interval(tmp_path: Path):
+    for size, value in ((2, 0.60), (8, 0.80), (32, 0.90)):
+        write_cell(tmp_path, "batch", {0: value}, norm_batch_size=size)
+    (row,) = sensitivity_table(answer_slices(slices_of(tmp_path))).rows
+    assert 8 < float(row["passed at size"]) < 32
+
+
 def test_comparisons_show_the_p_of_the_whole_family(tmp_path: Path):
     values = {0: 0.90, 1: 0.9012, 2: 0.8991}
     write_cell(tmp_path, "batch", values, norm_batch_size=2)

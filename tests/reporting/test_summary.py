@@ -209,10 +209,11 @@ def test_a_plan_says_what_the_report_could_show():
     """Three norms of which one mixes samples, at two sizes: three verdicts."""
     planned = [
         Outcome(
-            "planned", norm, f"{norm}{size}", record=RECORD | {"norm": norm, "mixes_samples": mixes}
+            *("planned", norm, f"{norm}{size}"),
+            record=RECORD | {"norm": norm, "mixes_samples": mixes, "norm_batch_size": size},
         )
         for norm, mixes in (("batch", True), ("layer", False), ("group", False))
-        for size in ((2, 8) if mixes else (2,))
+        for size in ((2, 8) if mixes else (None,))
     ]
     for one in planned:
         one.missing = list(range(8))
@@ -223,3 +224,22 @@ def test_a_plan_says_what_the_report_could_show():
     words = power_words(planned, [run(seed, value) for seed, value in values.items()])
     assert f"difference of {smallest_difference(8, 2**0.5, 3):.2g} points" in words
     assert f"1 point takes {seeds_for(1.0, 2**0.5, 3)} seeds" in words
+
+
+@pytest.mark.parametrize(
+    ("own", "count"),
+    [
+        ([{"batch_size": size} for size in (8, 32, 128)], 1),  # from 128 to 8
+        ([{"lr": lr} for lr in (0.1, 0.3)], 0),  # no size varies
+        ([{"num_steps": s, "norm_batch_size": n} for s in (10, 40) for n in (2, 8)], 2),
+        ([{"batch_size": b, "num_steps": 1024 // b} for b in (8, 32, 128)], 1),  # equal samples
+    ],
+)
+def test_verdicts_of_one_norm_are_counted_by_size_and_budget(own: list[dict], count: int):
+    known = RECORD | {"norm": "batch", "mixes_samples": True}
+    planned = []
+    for number, one in enumerate(own):
+        steps = one.get("num_steps", 640 // one.get("batch_size", 32))
+        record = known | {"num_steps": steps, "epochs": steps / 20} | one
+        planned.append(Outcome("planned", "batch", str(number), record=record))
+    assert family_size(planned) == count
