@@ -69,6 +69,7 @@ FAST = ("group 8", "frozen", "layer 2d")
 CASES = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in NORMS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_card_has_no_false_line(name: str):
     make, expected, failures = NORMS[name]

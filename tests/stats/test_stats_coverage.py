@@ -66,6 +66,7 @@ def test_paired_improvement_never_covers_less_than_its_level(n):
         assert scipy_stats.binom.pmf(wins, n, truth)[holds].sum() >= 0.95
 
 
+@pytest.mark.slow
 def test_sensitivity_numbers_hold_their_coverage(n, rng):
     sizes, curve = [2, 8, 64], np.array([88.0, 90.0, 92.5])
     tables = curve + rng.normal(size=(SIMULATIONS, n, 1)) + rng.normal(size=(SIMULATIONS, n, 3))
@@ -77,6 +78,7 @@ def test_sensitivity_numbers_hold_their_coverage(n, rng):
     assert covered([r.regret for r in results], 4.5) >= LOW  # of the best size, not known before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", [0.0, 1.0])
 def test_regret_covers_however_many_sizes_are_equally_good(n, rng, truth):
     tables = np.array([90.0 - truth, 90, 90, 90]) + rng.normal(size=(SIMULATIONS, n, 4))

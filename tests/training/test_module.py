@@ -209,6 +209,7 @@ class CountTensors(pl.Callback):
             self.elements.append(sum(t.numel() for t in things if t.device.type != "meta"))
 
 
+@pytest.mark.slow
 @in_both_forms
 def test_live_tensors_do_not_grow_with_the_steps(tmp_path: Path, stacked: bool):
     sizes = Sizes(8, 4, 2)
