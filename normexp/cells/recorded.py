@@ -143,7 +143,7 @@ def _loaded_sources() -> set[Path]:
 
 
 def passed_over(specs: Sequence[CellSpec]) -> dict[int, Outcome]:
-    """The outcomes of the cells of which nothing is to be trained or told, by position."""
+    """The outcomes, by position, of cells with every result and evaluation that is asked for."""
     read = cache(read_history)
     found: dict[int, Outcome] = {}
     for index, spec in enumerate(specs):

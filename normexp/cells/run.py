@@ -362,7 +362,7 @@ class Claim:
 
 
 def _skip(each: TaskCell) -> Outcome:
-    """The outcome of a cell of which no run was missing."""
+    """The outcome of a cell that had all its runs."""
     suggest_evaluation(each.cell, each.seeds)
     return each.outcome("skipped")
 

@@ -61,7 +61,7 @@ def one_of(*choices: str | bool) -> Rule:
 
 
 def list_of(rule: Rule) -> Rule:
-    """One or more different values, each of which `rule` accepts."""
+    """A list of one or more different values that `rule` accepts."""
 
     def holds(value: Any) -> bool:
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:

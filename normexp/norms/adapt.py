@@ -157,7 +157,7 @@ def _eps_argument(make: Callable[..., Any]) -> inspect.Parameter | None:
 
 
 def _flatten(make: Callable[..., Any]) -> partial[Any]:
-    """Returns nested partials, of which Hydra's are a class of their own, as one."""
+    """Merges nested partials into one; functools leaves those of Hydra's subclass nested."""
     args: tuple[Any, ...] = ()
     knobs: dict[str, Any] = {}
     while isinstance(make, partial):

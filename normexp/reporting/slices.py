@@ -259,7 +259,7 @@ def _with_budget(config: pd.DataFrame) -> pd.DataFrame:
 
 
 def _budget_of(config: pd.DataFrame) -> pd.Series:
-    """The column of BUDGET with the fewest values; epochs if all are alike."""
+    """The column of BUDGET with the fewest distinct values; epochs if they tie."""
     known = config.reindex(columns=list(BUDGET)).dropna(axis="columns", how="all")
     if known.empty:
         return pd.Series(np.nan, config.index, name=BUDGET[0])

@@ -90,7 +90,7 @@ class StudyLog:
     def tell(
         self, cell: CellSpec, *, cell_id: str = "", error: str = "", key: KeyEntry | None = None
     ) -> None:
-        """What is known by now of a cell; only where its study is on disk and may be written."""
+        """Records the id, error or key of a cell, if its study exists and can be written."""
         study_dir = cell.study_dir or self._only_study()
         if self.writes and study_dir is not None and study_dir.is_dir():
             try:

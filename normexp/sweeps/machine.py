@@ -29,8 +29,8 @@ class Place:
     """What one worker may use: CPU threads, and a GPU as CUDA_VISIBLE_DEVICES names it.
 
     Attributes:
-        slots: of this machine, one of which the worker holds while it trains; all commands of a
-            user share them, so that two terminals do not train on one core.
+        slots: names of locks; the worker holds one while it trains. All commands of a user share
+            them, so that two terminals do not train on one core.
     """
 
     threads: int

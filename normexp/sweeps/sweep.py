@@ -214,7 +214,7 @@ class Sweep:
         return self._all_outcomes()
 
     def _pass_over(self, board: Board) -> None:
-        """Ends the tasks of which nothing needs to be trained, before torch is imported."""
+        """Ends the tasks that need no training, before torch is imported."""
         for task in self.tasks:
             if self.known.keys() >= set(task):
                 self._end(task, [self.known[index] for index in task])

@@ -43,7 +43,7 @@ def _takes(task: Sequence[CellSpec], cell: CellSpec) -> bool:
 
 
 def _all_but_lr(cell: CellSpec) -> str | None:
-    """What a cell shares with those that it may be stacked with; None where it trains alone."""
+    """A key that is equal for cells that may be stacked; None for a cell that trains alone."""
     cfg = cell.cfg
     if cfg is None or not isinstance(cfg.lr, int | float) or cfg.lr <= 0:
         return None
@@ -68,7 +68,7 @@ class Board:
 
     Attributes:
         holders: of each cell: OPEN, ENDED, or the number of a worker.
-        is_alone: of each cell, 1 if it is a task of its own by now.
+        is_alone: of each cell, 1 once it has become a task of its own.
     """
 
     tasks: Sequence[Task]
