@@ -26,7 +26,9 @@ SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
 # before and after the change are different cells.
-VERSIONS: dict[str, int] = {}
+VERSIONS: dict[str, int] = {
+    "model/torchvision": 2,  # sites keep the eps and momentum of the norms that they replace
+}
 
 # Keys that the identity holds only in derived form, from `Plan` and the slots.
 TURNED = {
@@ -37,7 +39,13 @@ TURNED = {
 
 
 def identity_of(
-    cfg: DictConfig, data: Data, plan: Plan, slots: Mapping[str, Any], *, mixes_samples: bool
+    cfg: DictConfig,
+    data: Data,
+    plan: Plan,
+    slots: Mapping[str, Any],
+    *,
+    mixes_samples: bool,
+    weights_digest: str | None = None,
 ) -> dict[str, Any]:
     """Everything that defines a training except its seed, as derived values in canonical form.
 
@@ -45,6 +53,7 @@ def identity_of(
 
     Args:
         slots: the slots that the model uses and that differ from their defaults, resolved.
+        weights_digest: of the weights that the model starts from.
     """
     identity = defining(plain(cfg))
     for part in parts_with_target(identity):
@@ -52,6 +61,8 @@ def identity_of(
         if digest is not None:
             part["source_digest"] = digest
     identity["data"]["digest"] = data.digest
+    if weights_digest is not None:
+        identity["model"]["weights_digest"] = weights_digest
     identity |= {**slots, "num_steps": plan.num_steps, "lr": plan.lr}
     # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.
     sizes = plan.sizes

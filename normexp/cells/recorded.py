@@ -51,15 +51,15 @@ class _UnknownSource(Exception):
 
 
 def key_entry(
-    spec: CellSpec, cell_id: str, data_digest: str | None, *, evaluated: bool
+    spec: CellSpec, cell_id: str, files_digest: str | None, *, evaluated: bool
 ) -> KeyEntry | None:
     """The key of a cell that has just been prepared; None if it cannot have one.
 
-    The digest of the data is from before they were loaded.
+    The digest of data and weights is from before they were loaded.
     """
     sources = sorted(map(str, _loaded_sources()))
     try:
-        key = _key_of(spec, sources, data_digest)
+        key = _key_of(spec, sources, files_digest)
     except _UnknownSource:
         return None
     return KeyEntry(spec.digest, key, cell_id, sources, evaluated)
@@ -86,17 +86,26 @@ def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
     return sha.hexdigest()[:16]
 
 
-def _key_of(spec: CellSpec, sources: Sequence[str], data_digest: str | None) -> str:
+def with_weights(data_digest: str | None, model: DictConfig | Mapping[str, Any]) -> str | None:
+    """The digest of the user's own data files, and of the file of weights that a model names."""
+    name = model.get("weights")
+    if data_digest is None or name is None or not Path(name).is_file():
+        return data_digest
+    stat = Path(name).stat()
+    return f"{data_digest} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _key_of(spec: CellSpec, sources: Sequence[str], files_digest: str | None) -> str:
     """Raises _UnknownSource if the key cannot be told."""
     config: Any = OmegaConf.to_container(spec.cfg, resolve=True)  # type: ignore[arg-type]
     config = {key: value for key, value in config.items() if key not in APART}
     config["data"].pop("data_dir", None)  # downloads are verified
-    if data_digest is None:
+    if files_digest is None:
         raise _UnknownSource
     targets = {part["_target_"] for part in parts_with_target(config)}
     roots = {*sources, *(str(root) for target in targets for root in _root_of(target))}
     digests = {root: digest_of_source(Path(root)) for root in sorted(roots) if Path(root).exists()}
-    content = [config, dict(spec.choices), code_version(), data_digest, digests]
+    content = [config, dict(spec.choices), code_version(), files_digest, digests]
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -169,7 +178,8 @@ def _is_current(spec: CellSpec, entry: KeyEntry) -> bool:
     if (cell_dir / LOCK_FILE).exists() or list_stacks(spec.study_dir, [entry.cell_id]):
         return False
     try:
-        return _key_of(spec, entry.sources, digest_of_data(spec.cfg.data)) == entry.key
+        digest = with_weights(digest_of_data(spec.cfg.data), spec.cfg.model)
+        return _key_of(spec, entry.sources, digest) == entry.key
     except _UnknownSource:
         return False
 

@@ -153,7 +153,7 @@ def _prepare(spec: CellSpec) -> TaskCell:
     validate(spec.cfg)
     with collected_messages() as messages:
         cell = prepare_cell(spec.cfg, spec.choices)
-    key = key_entry(spec, cell.id, cell.data_digest, evaluated=cell.evaluation.adds)
+    key = key_entry(spec, cell.id, cell.files_digest, evaluated=cell.evaluation.adds)
     return TaskCell(cell, spec.seeds, messages, key)
 
 

@@ -93,7 +93,8 @@ def source_root(module_file: Path) -> Path | None:
 def digest_of_source(path: Path) -> str:
     """16 hex digits of sha256: of a file's bytes, or of names and bytes of a folder's **/*.py."""
     if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     sha = hashlib.sha256()
     for file in sorted(path.rglob("*.py")):
         content = file.read_bytes()

@@ -23,7 +23,7 @@ from normexp.errors import UserError
 from normexp.norms.slots import SLOTS, changed, resolve
 
 PACKAGE = Path(normexp.__file__).parent
-GROUPED = ("norm.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
+GROUPED = ("norm.", "model.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
