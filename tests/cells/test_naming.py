@@ -95,7 +95,9 @@ def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
                 continue
             cfg, _ = compose_cell([f"{group}={choice}"])
             values = naming.defining(naming.plain(cfg))[group]
-            assert naming.content_of(group, choice, values) == {"choice": choice}
+            content = naming.content_of(group, choice, values)
+            content.pop("version", None)  # of a choice whose meaning has changed
+            assert content == {"choice": choice}
 
 
 def test_a_shipped_class_stands_by_its_choice_in_a_yaml_of_the_users():
