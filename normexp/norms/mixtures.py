@@ -144,7 +144,7 @@ class ModeNorm(RunningNorm):
     `mode_var` (K, C). One mode is batch norm. arXiv:1810.05466.
 
     The authors' code (ldeecke/mn-torch) averages E[x^2] and not the (biased) variance, which loses
-    digits, and starts from 0 and not from 1; its gates begin as here, nearly equal. Parts of a step
+    digits, and starts from 0 and not near 1; its gates begin as here, nearly equal. Parts of a step
     and ghost groups have moments of their own, which are averaged.
 
     Args:
@@ -172,7 +172,9 @@ class ModeNorm(RunningNorm):
         self.gates = nn.Linear(num_features, num_modes)
         nn.init.normal_(self.gates.weight, mean=1 / num_modes, std=0.01)
         self.register_buffer("mode_mean", torch.zeros(num_modes, num_features))
-        self.register_buffer("mode_var", torch.ones(num_modes, num_features))
+        # Unlike: among equal modes no probe before the training could detect what the gates read.
+        start = 1 + 0.1 * torch.arange(num_modes)[:, None]
+        self.register_buffer("mode_var", start.repeat(1, num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         own, gates = self._gate(x, real)

@@ -53,7 +53,7 @@ class ScaledReLU(nn.Module):
         return torch.relu(x) * self.GAIN
 
 
-class ProxyNorm(nn.Module):
+class ProxyActivation(nn.Module):
     """(f(w x + b) - mean(f(w g + b))) / sqrt(var(f(w g + b)) + 0.03), g a standard normal variable.
 
     Proxy normalization of an activation f (Labatie et al. 2021, arXiv:2106.03743): it standardizes
@@ -158,8 +158,8 @@ ACTIVATIONS: dict[Act, Callable[[int], nn.Module]] = {
     "silu": lambda _: nn.SiLU(),
     "tlu": TLU,
     "scaled_relu": lambda _: ScaledReLU(),
-    "proxy_relu": lambda num_features: ProxyNorm(num_features, F.relu),
-    "proxy_silu": lambda num_features: ProxyNorm(num_features, F.silu),
+    "proxy_relu": lambda num_features: ProxyActivation(num_features, F.relu),
+    "proxy_silu": lambda num_features: ProxyActivation(num_features, F.silu),
     "identity": lambda _: nn.Identity(),
 }
 

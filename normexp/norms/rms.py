@@ -254,6 +254,6 @@ class GlobalResponseNorm(AffineNorm):
         return torch.addcmul(shift, x, 1 + response * g)
 
 
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """Returns 1 / sqrt(mean_C(x^2) + eps) of x (N, C, *): (N, 1, *)."""
-    return torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)
+def inverse_rms(x: Tensor, eps: float, *, axis: int = 1) -> Tensor:
+    """Returns 1 / sqrt(mean_C(x^2) + eps) of x, the channels along `axis`, kept with size 1."""
+    return torch.rsqrt(x.square().mean(dim=axis, keepdim=True) + eps)
