@@ -123,7 +123,7 @@ def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any
     """The hashed content of a group: a shipped choice by name, a user's own in full."""
     defaults = shipped_defaults(group, choice)
     if defaults is None:
-        target = values["_target_"]
+        target: str = values["_target_"]
         name = shipped_targets(group).get(target, target)
         content = values | {"_target_": name}
     else:
