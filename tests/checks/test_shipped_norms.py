@@ -55,7 +55,7 @@ BY_ENTRY: list[tuple[Mixed, str, str]] = [
         "batch ghost batch_renorm power moving_average_batch",
     ),
     (MIXED_TEXT, "", "evonorm_b0 batch_instance batch_channel mode eval_norm switchable"),
-    (Mixed(samples=IN_TRAINING), "", "batch_per_position deviations/bn_per_position"),
+    (Mixed(samples=IN_TRAINING), "taper", "batch_per_position deviations/bn_per_position"),
 ]
 VIEWS: tuple[View, View] = ("token", "sequence")
 TABLE: dict[tuple[str, View], Mixed] = {
