@@ -35,6 +35,7 @@ GOLDEN = {
     "model=small_resnet model.width=8 norm=none residual_scale=0": (
         "none-small_resnet-digits-b32-lr0.1-ff1161b38f"
     ),
+    "norm=batch_renorm steps=100": "batch_renorm-convnet-digits-b32-lr0.1-6a1f22cc52",
     "norm=instance data.augmentation.flip=true trainer.precision=64-true drop_last=false": (
         "instance-convnet-digits-b32-lr0.1-275841975b"
     ),
@@ -96,9 +97,11 @@ def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
     """So a new knob, or a class that moves, leaves their ids as they are."""
     own = ("custom", "text_file", "image_folder")
     choices = {
-        group: [name for name in group_choices(group) if name not in own][
-            :: 5 if group == "norm" else 1
-        ]
+        group: [
+            name
+            for name in group_choices(group)
+            if name not in own and f"{group}/{name}" not in naming.VERSIONS
+        ][:: 5 if group == "norm" else 1]
         for group in naming.GROUPS
     }
     for names in zip_longest(*choices.values()):  # one choice of each group, as long as they last
@@ -113,6 +116,10 @@ def test_a_shipped_class_stands_by_its_choice_in_a_yaml_of_the_users():
     own = {"_target_": "normexp.norms.group.GroupNorm", "num_groups": 4}
     content = naming.content_of("norm", "mine", own)
     assert content == {"_target_": "norm/group", "num_groups": 4}
+    own = {"_target_": "normexp.norms.power.PowerNorm", "warmup": 1.0}  # a share; was one step
+    assert naming.content_of("norm", "mine", own) == {
+        **{"_target_": "norm/power", "warmup": 1.0, "version": 2}
+    }
 
 
 def test_an_edited_module_of_the_users_is_another_training(

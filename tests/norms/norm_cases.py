@@ -33,9 +33,12 @@ S = 3  # replicas in a stack
 
 # Knobs for which two steps are past the warm-up and corrections meet both their bounds.
 KNOBS: dict[str, dict[str, Any]] = {
-    "batch_renorm": {"r_max": 2, "d_max": 1, "warmup": 1, "r_ramp_end": 5, "d_ramp_end": 9},
+    "batch_renorm": {
+        **{"r_max": 2, "d_max": 1, "num_training_steps": 10},
+        **{"warmup": 0.1, "r_ramp_end": 0.5, "d_ramp_end": 0.9},
+    },
     "moving_average_batch": {"memory": 2, "r_max": 1.2, "warmup": 0, "momentum": 0.1},
-    "power": {"warmup": 1},
+    "power": {"warmup": 0.1, "num_training_steps": 10},
     "ghost": {"ghost_size": 2},
     **dict.fromkeys(("group", "group_ws", "causal_group", "evonorm_s0"), {"num_groups": GROUPS}),
     **dict.fromkeys(("batch_per_position", "deviations/bn_per_position"), {"num_positions": T}),
