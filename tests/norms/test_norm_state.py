@@ -30,8 +30,10 @@ from normexp.errors import UserError
 from normexp.norms import batch
 from normexp.norms.batch import BatchNorm
 from normexp.norms.eval_norm import EvalNorm
+from normexp.norms.mixtures import ModeNorm
 from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.renorm import BatchRenorm
+from normexp.norms.rms import BHyT, GatedRMSNorm
 from normexp.norms.sharing import GhostBatchNorm, SyncBatchNorm
 from normexp.norms.site import Site
 from normexp.norms.state import merge_state, read_state, write_state
@@ -185,6 +187,15 @@ def test_renorm_has_the_gradient_of_batch_norm_times_r():
     theirs = nn.BatchNorm1d(C).double()
     theirs.weight.data = norm.state_dict()["weight"] * r
     assert_close(gradients(norm(x), [x]), gradients(theirs(x), [x]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "knob"),
+    [(ModeNorm, "num_modes=0"), (GatedRMSNorm, "rank=0"), (BHyT, "kappa=0")],
+)
+def test_knobs_that_make_no_norm_are_refused(make, knob):
+    with pytest.raises(UserError, match=f"{knob}.*try norm"):
+        make(C, **{knob.partition("=")[0]: 0})
 
 
 @pytest.mark.parametrize(
