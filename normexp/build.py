@@ -26,6 +26,7 @@ from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
+from normexp.norms.ramps import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
 from normexp.records.identity import place_of
 
@@ -53,14 +54,20 @@ def build_data(cfg: DictConfig) -> Data:
 
 
 def build_norm(
-    cfg: DictConfig, sizes: Sizes, data: Data, *, momentum: float | None = None
+    cfg: DictConfig,
+    sizes: Sizes,
+    data: Data,
+    *,
+    num_steps: int = NUM_TRAINING_STEPS,
+    momentum: float | None = None,
 ) -> NormFactory:
     """The factory that builds the norm of every site, and the parts around it that slots set.
 
     Args:
+        num_steps: of the training.
         momentum: of running averages, if the config sets norm.half_life instead.
     """
-    make, reserved = norm_maker(cfg, momentum=momentum)
+    make, reserved = norm_maker(cfg, num_steps=num_steps, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
@@ -77,14 +84,15 @@ def build_norm(
 
 
 def norm_maker(
-    cfg: DictConfig, *, momentum: float | None = None
+    cfg: DictConfig, *, num_steps: int = NUM_TRAINING_STEPS, momentum: float | None = None
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """A partial that makes a norm, with the knobs of its YAML, and its reserved keys."""
     values = plain(cfg.norm)
     reserved = {key: values.pop(key) for key in RESERVED_NORM_KEYS if key in values}
     if momentum is not None:
         values["momentum"] = momentum
-    return _instantiate({**values, "_partial_": True}, "norm"), reserved
+    make = _instantiate({**values, "_partial_": True}, "norm")
+    return _offer(make, {"num_training_steps": num_steps}), reserved  # for ramps and warm-ups
 
 
 @dataclass(frozen=True)

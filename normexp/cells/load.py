@@ -39,7 +39,7 @@ def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
     cfg = load_config(cell_dir, read_run(seed_dir(cell_dir, seed)).config)
     data = build_data(cfg)
     plan = plan_training(cfg, len(data.train))
-    norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
+    norm = build_norm(cfg, plan.sizes, data, num_steps=plan.num_steps, momentum=plan.norm_momentum)
     network = build_network(cfg, norm, data)(seed)
     file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
     load_weights(network, seed_dir(cell_dir, seed), precision=cfg.trainer.precision, file=file)

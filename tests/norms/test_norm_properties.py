@@ -41,7 +41,7 @@ from normexp.norms.state import merge_state, read_state, write_state
 ALL = pytest.mark.parametrize("name", SHIPPED)
 MODES = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 WITHIN_SAMPLES = [name for name in SHIPPED if name not in RUNNING]
-MERGE_EXACTLY = [n for n in RUNNING if n not in ("l1_batch", "eval_norm", "ghost")]
+MERGE_EXACTLY = [n for n in RUNNING if n not in ("l1_batch", "eval_norm", "ghost", "mode")]
 GRADIENT_IS_DEFINED_OTHERWISE = [*APPROXIMATE, "batch_renorm"]
 
 
