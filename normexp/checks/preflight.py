@@ -195,7 +195,7 @@ def check_reaches(reaches: Mapping[str, Reach], group_size: int) -> None:
 
 
 def check_rows(sites: Sequence[EnteredSite], num_samples: int, sizes: Sizes) -> None:
-    """Refuses sub-batches at a site whose first axis is not that of samples, as in window attention.
+    """Refuses sub-batches at a site whose first axis is not that of samples, as windows are.
 
     A site cuts its input along the first axis.
     """
