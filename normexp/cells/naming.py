@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,16 @@ def identity_of(
     """
     identity = defining(plain(cfg))
     for part in parts_with_target(identity):
-        digest = _source_digest_of(part["_target_"])
-        if digest is not None:
-            part["source_digest"] = digest
+        with suppress(TypeError):  # built in: no file
+            file = inspect.getsourcefile(get_object(part["_target_"]))
+            digest = None if file is None else source_digest(Path(file))  # None if installed
+            if digest is not None:
+                part["source_digest"] = digest
     identity["data"]["digest"] = data.digest
     identity |= {**slots, "num_steps": plan.num_steps, "lr": plan.lr}
     # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.
-    sizes = plan.sizes
-    identity |= canonical_sizes(
-        sizes.batch_size, sizes.micro_batch_size, sizes.norm_batch_size, mixes_samples=mixes_samples
-    )
+    sizes = [getattr(plan.sizes, key) for key in SIZES]
+    identity |= canonical_sizes(*sizes, mixes_samples=mixes_samples)
     if plan.optimizer_momentum is not None:
         identity["optim"]["momentum"] = plan.optimizer_momentum
     if plan.norm_momentum is not None:
@@ -146,12 +147,3 @@ def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:
     if shipped_defaults(group, choice) is None:
         return str(values["_target_"]).rpartition(".")[2].removeprefix("load_")
     return choice.rpartition("/")[2]
-
-
-def _source_digest_of(target: str) -> str | None:
-    """Digest of the user's own file that a target comes from; None for installed packages."""
-    try:
-        file = inspect.getsourcefile(get_object(target))
-    except TypeError:  # built in
-        return None
-    return None if file is None else source_digest(Path(file))

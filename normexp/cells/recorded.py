@@ -43,10 +43,6 @@ DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's 
 DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
 
 
-class _UnknownSource(Exception):
-    """What a cell follows from cannot be told without importing or loading it."""
-
-
 # --- The key -------------------------------------------------------------------------------------
 
 
@@ -55,14 +51,15 @@ def key_entry(
 ) -> KeyEntry | None:
     """The key of a cell that has just been prepared; None if it cannot have one.
 
-    The digest of the data is from before they were loaded.
+    It holds the user's own files among all modules that are loaded now. The digest of the data is
+    from before they were loaded.
     """
-    sources = sorted(map(str, _loaded_sources()))
-    try:
-        key = _key_of(spec, sources, data_digest)
-    except _UnknownSource:
-        return None
-    return KeyEntry(spec.digest, key, cell_id, sources, evaluated)
+    outside = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+    files = [vars(module).get("__file__") for module in [*sys.modules.values()]]
+    own = [file for file in files if isinstance(file, str) and not file.startswith(outside)]
+    sources = sorted({str(root) for file in own if (root := source_root(Path(file))) is not None})
+    key = _key_of(spec, sources, data_digest)
+    return None if key is None else KeyEntry(spec.digest, key, cell_id, sources, evaluated)
 
 
 def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
@@ -86,15 +83,15 @@ def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
     return sha.hexdigest()[:16]
 
 
-def _key_of(spec: CellSpec, sources: Sequence[str], data_digest: str | None) -> str:
-    """Raises _UnknownSource if the key cannot be told."""
+def _key_of(spec: CellSpec, sources: Sequence[str], data_digest: str | None) -> str | None:
+    """None if the key cannot be told without importing a target or loading its data."""
     config: Any = OmegaConf.to_container(spec.cfg, resolve=True)  # type: ignore[arg-type]
     config = {key: value for key, value in config.items() if key not in APART}
     config["data"].pop("data_dir", None)  # downloads are verified
-    if data_digest is None:
-        raise _UnknownSource
-    targets = {part["_target_"] for part in parts_with_target(config)}
-    roots = {*sources, *(str(root) for target in targets for root in _root_of(target))}
+    files = [_file_of(part["_target_"]) for part in parts_with_target(config)]
+    if data_digest is None or None in files:
+        return None
+    roots = {*sources, *(str(root) for file in files if file and (root := source_root(file)))}
     digests = {root: digest_of_source(Path(root)) for root in sorted(roots) if Path(root).exists()}
     content = [config, dict(spec.choices), code_version(), data_digest, digests]
     text = json.dumps(content, sort_keys=True, default=str)
@@ -115,28 +112,15 @@ def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
 # --- The user's own modules ----------------------------------------------------------------------
 
 
-def _root_of(target: str) -> list[Path]:
-    """The user's own file or package that holds a target; none for an installed one.
-
-    Raises:
-        _UnknownSource: no such module, or one without a file, as a package without __init__.py.
-    """
+def _file_of(target: str) -> Path | None:
+    """The file of a target's top-level module; None without one, as for a namespace package."""
     try:
         found = find_spec(target.partition(".")[0])  # of a top-level name: imports nothing
     except ValueError:  # __main__
-        found = None
+        return None
     if found is None or not found.has_location or found.origin is None:
-        raise _UnknownSource
-    root = source_root(Path(found.origin))
-    return [] if root is None else [root]
-
-
-def _loaded_sources() -> set[Path]:
-    """The user's own files and packages among the modules that are loaded now."""
-    outside = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-    files = [vars(module).get("__file__") for module in [*sys.modules.values()]]
-    own = [file for file in files if isinstance(file, str) and not file.startswith(outside)]
-    return {root for file in own if (root := source_root(Path(file))) is not None}
+        return None
+    return Path(found.origin)
 
 
 # --- What is recorded ----------------------------------------------------------------------------
@@ -168,10 +152,7 @@ def _is_current(spec: CellSpec, entry: KeyEntry) -> bool:
         return False
     if (cell_dir / LOCK_FILE).exists() or list_stacks(spec.study_dir, [entry.cell_id]):
         return False
-    try:
-        return _key_of(spec, entry.sources, digest_of_data(spec.cfg.data)) == entry.key
-    except _UnknownSource:
-        return False
+    return _key_of(spec, entry.sources, digest_of_data(spec.cfg.data)) == entry.key
 
 
 def has_evaluations(cell_dir: Path, seeds: Sequence[int]) -> bool:
@@ -185,11 +166,10 @@ def recorded_outcome(spec: CellSpec, cell_id: str) -> Outcome:
     directory = spec.study_dir / cell_id
     records = read_records(directory, spec.seeds)
     status = "failed" if records.new or records.failed else "skipped"
-    outcome = Outcome(status, name_of(spec), cell_id, directory, missing=records.new)
-    outcome.results = records.all
-    if records.failed:
-        outcome.error = records.failed[0].error or ""
-    if outcome.results:
-        first = outcome.results[0]
+    error = records.failed[0].error if records.failed else None
+    outcome = Outcome(status, name_of(spec), cell_id, directory, error=error or "")
+    outcome.results, outcome.missing = records.all, records.new
+    if records.all:
+        first = records.all[0]
         outcome.record, outcome.invalid = first.config, first.invalid
     return outcome
