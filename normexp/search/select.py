@@ -8,7 +8,8 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -40,12 +41,11 @@ class Finding:
     search: Search
     cells: Sequence[CellSpec]
     outcomes: Sequence[Outcome]
-    metric: Metric = field(init=False)
     fresh: Outcome | None = None
 
-    def __post_init__(self) -> None:
-        self.metric = choose_objective(self.search.base.tune.metric, self.outcomes)
-        self.points = self.search.points
+    @cached_property
+    def metric(self) -> Metric:
+        return choose_objective(self.search.base.tune.metric, self.outcomes)
 
     @property
     def values(self) -> dict[int, float]:
@@ -62,7 +62,7 @@ class Finding:
 
     @property
     def best_point(self) -> Point | None:
-        return None if self.best is None else self.points[self.best]
+        return None if self.best is None else self.search.points[self.best]
 
 
 def choose_objective(asked: str | None, outcomes: Sequence[Outcome]) -> Metric:
@@ -185,13 +185,10 @@ def print_table(findings: Sequence[Finding]) -> None:
     for each in findings:
         table.add_row(*map(Text, [each.search.title, *_cells(each)]))
     console.print(table)
-    for line in (line for each in findings for line in _warnings(each)):
+    warnings = [line for each in findings for line in _warnings(each)]
+    best = [f"  {each.search.command(each.best_point)}" for each in findings if each.best_point]
+    for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
         console.print(line, markup=False, soft_wrap=True)
-    lines = [each.search.command(each.best_point) for each in findings if each.best_point]
-    if lines:
-        console.print("to repeat the best:")
-    for line in lines:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def _cells(finding: Finding) -> list[str]:
@@ -202,7 +199,8 @@ def _cells(finding: Finding) -> list[str]:
         return ["none finished", count, "-", "-", "0"]
     metric = finding.metric
     shown = f"{metric.scale * finding.values[finding.best]:.{metric.digits}f}"
-    return [_words(finding.points[finding.best]), count, shown, *_fresh(finding)]
+    best = " ".join(words_of(finding.search.points[finding.best]))
+    return [best, count, shown, *_fresh(finding)]
 
 
 def _fresh(finding: Finding) -> list[str]:
@@ -230,18 +228,14 @@ def _warnings(finding: Finding) -> list[str]:
     study = search.base.study
     known = read_history(Path(search.base.runs_dir) / study).cells
     others = [
-        f"{search.title}: study={study} also has runs at {_words(point)}, another point of this "
-        "search; the result above does not include them"
-        for index, (point, cell) in enumerate(zip(finding.points, finding.cells, strict=True))
+        f"{search.title}: study={study} also has runs at {' '.join(words_of(point))}, another "
+        "point of this search; the result above does not include them"
+        for index, (point, cell) in enumerate(zip(search.points, finding.cells, strict=True))
         if index != best and cell.digest in known
     ]
-    point = finding.points[best]
+    point = search.points[best]
     return others + [
         f"{search.title}: the best {key}={point[key]} lies at the edge of what was searched; "
         "a wider range may be better"
         for key in search.space.edges(point)
     ]
-
-
-def _words(point: Point) -> str:
-    return " ".join(words_of(point))

@@ -86,9 +86,8 @@ def launch_cells(
         log.check()
     known = passed_over(cells)
     before = [read_outcome(cell) for cell in cells]
-    for study_dir in dict.fromkeys(cell.study_dir for cell in cells):
-        if study_dir is not None:
-            log.open(study_dir)
+    for study_dir in {cell.study_dir for cell in cells} - {None}:
+        log.open(study_dir)
     tasks = [task for task in group_cells(cells) if not known.keys() >= set(task)]
     tasks = [task for task in tasks if cells[task[0]].cfg is not None]
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
@@ -138,7 +137,10 @@ def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec
     file.write_bytes(pickle.dumps(tasks))
 
     def job(cfg: DictConfig) -> None:
-        run_job(file, cfg.task, cwd)
+        with suppress(OSError):  # on another machine, relative folders start where the job does
+            os.chdir(cwd)
+        cells = pickle.loads(file.read_bytes())[cfg.task]
+        train_cells(cells, [], workers=0)  # the launching process has recorded the command
 
     try:
         with _as_program(["-m", *search, *overrides]):
@@ -162,11 +164,3 @@ def _as_program(argv: list[str]) -> Iterator[None]:
             yield
     finally:
         sys.argv = before
-
-
-def run_job(file: Path, number: int, cwd: Path) -> None:
-    """Trains one of the tasks in a file, as a worker of this machine does."""
-    with suppress(OSError):  # on another machine, relative folders start where the job does
-        os.chdir(cwd)
-    tasks = pickle.loads(file.read_bytes())
-    train_cells(tasks[number], [], workers=0)  # the launching process has recorded the command

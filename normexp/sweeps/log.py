@@ -14,7 +14,6 @@ from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied
 from normexp.records.history import (
     CellEntry,
-    CellHistory,
     KeyEntry,
     append_cells,
     append_command,
@@ -82,10 +81,9 @@ class StudyLog:
         cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
         with refusing_denied(study_dir, "take another study=..."):
             append_cells(study_dir, [_entry_of(cell) for cell in cells])
-            asked = {cell.digest: cell.seeds for cell in cells}
-            if not self.words:
-                return
-            append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
+            if self.words:
+                asked = {cell.digest: cell.seeds for cell in cells}
+                append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
 
     def tell(
         self, cell: CellSpec, *, cell_id: str = "", error: str = "", key: KeyEntry | None = None
@@ -95,7 +93,8 @@ class StudyLog:
         if self.writes and study_dir is not None and study_dir.is_dir():
             try:
                 before = read_history(study_dir).cells.get(cell.digest)
-                if before is not None and _is_another(cell_id, before):
+                known = {before.cell_id, *before.earlier_ids} if before is not None else set()
+                if cell_id and known - {""} and cell_id not in known:
                     logger.info(
                         "%s: the source of its norm, model or data has changed, so it is a new "
                         "cell, %s; earlier results are kept",
@@ -118,11 +117,6 @@ class StudyLog:
             self.tell(cell, cell_id=outcome.cell_id, key=outcome.key)
         elif outcome.status in ("refused", "failed") and not outcome.halts:
             self.tell(cell, error=f"{outcome.status}: {outcome.error}")
-
-
-def _is_another(cell_id: str, before: CellHistory) -> bool:
-    """Whether a cell of the same config was known by other ids so far."""
-    return bool(cell_id and before.cell_id) and cell_id not in {before.cell_id, *before.earlier_ids}
 
 
 def _entry_of(cell: CellSpec, cell_id: str = "", error: str = "") -> CellEntry:

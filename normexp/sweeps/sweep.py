@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from multiprocessing.connection import wait
 
 from normexp.cells.recorded import passed_over
 from normexp.config.place import is_under_agent
@@ -20,24 +21,12 @@ from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
 from normexp.reporting.agent import log_to_agent, refuse_many_cells
 from normexp.reporting.summary import print_closing_table, print_plan, print_summary
-from normexp.sweeps.crew import SPAWN, Seat, Worker, ready_workers
+from normexp.sweeps.crew import SPAWN, Seat, Worker
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place, places_for, shared_value, trains_here
 from normexp.sweeps.tasks import Board, Task, group_cells
-from normexp.sweeps.worker import (
-    Began,
-    Ended,
-    Event,
-    Note,
-    PutBack,
-    Ready,
-    Steps,
-    Took,
-    Trainer,
-    loaded,
-    work,
-)
+from normexp.sweeps.worker import Began, Ended, Event, Steps, Took, Trainer, loaded, work
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -203,7 +192,8 @@ class Sweep:
                         logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
                         self.stop()
                     self._start_workers(board)
-                    for worker in ready_workers(self.workers, TICK):
+                    ready = wait([worker.connection for worker in self.workers], TICK)
+                    for worker in [each for each in self.workers if each.connection in ready]:
                         self._hear(worker, board)
                     self.display.update(self.workers, board.num_open)
         finally:
@@ -222,7 +212,7 @@ class Sweep:
         """Ends every training of this command at a checkpoint, and starts no other."""
         self.stopping = self.display.is_stopping = self.request.requested = True
         for worker in self.workers:
-            worker.ask_to_stop()
+            worker.process.terminate()  # it leaves a checkpoint if it trains, and ends
 
     def _all_outcomes(self) -> list[Outcome]:
         return [
@@ -245,9 +235,8 @@ class Sweep:
 
     def _hear(self, worker: Worker, board: Board) -> None:
         event = worker.hear()
-        text = worker.new_output()
-        if text.strip():
-            self.display.print(text.rstrip("\n"))
+        if text := worker.new_output().rstrip():
+            self.display.print(text)
         if event is None:
             self._bury(worker, board)
         else:
@@ -263,10 +252,8 @@ class Sweep:
                 raise WorkersFail(f"no worker process starts: {reason}")
         elif task and not self.stopping:
             self._count_death(worker, task, reason)
-        still_open = tuple(index for index in task if index not in self.outcomes)
-        board.put_back(still_open, alone=worker.stack is None and len(task) > 1)
-        for index in set(task) - {*still_open}:
-            board.end((index,))
+        board.put_back(task, alone=worker.stack is None and len(task) > 1)
+        board.end(tuple(index for index in task if index in self.outcomes))
         self.workers.remove(worker)
         worker.close()
 
@@ -290,10 +277,9 @@ class Sweep:
 
     def _note(self, seat: Seat, event: Event) -> None:
         match event:
-            case Ready():
+            case Took(task):
                 seat.is_ready = True
                 self._failed_starts = 0
-            case Took(task):
                 seat.take(task)
             case Began(stack, cell_ids):
                 seat.stack = stack
@@ -301,15 +287,17 @@ class Sweep:
                     self.log.begin(self.cells[index], cell_id)
             case Steps(done, total):
                 seat.steps = (done, total)
-            case Note(level, text):
-                logger.log(level, text)
-            case PutBack(holder, cell_id):
-                seat.take(())
-                if holder not in [None, *(worker.process.pid for worker in self.workers)]:
-                    logger.info("waiting for process %s, which trains %s", holder, cell_id)
             case Ended(task, outcomes):
                 seat.take(())
-                self._end(task, outcomes)
+                first = outcomes[0]
+                if first.status not in ("busy", "alone"):
+                    self._end(task, outcomes)
+                elif first.holder not in [None, *(each.process.pid for each in self.workers)]:
+                    logger.info(
+                        "waiting for process %s, which trains %s", *(first.holder, first.cell_id)
+                    )
+            case logging.LogRecord():
+                logger.handle(event)
 
     def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         for index, outcome in zip(task, outcomes, strict=True):

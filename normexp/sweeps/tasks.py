@@ -23,16 +23,16 @@ MOST_RUNS = 16
 def group_cells(cells: Sequence[CellSpec]) -> list[Task]:
     """Cells that may be one stack, as they differ in `lr` alone; in the order of their first."""
     tasks: list[list[int]] = []
-    open_tasks: dict[str, int] = {}  # by what is shared, the task that still takes cells
+    open_tasks: dict[str, list[int]] = {}  # by what is shared, the task that still takes cells
     for index, cell in enumerate(cells):
         shared = _all_but_lr(cell)
-        place = open_tasks.get(shared or "")
-        if place is not None and _takes([cells[i] for i in tasks[place]], cell):
-            tasks[place].append(index)
+        task = open_tasks.get(shared or "")
+        if task is not None and _takes([cells[i] for i in task], cell):
+            task.append(index)
             continue
-        if shared is not None:
-            open_tasks[shared] = len(tasks)
         tasks.append([index])
+        if shared is not None:
+            open_tasks[shared] = tasks[-1]
     return [tuple(task) for task in tasks]
 
 

@@ -140,7 +140,8 @@ def test_busy_task_waits_behind_the_others_and_is_then_trained(tmp_path: Path):
             lock.release()
 
     work(cells, board, Place(1), report, StopRequest(), run_task=run_task)
-    assert [event.task for event in heard if isinstance(event, Ended)] == [(1,), (0,)]
+    ended = [(each.task, each.outcomes[0].status) for each in heard if isinstance(each, Ended)]
+    assert ended == [((0,), "busy"), ((1,), "finished"), ((0,), "finished")]
     assert [event.task for event in heard if isinstance(event, Took)] == [(0,), (1,), (0,)]
 
 
