@@ -126,7 +126,8 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         _record(findings)
         _report(findings, words, train)
     print_table(findings)
-    return 1 if lost or any(not is_reported(each) for each in findings) else 0
+    reported = [each.fresh is not None and each.fresh.status in TRAINED for each in findings]
+    return 1 if lost or not all(reported) else 0
 
 
 def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[Outcome]:
@@ -149,16 +150,12 @@ def _record(findings: Sequence[Finding]) -> None:
     """Writes to the history which cells belong to a search, for the tuning curve of the report."""
     for each in findings:
         base, search = each.search.base, each.search
-        words = [word for word in search.fixed if _defines(word)]
+        keys = {word: re.split("[/@=]", word.lstrip("+~"))[0] for word in search.fixed}
+        words = [w for w, key in keys.items() if in_identity(key) or key == "experiment"]
         cells = [outcome.cell_id for outcome in each.outcomes if outcome.status in TRAINED]
         entry = SearchEntry(search.title, words, list(search.space.keys), each.metric.name, cells)
         if cells:
             append_cells(Path(base.runs_dir) / search.study, [entry])
-
-
-def _defines(word: str) -> bool:
-    key = re.split("[/@=]", word.lstrip("+~"))[0]
-    return in_identity(key) or key == "experiment"
 
 
 def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:
@@ -168,11 +165,6 @@ def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> 
     outcomes = _train(cells, words, train) if cells else []
     for each, outcome in zip(chosen, outcomes, strict=True):
         each.fresh = outcome
-
-
-def is_reported(finding: Finding) -> bool:
-    """True if the fresh seeds of a search are recorded."""
-    return finding.fresh is not None and finding.fresh.status in TRAINED
 
 
 def print_table(findings: Sequence[Finding]) -> None:
@@ -206,7 +198,7 @@ def _cells(finding: Finding) -> list[str]:
 def _fresh(finding: Finding) -> list[str]:
     """The main metric over the fresh seeds, and their number."""
     outcome = finding.fresh
-    if outcome is None or not is_reported(finding):
+    if outcome is None or outcome.status not in TRAINED:
         return [outcome.error if outcome is not None else "-", "0"]
     name = choose_metric({name for r in outcome.results for name in r.metrics}, None)
     if name is None:

@@ -86,13 +86,15 @@ def launch_cells(
         log.check()
     known = passed_over(cells)
     before = [read_outcome(cell) for cell in cells]
-    for study_dir in {cell.study_dir for cell in cells} - {None}:
+    for study_dir in log.study_dirs:
         log.open(study_dir)
-    tasks = [task for task in group_cells(cells) if not known.keys() >= set(task)]
-    tasks = [task for task in tasks if cells[task[0]].cfg is not None]
+    tasks = [
+        [cells[index] for index in task]
+        for task in group_cells(cells)
+        if cells[task[0]].cfg is not None and not known.keys() >= set(task)
+    ]
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
-    given = [[cells[index] for index in task] for task in tasks]
-    error = _run_hydra(command, folder, given) if given else ""
+    error = _run_hydra(command, folder, tasks) if tasks else ""
     outcomes = [read_outcome(cell, error) for cell in cells]
     for old, new in zip(before, outcomes, strict=True):
         if (old.status, new.status) == ("failed", "skipped"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 GRID_KEYS = ("batch_size", "micro_batch_size", "norm_batch_size", "lr", "seed", "replicas")
 
 
+@dataclass
 class StudyLog:
     """The command and its cells. A study is written to only when one of its cells begins.
 
@@ -33,12 +35,15 @@ class StudyLog:
         writes: not in a dry run.
     """
 
-    def __init__(
-        self, cells: Sequence[CellSpec], words: Sequence[str], *, writes: bool = True
-    ) -> None:
-        self.writes = writes
-        self.cells = cells
-        self.words = list(words)
+    cells: Sequence[CellSpec]
+    words: Sequence[str]
+    writes: bool = True
+
+    def __post_init__(self) -> None:
+        known = dict.fromkeys(cell.study_dir for cell in self.cells)
+        self.study_dirs = [study_dir for study_dir in known if study_dir is not None]
+        # Of a cell that does not compose: the study of all others.
+        self._only = self.study_dirs[0] if len(self.study_dirs) == 1 else None
         self._begun: set[Path] = set()
 
     def check(self) -> None:
@@ -47,9 +52,7 @@ class StudyLog:
         Raises:
             UserError: a study that is a file, or whose history cannot be read.
         """
-        for study_dir in dict.fromkeys(cell.study_dir for cell in self.cells):
-            if study_dir is None:
-                continue
+        for study_dir in self.study_dirs:
             if study_dir.is_file():
                 raise UserError(
                     f"study={study_dir.name}: {study_dir} is a file; take another name, or move "
@@ -77,8 +80,7 @@ class StudyLog:
         self._begun.add(study_dir)
         ensure_writable(study_dir)
         study_dir.mkdir(parents=True, exist_ok=True)
-        others = self._only_study()
-        cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
+        cells = [cell for cell in self.cells if (cell.study_dir or self._only) == study_dir]
         with refusing_denied(study_dir, "take another study=..."):
             append_cells(study_dir, [_entry_of(cell) for cell in cells])
             if self.words:
@@ -89,7 +91,7 @@ class StudyLog:
         self, cell: CellSpec, *, cell_id: str = "", error: str = "", key: KeyEntry | None = None
     ) -> None:
         """What is known by now of a cell; only where its study is on disk and may be written."""
-        study_dir = cell.study_dir or self._only_study()
+        study_dir = cell.study_dir or self._only
         if self.writes and study_dir is not None and study_dir.is_dir():
             try:
                 before = read_history(study_dir).cells.get(cell.digest)
@@ -105,11 +107,6 @@ class StudyLog:
             except OSError as denied:  # no result depends on it
                 if not is_denied(denied):
                     raise
-
-    def _only_study(self) -> Path | None:
-        """Where a cell that does not compose belongs: the study of all others."""
-        known = {cell.study_dir for cell in self.cells} - {None}
-        return known.pop() if len(known) == 1 else None
 
     def settle(self, cell: CellSpec, outcome: Outcome) -> None:
         """What became of a cell: its id, or why it has none."""

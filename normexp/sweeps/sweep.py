@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
@@ -114,7 +114,7 @@ def train_cells(
     display = Display([cell.title for cell in cells], 1 if is_here else len(places))
     with display:
         log.check()
-        sweep = Sweep(cells, places, log, display, fail_fast=fail_fast, known=known)
+        sweep = Sweep(cells, places, group_cells(cells), log, display, fail_fast, known)
         outcomes = sweep.run_here() if is_here else sweep.run_workers()
         for cell, outcome in zip(cells, outcomes, strict=True):
             if not outcome.cell_id:  # it may have been refused before the study existed
@@ -125,36 +125,26 @@ def train_cells(
 # --- The sweep -----------------------------------------------------------------------------------
 
 
+@dataclass
 class Sweep:
     """The cells of a command until each has its outcome: what workers tell comes together here.
 
     Args:
         places: of each worker; the first is also this process's own.
         known: outcomes of cells that need no training, by index.
-        tasks: for each task, the indices of its cells; None: as `group_cells`.
         run_task: trains; None: `cells.run.run_task`.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[CellSpec],
-        places: Sequence[Place],
-        log: StudyLog,
-        display: Display,
-        *,
-        fail_fast: bool,
-        known: Mapping[int, Outcome] | None = None,
-        tasks: Sequence[Task] | None = None,
-        run_task: Trainer | None = None,
-    ) -> None:
-        self.cells = cells
-        self.places = places
-        self.log = log
-        self.display = display
-        self.fail_fast = fail_fast
-        self.known = known or {}
-        self.tasks = group_cells(cells) if tasks is None else tasks
-        self.run_task = run_task
+    cells: Sequence[CellSpec]
+    places: Sequence[Place]
+    tasks: Sequence[Task]
+    log: StudyLog
+    display: Display
+    fail_fast: bool
+    known: Mapping[int, Outcome] = field(default_factory=dict)
+    run_task: Trainer | None = None
+
+    def __post_init__(self) -> None:
         self.outcomes: dict[int, Outcome] = {}
         self.workers: list[Worker] = []
         self.request = StopRequest()

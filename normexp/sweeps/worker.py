@@ -99,7 +99,6 @@ def work(
     """Trains open tasks until none is left, or a stop is requested, or a failure may spread.
 
     Args:
-        number: of this worker, on the board.
         shows_bar: a progress bar of its own in place of `Steps`.
     """
     busy: dict[Task, Path] = {}  # task to the lock of another process

@@ -48,7 +48,7 @@ def sweep_of(
     display = Display([cell.title for cell in cells], num_workers)
     tasks = tasks or [(index,) for index in range(len(cells))]
     places = [Place(1)] * num_workers
-    return Sweep(cells, places, log, display, fail_fast=fail_fast, tasks=tasks, run_task=run_task)
+    return Sweep(cells, places, tasks, log, display, fail_fast, run_task=run_task)
 
 
 def statuses(outcomes: list[Outcome]) -> list[str]:
