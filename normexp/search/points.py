@@ -127,10 +127,6 @@ class Space:
         unique = list(dict.fromkeys(rows))[:count]
         return [dict(zip(self.keys, row, strict=True)) for row in unique]
 
-    def edges(self, point: Point) -> list[str]:
-        """The keys in which a point lies at the edge of the space."""
-        return [d.key for d in self.dimensions if d.is_at_edge(point[d.key])]
-
 
 def _sobol(num_dimensions: int, count: int) -> list[list[float]]:
     """At least `count` points of one sequence in [0, 1)^d; more points begin with the same ones."""

@@ -227,7 +227,8 @@ def _warnings(finding: Finding) -> list[str]:
     ]
     point = search.points[best]
     return others + [
-        f"{search.title}: the best {key}={point[key]} lies at the edge of what was searched; "
-        "a wider range may be better"
-        for key in search.space.edges(point)
+        f"{search.title}: the best {each.key}={point[each.key]} lies at the edge of what "
+        "was searched; a wider range may be better"
+        for each in search.space.dimensions
+        if each.is_at_edge(point[each.key])
     ]

@@ -11,8 +11,8 @@ import pickle
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -144,25 +144,16 @@ def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec
         cells = pickle.loads(file.read_bytes())[cfg.task]
         train_cells(cells, [], workers=0)  # the launching process has recorded the command
 
+    program = sys.argv  # Hydra reads its command line there
+    sys.argv = [program[0], "-m", *search, *overrides]
     try:
-        with _as_program(["-m", *search, *overrides]):
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # lets errors through
             hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(job)()
     except Exception as error:  # a job died, or the launcher itself failed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"normexp: the launcher stopped: {reason}", file=sys.stderr)
         return reason
     finally:
+        sys.argv = program
         file.unlink(missing_ok=True)
     return ""
-
-
-@contextmanager
-def _as_program(argv: list[str]) -> Iterator[None]:
-    """Gives Hydra the command line `argv` inside the block, and lets its errors through."""
-    before = sys.argv
-    sys.argv = [before[0], *argv]
-    try:
-        with environment({"HYDRA_FULL_ERROR": "1"}):
-            yield
-    finally:
-        sys.argv = before

@@ -67,12 +67,6 @@ class StudyLog:
                     *(study_dir.name, before[:7], code_version()[:7]),
                 )
 
-    def begin(self, cell: CellSpec, cell_id: str) -> None:
-        """Records that a cell begins to train, in a study that has the command."""
-        assert cell.study_dir is not None
-        self.open(cell.study_dir)
-        self.tell(cell, cell_id=cell_id)
-
     def open(self, study_dir: Path) -> None:
         """Records the command and all cells it asks for, before the first training of a study."""
         if study_dir in self._begun:

@@ -41,9 +41,6 @@ class WorkersFail(Exception):
     """No worker process starts, so nothing can be trained."""
 
 
-# --- The command ---------------------------------------------------------------------------------
-
-
 def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
     """Trains the missing runs of each cell and prints the outcomes; returns the exit code.
 
@@ -120,9 +117,6 @@ def train_cells(
             if not outcome.cell_id:  # it may have been refused before the study existed
                 log.settle(cell, outcome)
     return outcomes
-
-
-# --- The sweep -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -210,8 +204,6 @@ class Sweep:
             for index, cell in enumerate(self.cells)
         ]
 
-    # --- Workers ----------------------------------------------------------------------------------
-
     def _start_workers(self, board: Board) -> None:
         """Starts workers in free places, for open tasks that none of the others will take."""
         free = list(self.places)
@@ -263,8 +255,6 @@ class Sweep:
             error = f"{reason}, before it was trained"
             self._end(task, [Outcome("failed", name_of(self.cells[task[0]]), error=error)])
 
-    # --- Events -----------------------------------------------------------------------------------
-
     def _note(self, seat: Seat, event: Event) -> None:
         match event:
             case Took(task):
@@ -274,7 +264,10 @@ class Sweep:
             case Began(stack, cell_ids):
                 seat.stack = stack
                 for index, cell_id in zip(seat.task, cell_ids, strict=True):
-                    self.log.begin(self.cells[index], cell_id)
+                    cell = self.cells[index]
+                    assert cell.study_dir is not None
+                    self.log.open(cell.study_dir)
+                    self.log.tell(cell, cell_id=cell_id)
             case Steps(done, total):
                 seat.steps = (done, total)
             case Ended(task, outcomes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Collection, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,13 +79,11 @@ class Board:
         alone = [[(i,) for i in task] if self.is_alone[task[0]] else [task] for task in self.tasks]
         return [part for parts in alone for part in parts if self.holders[part[0]] == OPEN]
 
-    def take(self, worker: int, fits: Callable[[Task], bool]) -> Task | None:
-        """The first open task that fits, now the worker's; None if none does."""
-        for task in self.open_tasks():
-            if fits(task):
-                self._mark(task, worker)
-                return task
-        return None
+    def take(self, worker: int, busy: Collection[Task]) -> Task | None:
+        """The first open task that is not busy, now the worker's; None if there is none."""
+        task = next((task for task in self.open_tasks() if task not in busy), None)
+        self._mark(task or (), worker)
+        return task
 
     def put_back(self, task: Task, *, alone: bool = False) -> None:
         """Opens a task again, or each of its cells alone."""

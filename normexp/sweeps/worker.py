@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two walks while all open tasks are busy, or all slots are taken
 
 
-# --- What a worker tells its command -------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Took:
     """The worker has a task and prepares its cells; () once it has imported everything."""
@@ -82,9 +79,6 @@ Trainer = Callable[
 ]
 
 
-# --- The loop ------------------------------------------------------------------------------------
-
-
 def work(
     cells: Sequence[CellSpec],
     board: Board,
@@ -104,13 +98,11 @@ def work(
     busy: dict[Task, Path] = {}  # task to the lock of another process
     is_told = False
 
-    def is_free(task: Task) -> bool:
-        return task not in busy or not is_held(busy[task])
-
     on_steps = None if shows_bar else lambda done, total: report(Steps(done, total))
     while board.num_open and not stop.requested:
         with place.slot() as has_slot:
-            task = board.take(number, is_free) if has_slot else None
+            held = {task for task, lock in busy.items() if is_held(lock)}
+            task = board.take(number, held) if has_slot else None
             if not has_slot and not is_told:
                 logger.info("waiting: other commands use every core or GPU of this machine")
                 is_told = True
@@ -139,9 +131,6 @@ def _may_spread(outcomes: Sequence[Outcome]) -> bool:
     torch = sys.modules.get("torch")
     has_gpu = torch is not None and torch.cuda.is_initialized()
     return bool(errors) and (has_gpu or any("memory" in error for error in errors))
-
-
-# --- As a process of its own ---------------------------------------------------------------------
 
 
 class _Pipe(QueueHandler):
