@@ -13,13 +13,9 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from hydra.core.override_parser.types import (
-    ChoiceSweep,
-    IntervalSweep,
-    Override,
-    RangeSweep,
-)
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from normexp.config.compose import compose_cell, parse_overrides
@@ -131,10 +127,6 @@ class Space:
         unique = list(dict.fromkeys(rows))[:count]
         return [dict(zip(self.keys, row, strict=True)) for row in unique]
 
-    def edges(self, point: Point) -> list[str]:
-        """The keys in which a point lies at the edge of the space."""
-        return [d.key for d in self.dimensions if d.is_at_edge(point[d.key])]
-
 
 def _sobol(num_dimensions: int, count: int) -> list[list[float]]:
     """At least `count` points of one sequence in [0, 1)^d; more points begin with the same ones."""
@@ -163,8 +155,9 @@ def _dimension(override: Override) -> Dimension:
         return _interval(value, key, text)
     if value.tags:
         raise UserError(f"{text}: only an interval has a log scale; remove the tag")
-    if isinstance(value, RangeSweep):
-        texts = [_number_text(number) for number in value.range()]
+    if isinstance(value, RangeSweep):  # without the digits of 0.1 + 0.2
+        numbers = list(value.range())
+        texts = [str(x if isinstance(x, int) else float(f"{x:.12g}")) for x in numbers]
     else:
         texts = list(override.sweep_string_iterator())
     unique = tuple(dict.fromkeys(texts))
@@ -183,10 +176,6 @@ def _interval(value: IntervalSweep, key: str, text: str) -> Range:
     if log and low <= 0:
         raise UserError(f"{text}: a log scale begins above 0, not at {low:g}")
     return Range(key, low, high, log, whole=isinstance(low, int) and isinstance(high, int))
-
-
-def _number_text(number: float) -> str:
-    return str(number) if isinstance(number, int) else repr(float(f"{number:.12g}"))  # no 0.1 + 0.2
 
 
 @dataclass(frozen=True)
@@ -220,7 +209,7 @@ class Search:
         tune = self.base.tune
         return range(tune.first_seed, tune.first_seed + tune.seeds)
 
-    @property
+    @cached_property
     def points(self) -> list[dict[str, str]]:
         return self.space.points(self.base.tune.points)
 
@@ -276,7 +265,9 @@ def plan_searches(command: Command) -> list[Search]:
             "a list lr=0.03,0.1 is a search for each"
         )
     for override in overrides:
-        _refuse_bookkeeping(override)
+        key = override.key_or_group
+        if override.is_sweep_override() and not in_identity(key) and key != "experiment":
+            raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
     rest = [override for override in overrides if not is_searched(override)]
     searches = [
@@ -303,13 +294,6 @@ def _check_values(search: Search) -> None:
             point = search.space.first | {dimension.key: text}
             config, _ = compose_cell([*search.fixed, *words_of(point)], search.config_dirs)
             validate_keys(config, [key for key in search.space.keys if key in KEYS])
-
-
-def _refuse_bookkeeping(override: Override) -> None:
-    """Raises UserError for several values of a key that does not define the training."""
-    key = override.key_or_group
-    if override.is_sweep_override() and not in_identity(key) and key != "experiment":
-        raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
 
 
 def check_settings(config: DictConfig) -> None:

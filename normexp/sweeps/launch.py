@@ -11,8 +11,8 @@ import pickle
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -86,14 +86,15 @@ def launch_cells(
         log.check()
     known = passed_over(cells)
     before = [read_outcome(cell) for cell in cells]
-    for study_dir in dict.fromkeys(cell.study_dir for cell in cells):
-        if study_dir is not None:
-            log.open(study_dir)
-    tasks = [task for task in group_cells(cells) if not known.keys() >= set(task)]
-    tasks = [task for task in tasks if cells[task[0]].cfg is not None]
+    for study_dir in log.study_dirs:
+        log.open(study_dir)
+    tasks = [
+        [cells[index] for index in task]
+        for task in group_cells(cells)
+        if cells[task[0]].cfg is not None and not known.keys() >= set(task)
+    ]
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
-    given = [[cells[index] for index in task] for task in tasks]
-    error = _run_hydra(command, folder, given) if given else ""
+    error = _run_hydra(command, folder, tasks) if tasks else ""
     outcomes = [read_outcome(cell, error) for cell in cells]
     for old, new in zip(before, outcomes, strict=True):
         if (old.status, new.status) == ("failed", "skipped"):
@@ -138,35 +139,21 @@ def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec
     file.write_bytes(pickle.dumps(tasks))
 
     def job(cfg: DictConfig) -> None:
-        run_job(file, cfg.task, cwd)
+        with suppress(OSError):  # on another machine, relative folders start where the job does
+            os.chdir(cwd)
+        cells = pickle.loads(file.read_bytes())[cfg.task]
+        train_cells(cells, [], workers=0)  # the launching process has recorded the command
 
+    program = sys.argv  # Hydra reads its command line there
+    sys.argv = [program[0], "-m", *search, *overrides]
     try:
-        with _as_program(["-m", *search, *overrides]):
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # lets errors through
             hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(job)()
     except Exception as error:  # a job died, or the launcher itself failed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"normexp: the launcher stopped: {reason}", file=sys.stderr)
         return reason
     finally:
+        sys.argv = program
         file.unlink(missing_ok=True)
     return ""
-
-
-@contextmanager
-def _as_program(argv: list[str]) -> Iterator[None]:
-    """Gives Hydra the command line `argv` inside the block, and lets its errors through."""
-    before = sys.argv
-    sys.argv = [before[0], *argv]
-    try:
-        with environment({"HYDRA_FULL_ERROR": "1"}):
-            yield
-    finally:
-        sys.argv = before
-
-
-def run_job(file: Path, number: int, cwd: Path) -> None:
-    """Trains one of the tasks in a file, as a worker of this machine does."""
-    with suppress(OSError):  # on another machine, relative folders start where the job does
-        os.chdir(cwd)
-    tasks = pickle.loads(file.read_bytes())
-    train_cells(tasks[number], [], workers=0)  # the launching process has recorded the command

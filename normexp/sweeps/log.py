@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied
 from normexp.records.history import (
     CellEntry,
-    CellHistory,
     KeyEntry,
     append_cells,
     append_command,
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 GRID_KEYS = ("batch_size", "micro_batch_size", "norm_batch_size", "lr", "seed", "replicas")
 
 
+@dataclass
 class StudyLog:
     """The command and its cells. A study is written to only when one of its cells begins.
 
@@ -34,12 +35,15 @@ class StudyLog:
         writes: not in a dry run.
     """
 
-    def __init__(
-        self, cells: Sequence[CellSpec], words: Sequence[str], *, writes: bool = True
-    ) -> None:
-        self.writes = writes
-        self.cells = cells
-        self.words = list(words)
+    cells: Sequence[CellSpec]
+    words: Sequence[str]
+    writes: bool = True
+
+    def __post_init__(self) -> None:
+        known = dict.fromkeys(cell.study_dir for cell in self.cells)
+        self.study_dirs = [study_dir for study_dir in known if study_dir is not None]
+        # Of a cell that does not compose: the study of all others.
+        self._only = self.study_dirs[0] if len(self.study_dirs) == 1 else None
         self._begun: set[Path] = set()
 
     def check(self) -> None:
@@ -48,9 +52,7 @@ class StudyLog:
         Raises:
             UserError: a study that is a file, or whose history cannot be read.
         """
-        for study_dir in dict.fromkeys(cell.study_dir for cell in self.cells):
-            if study_dir is None:
-                continue
+        for study_dir in self.study_dirs:
             if study_dir.is_file():
                 raise UserError(
                     f"study={study_dir.name}: {study_dir} is a file; take another name, or move "
@@ -65,12 +67,6 @@ class StudyLog:
                     *(study_dir.name, before[:7], code_version()[:7]),
                 )
 
-    def begin(self, cell: CellSpec, cell_id: str) -> None:
-        """Records that a cell begins to train, in a study that has the command."""
-        assert cell.study_dir is not None
-        self.open(cell.study_dir)
-        self.tell(cell, cell_id=cell_id)
-
     def open(self, study_dir: Path) -> None:
         """Records the command and all cells it asks for, before the first training of a study."""
         if study_dir in self._begun:
@@ -78,24 +74,23 @@ class StudyLog:
         self._begun.add(study_dir)
         ensure_writable(study_dir)
         study_dir.mkdir(parents=True, exist_ok=True)
-        others = self._only_study()
-        cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
+        cells = [cell for cell in self.cells if (cell.study_dir or self._only) == study_dir]
         with refusing_denied(study_dir, "take another study=..."):
             append_cells(study_dir, [_entry_of(cell) for cell in cells])
-            asked = {cell.digest: cell.seeds for cell in cells}
-            if not self.words:
-                return
-            append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
+            if self.words:
+                asked = {cell.digest: cell.seeds for cell in cells}
+                append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
 
     def tell(
         self, cell: CellSpec, *, cell_id: str = "", error: str = "", key: KeyEntry | None = None
     ) -> None:
         """Records the id, error or key of a cell, if its study exists and can be written."""
-        study_dir = cell.study_dir or self._only_study()
+        study_dir = cell.study_dir or self._only
         if self.writes and study_dir is not None and study_dir.is_dir():
             try:
                 before = read_history(study_dir).cells.get(cell.digest)
-                if before is not None and _is_another(cell_id, before):
+                known = {before.cell_id, *before.earlier_ids} if before is not None else set()
+                if cell_id and known - {""} and cell_id not in known:
                     logger.info(
                         "%s: the source of its norm, model or data has changed, so it is a new "
                         "cell, %s; earlier results are kept",
@@ -107,22 +102,12 @@ class StudyLog:
                 if not is_denied(denied):
                     raise
 
-    def _only_study(self) -> Path | None:
-        """Where a cell that does not compose belongs: the study of all others."""
-        known = {cell.study_dir for cell in self.cells} - {None}
-        return known.pop() if len(known) == 1 else None
-
     def settle(self, cell: CellSpec, outcome: Outcome) -> None:
         """What became of a cell: its id, or why it has none."""
         if outcome.cell_id and outcome.status != "planned":
             self.tell(cell, cell_id=outcome.cell_id, key=outcome.key)
         elif outcome.status in ("refused", "failed") and not outcome.halts:
             self.tell(cell, error=f"{outcome.status}: {outcome.error}")
-
-
-def _is_another(cell_id: str, before: CellHistory) -> bool:
-    """Whether a cell of the same config was known by other ids so far."""
-    return bool(cell_id and before.cell_id) and cell_id not in {before.cell_id, *before.earlier_ids}
 
 
 def _entry_of(cell: CellSpec, cell_id: str = "", error: str = "") -> CellEntry:

@@ -53,7 +53,8 @@ class Place:
     @contextmanager
     def slot(self) -> Iterator[bool]:
         """Holds one of the slots inside the block; yields False, at once, if none is free."""
-        folder = slots_dir()
+        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # no reboot keeps it
+        folder = Path(base) / f"normexp-{os.getuid()}"
         folder.mkdir(parents=True, exist_ok=True)
         locks = [FileLock(folder / name) for name in self.slots]
         has_slot = not locks or any(lock.acquire() for lock in locks)
@@ -75,12 +76,6 @@ def environment(own: Mapping[str, str]) -> Iterator[None]:
         for name in own:
             del os.environ[name]
         os.environ.update(before)
-
-
-def slots_dir() -> Path:
-    """Where the slots of this machine are locked: a folder of the user that no reboot survives."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"normexp-{os.getuid()}"
 
 
 def places_for(

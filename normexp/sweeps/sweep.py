@@ -6,9 +6,10 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from multiprocessing.connection import wait
 
 from normexp.cells.recorded import passed_over
 from normexp.config.place import is_under_agent
@@ -21,24 +22,12 @@ from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
 from normexp.reporting.agent import log_to_agent, refuse_many_cells
 from normexp.reporting.summary import print_closing_table, print_plan, print_summary
-from normexp.sweeps.crew import SPAWN, Seat, Worker, ready_workers
+from normexp.sweeps.crew import SPAWN, Seat, Worker
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place, places_for, shared_value, trains_here
 from normexp.sweeps.tasks import Board, Task, group_cells
-from normexp.sweeps.worker import (
-    Began,
-    Ended,
-    Event,
-    Note,
-    PutBack,
-    Ready,
-    Steps,
-    Took,
-    Trainer,
-    loaded,
-    work,
-)
+from normexp.sweeps.worker import Began, Ended, Event, Steps, Took, Trainer, loaded, work
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -51,9 +40,6 @@ STOPPED = "stopped; the same command continues"
 
 class WorkersFail(Exception):
     """No worker process starts, so nothing can be trained."""
-
-
-# --- The command ---------------------------------------------------------------------------------
 
 
 def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
@@ -126,7 +112,7 @@ def train_cells(
     display = Display([cell.title for cell in cells], 1 if is_here else len(places))
     with display:
         log.check()
-        sweep = Sweep(cells, places, log, display, fail_fast=fail_fast, known=known)
+        sweep = Sweep(cells, places, group_cells(cells), log, display, fail_fast, known)
         outcomes = sweep.run_here() if is_here else sweep.run_workers()
         for cell, outcome in zip(cells, outcomes, strict=True):
             if not outcome.cell_id:  # it may have been refused before the study existed
@@ -134,39 +120,26 @@ def train_cells(
     return outcomes
 
 
-# --- The sweep -----------------------------------------------------------------------------------
-
-
+@dataclass
 class Sweep:
     """The cells of a command until each has its outcome: what workers tell comes together here.
 
     Args:
         places: of each worker; the first is also this process's own.
         known: outcomes of cells that need no training, by index.
-        tasks: for each task, the indices of its cells; None: as `group_cells`.
         run_task: trains; None: `cells.run.run_task`.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[CellSpec],
-        places: Sequence[Place],
-        log: StudyLog,
-        display: Display,
-        *,
-        fail_fast: bool,
-        known: Mapping[int, Outcome] | None = None,
-        tasks: Sequence[Task] | None = None,
-        run_task: Trainer | None = None,
-    ) -> None:
-        self.cells = cells
-        self.places = places
-        self.log = log
-        self.display = display
-        self.fail_fast = fail_fast
-        self.known = known or {}
-        self.tasks = group_cells(cells) if tasks is None else tasks
-        self.run_task = run_task
+    cells: Sequence[CellSpec]
+    places: Sequence[Place]
+    tasks: Sequence[Task]
+    log: StudyLog
+    display: Display
+    fail_fast: bool
+    known: Mapping[int, Outcome] = field(default_factory=dict)
+    run_task: Trainer | None = None
+
+    def __post_init__(self) -> None:
         self.outcomes: dict[int, Outcome] = {}
         self.workers: list[Worker] = []
         self.request = StopRequest()
@@ -205,7 +178,8 @@ class Sweep:
                         logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
                         self.stop()
                     self._start_workers(board)
-                    for worker in ready_workers(self.workers, TICK):
+                    ready = wait([worker.connection for worker in self.workers], TICK)
+                    for worker in [each for each in self.workers if each.connection in ready]:
                         self._hear(worker, board)
                     self.display.update(self.workers, board.num_open)
         finally:
@@ -224,15 +198,13 @@ class Sweep:
         """Ends every training of this command at a checkpoint, and starts no other."""
         self.stopping = self.display.is_stopping = self.request.requested = True
         for worker in self.workers:
-            worker.ask_to_stop()
+            worker.process.terminate()  # it leaves a checkpoint if it trains, and ends
 
     def _all_outcomes(self) -> list[Outcome]:
         return [
             self.outcomes.get(index, Outcome("stopped", name_of(cell), missing=cell.seeds))
             for index, cell in enumerate(self.cells)
         ]
-
-    # --- Workers ----------------------------------------------------------------------------------
 
     def _start_workers(self, board: Board) -> None:
         """Starts workers in free places, for open tasks that none of the others will take."""
@@ -247,9 +219,8 @@ class Sweep:
 
     def _hear(self, worker: Worker, board: Board) -> None:
         event = worker.hear()
-        text = worker.new_output()
-        if text.strip():
-            self.display.print(text.rstrip("\n"))
+        if text := worker.new_output().rstrip():
+            self.display.print(text)
         if event is None:
             self._bury(worker, board)
         else:
@@ -292,30 +263,32 @@ class Sweep:
             error = f"{reason}, before it was trained"
             self._end(task, [Outcome("failed", name_of(self.cells[task[0]]), error=error)])
 
-    # --- Events -----------------------------------------------------------------------------------
-
     def _note(self, seat: Seat, event: Event) -> None:
         match event:
-            case Ready():
-                seat.is_ready = True
             case Took(task):
+                seat.is_ready = True
                 self._failed_starts = 0
                 seat.take(task)
             case Began(stack, cell_ids):
                 seat.stack = stack
                 for index, cell_id in zip(seat.task, cell_ids, strict=True):
-                    self.log.begin(self.cells[index], cell_id)
+                    cell = self.cells[index]
+                    assert cell.study_dir is not None
+                    self.log.open(cell.study_dir)
+                    self.log.tell(cell, cell_id=cell_id)
             case Steps(done, total):
                 seat.steps = (done, total)
-            case Note(level, text):
-                logger.log(level, text)
-            case PutBack(holder, cell_id):
-                seat.take(())
-                if holder not in [None, *(worker.process.pid for worker in self.workers)]:
-                    logger.info("waiting for process %s, which trains %s", holder, cell_id)
             case Ended(task, outcomes):
                 seat.take(())
-                self._end(task, outcomes)
+                first = outcomes[0]
+                if first.status not in ("busy", "alone"):
+                    self._end(task, outcomes)
+                elif first.holder not in [None, *(each.process.pid for each in self.workers)]:
+                    logger.info(
+                        "waiting for process %s, which trains %s", *(first.holder, first.cell_id)
+                    )
+            case logging.LogRecord():
+                logger.handle(event)
 
     def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         for index, outcome in zip(task, outcomes, strict=True):

@@ -48,7 +48,7 @@ def sweep_of(
     display = Display([cell.title for cell in cells], num_workers)
     tasks = tasks or [(index,) for index in range(len(cells))]
     places = [Place(1)] * num_workers
-    return Sweep(cells, places, log, display, fail_fast=fail_fast, tasks=tasks, run_task=run_task)
+    return Sweep(cells, places, tasks, log, display, fail_fast, run_task=run_task)
 
 
 def statuses(outcomes: list[Outcome]) -> list[str]:
@@ -148,7 +148,8 @@ def test_busy_task_waits_behind_the_others_and_is_then_trained(tmp_path: Path):
             lock.release()
 
     work(cells, board, Place(1), report, StopRequest(), run_task=run_task)
-    assert [event.task for event in heard if isinstance(event, Ended)] == [(1,), (0,)]
+    ended = [(each.task, each.outcomes[0].status) for each in heard if isinstance(each, Ended)]
+    assert ended == [((0,), "busy"), ((1,), "finished"), ((0,), "finished")]
     assert [event.task for event in heard if isinstance(event, Took)] == [(0,), (1,), (0,)]
 
 
