@@ -89,9 +89,8 @@ def train_on_devices(
     if num_devices == 1:
         train_together(stack, notes, stop, on_steps)
         return
-    fitting_replicas(
-        cell, stack.seeds, stack.record.checkpoint
-    )  # sets an unfitting one aside, once
+    # Sets an unfitting checkpoint aside, once.
+    fitting_replicas(cell, stack.seeds, stack.record.checkpoint)
     choices = {group: cell.record[group] for group in GROUPS}
     order = Order(plain(cell.cfg), choices, stack.seeds, stack.record, list(notes))
     if place_among(num_devices) is None:

@@ -55,8 +55,9 @@ class Display(logging.Handler):
         self.print(record.getMessage())
 
     def print(self, text: str) -> None:
-        """Prints a line above the live view."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        """Prints lines above the live view; of a progress bar, its last state."""
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+        self.console.print("\n".join(lines), markup=False, soft_wrap=True)
 
     def ended(self, title: str, outcome: Outcome) -> None:
         """Prints the outcome of a cell, its error, and how many cells have ended."""

@@ -267,7 +267,7 @@ class Sweep:
         match event:
             case Took(task):
                 seat.is_ready = True
-                self._failed_starts = 0
+                self._failed_starts = 0 if task else self._failed_starts
                 seat.take(task)
             case Began(stack, cell_ids):
                 seat.stack = stack
