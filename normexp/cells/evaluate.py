@@ -34,7 +34,7 @@ from normexp.records.paths import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import Result, read_run
+from normexp.records.result import Result, read_records, read_run
 from normexp.records.samples import read_samples, write_samples
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
@@ -104,12 +104,15 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
         with refusing_denied(path, "the numbers are printed, but not saved"):
             write_samples(path.parent, read_samples(path.parent) | samples[seed])
-            write_evaluation(path.parent, (read_json(path) if path.exists() else {}) | content)
+            before = read_json(path) if path.exists() else {}
+            content["asked"] = before.get("asked", {}) | content["asked"]
+            write_evaluation(path.parent, before | content)
 
 
 def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     """Logs the command that adds the requested evaluations that recorded runs lack."""
-    if not cell.evaluation.adds or has_evaluations(cell.directory, seeds):
+    runs = read_records(cell.directory, seeds).ended
+    if has_evaluations(cell.directory, runs, cell.evaluation.kinds):
         return
     if not any((seed_dir(cell.directory, seed) / WEIGHTS_FILE).is_file() for seed in seeds):
         logger.info("recorded without these statistics, and without weights to measure them from")
@@ -127,7 +130,8 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
 
 def print_evaluations(cell: Cell, contents: Contents) -> None:
     """Prints a table with a row per kind of statistics: mean and standard deviation over seeds."""
-    kinds = list(dict.fromkeys(kind for c in contents.values() for kind in c if kind != "gap"))
+    found = dict.fromkeys(kind for c in contents.values() for kind in c)
+    kinds = [kind for kind in found if kind not in ("asked", "gap")]
     names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
     names.pop("num_samples", None)
     console = Console(highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,16 @@ from normexp.config.compose import shipped_config, shipped_defaults, shipped_tar
 from normexp.config.rules import in_identity
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS
-from normexp.records.identity import canonical_sizes, cell_id, differences, source_digest
+from normexp.records.identity import (
+    canonical_sizes,
+    cell_id,
+    differences,
+    digest_of_source,
+    loaded_sources,
+    source_root,
+)
+
+logger = logging.getLogger(__name__)
 
 GROUPS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
@@ -51,9 +61,12 @@ def identity_of(
     for part in parts_with_target(identity):
         with suppress(TypeError):  # built in: no file
             file = inspect.getsourcefile(get_object(part["_target_"]))
-            digest = None if file is None else source_digest(Path(file))  # None if installed
-            if digest is not None:
-                part["source_digest"] = digest
+            root = None if file is None else source_root(Path(file))
+            if root is not None:
+                now = digest_of_source(root)
+                part["source_digest"] = loaded_sources().get(str(root), now)
+                if part["source_digest"] != now:
+                    logger.warning("%s was edited after its import: not the edit is trained", root)
     identity["data"]["digest"] = data.digest
     identity |= {**slots, "num_steps": plan.num_steps, "lr": plan.lr}
     # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.

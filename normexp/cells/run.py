@@ -100,10 +100,10 @@ class TaskCell:
         records = self.records()
         if records.failed and status in ("finished", "skipped"):
             status, error = "failed", error or self._last_failure(records)
-        evaluated = not self.cell.evaluation.adds or has_evaluations(
-            self.cell.directory, self.seeds
+        kinds = self.cell.evaluation.kinds
+        ended = status in ("finished", "skipped") and has_evaluations(
+            self.cell.directory, records.ended, kinds
         )
-        ended = status in ("finished", "skipped") and evaluated
         return Outcome(
             *(status, self.cell.title, self.cell.id, self.cell.directory, self.cell.record),
             error=error,
@@ -143,7 +143,7 @@ def _prepare(spec: CellSpec) -> TaskCell:
     validate(spec.cfg)
     with collected_messages() as messages:
         cell = prepare_cell(spec.cfg, spec.choices)
-    key = key_entry(spec, cell.id, cell.data_digest, evaluated=cell.evaluation.adds)
+    key = key_entry(spec, cell.id, cell.data_digest, cell.evaluation.kinds)
     return TaskCell(cell, spec.seeds, messages, key)
 
 
@@ -299,7 +299,9 @@ class Claim:
         try:
             train_on_devices(stack, self.task[0].messages, self.stop, self.on_steps)
         except UserError:
-            if not stack.checkpoint.is_file():  # else the same line goes on from there, once mended
+            if (
+                not stack.record.checkpoint.is_file()
+            ):  # else the same line goes on from there, once mended
                 end_stack(stack.record)
             raise
         except (Interrupted, RankDied):  # the checkpoint stays

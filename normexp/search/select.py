@@ -23,7 +23,7 @@ from normexp.records.history import SearchEntry, append_cells, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats import mean
-from normexp.sweeps.sweep import STOPPED, is_interrupted, run_cells
+from normexp.sweeps.sweep import check_ended, run_cells
 
 WIDTH = 200  # columns of a log file
 TRAINED = ("finished", "skipped")
@@ -105,7 +105,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
 
     Raises:
         UserError: all points are refused, or no run has the metric.
-        KeyboardInterrupt: the user stopped the search; the same command continues.
+        Halted, KeyboardInterrupt: as `check_ended`.
     """
     cells = [[search.search_cell(point) for point in search.points] for search in searches]
     flat = [cell for own in cells for cell in own]
@@ -132,8 +132,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
 
 def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[Outcome]:
     outcomes = train(cells, words)
-    if is_interrupted(cells, outcomes):
-        raise KeyboardInterrupt(STOPPED)
+    check_ended(cells, outcomes)
     return outcomes
 
 

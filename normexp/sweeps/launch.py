@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def launch_cells(
     with messages_to_stderr():
         log.check()
     known = passed_over(cells)
-    before = [read_outcome(cell) for cell in cells]
+    before = read_outcomes(cells)
     for study_dir in log.study_dirs:
         log.open(study_dir)
     tasks = [
@@ -95,29 +96,33 @@ def launch_cells(
     ]
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
     error = _run_hydra(command, folder, tasks) if tasks else ""
-    outcomes = [read_outcome(cell, error) for cell in cells]
+    outcomes = read_outcomes(cells, error)
     for old, new in zip(before, outcomes, strict=True):
         if (old.status, new.status) == ("failed", "skipped"):
             new.status = "finished"
     return outcomes
 
 
-def read_outcome(cell: CellSpec, launcher_error: str = "") -> Outcome:
-    """The outcome of a cell that other processes train, from the records: never `finished`."""
-    if cell.cfg is None or cell.study_dir is None:
-        return Outcome("refused", name_of(cell), error=cell.error)
-    known = read_history(cell.study_dir).cells.get(cell.digest)
-    if known is not None and known.error:
-        status, _, reason = known.error.partition(": ")
-        return Outcome("refused" if status == "refused" else "failed", name_of(cell), error=reason)
+def read_outcomes(cells: Sequence[CellSpec], launcher_error: str = "") -> list[Outcome]:
+    """The outcomes of cells that other processes train, from the records: never `finished`."""
     died = "the launcher stopped before its job ended" if launcher_error else "its job died"
-    error = f"{died}; the same command continues"
-    if known is None or not known.cell_id:
-        return Outcome("failed", name_of(cell), error=error)
-    outcome = recorded_outcome(cell, known.cell_id)
-    if outcome.status == "failed":
-        outcome.error = outcome.error or error
-    return outcome
+    read = cache(read_history)
+    outcomes = []
+    for cell in cells:
+        if cell.cfg is None or cell.study_dir is None:
+            outcomes.append(Outcome("refused", name_of(cell), error=cell.error))
+            continue
+        known = read(cell.study_dir).cells.get(cell.digest)
+        outcome = Outcome("failed", name_of(cell))
+        if known is not None and known.error:
+            status, _, outcome.error = known.error.partition(": ")
+            outcome.status = "refused" if status == "refused" else "failed"
+        elif known is not None and known.cell_id:
+            outcome = recorded_outcome(cell, known.cell_id)
+        if outcome.status == "failed":
+            outcome.error = outcome.error or f"{died}; the same command continues"
+        outcomes.append(outcome)
+    return outcomes
 
 
 def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec]]) -> str:

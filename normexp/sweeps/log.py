@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied
 from normexp.records.history import (
     CellEntry,
-    KeyEntry,
+    CellHistory,
+    NewEntry,
     append_cells,
     append_command,
     read_history,
@@ -76,42 +77,55 @@ class StudyLog:
         study_dir.mkdir(parents=True, exist_ok=True)
         cells = [cell for cell in self.cells if (cell.study_dir or self._only) == study_dir]
         with refusing_denied(study_dir, "take another study=..."):
-            append_cells(study_dir, [_entry_of(cell) for cell in cells])
+            append_cells(study_dir, [cell_entry(cell) for cell in cells])
             if self.words:
                 asked = {cell.digest: cell.seeds for cell in cells}
                 append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
 
-    def tell(
-        self, cell: CellSpec, *, cell_id: str = "", error: str = "", key: KeyEntry | None = None
-    ) -> None:
-        """Records the id, error or key of a cell, if its study exists and can be written."""
-        study_dir = cell.study_dir or self._only
-        if self.writes and study_dir is not None and study_dir.is_dir():
+    def tell(self, told: Iterable[tuple[CellSpec, NewEntry]]) -> None:
+        """Records entries about cells whose study exists and can be written."""
+        by_study: dict[Path, list[tuple[CellSpec, NewEntry]]] = {}
+        for cell, entry in told:
+            study_dir = cell.study_dir or self._only
+            if self.writes and study_dir is not None and study_dir.is_dir():
+                by_study.setdefault(study_dir, []).append((cell, entry))
+        for study_dir, own in by_study.items():
             try:
-                before = read_history(study_dir).cells.get(cell.digest)
-                known = {before.cell_id, *before.earlier_ids} if before is not None else set()
-                if cell_id and known - {""} and cell_id not in known:
-                    logger.info(
-                        "%s: the source of its norm, model or data has changed, so it is a new "
-                        "cell, %s; earlier results are kept",
-                        *(cell.title, cell_id),
-                    )
-                entries = [_entry_of(cell, cell_id, error), key]
-                append_cells(study_dir, [entry for entry in entries if entry is not None])
+                known = read_history(study_dir).cells
+                for cell, entry in own:
+                    if isinstance(entry, CellEntry) and cell.digest in known:
+                        _tell_new_id(entry.cell_id, known[cell.digest], cell.title)
+                append_cells(study_dir, [entry for _, entry in own])
             except OSError as denied:  # no result depends on it
                 if not is_denied(denied):
                     raise
 
-    def settle(self, cell: CellSpec, outcome: Outcome) -> None:
-        """What became of a cell: its id, or why it has none."""
-        if outcome.cell_id and outcome.status != "planned":
-            self.tell(cell, cell_id=outcome.cell_id, key=outcome.key)
-        elif outcome.status in ("refused", "failed") and not outcome.halts:
-            self.tell(cell, error=f"{outcome.status}: {outcome.error}")
+    def settle(self, ends: Iterable[tuple[CellSpec, Outcome]]) -> None:
+        """Records what became of cells: the id, or why there is none."""
+        told: list[tuple[CellSpec, NewEntry]] = []
+        for cell, outcome in ends:
+            if outcome.cell_id and outcome.status != "planned":
+                told.append((cell, cell_entry(cell, outcome.cell_id)))
+                told += [(cell, outcome.key)] if outcome.key is not None else []
+            elif outcome.status in ("refused", "failed") and not outcome.halts:
+                error = f"{outcome.status}: {outcome.error}"
+                told.append((cell, cell_entry(cell, error=error)))
+        self.tell(told)
 
 
-def _entry_of(cell: CellSpec, cell_id: str = "", error: str = "") -> CellEntry:
+def cell_entry(cell: CellSpec, cell_id: str = "", error: str = "") -> CellEntry:
     return CellEntry(cell.digest, title_of(cell), cell.seeds, cell_id, " ".join(error.split()))
+
+
+def _tell_new_id(cell_id: str, before: CellHistory, title: str) -> None:
+    """Says so if a cell of the same config had only other ids."""
+    known = {before.cell_id, *before.earlier_ids}
+    if cell_id and before.cell_id and cell_id not in known:
+        logger.info(
+            "%s: the source of its norm, model or data has changed, so it is a new cell, %s; "
+            "earlier results are kept",
+            *(title, cell_id),
+        )
 
 
 def grid_of(cells: Sequence[CellSpec]) -> dict[str, list[Any]]:

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from normexp.config.spec import CellSpec
+from normexp.cli import parse_command
+from normexp.config.grid import compose_cells
+from normexp.config.spec import CellSpec, Outcome
 from normexp.records.history import read_history
 from normexp.records.result import read_result
 from normexp.sweeps import launch as launching
+from normexp.sweeps.log import StudyLog
 from normexp.sweeps.sweep import train_cells
 from normexp.train import main
 
@@ -72,6 +75,22 @@ def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
     run_jobs(2)
     assert main(words) == 0
     assert "1 finished, 1 skipped" in capsys.readouterr().out
+
+
+def test_old_error_is_not_shown_for_a_job_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["-m", "norm=none,group", "micro_batch_size=5", f"runs_dir={tmp_path}"]
+    cells = compose_cells(parse_command(words))
+    log = StudyLog(cells, ["normexp-train", *words])
+    log.open(tmp_path / "default")
+    log.settle([(cell, Outcome("refused", "", error="an old mistake")) for cell in cells])
+    assert {outcome.error for outcome in launching.read_outcomes(cells)} == {"an old mistake"}
+    monkeypatch.setattr(launching, "_run_hydra", lambda *_: "")
+    assert main([*words, "hydra/launcher=submitit_local"]) == 1
+    told = capsys.readouterr()
+    assert "its job died" in told.out + told.err and "an old mistake" not in told.out + told.err
 
 
 def results(runs: Path) -> dict[str, bytes]:

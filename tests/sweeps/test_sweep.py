@@ -15,6 +15,7 @@ from fake_worker import run_task
 from omegaconf import OmegaConf
 
 from normexp.config.spec import CellSpec, Outcome
+from normexp.errors import Halted
 from normexp.records.files import FileLock, is_held
 from normexp.records.history import read_history
 from normexp.records.paths import LOCK_FILE
@@ -22,7 +23,7 @@ from normexp.records.result import read_result
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place
-from normexp.sweeps.sweep import Sweep, WorkersFail
+from normexp.sweeps.sweep import Sweep
 from normexp.sweeps.tasks import OPEN, Board
 from normexp.sweeps.worker import Ended, Event, Took, work
 from normexp.training.stopping import StopRequest
@@ -48,7 +49,7 @@ def sweep_of(
     display = Display([cell.title for cell in cells], num_workers)
     tasks = tasks or [(index,) for index in range(len(cells))]
     places = [Place(1)] * num_workers
-    return Sweep(cells, places, tasks, log, display, fail_fast, run_task=run_task)
+    return Sweep(cells, places, tasks, log, display, num_workers, fail_fast, run_task=run_task)
 
 
 def statuses(outcomes: list[Outcome]) -> list[str]:
@@ -222,7 +223,7 @@ class Unpickled:
 def test_workers_that_do_not_come_up_end_the_sweep(tmp_path: Path):
     sweep = sweep_of([spec(tmp_path, name) for name in "abc"])
     sweep.run_task = Unpickled()  # type: ignore[assignment]
-    with pytest.raises(WorkersFail, match="no worker process starts"):
+    with pytest.raises(Halted, match="no worker process starts"):
         sweep.run_workers()
 
 
@@ -270,5 +271,5 @@ def test_workers_that_die_without_a_task_end_the_sweep(tmp_path: Path):
     blocked.write_text("")
     sweep = sweep_of([spec(tmp_path, name) for name in "ab"], num_workers=1)
     sweep.places = [Place(1, None, [f"{blocked}/core-0"])]
-    with pytest.raises(WorkersFail, match="no worker process starts"):
+    with pytest.raises(Halted, match="no worker process starts"):
         sweep.run_workers()
