@@ -41,13 +41,13 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
         KeyboardInterrupt: after Ctrl-C; the same call resumes.
     """
     from normexp.cli import parse_command
-    from normexp.config.grid import compose_cells
+    from normexp.config.grid import compose_cells, launcher_of
     from normexp.errors import UserError
 
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r}: must be a list of words, as in ['norm=group']")
     command = parse_command(overrides)
-    if command.asks_hydra or command.launcher is not None:
+    if command.asks_hydra or launcher_of(command) is not None:
         raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
     cells = compose_cells(command)
 

@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from normexp.config.compose import compose_cell, parse_overrides
-from normexp.config.grid import expand_overrides, is_searched, with_params
+from normexp.config.grid import expand_overrides, is_searched, read_grid
 from normexp.config.place import place_among
 from normexp.config.rules import KEYS, either, in_identity, validate_keys
 from normexp.config.spec import CellSpec, Command, config_dir_words
@@ -257,34 +257,43 @@ def plan_searches(command: Command) -> list[Search]:
     Raises:
         UserError: nothing to search, a value that cannot be used, overlapping seeds.
     """
-    overrides = with_params(command.overrides, command.config_dirs)
-    searched = [override for override in overrides if is_searched(override)]
+    grid = read_grid(command.overrides, command.config_dirs)
+    searched = [override for override in grid.overrides if is_searched(override)]
     if not searched:
         raise UserError(
             "nothing to search: write lr=interval(1e-3,1) or lr=choice(0.03,0.1,0.3); "
             "a list lr=0.03,0.1 is a search for each"
         )
-    for override in overrides:
+    for override in grid.overrides:
         key = override.key_or_group
         if override.is_sweep_override() and not in_identity(key) and key != "experiment":
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
-    rest = [override for override in overrides if not is_searched(override)]
+    rest = [override for override in grid.overrides if not is_searched(override)]
     searches = [
-        _plan(cell, rest, space, command.config_dirs)
-        for cell in expand_overrides(rest, command.config_dirs)
+        _plan(listed, line, rest, space, command.config_dirs)
+        for listed in grid.cells
+        for line in expand_overrides(rest, command.config_dirs)
     ]
     _check_values(searches[0])
     return searches
 
 
 def _plan(
-    cell: list[str], rest: Sequence[Override], space: Space, config_dirs: Sequence[str]
+    listed: list[str],
+    line: list[str],
+    rest: Sequence[Override],
+    space: Space,
+    config_dirs: Sequence[str],
 ) -> Search:
-    base, choices = compose_cell([*cell, *words_of(space.first)], config_dirs)
+    base, choices = compose_cell([*listed, *line, *words_of(space.first)], config_dirs)
     check_settings(base)
-    grid = [text for text, override in zip(cell, rest, strict=True) if override.is_sweep_override()]
-    return Search(tuple(cell), tuple(grid), space, base, choices, tuple(config_dirs))
+    varied = [
+        text for text, override in zip(line, rest, strict=True) if override.is_sweep_override()
+    ]
+    grid = [word for word in listed if word != "cells=null"] + varied
+    fixed = (*listed, *line)
+    return Search(fixed, tuple(grid), space, base, choices, tuple(config_dirs))
 
 
 def _check_values(search: Search) -> None:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
@@ -24,8 +23,7 @@ from normexp.cells.recorded import passed_over, recorded_outcome
 from normexp.config.compose import VERSION_BASE, quoted
 from normexp.config.grid import compose_cells
 from normexp.config.help import conf_dir
-from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
-from normexp.errors import UserError
+from normexp.config.spec import CellSpec, Command, Outcome, name_of
 from normexp.records.history import read_history
 from normexp.records.logs import messages_to_stderr
 from normexp.sweeps.log import StudyLog
@@ -33,47 +31,22 @@ from normexp.sweeps.machine import environment, shared_value
 from normexp.sweeps.sweep import conclude, train_cells
 from normexp.sweeps.tasks import group_cells
 
-# Launcher to the extra of normexp that installs it, and the module that holds it.
-LAUNCHERS = {
-    "ray": ("ray", "hydra_plugins.hydra_ray_launcher"),
-    "ray_aws": ("ray", "hydra_plugins.hydra_ray_launcher"),
-    "submitit_local": ("slurm", "hydra_plugins.hydra_submitit_launcher"),
-    "submitit_slurm": ("slurm", "hydra_plugins.hydra_submitit_launcher"),
-}
+OF_LAUNCHER = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that say how jobs are launched
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
-def check_launcher(command: Command) -> None:
-    """Raises UserError if a launcher is not installed."""
-    name = command.launcher
-    if name not in LAUNCHERS:
-        known = ", ".join(["basic", *LAUNCHERS])
-        raise UserError(f"{LAUNCHER}{name}: no such launcher (choices: {known})")
-    extra, module = LAUNCHERS[name]
-    if not is_installed(module):
-        raise UserError(f"{LAUNCHER}{name} is not installed; pip install 'normexp[{extra}]'")
-
-
-def is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its parent
-        return False
-
-
-def launch(command: Command, words: Sequence[str]) -> int:
+def launch(command: Command, launcher: str, words: Sequence[str]) -> int:
     """Trains every task of a command in a job, waits for all; returns the exit code.
 
     Raises:
-        UserError: no such launcher, or a mistake as in `run_cells`.
+        UserError: a mistake as in `run_cells`.
     """
-    check_launcher(command)
     cells = compose_cells(command)
-    return conclude(cells, launch_cells(command, cells, words), words)
+    return conclude(cells, launch_cells(command, launcher, cells, words), words)
 
 
 def launch_cells(
-    command: Command, cells: Sequence[CellSpec], words: Sequence[str]
+    command: Command, launcher: str, cells: Sequence[CellSpec], words: Sequence[str]
 ) -> list[Outcome]:
     """As `train_cells`, with a job of the launcher for each task.
 
@@ -95,7 +68,7 @@ def launch_cells(
         if cells[task[0]].cfg is not None and not known.keys() >= set(task)
     ]
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
-    error = _run_hydra(command, folder, tasks) if tasks else ""
+    error = _run_hydra(command, launcher, folder, tasks) if tasks else ""
     outcomes = read_outcomes(cells, error)
     for old, new in zip(before, outcomes, strict=True):
         if (old.status, new.status) == ("failed", "skipped"):
@@ -125,16 +98,19 @@ def read_outcomes(cells: Sequence[CellSpec], launcher_error: str = "") -> list[O
     return outcomes
 
 
-def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec]]) -> str:
+def _run_hydra(
+    command: Command, launcher: str, folder: Path, tasks: Sequence[Sequence[CellSpec]]
+) -> str:
     """Runs Hydra's multirun, a job for each task.
 
     Returns the error of the launcher in one line, empty without one.
     """
     # Only what configures Hydra: the cells are composed, and a job receives the number of its task.
-    own = [word for word in command.overrides if re.match(r"\+*hydra[./]", word)]
+    own = [word for word in command.overrides if re.match(OF_LAUNCHER, word)]
     numbers = ",".join(map(str, range(len(tasks))))
     overrides = [*own, f"+task={numbers}", f"hydra.sweep.dir={quoted(str(folder))}"]
-    if command.launcher == "ray":  # the plugin sets a value that a running cluster refuses
+    overrides.append("hydra.sweeper.params=null")  # of an experiment
+    if launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
     folders = [quoted(f"file://{Path(each).resolve()}") for each in command.config_dirs]
     search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
