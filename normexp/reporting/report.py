@@ -22,6 +22,7 @@ from normexp.reporting.tables import (
     comparison_table,
     run_table,
     sensitivity_table,
+    size_table,
 )
 from normexp.reporting.tuning import draw_tuning
 from normexp.reporting.verdict import Answer, answer_slices
@@ -86,6 +87,7 @@ def build_report(
     changes = compare_studies(cells, runs, metric) if len(names) > 1 else []
     styles = assign_styles(cells["norm"])
     tables = [
+        *map(size_table, slices),
         cell_table(cells, runs, metric, tolerance),
         sensitivity_table(answers),
         comparison_table(answers),
