@@ -42,7 +42,6 @@ class Report:
 
     sections: answers over several data sets first, then a section per slice
     changes: the later studies against the first
-    tables: the main one first
     tuning: the curves of the searches that chose for these studies
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
@@ -59,6 +58,13 @@ class Report:
     counts: str
     waiting: list[str]
     problems: list[str]
+
+    @property
+    def main_table(self) -> Table:
+        """Of the differences between studies, else of the cells."""
+        return {table.name: table for table in self.tables}[
+            "differences" if self.changes else "cells"
+        ]
 
     @property
     def figures(self) -> list[Figure]:
@@ -88,9 +94,9 @@ def build_report(
     styles = assign_styles(cells["norm"])
     tables = [
         *map(size_table, slices),
-        cell_table(cells, runs, metric, tolerance),
         sensitivity_table(answers),
         comparison_table(answers),
+        cell_table(cells, runs, metric, tolerance),
         run_table(cells, runs),
     ]
     return Report(

@@ -183,9 +183,10 @@ def size_table(part: Slice) -> Table:
     note = (
         f"{metric.label}, mean and 95 % interval over seeds, n = {' or '.join(counts)}. Bold: the "
         "best mean of each size, and those that a t test paired by seed does not tell from it at "
-        "the 5 % level (Bonferroni over the norms at that size; diverged runs count as the worst "
-        "run). (k/n ×d): k of n seeds finished, d diverged."
+        "the 5 % level (Bonferroni over the norms at that size)."
     )
+    if lost.any():
+        note += " (k/n ×d): k of n seeds finished, d diverged; a norm with a diverged run is not tested."
     title = f"{part.heading}: {metric.label} by norm and {AXIS_WORDS[part.axis]}"
     name = f"by_size_{part.slug}"
     return Table(
@@ -195,16 +196,17 @@ def size_table(part: Slice) -> Table:
 
 def best_norms(part: Slice, size: int) -> list[str]:
     """The norm of the best mean at a size, and those not told from it; none without a test."""
-    points = part.points[(part.points["size"] == size) & part.points["invalid"].isna()]
+    is_sound = part.points["invalid"].isna() & (part.points["diverged"] == 0)
+    points = part.points[is_sound & (part.points["size"] == size)]
     cells = dict(zip(points["norm"], points["cell"], strict=True))
-    means = part.outcomes.mean() * (1 if part.metric.higher_is_better else -1)
-    known = [norm for norm in cells if part.outcomes[cells[norm]].count() > 1]
+    means = part.values.mean() * (1 if part.metric.higher_is_better else -1)
+    known = [norm for norm in cells if part.values[cells[norm]].count() > 1]
     best = max(known, key=lambda norm: means[cells[norm]], default=None)
     if best is None or len(known) < 2:
         return []
 
     def p(norm: str) -> float:
-        pairs = paired_values(cells[best], cells[norm], part.outcomes)
+        pairs = paired_values(cells[best], cells[norm], part.values)
         return p_value(paired_difference(*pairs, step=part.step, limit=part.metric.limit))
 
     return [norm for norm in known if norm == best or (len(known) - 1) * p(norm) > ALPHA]

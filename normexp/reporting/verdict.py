@@ -58,6 +58,10 @@ class Claim:
         return ", ".join(self.norms)
 
     @property
+    def mentions(self) -> list[str]:
+        return [*self.norms, *([self.reference] if self.reference else [])]
+
+    @property
     def text(self) -> str:
         return f"{self.claim}{self.details and f' ({self.details})'}.{self.elsewhere}"
 
