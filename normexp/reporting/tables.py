@@ -186,7 +186,7 @@ def size_table(part: Slice) -> Table:
         "the 5 % level (Bonferroni over the norms at that size)."
     )
     if lost.any():
-        note += " (k/n ×d): k of n seeds finished, d diverged; a norm with a diverged run is not tested."
+        note += " (k/n ×d): k of n seeds finished, d diverged, which is never in bold."
     title = f"{part.heading}: {metric.label} by norm and {AXIS_WORDS[part.axis]}"
     name = f"by_size_{part.slug}"
     return Table(
