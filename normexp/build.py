@@ -22,10 +22,11 @@ from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
 from normexp.config.rules import suggest
 from normexp.config.spec import one_line
-from normexp.data.dataset import Data, validate
+from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
+from normexp.norms.ramps import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
 from normexp.records.identity import place_of
 
@@ -34,29 +35,39 @@ logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs wha
 # Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
 RESERVED_NORM_KEYS = ("view", "half_life", *SLOTS)
 # Keys of an optimizer's YAML for the training; all others are passed to the optimizer.
-RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight_decay")
+RESERVED_OPTIM_KEYS = (
+    *("default_lr", "decay_norm", "decay_bias", "schedule", "warmup", "weight_decay"),
+)
 
 
 def build_data(cfg: DictConfig) -> Data:
-    """The data set that `data` names, checked, on the CPU."""
-    make, target = _maker(plain(cfg.data), "data"), cfg.data._target_
+    """The data set that `data` names, checked, on the CPU, with `data.limit_train` samples."""
+    values, target = plain(cfg.data), cfg.data._target_
+    limit = values.pop("limit_train", None)
+    make = _maker(values, "data")
     data = _call(make, f"data._target_={target}")
     if not isinstance(data, Data):
         kind = type(data).__name__
         raise UserError(f"data._target_={target} returned a {kind}, not a normexp.data.Data")
     validate(data)
-    return data
+    return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
 
 
 def build_norm(
-    cfg: DictConfig, sizes: Sizes, data: Data, *, momentum: float | None = None
+    cfg: DictConfig,
+    sizes: Sizes,
+    data: Data,
+    *,
+    num_steps: int = NUM_TRAINING_STEPS,
+    momentum: float | None = None,
 ) -> NormFactory:
     """The factory that builds the norm of every site, and the parts around it that slots set.
 
     Args:
+        num_steps: of the training.
         momentum: of running averages, if the config sets norm.half_life instead.
     """
-    make, reserved = norm_maker(cfg, momentum=momentum)
+    make, reserved = norm_maker(cfg, num_steps=num_steps, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
@@ -73,14 +84,15 @@ def build_norm(
 
 
 def norm_maker(
-    cfg: DictConfig, *, momentum: float | None = None
+    cfg: DictConfig, *, num_steps: int = NUM_TRAINING_STEPS, momentum: float | None = None
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """A partial that makes a norm, with the knobs of its YAML, and its reserved keys."""
     values = plain(cfg.norm)
     reserved = {key: values.pop(key) for key in RESERVED_NORM_KEYS if key in values}
     if momentum is not None:
         values["momentum"] = momentum
-    return _instantiate({**values, "_partial_": True}, "norm"), reserved
+    make = _instantiate({**values, "_partial_": True}, "norm")
+    return _offer(make, {"num_training_steps": num_steps}), reserved  # for ramps and warm-ups
 
 
 @dataclass(frozen=True)

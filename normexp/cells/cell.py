@@ -141,7 +141,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     check_trainer(cfg)
     data, data_digest = load_data(cfg)
     plan = plan_training(cfg, len(data.train))
-    norm = build_norm(cfg, plan.sizes, data, momentum=plan.norm_momentum)
+    norm = build_norm(cfg, plan.sizes, data, num_steps=plan.num_steps, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
     check_slots(cfg, norm, model=choices["model"])

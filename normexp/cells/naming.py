@@ -26,7 +26,10 @@ SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
 # before and after the change are different cells.
-VERSIONS: dict[str, int] = {}
+VERSIONS: dict[str, int] = {
+    # 2: warm-ups and ramps are shares of the training; they were steps
+    **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
+}
 
 # Keys that the identity holds only in derived form, from `Plan` and the slots.
 TURNED = {
@@ -34,6 +37,9 @@ TURNED = {
     *("norm.half_life", *SLOTS, *(f"norm.{slot}" for slot in SLOTS)),
     *("norm._partial_", "model._partial_", "optim._partial_"),
 }
+
+# Keys that some configs lack, and the value that means the same: left out there.
+ABSENT = {"optim.decay_bias": True, "data.limit_train": None}
 
 
 def identity_of(
@@ -110,7 +116,11 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            value = {name: each for name, each in value.items() if counts(f"{key}.{name}")}
+            value = {
+                name: each
+                for name, each in value.items()
+                if counts(path := f"{key}.{name}") and (path, each) not in ABSENT.items()
+            }
         if counts(key):
             found[key] = value
     return found
@@ -120,10 +130,13 @@ def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any
     """The hashed content of a group: a shipped choice by name, a user's own in full."""
     defaults = shipped_defaults(group, choice)
     if defaults is None:
-        target = values["_target_"]
-        return values | {"_target_": shipped_targets(group).get(target, target)}
-    content = {"choice": choice, **differences(values, defining({group: defaults})[group])}
-    if version := VERSIONS.get(f"{group}/{choice}"):
+        target: str = values["_target_"]
+        name = shipped_targets(group).get(target, target)
+        content = values | {"_target_": name}
+    else:
+        name = f"{group}/{choice}"
+        content = {"choice": choice, **differences(values, defining({group: defaults})[group])}
+    if version := VERSIONS.get(name):
         content["version"] = version
     return content
 

@@ -145,7 +145,7 @@ def failures_of(cards: Sequence[Card]) -> list[tuple[Card, Line]]:
 
 
 def print_cards(console: Console, cards: Sequence[Card]) -> None:
-    """Prints verdicts and failures, then the lines that say more than `pass`, then counts.
+    """Prints verdicts and failures, then traits and whatever says more than `pass`, then counts.
 
     One card has its details; several have a column each, in several tables if the terminal is too
     narrow for one.
@@ -172,18 +172,23 @@ def _table(cards: Sequence[Card], *, alone: bool) -> Table:
         )
     if alone:
         table.add_column(style="dim", overflow="fold")
-    for section, rows in side_by_side(cards):
-        shown = [row for row in rows if not all(map(_is_plain, row[1]))]
-        folded = [found for row in rows if row not in shown for found in row[1][:1]]
-        table.add_row(Text(f"\n{section}", style="bold"))
+    sections = dict(side_by_side(cards))
+    for section in sorted(sections, key=lambda name: name != "traits"):
+        shown = [row for row in sections[section] if not all(map(_is_plain, row[1]))]
+        if shown:
+            table.add_row(Text(f"\n{section}", style="bold"))
         for name, found in shown:
             details = [Text(line.detail) for line in found[:1] if alone and line]
             table.add_row(Text(f"  {name}"), *map(_cell, found), *details)
-        for status, word in (("pass", "pass"), ("skipped", "-")):
-            count = sum(line is not None and line.status == status for line in folded)
-            if count:
-                marks = [Text(word, style=STYLES[status]) for _ in cards]
-                table.add_row(Text(f"  {count} {'more ' if shown else ''}lines"), *marks)
+    rows = [found for names in sections.values() for _, found in names]
+    plain = [found for found in rows if all(map(_is_plain, found))]
+    if plain:
+        passes = [
+            sum(line.status == "pass" for line in own if line) for own in zip(*plain, strict=True)
+        ]
+        marks = [Text(f"\n{count} pass", style=STYLES["pass"]) for count in passes]
+        hint = ["\nthe others do not apply; format=markdown lists all"] if alone else []
+        table.add_row(Text(f"\n{len(plain)} more lines"), *marks, *hint)
     return table
 
 

@@ -130,7 +130,8 @@ class RunningNorm(AffineNorm):
         mean, total = next(iter(pooled.values()))
         weight = self.count_step(total, mean.dtype)
         for name, (value, _) in pooled.items():
-            getattr(self, name).mul_(1 - weight).add_(weight * value.flatten())
+            average = getattr(self, name)
+            average.mul_(1 - weight).add_(weight * value.reshape(average.shape))
 
     def count_step(self, count: int | Tensor, dtype: torch.dtype) -> float | Tensor:
         """Counts a step over `count` values; returns the weight of the new value in an average."""
@@ -190,7 +191,9 @@ class RunningMomentsNorm(RunningNorm):
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        out = F.batch_norm(x.flatten(0, 1), mean, var, *affine, False, 0.0, self.eps)
+        # Not of torch.nn.functional, which refuses eps=0 before torch 2.15.
+        rest = (False, 0.0, self.eps, torch.backends.cudnn.enabled)
+        out = torch.batch_norm(x.flatten(0, 1), *affine, mean, var, *rest)
         return out.unflatten(0, x.shape[:2])
 
     def averages_like(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from normexp.errors import UserError
 from normexp.norms.affine import Affine, over_channels
 from normexp.norms.batch import RunningNorm, before_step, group_dims
 from normexp.norms.moments import at_least_one, measure_mean, pool_mean
+from normexp.norms.ramps import NUM_TRAINING_STEPS, steps_of
 
 
 class SquareNorm(RunningNorm):
@@ -89,9 +90,9 @@ class PowerNorm(SquareNorm):
 
         q  += a * (mean(x^2) - q),    nu += a * (mean(g z) - nu * mean(z^2)),
 
-    and the gradient of x is (g - nu z) / sqrt(q + eps) by nu before the step: an approximation. For
-    `warmup` steps q and nu are those of the batch, mean(x^2) and mean(g z), which is exact (PN-V).
-    Evaluation by q. arXiv:2003.07845, algorithm 2, which has momentum 0.1.
+    and the gradient of x is (g - nu z) / sqrt(q + eps) by nu before the step: an approximation. Up
+    to the share `warmup` of the training q and nu are those of the batch, mean(x^2) and mean(g z),
+    which is exact (PN-V). Evaluation by q. arXiv:2003.07845, algorithm 2, which has momentum 0.1.
 
     The authors' code (sIncerass/powernorm) differs: it first scales each token by its root mean
     square in groups of channels, divides the gradient by the deviation of the batch, counts with nu
@@ -100,7 +101,11 @@ class PowerNorm(SquareNorm):
     If a site splits a batch into groups and the last is short, nu does not move in that step.
 
     Args:
-        warmup: steps with the statistics of the batch.
+        warmup: share of the training with the statistics of the batch.
+        num_training_steps: of the whole training.
+
+    Raises:
+        UserError: as `SquareNorm`; a warm-up that is no share.
     """
 
     running_product: Tensor
@@ -109,19 +114,20 @@ class PowerNorm(SquareNorm):
         self,
         num_features: int,
         *,
-        warmup: int,
+        warmup: float,
+        num_training_steps: int = NUM_TRAINING_STEPS,
         eps: float = 1e-5,
         momentum: float = 0.1,
         affine: bool = True,
     ) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        self.warmup = warmup
+        (self.warmup_steps,) = steps_of(num_training_steps, warmup=warmup)
         self.register_buffer("running_product", torch.zeros(num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         with torch.no_grad():
             square, count = measure_mean(x.square(), real, group_dims(x))
-            warm = before_step(self.num_batches_tracked, torch.int64) < self.warmup
+            warm = before_step(self.num_batches_tracked, torch.int64) < self.warmup_steps
             old = over_channels(before_step(self.running_square, x.dtype), x, axis=2)
             scale = torch.rsqrt(torch.where(warm, square, old) + self.eps)  # (G, 1, C, 1, ...)
             counts = torch.zeros_like(square[:, :, :1]) + count
@@ -148,12 +154,13 @@ class MovingAverageBatchNorm(SquareNorm):
         r = clip(sqrt(q + eps) / sqrt(Q + eps), 1 / r_max, r_max), without a gradient,
 
     and with g the gradient of z = x / sqrt(q + eps), that of x is (g - p z) / sqrt(q + eps), p the
-    mean of (mean of g z) over the last `memory` steps. Until both `warmup` and `memory` steps
-    have passed, q and p are those of the batch and r is 1. MABN, arXiv:2001.06838.
+    mean of (mean of g z) over the last `memory` steps. Until the share `warmup` of the training
+    and `memory` steps have passed, q and p are those of the batch and r is 1. MABN,
+    arXiv:2001.06838.
 
     The paper also centres the weights of the preceding convolution. The authors' code
     (megvii-model/MABN) moves Q by q and not by the batch's mean of x^2; it has r = 1 for 1000 steps
-    in one place and 100 in another.
+    in one place and 100 in another, whatever the length of the training.
 
     If the last group of a split is short, the averages of the backward pass keep their value of
     `memory` steps ago.
@@ -161,10 +168,11 @@ class MovingAverageBatchNorm(SquareNorm):
     Args:
         memory: steps in the moving average.
         momentum: weight of the new value in Q.
-        warmup: steps with the statistics of the batch.
+        warmup: share of the training with the statistics of the batch.
+        num_training_steps: of the whole training.
 
     Raises:
-        UserError: as `SquareNorm`; a memory below one, an r_max below one.
+        UserError: as `SquareNorm`; a warm-up that is no share; a memory or r_max below one.
     """
 
     past_squares: Tensor
@@ -176,7 +184,8 @@ class MovingAverageBatchNorm(SquareNorm):
         *,
         memory: int,
         r_max: float,
-        warmup: int,
+        warmup: float,
+        num_training_steps: int = NUM_TRAINING_STEPS,
         eps: float = 1e-5,
         momentum: float = 0.02,
         affine: bool = True,
@@ -187,7 +196,8 @@ class MovingAverageBatchNorm(SquareNorm):
                 f"memory={memory}, r_max={r_max}: both must be 1 or more; "
                 "try norm.memory=16 norm.r_max=5"
             )
-        self.memory, self.r_max, self.warmup = memory, r_max, warmup
+        self.memory, self.r_max = memory, r_max
+        (self.warmup_steps,) = steps_of(num_training_steps, warmup=warmup)
         self.register_buffer("past_squares", torch.zeros(memory, num_features))
         self.register_buffer("past_products", torch.zeros(memory, num_features))
 
@@ -196,7 +206,7 @@ class MovingAverageBatchNorm(SquareNorm):
             square, count = measure_mean(x.square(), real, group_dims(x))
             counts = torch.zeros_like(square[:, :, :1]) + count
             steps = before_step(self.num_batches_tracked, torch.int64)
-            warm = steps < max(self.memory, self.warmup)
+            warm = steps < max(self.memory, self.warmup_steps)
             newest = self._is_newest(steps)
             share = 1 / torch.where(warm, 1, self.memory).to(x.dtype)  # of the batch's own mean
             squares = self._keep(before_step(self.past_squares, x.dtype), newest, warm)

@@ -9,6 +9,7 @@ from normexp.errors import UserError
 from normexp.norms.affine import NO_AFFINE, Affine
 from normexp.norms.batch import RunningMomentsNorm, before_step, normalize_groups
 from normexp.norms.moments import Moments
+from normexp.norms.ramps import NUM_TRAINING_STEPS, rise, steps_of
 
 
 class BatchRenorm(RunningMomentsNorm):
@@ -19,9 +20,10 @@ class BatchRenorm(RunningMomentsNorm):
         r = clip(std_B / std_R, 1 / r_max, r_max),  d = clip((mean_B - mean_R) / std_R, +-d_max),
 
     through which no gradient flows. Where neither is clipped, training gives what evaluation with
-    those averages would. For `warmup` steps r = 1 and d = 0, batch norm; then the bounds grow
-    linearly. arXiv:1702.03275: 5000 steps of batch norm, r_max to 3 at step 40000, d_max to 5 at
-    25000, momentum 0.01. Evaluation as batch norm.
+    those averages would. Up to the share `warmup` of the training r = 1 and d = 0, batch norm; then
+    the bounds grow linearly. Evaluation as batch norm. arXiv:1702.03275: batch norm for 5000 steps,
+    r_max to 3 at step 40000, d_max to 5 at 25000, momentum 0.01. The shares of conf/norm stand to
+    each other as these do, 1 : 8 : 5.
 
     Implementations differ in what they average: the paper the biased std, ludvb/batchrenorm the std
     with eps added outside the root; here it is the unbiased variance, as in batch norm, so that
@@ -29,11 +31,13 @@ class BatchRenorm(RunningMomentsNorm):
 
     Args:
         r_max, d_max: final bounds.
-        warmup: training steps with batch norm alone.
-        r_ramp_end, d_ramp_end: the steps at which the bounds reach their final values.
+        warmup: share of the training with batch norm alone.
+        r_ramp_end, d_ramp_end: shares of the training after which the bounds have their final
+            values.
+        num_training_steps: of the whole training.
 
     Raises:
-        UserError: as `RunningNorm`; bounds or steps that make no ramp.
+        UserError: as `RunningNorm`; bounds or shares that make no ramp.
     """
 
     def __init__(
@@ -42,9 +46,10 @@ class BatchRenorm(RunningMomentsNorm):
         *,
         r_max: float,
         d_max: float,
-        warmup: int,
-        r_ramp_end: int,
-        d_ramp_end: int,
+        warmup: float,
+        r_ramp_end: float,
+        d_ramp_end: float,
+        num_training_steps: int = NUM_TRAINING_STEPS,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
@@ -55,13 +60,16 @@ class BatchRenorm(RunningMomentsNorm):
                 f"r_max={r_max}, d_max={d_max}: r_max must be 1 or more, d_max 0 or more; "
                 "try norm.r_max=3 norm.d_max=5"
             )
-        for key, end in (("r_ramp_end", r_ramp_end), ("d_ramp_end", d_ramp_end)):
-            if not 0 <= warmup <= end:
+        ends = {"r_ramp_end": r_ramp_end, "d_ramp_end": d_ramp_end}
+        self.warmup_steps, self.r_steps, self.d_steps = steps_of(
+            num_training_steps, warmup=warmup, **ends
+        )
+        for key, end in ends.items():
+            if end < warmup:
                 raise UserError(
-                    f"{key}={end} lies before warmup={warmup}; try norm.{key}={10 * max(warmup, 1)}"
+                    f"{key}={end} lies before warmup={warmup}; try norm.{key}={warmup} or more"
                 )
         self.r_max, self.d_max = r_max, d_max
-        self.warmup, self.r_ramp_end, self.d_ramp_end = warmup, r_ramp_end, d_ramp_end
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         out, moments = normalize_groups(x, real, NO_AFFINE, self.eps)
@@ -76,14 +84,10 @@ class BatchRenorm(RunningMomentsNorm):
         averages = (self.running_mean, self.running_var)
         old_mean, old_var = (before_step(old, mean.dtype).view(mean.shape[1:]) for old in averages)
         step = before_step(self.num_batches_tracked, mean.dtype) + 1
-        r_bound = 1 + (self.r_max - 1) * self._progress(step, self.r_ramp_end)
-        d_bound = self.d_max * self._progress(step, self.d_ramp_end)
+        r_bound = 1 + (self.r_max - 1) * rise(step, self.warmup_steps, self.r_steps)
+        d_bound = self.d_max * rise(step, self.warmup_steps, self.d_steps)
         old_scale = torch.rsqrt(old_var + self.eps)
         r = torch.sqrt(var + self.eps) * old_scale
         d = (mean - old_mean) * old_scale
         r = torch.minimum(torch.maximum(r, 1 / r_bound), r_bound)
         return r, torch.minimum(torch.maximum(d, -d_bound), d_bound)
-
-    def _progress(self, step: Tensor, end: int) -> Tensor:
-        """Returns 0 until the `warmup`-th step, counted from 1, rising to 1 at the `end`-th."""
-        return ((step - self.warmup) / max(end - self.warmup, 1)).clamp(0, 1)

@@ -308,3 +308,22 @@ def test_names_with_brackets_are_text(capsys: pytest.CaptureFixture[str]):
     print_cards(console, [card])
     print_cards(console, [card, card])
     assert capsys.readouterr().out.count("shape [/x]") == 2
+
+
+def test_failures_come_first_then_traits_and_passes_are_counted(
+    capsys: pytest.CaptureFixture[str],
+):
+    lines = (
+        Line("contract", "dtype kept", "pass"),
+        Line("contract", "one sample", "fail", detail="raises"),
+        Line("traits", "mixes samples", "value", "no"),
+        Line("compatibility", "replicas under vmap", "pass"),
+        Line("compatibility", "ghost = accumulated", "skipped"),
+    )
+    print_cards(Console(width=100), [Card("mine", "a.B", 8, "(B, C)", lines)])
+    out = capsys.readouterr().out
+    places = [
+        out.index(word) for word in ("FAIL mine, one sample: raises", "\ntraits", "\ncontract ")
+    ]
+    assert places == sorted(places)
+    assert "3 more lines" in out and "2 pass" in out and "dtype kept" not in out

@@ -17,8 +17,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from normexp.batching.sizes import Sizes
-from normexp.build import build_data, build_network, build_norm
-from normexp.config.compose import compose_config
+from normexp.build import build_data, build_network, build_norm, norm_maker
+from normexp.cells.cell import prepare_cell
+from normexp.config.compose import compose_cell, compose_config
 from normexp.errors import UserError
 from normexp.norms.site import named_sites
 from normexp.records.result import read_result
@@ -67,6 +68,52 @@ def test_a_float_knob_takes_floats_and_whole_numbers(words):
     norm, knob = words
     config = compose_config([f"norm={norm}", f"norm.{knob}"])
     assert build_norm(config, Sizes(8), TEXTS)(C).norm.r_max == float(knob.partition("=")[2])
+
+
+OWN_NORM = """
+from torch import nn
+
+
+class Fades(nn.Module):
+    def __init__(self, num_features, num_training_steps):
+        super().__init__()
+        self.length = num_training_steps
+
+    def forward(self, x):
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "expected"),
+    [
+        (["norm=batch_renorm", "steps=50"], "r_steps", 40),
+        (["norm=batch_renorm", "steps=200"], "r_steps", 160),
+        (["norm=batch_renorm", "steps=50", "+norm.num_training_steps=1000"], "r_steps", 800),
+        (["norm=power", "steps=15"], "warmup_steps", 2),
+        (["norm=moving_average_batch", "epochs=2", "norm.warmup=0.5"], "warmup_steps", 40),
+        (["norm=custom", "norm._target_=fades.Fades", "steps=70"], "length", 70),
+    ],
+)
+def test_a_norm_receives_the_number_of_steps_of_its_training(
+    words, key, expected, tmp_path, monkeypatch
+):
+    (tmp_path / "fades.py").write_text(OWN_NORM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    network = prepare_cell(*compose_cell(words)).build(0)
+    norms = [m for m in network.modules() if hasattr(m, key)]
+    assert [getattr(norm, key) for norm in norms] == [expected] * 3
+
+
+def test_outside_a_training_a_norm_counts_on_a_thousand_steps():
+    make, _ = norm_maker(compose_config(["norm=power"]))
+    assert make(C).warmup_steps == 100
+
+
+@pytest.mark.parametrize("name", ["batch_renorm", "power", "moving_average_batch"])
+def test_a_warm_up_in_steps_is_refused(name):
+    with pytest.raises(UserError, match=r"norm\.warmup=100.*share.*norm\.warmup=0\.1"):
+        build_norm(compose_config([f"norm={name}", "norm.warmup=100"]), Sizes(8), TEXTS)(C)
 
 
 @pytest.mark.parametrize(("words", "eps"), [([], 1e-5), (["norm.eps=0.5"], 0.5)])
@@ -122,8 +169,8 @@ def test_importing_a_norm_imports_little_else():
     assert imported_by("normexp.norms.group") == {"affine", "errors", "moments"}
     assert imported_by("normexp.norms.batch") == {"affine", "errors", "moments", "state"}
     norms = [file.stem for file in (ROOT / "normexp" / "norms").glob("[!_]*.py")]
-    assert {name for name in norms if len(imported_by(f"normexp.norms.{name}")) > 5} <= {
-        *("mixtures", "evonorm", "deviations"),  # of several families at once
+    assert {name for name in norms if len(imported_by(f"normexp.norms.{name}")) > 6} <= {
+        *("mixtures", "evonorm", "deviations", "taper"),  # of several families at once
         "factory",
     }
 
