@@ -42,7 +42,7 @@ PLACEMENTS: dict[Placement, str] = {
     "peri": "sandwich, and a norm on the embedding",
     "reordered": "x + norm(f(x)), as OLMo 2",
     "layernorm_scaling": "x + f(norm(x) / sqrt(l)) in block l = 1, 2, ...",
-    "hybrid": "y = norm(x + attention(x)), of normed queries, keys, values; y + mlp(y)",
+    "hybrid": "y = norm(x + attention(x)), q, k and v normed; then y + mlp(y)",
     "mix_ln": "post in the first quarter of the blocks, pre in the others",
     "parallel": "x + attention(norm(x)) + mlp(norm(x))",
 }
