@@ -62,8 +62,10 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     return list(found.values())
 
 
-def load(run_dir: str | Path) -> nn.Module:
+def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
     """The trained network of a run directory `runs/<study>/<cell_id>/seed-<k>`.
+
+    With `ema=True` its averaged weights, of a training with the key `ema`.
 
     A plain module in evaluation mode on the CPU. Its input is what the data set's `model_inputs`
     returns: images (N, C, H, W) as float32, normalised, or tokens (N, T).
@@ -74,7 +76,7 @@ def load(run_dir: str | Path) -> nn.Module:
     """
     from normexp.cells.load import load_run
 
-    return load_run(Path(run_dir))
+    return load_run(Path(run_dir), ema=ema)
 
 
 def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:

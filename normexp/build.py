@@ -22,7 +22,7 @@ from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
 from normexp.config.rules import suggest
 from normexp.config.spec import one_line
-from normexp.data.dataset import Data, validate
+from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
@@ -35,18 +35,22 @@ logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs wha
 # Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
 RESERVED_NORM_KEYS = ("view", "half_life", *SLOTS)
 # Keys of an optimizer's YAML for the training; all others are passed to the optimizer.
-RESERVED_OPTIM_KEYS = ("default_lr", "decay_norm", "schedule", "warmup", "weight_decay")
+RESERVED_OPTIM_KEYS = (
+    *("default_lr", "decay_norm", "decay_bias", "schedule", "warmup", "weight_decay"),
+)
 
 
 def build_data(cfg: DictConfig) -> Data:
-    """The data set that `data` names, checked, on the CPU."""
-    make, target = _maker(plain(cfg.data), "data"), cfg.data._target_
+    """The data set that `data` names, checked, on the CPU, with `data.limit_train` samples."""
+    values, target = plain(cfg.data), cfg.data._target_
+    limit = values.pop("limit_train", None)
+    make = _maker(values, "data")
     data = _call(make, f"data._target_={target}")
     if not isinstance(data, Data):
         kind = type(data).__name__
         raise UserError(f"data._target_={target} returned a {kind}, not a normexp.data.Data")
     validate(data)
-    return data
+    return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
 
 
 def build_norm(

@@ -27,7 +27,9 @@ FILES = sorted(conf_dir().rglob("*.yaml"))
 @pytest.mark.parametrize("choice", CHOICES)
 def test_choice_composes_and_validates(choice: str):
     cells = list_cells(parse_command([choice]))
-    for cell in [*cells[::9], cells[-1]]:  # each takes a tenth of a second
+    for cell in (
+        [cells[0], cells[-1]] if len(cells) > 1 else cells
+    ):  # each takes a tenth of a second
         validate(compose_config(cell))
 
 

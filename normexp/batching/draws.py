@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Stream = Literal["init", "order", "augment", "dropout", "foreign", "split", "evaluate"]
+Stream = Literal["init", "order", "augment", "dropout", "foreign", "split", "limit", "evaluate"]
 
 _LOW_32 = 0xFFFFFFFF
 

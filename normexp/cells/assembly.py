@@ -55,11 +55,13 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
         lr_scales=None if lrs is None else tuple(lr / max(lrs) for lr in lrs),
         weight_decay=cfg.optim.weight_decay,
         decay_norm=cfg.optim.decay_norm,
+        decay_bias=cfg.optim.get("decay_bias", True),
         max_grad_norm=cell.plan.max_grad_norm,
         eval_group=cell.plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
         log_every=cfg.log_every,
         max_chunk=cfg.chunk,
         compile=cfg.get("compile", False),
+        ema=cell.plan.ema,
     )
 
 
@@ -133,7 +135,8 @@ def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Re
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
         own = content["normexp"]
         replicas = build_replicas(cell, seeds, is_stacked=own["is_stacked"])
-        if _shapes(content["state_dict"]) != _shapes(replicas.state_dict(prefix="replicas.")):
+        trained = {k: v for k, v in content["state_dict"].items() if not k.startswith("averaged.")}
+        if _shapes(trained) != _shapes(replicas.state_dict(prefix="replicas.")):
             raise ValueError("it belongs to other networks")
         optimizer = build_recipe(cell).build_optimizer(replicas)
         optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit

@@ -16,19 +16,20 @@ from normexp.cells.naming import GROUPS
 from normexp.cells.plan import plan_training
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.errors import UserError
-from normexp.records.paths import CONFIG_FILE, WEIGHTS_FILE, find_run, seed_dir
+from normexp.records.paths import CONFIG_FILE, EMA_WEIGHTS_FILE, WEIGHTS_FILE, find_run, seed_dir
 from normexp.records.result import read_run
 
 GROUPS_TRAINED = ("norm", "model", "data", "optim", "trainer")
 REMEDY = "remove the cell's folder and train it again"
 
 
-def load_run(run_dir: Path) -> nn.Module:
+def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
     """The trained network of a run, in evaluation mode on the CPU.
 
     Rebuilds it from the cell's config.yaml; needs the data set, for its shapes.
 
     Args:
+        ema: the averaged weights, with the running state that they were evaluated with.
         run_dir: `runs/<study>/<cell_id>/seed-<k>`, or the folder of a cell with a single seed.
 
     Raises:
@@ -40,7 +41,8 @@ def load_run(run_dir: Path) -> nn.Module:
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, num_steps=plan.num_steps, momentum=plan.norm_momentum)
     network = build_network(cfg, norm, data)(seed)
-    load_weights(network, seed_dir(cell_dir, seed), precision=cfg.trainer.precision)
+    file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
+    load_weights(network, seed_dir(cell_dir, seed), precision=cfg.trainer.precision, file=file)
     return network.eval()
 
 
@@ -62,12 +64,15 @@ def load_config(cell_dir: Path, names: Mapping[str, Any]) -> DictConfig:
     return DictConfig(OmegaConf.merge(newer, cfg))
 
 
-def load_weights(network: nn.Module, run_dir: Path, *, precision: str) -> None:
+def load_weights(
+    network: nn.Module, run_dir: Path, *, precision: str, file: str = WEIGHTS_FILE
+) -> None:
     """Loads the weights of a run into its network, in the precision of the training."""
-    path = run_dir / WEIGHTS_FILE
+    path = run_dir / file
     if not path.is_file():
         raise UserError(
-            f"{path} does not exist: the run has not ended, or was trained with save_weights=false"
+            f"{path} does not exist: the run has not ended, or was trained "
+            + ("without ema=..." if file == EMA_WEIGHTS_FILE else "with save_weights=false")
         )
     if precision == "64-true":
         network.double()

@@ -38,6 +38,9 @@ TURNED = {
     *("norm._partial_", "model._partial_", "optim._partial_"),
 }
 
+# Keys that some configs lack, and the value that means the same: left out there.
+ABSENT = {"optim.decay_bias": True, "data.limit_train": None}
+
 
 def identity_of(
     cfg: DictConfig, data: Data, plan: Plan, slots: Mapping[str, Any], *, mixes_samples: bool
@@ -113,7 +116,11 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            value = {name: each for name, each in value.items() if counts(f"{key}.{name}")}
+            value = {
+                name: each
+                for name, each in value.items()
+                if counts(path := f"{key}.{name}") and (path, each) not in ABSENT.items()
+            }
         if counts(key):
             found[key] = value
     return found

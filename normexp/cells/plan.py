@@ -37,6 +37,7 @@ class Plan:
     optimizer_momentum: float | None  # None for an optimizer without momentum
     norm_momentum: float | None  # of the running averages; None unless norm.half_life is set
     max_grad_norm: float | None
+    ema: float | None
     matmul_precision: str
     notes: tuple[str, ...] = ()  # for the user, once nothing is refused
 
@@ -54,6 +55,12 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
     sizes = sizes_of(cfg)
     if synchronized(cfg):
         _check_presence(cfg, sizes, num_train)
+    limit = cfg.data.get("limit_train")
+    if limit is not None and limit < sizes.batch_size:
+        raise UserError(
+            f"data.limit_train={limit} is less than one batch_size={sizes.batch_size}; "
+            f"try data.limit_train={sizes.batch_size} or a smaller batch_size"
+        )
     steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=cfg.drop_last)
     lr, momentum = scale_learning_rate(
         cfg.lr_rule,
@@ -70,21 +77,28 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
             f"lr_rule={cfg.lr_rule} changes lr={cfg.lr:g} at base_batch_size={cfg.base_batch_size} "
             f"to lr={lr:g} at batch_size={sizes.batch_size}"
         )
+    num_steps = count_steps(
+        steps_per_epoch,
+        sizes.batch_size,
+        epochs=cfg.epochs,
+        steps=cfg.steps,
+        samples=cfg.samples,
+        samples_per_epoch=min(num_train, steps_per_epoch * sizes.batch_size),
+    )
+    if cfg.ema is not None and (span := 1 / (1 - cfg.ema)) > num_steps / 2:
+        notes.append(
+            f"ema={cfg.ema:g} averages over some {span:.0f} steps of {num_steps}: the first "
+            "weights still count at the end"
+        )
     return Plan(
         sizes=sizes,
         steps_per_epoch=steps_per_epoch,
-        num_steps=count_steps(
-            steps_per_epoch,
-            sizes.batch_size,
-            epochs=cfg.epochs,
-            steps=cfg.steps,
-            samples=cfg.samples,
-            samples_per_epoch=min(num_train, steps_per_epoch * sizes.batch_size),
-        ),
+        num_steps=num_steps,
         lr=lr,
         optimizer_momentum=momentum,
         norm_momentum=_norm_momentum(cfg, sizes),
         max_grad_norm=cfg.max_grad_norm,
+        ema=cfg.ema,
         matmul_precision=cfg.matmul_precision,
         notes=tuple(notes),
     )

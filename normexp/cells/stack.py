@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning.loggers import Logger
+from torch import nn
 
 from normexp.batching.replicas import suitable_threads
 from normexp.build import plain
@@ -24,7 +25,13 @@ from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
 from normexp.records.logs import messages_to_file
 from normexp.records.metrics import MetricsWriter
-from normexp.records.paths import LOG_FILE, METRICS_FILE, WEIGHTS_FILE, seed_dir
+from normexp.records.paths import (
+    EMA_WEIGHTS_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    WEIGHTS_FILE,
+    seed_dir,
+)
 from normexp.records.result import Result, write_result
 from normexp.records.samples import write_samples
 from normexp.records.stacks import StackRecord, begin_stack, end_stack
@@ -236,8 +243,9 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
             continue
         run_dir = seed_dir(cell.directory, seed)
         if cell.cfg.save_weights:
-            with open_atomic(run_dir / WEIGHTS_FILE) as file:
-                torch.save(module.replicas.replica(index).cpu().state_dict(), file)
+            _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
+            if module.averaged is not None:
+                _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
         if cell.evaluation.adds:
             write_evaluation(run_dir, module.evaluator.content(module.metrics, index))
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
@@ -246,6 +254,11 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
         write_result(seed_dir(stack.cell.study_dir / result.cell_id, result.seed), result)
     end_stack(stack.record)
     return results
+
+
+def _save_weights(path: Path, network: nn.Module) -> None:
+    with open_atomic(path) as file:
+        torch.save(network.cpu().state_dict(), file)
 
 
 def _result_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +157,7 @@ class Subject:
         return self.layout.present(self.bare(shape, **knobs)).to(dtype).train()
 
     def trained(self, shape: Shape, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
-        """The norm after two training forwards; a scale that starts at zero is set to one."""
+        """The norm after two training forwards; see `_wake` for zeros."""
         norm = self.norm(shape, dtype, **knobs)
         with torch.no_grad():
             _wake(norm, values(shape, dtype))
@@ -307,12 +308,25 @@ def _is_shown(question: Callable[[], bool]) -> bool:
 
 @torch.no_grad()
 def _wake(norm: nn.Module, x: Tensor) -> None:
-    """Sets parameters that are all zero to one if the output ignores its input because of them."""
-    out = norm(x)
-    if out.isfinite().all() and not moves(out, norm(3 * x.flip(0) + 1)):
-        for parameter in norm.parameters():
-            if not parameter.any():
-                parameter.fill_(1)
+    """Sets parameters that are all zero to one where zeros hide how outputs depend on inputs.
+
+    A bias does not: it moves the outputs of two inputs alike, and stays as it is.
+    """
+    twin = copy.deepcopy(norm)
+    own = dict(norm.named_parameters())
+    for name, parameter in twin.named_parameters():
+        if not parameter.any():
+            before = _difference(twin, x)
+            parameter.fill_(1)
+            if before.isfinite().all() and moves(before, _difference(twin, x)):
+                own[name].fill_(1)
+            else:
+                parameter.zero_()
+
+
+def _difference(norm: nn.Module, x: Tensor) -> Tensor:
+    """What separates the outputs of two inputs of the same shape."""
+    return norm(3 * x.flip(0) + 1) - norm(x)
 
 
 def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -78,6 +78,7 @@ NUMBER = Rule(_is_number, "a number")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NOT_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
 FRACTION = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number from 0 to below 1")
+SHARE = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number between 0 and 1")
 FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 FOLDER = Rule(TEXT.holds, "a folder")
@@ -122,6 +123,7 @@ KEYS = {
     "lr_rule": Key(one_of("none", "linear", "sqrt", "momentum_aware")),
     "base_batch_size": Key(COUNT, "samples"),
     "max_grad_norm": Key(POSITIVE.or_null()),
+    "ema": Key(SHARE.or_null()),
     "seed": Key(INDEX, identity=False),
     "replicas": Key(
         Rule(lambda v: COUNT.holds(v) and v <= 10**6, "a whole number from 1 to 1000000"),
@@ -158,6 +160,7 @@ KEYS = {
     # Keys of groups; not every choice has them.
     **{f"norm.{name}": key for name, key in SLOT_KEYS.items()},
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),
+    "data.limit_train": Key(COUNT.or_null(), "samples, for texts blocks"),
     "data.data_dir": Key(FOLDER, identity=False),
     "data.path": Key(FOLDER, identity=False),  # a digest of the content counts instead
     "data.root": Key(FOLDER, identity=False),
@@ -165,6 +168,7 @@ KEYS = {
     "optim.nesterov": Key(FLAG),
     "optim.weight_decay": Key(NOT_NEGATIVE),
     "optim.decay_norm": Key(FLAG),
+    "optim.decay_bias": Key(FLAG),
     "optim.fused": Key(FLAG),
     "optim.schedule": Key(one_of("constant", "cosine", "one_cycle")),
     "optim.warmup": Key(FRACTION),
@@ -190,7 +194,9 @@ READ = {
 ELSEWHERE = {
     **dict.fromkeys(("max_epochs", "num_epochs", "min_epochs"), "set epochs=..."),
     **dict.fromkeys(("max_steps", "min_steps", "fast_dev_run"), "set steps=..."),
-    **dict.fromkeys(("limit_train_batches", "overfit_batches"), "set steps=... or samples=..."),
+    **dict.fromkeys(
+        ("limit_train_batches", "overfit_batches"), "set steps=... or data.limit_train=..."
+    ),
     **dict.fromkeys(("limit_val_batches", "limit_test_batches"), "both are always whole"),
     **dict.fromkeys(("gradient_clip_val", "grad_clip"), "set max_grad_norm=..."),
     **dict.fromkeys(("accumulate_grad_batches", "grad_accum"), "set micro_batch_size=..."),

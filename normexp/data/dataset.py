@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from normexp.batching.draws import generator
 from normexp.data.augment import Augmentation
 from normexp.errors import UserError
 
@@ -153,6 +154,30 @@ def content_digest(
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().numpy().data)
     return digest.hexdigest()[:16]
+
+
+def limit_train(data: Data, num_samples: int, seed: int) -> Data:
+    """The data set with only `num_samples` of its training split; all else stays as it was.
+
+    Labelled samples are the first ones in a random order by `seed`, so a smaller subset is part of
+    a larger one; of a text they are its first blocks. Mean, deviation and bytes per token remain
+    those of the whole split.
+
+    Raises:
+        UserError: the split has fewer samples.
+    """
+    if num_samples > len(data.train):
+        raise UserError(
+            f"data.limit_train={num_samples}: the training split of data={data.name} has "
+            f"{len(data.train)} samples; try data.limit_train={len(data.train)} or null"
+        )
+    if isinstance(data.train, Windows):
+        size = data.train.block_size
+        train = Windows(data.train.tokens[: (num_samples + 1) * size], size)
+    else:
+        order = torch.randperm(len(data.train), generator=generator(seed, "limit"))
+        train = Examples(*(tensor[order[:num_samples]] for tensor in data.train.tensors))
+    return dataclasses.replace(data, train=train, digest="")
 
 
 def validate(data: Data) -> None:

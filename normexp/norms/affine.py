@@ -51,15 +51,28 @@ class AffineNorm(nn.Module):
     Args:
         eps: small constant added to the variance, or to the mean square.
         affine: false leaves out weight and bias.
+        zero_centered: true scales by 1 + weight, the weight from 0, as Gemma's RMS norm does and
+            Megatron's `zero_centered_gamma`. The same training, but for weight decay, which then
+            pulls towards 1, and for the rounding of weights in half precision.
     """
 
     has_bias = True  # False: `affine` means a weight alone
+    zero_centered = False
 
-    def __init__(self, num_features: int, *, eps: float = 1e-5, affine: bool = True) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        eps: float = 1e-5,
+        affine: bool = True,
+        zero_centered: bool = False,
+    ) -> None:
         super().__init__()
         self.num_features = num_features
         self.eps = eps
         weight, bias = torch.ones(num_features), torch.zeros(num_features)
+        if zero_centered:
+            self.zero_centered, weight = True, torch.zeros(num_features)
         self.weight = nn.Parameter(weight) if affine else None
         self.bias = nn.Parameter(bias) if affine and self.has_bias else None
         self.add_state()
@@ -98,10 +111,6 @@ class AffineNorm(nn.Module):
         raise NotImplementedError
 
     def affine_like(self, x: Tensor) -> Affine:
-        """Returns weight and bias in the dtype of `x`, since kernels want one dtype for both."""
-        weight, bias = self.weight, self.bias
-        if weight is not None and weight.dtype != x.dtype:
-            weight = weight.to(x.dtype)
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
-        return Affine(weight, bias)
+        """Returns gain and bias in the dtype of `x`, since kernels want one dtype for both."""
+        weight, bias = (None if v is None else v.to(x.dtype) for v in (self.weight, self.bias))
+        return Affine(weight + 1 if weight is not None and self.zero_centered else weight, bias)

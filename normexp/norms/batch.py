@@ -130,7 +130,8 @@ class RunningNorm(AffineNorm):
         mean, total = next(iter(pooled.values()))
         weight = self.count_step(total, mean.dtype)
         for name, (value, _) in pooled.items():
-            getattr(self, name).mul_(1 - weight).add_(weight * value.flatten())
+            average = getattr(self, name)
+            average.mul_(1 - weight).add_(weight * value.reshape(average.shape))
 
     def count_step(self, count: int | Tensor, dtype: torch.dtype) -> float | Tensor:
         """Counts a step over `count` values; returns the weight of the new value in an average."""

@@ -1,14 +1,16 @@
-"""Learned mixtures of batch norm with norms that pool within a sample."""
+"""Learned mixtures: of batch norm with norms that pool within a sample, and of several modes."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normexp.errors import UserError
 from normexp.norms.affine import NO_AFFINE, Affine, over_channels
-from normexp.norms.batch import RunningMomentsNorm
+from normexp.norms.batch import RunningMomentsNorm, RunningNorm, group_dims
 from normexp.norms.group import group_norm, refuse_one_position
-from normexp.norms.moments import Moments, measure, pool
+from normexp.norms.moments import Moments, count_values, measure, pool
 
 
 class SwitchableNorm(RunningMomentsNorm):
@@ -61,46 +63,151 @@ def _mixture(logits: Tensor, moments: list[Tensor]) -> Tensor:
     return sum(others, first)
 
 
-class BatchInstanceNorm(RunningMomentsNorm):
-    """(rho * z_batch + (1 - rho) * z_instance) * weight + bias, rho in [0, 1] learned per channel.
+class GatedBatchNorm(RunningMomentsNorm):
+    """Abstract: (rho * z_batch + (1 - rho) * z_sample) * weight + bias, with rho learned.
 
-    z_batch is batch norm, by the running averages in evaluation; z_instance standardizes each
-    channel of each sample, as instance norm. rho (C,) starts at 0.99, nearly batch norm.
-    arXiv:1805.07925.
-
-    The authors' code (hyseob/Batch-Instance-Normalization) starts at 1, where no probe before the
-    training could detect that positions are pooled. It clips rho after every optimizer step, and
-    gives it ten times the learning rate. A norm does not see the optimizer: here rho is `gate`
-    clipped in the forward, with the gradient of the unclipped value.
-
-    Raises:
-        UserError: as `RunningNorm`; in forward, an input with one position.
+    z_batch is batch norm, by the running averages in evaluation; z_sample normalizes groups of
+    channels of each sample, as group norm. The learned `gate` (C,) starts at 0.99 and not at 1 as
+    in the papers' code, where no probe before the training could detect what z_sample pools.
     """
 
     def add_state(self) -> None:
         super().add_state()
         self.gate = nn.Parameter(torch.full((self.num_features,), 0.99))
 
+    def num_groups(self) -> int:
+        """Returns the number of groups of channels whose moments z_sample takes."""
+        raise NotImplementedError
+
+    def rho(self, gate: Tensor) -> Tensor:
+        """Returns the share of batch norm in each channel (C,)."""
+        return gate
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        return self._mix(x, real, self.normalize_as_batch_norm(x, real, NO_AFFINE), affine)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        return self._mix(x, real, super().normalize_by_running(x, real, NO_AFFINE), affine)
+
+    def _mix(self, x: Tensor, real: Tensor | None, by_batch: Tensor, affine: Affine) -> Tensor:
+        real = None if real is None else real.flatten(0, 1)
+        by_sample = group_norm(x.flatten(0, 1), real, self.num_groups(), NO_AFFINE, self.eps)
+        rho = over_channels(self.rho(self.gate.to(x.dtype)), x, axis=2)
+        mixed = rho * by_batch + (1 - rho) * by_sample.unflatten(0, x.shape[:2])
+        return affine.apply(mixed, axis=2)
+
+
+class BatchInstanceNorm(GatedBatchNorm):
+    """Batch norm mixed with instance norm in each channel, rho within [0, 1]. arXiv:1805.07925.
+
+    The authors' code (hyseob/Batch-Instance-Normalization) clips rho after every optimizer step,
+    and gives it ten times the learning rate. A norm does not see the optimizer: here rho is `gate`
+    clipped in the forward, with the gradient of the unclipped value.
+
+    Raises:
+        UserError: as `RunningNorm`; in forward, an input with one position.
+    """
+
+    def num_groups(self) -> int:
+        return self.num_features
+
+    def rho(self, gate: Tensor) -> Tensor:
+        return gate + (gate.clamp(0, 1) - gate).detach()
+
     def refuse(self, shape: torch.Size) -> None:
         refuse_one_position(shape, "batch-instance norm", "norm=batch")
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        by_instance = self._by_instance(x, real)
-        by_batch = self.normalize_as_batch_norm(x, real, NO_AFFINE)
-        return self._mix(by_batch, by_instance, affine)
-
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         self.refuse(x.shape[1:])
-        by_instance = self._by_instance(x, real)
-        by_batch = super().normalize_by_running(x, real, NO_AFFINE)
-        return self._mix(by_batch, by_instance, affine)
+        return super().normalize_by_running(x, real, affine)
 
-    def _by_instance(self, x: Tensor, real: Tensor | None) -> Tensor:
-        real = None if real is None else real.flatten(0, 1)
-        out = group_norm(x.flatten(0, 1), real, self.num_features, NO_AFFINE, self.eps)
-        return out.unflatten(0, x.shape[:2])
 
-    def _mix(self, by_batch: Tensor, by_instance: Tensor, affine: Affine) -> Tensor:
-        gate = self.gate.to(by_batch.dtype)
-        rho = over_channels(gate + (gate.clamp(0, 1) - gate).detach(), by_batch, axis=2)
-        return affine.apply(rho * by_batch + (1 - rho) * by_instance, axis=2)
+class BatchChannelNorm(GatedBatchNorm):
+    """Batch norm mixed with layer norm of the whole sample in each channel. arXiv:2312.00596.
+
+    rho is not bounded. The authors' code (AfifaKhaled/Batch-Channel-Normalization) differs in its
+    evaluation: it multiplies the running variance with m / (m - 1), m the values of the batch that
+    is evaluated. Its version for transformers takes the moments of each token in both parts.
+    Another BCN, arXiv:1911.09738, normalizes groups of channels after estimated batch statistics.
+    """
+
+    def num_groups(self) -> int:
+        return 1
+
+
+class ModeNorm(RunningNorm):
+    """sum_k g_k * (x - mean_k) / sqrt(var_k + eps) * weight + bias, over K modes.
+
+    A sample's gates g (N, K) are the softmax of a linear map of the means of its channels over
+    positions. mean_k and var_k are the moments of a channel over all samples and positions, in
+    which sample n has the weight g_nk; evaluation uses their running averages, `mode_mean` and
+    `mode_var` (K, C). One mode is batch norm. arXiv:1810.05466.
+
+    The authors' code (ldeecke/mn-torch) averages E[x^2] and not the (biased) variance, which loses
+    digits, and starts from 0 and not near 1; its gates begin as here, nearly equal. Parts of a step
+    and ghost groups have moments of their own, which are averaged.
+
+    Args:
+        num_modes: K.
+
+    Raises:
+        UserError: as `RunningNorm`; a num_modes below one.
+    """
+
+    mode_mean: Tensor
+    mode_var: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        num_modes: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        if num_modes < 1:
+            raise UserError(f"num_modes={num_modes} is not positive; try norm.num_modes=2")
+        self.gates = nn.Linear(num_features, num_modes)
+        nn.init.normal_(self.gates.weight, mean=1 / num_modes, std=0.01)
+        self.register_buffer("mode_mean", torch.zeros(num_modes, num_features))
+        # Unlike: among equal modes no probe before the training could detect what the gates read.
+        start = 1 + 0.1 * torch.arange(num_modes)[:, None]
+        self.register_buffer("mode_var", start.repeat(1, num_features))
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        own, gates = self._gate(x, real)
+        weights = gates * own.count.flatten(2) if isinstance(own.count, Tensor) else gates
+        shares = weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+        means, variances = own.mean.flatten(2), own.var.flatten(2)  # (G, N, C)
+        mean = torch.einsum("gnk,gnc->gkc", shares, means)
+        between = (means.unsqueeze(2) - mean.unsqueeze(1)).square()  # (G, N, K, C)
+        var = torch.einsum("gnk,gnkc->gkc", shares, variances.unsqueeze(2) + between)
+        count = count_values(x, real, group_dims(x))
+        count = count.flatten(2) if isinstance(count, Tensor) else count  # (G, 1, 1)
+        self.move_averages(count, mode_mean=mean, mode_var=var)
+        return self._standardize(x, own.mean, gates, mean, var, affine)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        own, gates = self._gate(x, real)
+        mean, var = (v.to(x.dtype)[None] for v in (self.mode_mean, self.mode_var))
+        return self._standardize(x, own.mean, gates, mean, var, affine)
+
+    def _gate(self, x: Tensor, real: Tensor | None) -> tuple[Moments, Tensor]:
+        """Returns the moments of each sample's channels, and its gates (G, N, K)."""
+        own = measure(x, real, tuple(range(3, x.ndim)))  # (G, N, C, 1, ...)
+        weight, bias = self.gates.weight.to(x.dtype), self.gates.bias.to(x.dtype)
+        return own, F.linear(own.mean.flatten(2), weight, bias).softmax(dim=-1)
+
+    def _standardize(
+        self, x: Tensor, own: Tensor, gates: Tensor, mean: Tensor, var: Tensor, affine: Affine
+    ) -> Tensor:
+        """Returns the output by the moments (G, K, C) of the modes; `own` is a sample's mean.
+
+        x - own is scaled once by the sum over modes, which needs no K copies of x.
+        """
+        scales = gates.unsqueeze(-1) * torch.rsqrt(var + self.eps).unsqueeze(1)  # (G, N, K, C)
+        offsets = own.flatten(2).unsqueeze(2) - mean.unsqueeze(1)
+        scale, offset = (v.sum(dim=2).view(own.shape) for v in (scales, scales * offsets))
+        return affine.apply(torch.addcmul(offset, x - own, scale), axis=2)

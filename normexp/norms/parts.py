@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.norms.affine import over_channels
+from normexp.norms.affine import Affine, over_channels
 from normexp.norms.slots import Act, Conv
 
 # Added to the variance of weights. The config's eps fits activations, which are far larger: at 1e-5
@@ -51,6 +51,36 @@ class ScaledReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x) * self.GAIN
+
+
+class ProxyActivation(nn.Module):
+    """(f(w x + b) - mean(f(w g + b))) / sqrt(var(f(w g + b)) + 0.03), g a standard normal variable.
+
+    Proxy normalization of an activation f (Labatie et al. 2021, arXiv:2106.03743): it standardizes
+    what f would return if its normalized input were normal in each channel. It stands after layer
+    or group norm without a weight and a bias: it has them, `weight` (C,) and `bias` (C,). As in
+    public code, g takes 256 values with equal probabilities between them, and eps is 0.03; var is
+    biased. The paper's own code was not found. Shape (N, C, *) in and out.
+    """
+
+    norm_parameters = ("weight", "bias")
+    NUM_VALUES, EPS = 256, 0.03
+
+    def __init__(self, num_features: int, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        affine = Affine(self.weight, self.bias)  # float32: x widens to it
+        steps = torch.arange(self.NUM_VALUES, device=x.device, dtype=self.weight.dtype)
+        normal = torch.special.ndtri((steps + 0.5) / self.NUM_VALUES)[:, None]
+        proxy = self.function(affine.apply(normal.expand(-1, len(self.weight))))
+        var, mean = torch.var_mean(proxy, dim=0, correction=0)  # (C,)
+        scale = torch.rsqrt(var + self.EPS)
+        y = self.function(affine.apply(x.to(torch.promote_types(x.dtype, scale.dtype))))
+        return Affine(scale, -mean * scale).apply(y).to(x.dtype)
 
 
 class WeightStandardizedConv2d(nn.Conv2d):
@@ -128,6 +158,8 @@ ACTIVATIONS: dict[Act, Callable[[int], nn.Module]] = {
     "silu": lambda _: nn.SiLU(),
     "tlu": TLU,
     "scaled_relu": lambda _: ScaledReLU(),
+    "proxy_relu": lambda num_features: ProxyActivation(num_features, F.relu),
+    "proxy_silu": lambda num_features: ProxyActivation(num_features, F.silu),
     "identity": lambda _: nn.Identity(),
 }
 

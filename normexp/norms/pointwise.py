@@ -9,22 +9,26 @@ from normexp.norms.affine import Affine, AffineNorm
 
 
 class DynamicSquashing(AffineNorm):
-    """Abstract: squash(x) * weight + bias, with one learned `alpha` () inside the function.
+    """Abstract: squash(alpha * x + shift) * weight + bias, alpha () and shift () learned.
 
     Args:
-        alpha_init: initial alpha, in 1 / units of x.
+        alpha_init: initial alpha, in 1 / units of x; the shift starts at 0.
     """
 
     def __init__(self, num_features: int, *, alpha_init: float = 0.5, affine: bool = True) -> None:
         super().__init__(num_features, eps=0.0, affine=affine)
         self.alpha = nn.Parameter(torch.tensor(float(alpha_init)))
 
+    def add_state(self) -> None:
+        self.shift: Tensor | None = nn.Parameter(torch.tensor(0.0))
+
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
-        return affine.apply(self.squash(x))
+        z = self.alpha.to(x.dtype) * x
+        return affine.apply(self.squash(z if self.shift is None else z + self.shift.to(x.dtype)))
 
-    def squash(self, x: Tensor) -> Tensor:
-        """Returns the bounded function of `x`, in its dtype."""
+    def squash(self, z: Tensor) -> Tensor:
+        """Returns the bounded function of `z`, in its dtype."""
         raise NotImplementedError
 
 
@@ -36,19 +40,41 @@ class DyT(DynamicSquashing):
     language models start attention with a larger alpha.
     """
 
-    def squash(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.alpha.to(x.dtype) * x)
+    def add_state(self) -> None:
+        self.shift = None
+
+    def squash(self, z: Tensor) -> Tensor:
+        return torch.tanh(z)
 
 
 class Derf(DynamicSquashing):
-    """erf(alpha * x + shift) * weight + bias, with one learned alpha and shift. arXiv:2512.10938.
+    """erf(alpha * x + shift) * weight + bias. arXiv:2512.10938.
 
-    The shift starts at 0 and alpha at 0.5, so that initially DyT and Derf differ in the function
-    alone.
+    Initially DyT and Derf differ in the function alone.
     """
 
-    def add_state(self) -> None:
-        self.shift = nn.Parameter(torch.tensor(0.0))
+    def squash(self, z: Tensor) -> Tensor:
+        return torch.erf(z)
 
-    def squash(self, x: Tensor) -> Tensor:
-        return torch.erf(self.alpha.to(x.dtype) * x + self.shift.to(x.dtype))
+
+class ISRU(DynamicSquashing):
+    """z / sqrt(z^2 + 1) * weight + bias, z = alpha * x + shift: inverse square root unit.
+
+    One of the functions that arXiv:2512.10938 compares with Derf; the authors' code
+    (zlab-princeton/Derf, other_functions/isru.py) agrees. arXiv:2503.21708 derives the function
+    from RMS norm; by its abstract, with another parameter and without a shift.
+    """
+
+    def squash(self, z: Tensor) -> Tensor:
+        return z * torch.rsqrt(z.square() + 1)
+
+
+class HardTanh(DynamicSquashing):
+    """clip(z, -1, 1) * weight + bias, z = alpha * x + shift: a bound without curvature.
+
+    `linear_clip` of the authors' code of arXiv:2512.10938. arXiv:2604.23434 uses a hard tanh to ask
+    whether it is the bound that makes DyT a regularizer.
+    """
+
+    def squash(self, z: Tensor) -> Tensor:
+        return z.clamp(-1, 1)

@@ -1,7 +1,7 @@
 """Norms by a root mean square: scaled, never centred.
 
-RMS norm and its relatives pool the channels of each position; filter response norm pools the
-positions of each channel.
+RMS norm and its relatives pool the channels of each position; filter response norm and the global
+response norm of ConvNeXt V2 pool the positions of each channel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.norms.affine import Affine, AffineNorm
+from normexp.errors import UserError
+from normexp.norms.affine import Affine, AffineNorm, over_channels
 from normexp.norms.group import refuse_one_position
 from normexp.norms.moments import measure_mean
 
@@ -21,8 +22,8 @@ class RMSNorm(AffineNorm):
     """x / sqrt(mean_C(x^2) + eps) * weight. Pools C at each position. arXiv:1910.07467.
 
     On (N, C) it is torch.nn.RMSNorm(C), whose default eps is that of the dtype, 1.2e-7 in float32.
-    Language models differ in whether they return to half precision before or after the weight, and
-    some store the weight less one.
+    Language models differ in whether they return to half precision before or after the weight; some
+    store the weight less one, which is `zero_centered`.
     """
 
     has_bias = False
@@ -32,6 +33,106 @@ class RMSNorm(AffineNorm):
         if x.ndim == 2:  # torch's kernel wants channels last, which is slower for maps
             return F.rms_norm(x, (self.num_features,), affine.weight, self.eps)
         return affine.apply(x * inverse_rms(x, self.eps))
+
+
+class PreAffineRMSNorm(RMSNorm):
+    """RMS norm of p * x, with a second learned weight p (C,) before the statistics.
+
+    p is `pre_weight` and starts at 1; a large p lets one channel set the scale of all others, which
+    otherwise takes an outlier in x. arXiv:2601.22966.
+    """
+
+    def add_state(self) -> None:
+        self.pre_weight = nn.Parameter(torch.ones(self.num_features))
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        return super().normalize(x * over_channels(self.pre_weight.to(x.dtype), x), real, affine)
+
+
+class GatedRMSNorm(RMSNorm):
+    """y * sigmoid(U silu(D y)) with y the RMS norm of x: a low-rank gate of each channel.
+
+    D (rank, C) is `down.weight`, U (C, rank) `up.weight`. arXiv:2601.22966, which does not say
+    where they start; as in kubotadaichi/gated-norm-experiment it is torch's default for linear
+    layers, so that all gates begin near 1/2. They count as parameters of a norm for weight decay.
+
+    Args:
+        rank: numbers between D and U; 16 in the paper.
+    """
+
+    def __init__(
+        self, num_features: int, *, rank: int, eps: float = 1e-5, affine: bool = True
+    ) -> None:
+        super().__init__(num_features, eps=eps, affine=affine)
+        if rank < 1:
+            raise UserError(f"rank={rank} is not positive; try norm.rank=16")
+        self.down = nn.Linear(num_features, rank, bias=False)
+        self.up = nn.Linear(rank, num_features, bias=False)
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        y = super().normalize(x, real, affine).movedim(1, -1)  # (N, *, C)
+        inner = F.silu(F.linear(y, self.down.weight.to(y.dtype)))
+        return (y * F.linear(inner, self.up.weight.to(y.dtype)).sigmoid()).movedim(-1, 1)
+
+
+class SeeDNorm(AffineNorm):
+    """x / sqrt(mean_C(x^2) + eps) * (weight + alpha * tanh(sum_C(beta * x))).
+
+    RMS norm with a gain that depends on x. Pools C at each position. alpha (C,) starts at 1 and
+    beta (C,) at 0, where it is RMS norm. arXiv:2510.22777, as swiss-ai/Megatron-LM (torch_norm.py)
+    has it, where weight decay reaches alpha and beta. The paper's form with several heads is not
+    here.
+    """
+
+    has_bias = False
+
+    def add_state(self) -> None:
+        self.alpha = nn.Parameter(torch.ones(self.num_features))
+        self.beta = nn.Parameter(torch.zeros(self.num_features))
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        alpha, beta = (over_channels(v.to(x.dtype), x) for v in (self.alpha, self.beta))
+        gain = alpha * torch.tanh((beta * x).sum(dim=1, keepdim=True))  # (N, C, *)
+        gain = gain + (1 if affine.weight is None else over_channels(affine.weight, x))
+        return x * inverse_rms(x, self.eps) * gain
+
+
+class BHyT(AffineNorm):
+    """tanh(alpha / kappa * x / sqrt(mean_C(x^2) + eps)) * weight, with one learned alpha.
+
+    DyT of RMS-normalized values, which |alpha| / kappa sqrt(C) bounds, so that the tanh does not
+    saturate in depth. Pools C at each position. arXiv:2601.09719; this is BHyT* of the authors'
+    code (MLAI-Yonsei/BHyT, `BHyT_Star`). Plain BHyT does the same at the first norm of a block; at
+    the second it estimates the mean square from that of the first, which is faster, and which a
+    norm by itself cannot.
+
+    Args:
+        alpha_init: initial alpha; the code's default is 2, its scripts try 1 to 5.
+        kappa: the divisor; it also makes the steps of alpha kappa times as short.
+    """
+
+    has_bias = False
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        alpha_init: float = 2.0,
+        kappa: float = 10.0,
+        eps: float = 1e-5,
+        affine: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps=eps, affine=affine)
+        if not kappa > 0:
+            raise UserError(f"kappa={kappa} is not positive; try norm.kappa=10")
+        self.kappa = kappa
+        self.alpha = nn.Parameter(torch.tensor(float(alpha_init)))
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        scale = self.alpha.to(x.dtype) / self.kappa * inverse_rms(x, self.eps)
+        return affine.apply(torch.tanh(x * scale))
 
 
 class SimpleRMSNorm(AffineNorm):
@@ -130,6 +231,29 @@ class FilterResponseNorm(AffineNorm):
         return affine.apply(x, torch.rsqrt(square + eps))
 
 
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """Returns 1 / sqrt(mean_C(x^2) + eps) of x (N, C, *): (N, 1, *)."""
-    return torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)
+class GlobalResponseNorm(AffineNorm):
+    """x * (1 + response * g / (mean_C(g) + eps)) + shift, g the L2 norm of a channel's positions.
+
+    `response` (C,) and `shift` (C,) start at 0, where it returns x: channels compete, and the scale
+    of x is kept. GRN, arXiv:2301.00808. ConvNeXt V2 has it besides layer norm, after the
+    activation; its code and timm's have eps 1e-6, and call the two weight and bias, or gamma and
+    beta. With one position g is |x|.
+    """
+
+    def __init__(self, num_features: int, *, eps: float = 1e-5) -> None:
+        super().__init__(num_features, eps=eps, affine=False)
+        self.response = nn.Parameter(torch.zeros(num_features))
+        self.shift = nn.Parameter(torch.zeros(num_features))
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real, affine
+        positions = tuple(range(2, x.ndim))
+        g = torch.linalg.vector_norm(x, dim=positions, keepdim=True) if positions else x.abs()
+        g = g / (g.mean(dim=1, keepdim=True) + self.eps)
+        response, shift = (over_channels(v.to(x.dtype), x) for v in (self.response, self.shift))
+        return torch.addcmul(shift, x, 1 + response * g)
+
+
+def inverse_rms(x: Tensor, eps: float, *, axis: int = 1) -> Tensor:
+    """Returns 1 / sqrt(mean_C(x^2) + eps) of x, the channels along `axis`, kept with size 1."""
+    return torch.rsqrt(x.square().mean(dim=axis, keepdim=True) + eps)

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-Act = Literal["relu", "gelu", "silu", "tlu", "scaled_relu", "identity"]
+Act = Literal["relu", "gelu", "silu", "tlu", "scaled_relu", "proxy_relu", "proxy_silu", "identity"]
 Conv = Literal["plain", "weight_standardized", "scaled_weight_standardized"]
 Placement = Literal[
     "pre",

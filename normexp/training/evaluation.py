@@ -1,8 +1,8 @@
 """What a model minimises, and evaluation on splits with one kind of statistics at a time.
 
-Kinds: `running` (the norms as they are), `precise` (moments pooled over training samples) and
-`batch<k>` (of batches of k samples). Metrics of the last two have the kind as a suffix:
-`val/accuracy@precise`, `test/loss@batch32`.
+Kinds: `running` (the norms as they are), `precise` (moments pooled over training samples),
+`batch<k>` (of batches of k samples) and `ema` (averaged weights with precise statistics of their
+own). Metrics of all but the first have the kind as a suffix: `val/accuracy@precise`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from torch.nn import functional
 from normexp.batching.replicas import Batch, Measured, Replicas
 from normexp.data.dataset import Data
 from normexp.errors import UserError
+from normexp.training.optim import AveragedWeights
 from normexp.training.recorder import finite_mean
 from normexp.training.statistics import (
     Population,
     batch_statistics,
     block_size,
+    evaluation_mode,
     gather,
     measure_population,
     shuffled,
@@ -144,6 +146,7 @@ class Evaluator:
     Args:
         eval_group: samples that share statistics in evaluation mode; None if the norm does not
             mix samples there.
+        averaged: averaged weights to evaluate as well; None without.
 
     Attributes:
         samples: what samples.npz keeps of each test sample (S, N), by kind of statistics.
@@ -158,19 +161,23 @@ class Evaluator:
         criterion: Criterion,
         plan: EvaluationPlan,
         eval_group: int | None = None,
+        averaged: AveragedWeights | None = None,
     ) -> None:
         self.replicas = replicas
         self.data = data
         self.criterion = criterion
         self.plan = plan
         self.eval_group = eval_group
+        self.averaged = averaged
         self.samples: dict[str, Tensor] = {}
         self.population: Population | None = None
         self._lacks_running_state = False
 
     def on(self, data: Data) -> Evaluator:
         """Returns the same evaluator for a copy of the data on another device."""
-        return Evaluator(self.replicas, data, self.criterion, self.plan, self.eval_group)
+        return Evaluator(
+            self.replicas, data, self.criterion, self.plan, self.eval_group, self.averaged
+        )
 
     def running(self, split: str) -> Columns:
         """Returns the metrics of a split; the replicas must be in evaluation mode."""
@@ -183,18 +190,15 @@ class Evaluator:
             metrics |= self.precise(splits)
         for size in self.plan.batch_sizes:
             metrics |= self.batch(size, splits)
+        if self.averaged is not None and self.averaged.n_averaged > 0:
+            metrics |= self.ema(self.averaged.module, splits)
         return metrics
 
     def precise(self, splits: Sequence[str]) -> Columns:
         """Measures `population` anew; empty if the norm has no running state."""
         if self._lacks_running_state:
             return {}
-        self.population = measure_population(
-            self.replicas,
-            self.data,
-            num_samples=self.plan.precise_samples,
-            group_size=self.plan.group_size,
-        )
+        self.population = self._measure_population(self.replicas)
         if self.population is None:
             self._lacks_running_state = True
             logger.info("no precise statistics: the norm has no running averages")
@@ -204,6 +208,32 @@ class Evaluator:
             for split in splits:
                 metrics |= self._score(split, "precise")
         return metrics
+
+    def ema(self, averaged: Replicas, splits: Sequence[str]) -> Columns:
+        """Metrics of averaged weights, with running state measured anew, which they keep.
+
+        State that cannot be measured is that of the last weights.
+        """
+        own = Evaluator(averaged, self.data, self.criterion, self.plan, self.eval_group)
+        own.samples = self.samples
+        population = own._measure_population(averaged)
+        if population is not None:
+            averaged.write_buffers(population.states)
+        metrics: Columns = {}
+        with evaluation_mode(averaged):
+            for split in splits:
+                metrics |= own._score(
+                    split, "ema", group_size=self.eval_group, num_samples=self.eval_group
+                )
+        return metrics
+
+    def _measure_population(self, replicas: Replicas) -> Population | None:
+        return measure_population(
+            replicas,
+            self.data,
+            num_samples=self.plan.precise_samples,
+            group_size=self.plan.group_size,
+        )
 
     def batch(self, batch_size: int, splits: Sequence[str]) -> Columns:
         """Norms use the statistics of batches of `batch_size` samples, in a random order.
@@ -286,7 +316,7 @@ class Evaluator:
         for name, column in metrics.items():
             metric, _, suffix = name.partition("@")
             kind = "batch" if suffix.startswith("batch") else suffix or "running"
-            if kind in self.plan.statistics and math.isfinite(column[index]):
+            if kind in (*self.plan.statistics, "ema") and math.isfinite(column[index]):
                 found.setdefault(suffix or "running", {})[metric] = column[index]
         if self.population is not None and "precise" in found:
             found["precise"]["num_samples"] = self.population.num_samples

@@ -8,7 +8,6 @@ are counted in optimizer steps, never in Lightning's batches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,20 @@ from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, Replicas
 from normexp.batching.sizes import Share, Sizes
 from normexp.data.batches import TrainingBatches
+from normexp.training.chunks import ChunkLoader
 from normexp.training.evaluation import Columns, EvaluationPlan, Evaluator, criterion_of
-from normexp.training.optim import OptimizerFactory, ReplicaRates, Schedule, parameter_groups
+from normexp.training.optim import (
+    AveragedWeights,
+    OptimizerFactory,
+    ReplicaRates,
+    Schedule,
+    parameter_groups,
+)
 from normexp.training.recorder import LossHistory, Position, Recorder
 from normexp.training.step import StepGradient, compiled_gradient
+
+# A training whose replicas have all diverged ends at a multiple of this, whatever its chunks.
+STEPS_BETWEEN_LOOKS = 25
 
 
 @dataclass(frozen=True)
@@ -35,16 +44,21 @@ class Recipe:
     lr: float
     weight_decay: float = 0.0
     decay_norm: bool = False
+    decay_bias: bool = True  # of modules other than norms
     max_grad_norm: float | None = None  # 2-norm per replica; None: no clipping
     eval_group: int | None = None  # samples that a norm mixes in evaluation; None if it mixes none
     log_every: int = 10  # optimizer steps per row of train/loss
     max_chunk: int = 64  # most optimizer steps in one call of training_step
     lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
     compile: bool = False  # torch.compile the forward of training
+    ema: float | None = None  # weight of the past in averaged weights; None: no average
 
     def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:
         groups = parameter_groups(
-            replicas, weight_decay=self.weight_decay, decay_norm=self.decay_norm
+            replicas,
+            weight_decay=self.weight_decay,
+            decay_norm=self.decay_norm,
+            decay_bias=self.decay_bias,
         )
         return self.optimizer(groups, lr=self.lr)
 
@@ -55,6 +69,7 @@ class TrainingModule(pl.LightningModule):
     Attributes:
         batches: the data of each optimizer step.
         evaluator: computes the metrics of a split.
+        averaged: the averaged weights; None without `recipe.ema`.
         losses: the position in training, and the losses since the last row.
         metrics: the latest metrics by name, a value per replica.
         validated_at: the step of the last validation.
@@ -76,9 +91,10 @@ class TrainingModule(pl.LightningModule):
         self.batches = batches
         self.recipe = recipe
         self.recorder = recorder
+        self.averaged = None if recipe.ema is None else AveragedWeights(replicas, recipe.ema)
         self.criterion = criterion_of(batches.data)
         self.evaluator = Evaluator(
-            replicas, batches.data, self.criterion, plan, eval_group=recipe.eval_group
+            replicas, batches.data, self.criterion, plan, recipe.eval_group, self.averaged
         )
         self.losses = LossHistory(replicas.num_replicas, recipe.log_every)
         self.metrics: Columns = {}
@@ -157,7 +173,11 @@ class TrainingModule(pl.LightningModule):
             for parameter in parameters:  # zero_grad without its profiling
                 parameter.grad = None
             self._take_step(step, batch, optimizer)
-        self._record_losses()
+            if self.step % STEPS_BETWEEN_LOOKS == 0 and self.losses.look_for_divergence():
+                self.trainer.should_stop = True
+                break
+        for step, losses in self.losses.take_rows():
+            self.recorder.record(self.position(step), {"train/loss": losses})
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here and by ChunkLoader
         self.train_seconds += time.perf_counter() - started
@@ -174,12 +194,8 @@ class TrainingModule(pl.LightningModule):
             optimizer.step()
         else:
             self._rates.step(optimizer)
-
-    def _record_losses(self) -> None:
-        for step, losses in self.losses.take_rows():
-            self.recorder.record(self.position(step), {"train/loss": losses})
-        if self.losses.all_diverged:
-            self.trainer.should_stop = True
+        if self.averaged is not None:
+            self.averaged.update_parameters(self.replicas)
 
     def on_train_end(self) -> None:
         self.losses.finish()
@@ -232,52 +248,3 @@ class TrainingModule(pl.LightningModule):
         self.validated_at = state["validated_at"]
         self.metrics = state["metrics"]
         self.recorder.truncate_after(self.step)
-
-
-class ChunkLoader:
-    """Yields the chunks of an epoch as slices of optimizer steps, from the current step on.
-
-    A chunk ends with the epoch and with the last step at the latest. Within these bounds its size
-    doubles from one step until a chunk takes `target_seconds`: small steps then pay little for
-    Lightning's loop, and large ones still show progress and can be interrupted. The size of chunks
-    does not change any result. (Slices, because Lightning unpacks a range into its items.)
-
-    Args:
-        current_step: returns the number of optimizer steps done so far.
-        max_steps: most steps in a chunk.
-        processes: all of them use the largest of their chunk sizes.
-    """
-
-    target_seconds = 0.25
-
-    def __init__(
-        self,
-        current_step: Callable[[], int],
-        steps_per_epoch: int,
-        total_steps: int,
-        max_steps: int,
-        processes: Processes | None = None,
-    ) -> None:
-        self.current_step = current_step
-        self.steps_per_epoch = steps_per_epoch
-        self.total_steps = total_steps
-        self.max_steps = max_steps
-        self.processes = processes
-        self._size = 1
-
-    def __iter__(self) -> Iterator[slice]:
-        step = self.current_step()
-        epoch_end = (step // self.steps_per_epoch + 1) * self.steps_per_epoch
-        end = min(epoch_end, self.total_steps)
-        while step < end:
-            num_steps = min(self._size, end - step)
-            if self.processes is not None:
-                num_steps = self.processes.highest(num_steps)
-            started = time.perf_counter()
-            yield slice(step, step + num_steps)
-            self._resize(time.perf_counter() - started, num_steps)
-            step += num_steps
-
-    def _resize(self, seconds: float, num_steps: int) -> None:
-        affordable = int(self.target_seconds / max(seconds / num_steps, 1e-9))
-        self._size = max(1, min(2 * self._size, affordable, self.max_steps))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from normexp.batching.replicas import Replicas
 from normexp.errors import UserError
@@ -56,21 +57,41 @@ class Schedule:
 
 
 def parameter_groups(
-    model: nn.Module, *, weight_decay: float, decay_norm: bool
+    model: nn.Module, *, weight_decay: float, decay_norm: bool, decay_bias: bool = True
 ) -> list[dict[str, object]]:
-    """Returns groups with and without weight decay: norms' parameters have none by default.
+    """Returns groups with and without weight decay.
 
-    Parameters are told apart by their module, not by their dimensions: a stack adds a dimension,
-    and some norms have affine parameters with several.
+    Parameters are told apart by their module and name (a bias is called `bias` or `..._bias`), not
+    by their dimensions: a stack adds a dimension, and some norms have parameters with several.
+
+    Args:
+        decay_norm: whether the parameters of norms decay, their biases included.
+        decay_bias: whether all other biases do.
     """
     of_norms = {id(p) for p in norm_parameters(model)}
+    spared = set() if decay_norm else set(of_norms)
+    if not decay_bias:
+        biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
+        spared |= biases - of_norms
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if decay_norm or id(p) not in of_norms]
-    kept = [p for p in trained if not decay_norm and id(p) in of_norms]
+    decayed = [p for p in trained if id(p) not in spared]
+    kept = [p for p in trained if id(p) in spared]
     groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}]
     if kept:
         groups.append({"params": kept, "weight_decay": 0.0})
     return groups
+
+
+class AveragedWeights(AveragedModel):
+    """An exponential moving average of replicas' weights: w = decay w + (1 - decay) w_t.
+
+    `update_parameters` takes w_t after step t; w begins as w_1. Buffers are those of the last step.
+    """
+
+    module: Replicas
+
+    def __init__(self, replicas: Replicas, decay: float) -> None:
+        super().__init__(replicas, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
 
 class ReplicaRates:

@@ -99,6 +99,11 @@ class LossHistory:
     def all_diverged(self) -> bool:
         return all(step is not None for step in self.diverged_at)
 
+    def look_for_divergence(self) -> bool:
+        """Waits for the device, and returns True if all replicas have diverged."""
+        self._read(len(self._pending))
+        return self.all_diverged
+
     def add(self, losses: Tensor) -> None:
         """Adds the losses (S,) of one optimizer step; does not wait for the device."""
         self._pending.append(losses)
@@ -121,13 +126,14 @@ class LossHistory:
 
     def finish(self) -> None:
         """Checks the steps after the last row for divergence; they get no row of their own."""
-        if self._pending:
-            self._read(len(self._pending))
-            self._pending = []
+        self._read(len(self._pending))
+        self._pending = []
 
     def _read(self, num_steps: int) -> Tensor:
         """Returns the first pending losses, float64 (num_steps, S); notes where they diverged."""
         first = self.num_steps - len(self._pending)
+        if num_steps == 0:
+            return torch.empty(0)
         losses = torch.stack(self._pending[:num_steps]).double().cpu()
         bad = ~torch.isfinite(losses)
         for index in bad.any(dim=0).nonzero().flatten().tolist():

@@ -57,10 +57,13 @@ def prepare(*words: str) -> Cell:
         (["act=swish"], "act=swish: must be one of relu, gelu, silu, tlu, scaled_relu, identity"),
         (["qk_norm=1"], "qk_norm=1: must be true or false or null"),
         (["residual_scale=inf"], "residual_scale=inf: must be a number or null"),
+        (["data.limit_train=31"], "data.limit_train=31 is less than one batch_size=32; try"),
+        (["data.limit_train=9999"], "data.limit_train=9999: the training split of data=digits has"),
+        (["ema=1"], "ema=1: must be a number between 0 and 1 or null"),
         (["norm=ws", "norm.conv=ws"], "norm.conv=ws: must be one of plain, weight_standardized"),
     ],
 )
-def test_slot_is_refused_in_one_line(words: list[str], message: str):
+def test_value_is_refused_in_one_line(words: list[str], message: str):
     with pytest.raises(UserError) as caught:
         prepare(*words)
     assert message in str(caught.value)

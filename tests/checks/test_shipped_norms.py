@@ -35,25 +35,27 @@ BY_ENTRY: list[tuple[Mixed, str, str]] = [
     (
         SEPARATE,
         "layer layer2d group causal_group rms group1 position scale simple_rms crms evonorm_s0 dyt "
-        "derf frozen deviations/ln_unbiased deviations/ln_no_eps none skipinit ws nf group_ws",
+        "derf isru hard_tanh frozen pre_affine_rms gated_rms seednorm bhyt grn proxy_group "
+        "deviations/ln_unbiased deviations/ln_no_eps none skipinit ws nf group_ws",
         "layer2d causal_instance causal_group rms position scale simple_rms crms dyt derf none "
-        "skipinit",
+        "skipinit gated_rms seednorm",
     ),
     (
         TEXT,
         "",
         "layer instance group group1 frn evonorm_s0 deviations/ln_unbiased deviations/ln_time "
-        "deviations/ln_hw group_ws",
+        "deviations/ln_hw group_ws grn",
     ),
     (
         MIXED,
         "batch evonorm_b0 batch_renorm sync power l1_batch moving_average_batch eval_norm "
-        "switchable deviations/bn_unbiased deviations/bn_eps_outside deviations/bn_biased_ema "
+        "switchable batch_channel mode deviations/bn_unbiased deviations/bn_eps_outside "
+        "deviations/bn_biased_ema "
         "deviations/bn_naive_var deviations/no_eps",
         "batch ghost batch_renorm power moving_average_batch",
     ),
-    (MIXED_TEXT, "", "evonorm_b0 batch_instance eval_norm switchable"),
-    (Mixed(samples=IN_TRAINING), "", "batch_per_position deviations/bn_per_position"),
+    (MIXED_TEXT, "", "evonorm_b0 batch_instance batch_channel mode eval_norm switchable"),
+    (Mixed(samples=IN_TRAINING), "taper", "batch_per_position deviations/bn_per_position"),
 ]
 VIEWS: tuple[View, View] = ("token", "sequence")
 TABLE: dict[tuple[str, View], Mixed] = {

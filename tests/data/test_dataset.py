@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from normexp.data import Augmentation, Data, Examples, Windows, build_image_data, sources
-from normexp.data.dataset import content_digest, validate
+from normexp.data.dataset import content_digest, limit_train, validate
 from normexp.data.sources import compute_channel_moments, split_off_test, split_off_val
 from normexp.errors import UserError
 
@@ -190,3 +190,36 @@ def test_memory_is_refused_only_above_what_is_available(monkeypatch: pytest.Monk
     sources.refuse_beyond_memory("data.root=x", 2_000_000_000, "try data.size=32")
     with pytest.raises(UserError, match="data.root=x needs 2.5 GB .* 2.0 GB .* data.size=32"):
         sources.refuse_beyond_memory("data.root=x", 2_500_000_000, "try data.size=32")
+
+
+def test_limited_training_split_is_a_subset_by_seed_and_part_of_a_larger_one():
+    data = build(examples(100), examples(20))
+    small, large, other = limit_train(data, 8, 0), limit_train(data, 30, 0), limit_train(data, 8, 1)
+    rows = [part.train.tensors[0].flatten(1).tolist() for part in (small, large, data, other)]
+    assert [len(row) for row in rows] == [8, 30, 80, 8]
+    assert all(x in rows[1] for x in rows[0]) and all(x in rows[2] for x in rows[1])
+    assert sorted(rows[0]) != sorted(rows[3])
+    assert (small.val, small.test, small.mean, small.std) == (
+        *(data.val, data.test, data.mean, data.std),
+    )
+    assert len({part.digest for part in (small, large, data, other)}) == 4
+    validate(small)
+
+
+def test_limited_text_is_its_first_blocks():
+    tokens = torch.arange(40) % 5
+    parts = [Windows(tokens, 4) for _ in range(3)]
+    data = Data(
+        *("text", "language_modeling", *parts, 5, (4,)),
+        vocab_size=5,
+        bytes_per_token=dict.fromkeys(("train", "val", "test"), 1.0),
+    )
+    small = limit_train(data, 3, 0)
+    assert len(small.train) == 3 and len(data.train) == 9
+    assert torch.equal(small.train.tensors[0], tokens[:16])  # the third block ends at any offset
+    validate(small)
+
+
+def test_limit_above_the_split_is_refused():
+    with pytest.raises(UserError, match=r"^data\.limit_train=81: .* 80 samples"):
+        limit_train(build(examples(100), examples(20)), 81, 0)

@@ -39,8 +39,13 @@ KNOBS: dict[str, dict[str, Any]] = {
     },
     "moving_average_batch": {"memory": 2, "r_max": 1.2, "warmup": 0, "momentum": 0.1},
     "power": {"warmup": 0.1, "num_training_steps": 10},
+    "taper": {"warmup": 0.1, "taper_end": 0.6, "num_training_steps": 10},
     "ghost": {"ghost_size": 2},
-    **dict.fromkeys(("group", "group_ws", "causal_group", "evonorm_s0"), {"num_groups": GROUPS}),
+    "gated_rms": {"rank": 3},
+    "mode": {"num_modes": 3},
+    **dict.fromkeys(
+        ("group", "group_ws", "causal_group", "evonorm_s0", "proxy_group"), {"num_groups": GROUPS}
+    ),
     **dict.fromkeys(("batch_per_position", "deviations/bn_per_position"), {"num_positions": T}),
 }
 PER_POSITION = ["batch_per_position", "deviations/bn_per_position"]
@@ -51,12 +56,12 @@ NEED_POSITIONS = [
 NO_EPS = ["deviations/no_eps", "deviations/ln_no_eps"]
 MIX_SAMPLES = [
     *("batch", "sync", "ghost", "batch_renorm", "l1_batch", "eval_norm", "moving_average_batch"),
-    *("batch_per_position", "switchable", "batch_instance", "evonorm_b0"),
+    *("batch_per_position", "switchable", "batch_instance", "batch_channel", "mode", "evonorm_b0"),
     *(f"deviations/bn_{what}" for what in ("biased_ema", "eps_outside", "naive_var", "unbiased")),
     *("deviations/bn_per_position", "deviations/no_eps"),
 ]
 APPROXIMATE = ["power", "moving_average_batch"]  # their backward is not their forward's
-RUNNING = [*MIX_SAMPLES, "power"]  # norms whose state moves
+RUNNING = [*MIX_SAMPLES, "power", "taper"]  # norms whose state moves
 
 
 def num_dims_of(name: str) -> tuple[int, ...]:

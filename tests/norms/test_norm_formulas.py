@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -104,12 +105,27 @@ def eval_norm(x: Tensor, state: State) -> Tensor:
 RUNNING_VAR = "running_var"
 
 
-def with_instance(by_batch: Formula) -> Formula:
-    def mixed(x: Tensor, state: State) -> Tensor:
+def mixed(by_batch: Formula, by_sample: Formula) -> Formula:
+    def mixture(x: Tensor, state: State) -> Tensor:
         rho = column(state, "gate")
-        return rho * by_batch(x, state) + (1 - rho) * instance(x, state)
+        return rho * by_batch(x, state) + (1 - rho) * by_sample(x, state)
 
-    return mixed
+    return mixture
+
+
+def mode(x: Tensor, state: State, *, running: bool = False) -> Tensor:
+    """Sample by sample and mode by mode, each mode's moments from its own weighted sums."""
+    logits = x.mean(dim=2) @ state["gates.weight"].T + state["gates.bias"]
+    gates = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+    out = torch.zeros_like(x)
+    for k, own in enumerate(gates.T.reshape(-1, len(x), 1, 1)):
+        total = own.sum() * x.shape[2]
+        mean = (own * x).sum(dim=(0, 2), keepdim=True) / total
+        var = (own * (x - mean) ** 2).sum(dim=(0, 2), keepdim=True) / total
+        if running:
+            mean, var = (state[name][k].reshape(1, -1, 1) for name in ("mode_mean", "mode_var"))
+        out = out + own * (x - mean) / (var + EPS) ** 0.5
+    return out
 
 
 def switch(x: Tensor, state: State, batch_mean: Tensor, batch_var: Tensor) -> Tensor:
@@ -139,6 +155,42 @@ def rms(x: Tensor, _: State) -> Tensor:
     return x / (mean_over(x**2, 1) + EPS) ** 0.5
 
 
+def pre_affine(x: Tensor, state: State) -> Tensor:
+    return rms(x * column(state, "pre_weight"), state)
+
+
+def gated(x: Tensor, state: State) -> Tensor:
+    """Position by position; over the weight, which the test multiplies with."""
+    y = rms(x, state) * column(state, "weight")
+    inner = torch.stack([state["down.weight"] @ sample for sample in y])
+    inner = inner / (1 + torch.exp(-inner))
+    outer = torch.stack([state["up.weight"] @ sample for sample in inner])
+    return rms(x, state) / (1 + torch.exp(-outer))
+
+
+def seed(x: Tensor, state: State) -> Tensor:
+    gain = column(state, "alpha") * torch.tanh((column(state, "beta") * x).sum(1, keepdim=True))
+    return rms(x, state) * (1 + gain / column(state, "weight"))
+
+
+def bhyt(x: Tensor, state: State) -> Tensor:
+    return torch.tanh(state["alpha"] / 10 * rms(x, state))
+
+
+def taper(x: Tensor, state: State, *, step: int) -> Tensor:
+    """At a step of a taper from 1 to 6; over the weight, which the test multiplies with."""
+    gate = 0.5 * (1 + math.cos(math.pi * (step - 1) / 5))
+    c = state["running_scaled"] / state["running_energy"]
+    fixed = c * x * (column(state, "anchor") + column(state, "drift"))
+    return gate * rms(x, state) + (1 - gate) * fixed / column(state, "weight")
+
+
+def response(x: Tensor, state: State) -> Tensor:
+    size = (x**2).sum(dim=2, keepdim=True) ** 0.5
+    relative = size / (size.sum(dim=1, keepdim=True) / C + EPS)
+    return x + column(state, "response") * relative * x + column(state, "shift")
+
+
 def scale(x: Tensor, _: State) -> Tensor:
     """Without its weight g, which the test multiplies with as with every weight."""
     return x / ((x**2).sum(dim=1, keepdim=True) + C * EPS) ** 0.5
@@ -157,6 +209,15 @@ def dyt(x: Tensor, state: State) -> Tensor:
 
 def derf(x: Tensor, state: State) -> Tensor:
     return torch.from_numpy(erf((state["alpha"] * x + state["shift"]).numpy()))
+
+
+def isru(x: Tensor, state: State) -> Tensor:
+    return torch.sin(torch.atan(state["alpha"] * x + state["shift"]))
+
+
+def hard_tanh(x: Tensor, state: State) -> Tensor:
+    z = state["alpha"] * x + state["shift"]
+    return torch.where(z.abs() < 1, z, z.sign())
 
 
 def unbiased(formula: Formula, *axes: int) -> Formula:
@@ -219,6 +280,15 @@ FORMULAS: dict[str, tuple[Formula, Formula]] = {
     "simple_rms": (rms, rms),
     "scale": (scale, scale),
     "crms": (crms, crms),
+    "pre_affine_rms": (pre_affine, pre_affine),
+    "gated_rms": (gated, gated),
+    "seednorm": (seed, seed),
+    "bhyt": (bhyt, bhyt),
+    "taper": (partial(taper, step=3), partial(taper, step=2)),
+    "grn": (response, response),
+    "isru": (isru, isru),
+    "hard_tanh": (hard_tanh, hard_tanh),
+    "proxy_group": (group, group),
     "dyt": (dyt, dyt),
     "derf": (derf, derf),
     **dict.fromkeys(("none", "nf", "skipinit", "ws"), (identity, identity)),
@@ -226,7 +296,9 @@ FORMULAS: dict[str, tuple[Formula, Formula]] = {
         lambda x, s: switch(x, s, mean_over(x, 0, 2), variance_over(x, 0, 2)),
         lambda x, s: switch(x, s, column(s, "running_mean"), column(s, "running_var")),
     ),
-    "batch_instance": (with_instance(batch), with_instance(running)),
+    "batch_instance": (mixed(batch, instance), mixed(running, instance)),
+    "batch_channel": (mixed(batch, layer), mixed(running, layer)),
+    "mode": (mode, partial(mode, running=True)),
     "evonorm_b0": (
         lambda x, s: evonorm_b0(x, s, variance_over(x, 0, 2)),
         lambda x, s: evonorm_b0(x, s, column(s, "running_var")),

@@ -18,8 +18,9 @@ from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.evonorm import EvoNormB0, EvoNormS0
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, PositionNorm
+from normexp.norms.mixtures import BatchChannelNorm, ModeNorm
 from normexp.norms.none import FrozenBatchNorm
-from normexp.norms.rms import FilterResponseNorm, RMSNorm, SimpleRMSNorm
+from normexp.norms.rms import FilterResponseNorm, GlobalResponseNorm, RMSNorm, SimpleRMSNorm
 
 TOLERANCE = {torch.double: 1e-10, torch.float: 1e-5}
 BATCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -110,6 +111,34 @@ def test_norm_equals_its_timm_counterpart(name):
         close(found, gradients(expected, [x, *theirs.parameters()]))
         state = ours.state_dict()
         close({key: state[key] for key in theirs.state_dict()}, dict(theirs.state_dict()))
+
+
+def test_global_response_norm_is_timms():
+    theirs, ours = randomize(timm.layers.grn.GlobalResponseNorm(C)), GlobalResponseNorm(C, eps=1e-6)
+    names = {"weight": "response", "bias": "shift"}
+    ours.load_state_dict({names[key]: value for key, value in theirs.state_dict().items()})
+    x = random_tensor(*SHAPES[4], dtype=torch.float)
+    assert_close(ours(x), theirs(x.movedim(1, -1)).movedim(-1, 1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [LayerNorm, LayerNorm2d, RMSNorm])
+def test_a_zero_centered_weight_is_the_weight_less_one(cls):
+    plain = randomize(cls(C).double())
+    centred = cls(C, zero_centered=True).double()
+    x = random_tensor(*SHAPES[3]).requires_grad_()
+    assert not centred.weight.any() and torch.equal(centred(x), cls(C).double()(x))
+    centred.load_state_dict({**plain.state_dict(), "weight": plain.weight.detach() - 1})
+    found = [gradients(norm(x), [x, *norm.parameters()]) for norm in (plain, centred)]
+    assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_mode_norm_with_one_mode_and_batch_channel_norm_at_its_ends_are_norms_known_before():
+    x = random_tensor(*SHAPES[4])
+    assert_close(ModeNorm(C, num_modes=1).double()(x), BatchNorm(C).double()(x), rtol=0, atol=1e-12)
+    mixed = BatchChannelNorm(C).double()
+    for rho, known in ((1.0, BatchNorm), (0.0, LayerNorm)):
+        nn.init.constant_(mixed.gate, rho)
+        assert_close(mixed(x), known(C).double()(x), rtol=0, atol=1e-12)
 
 
 def test_frozen_equals_torchvision_and_takes_the_state_of_a_batch_norm():

@@ -129,6 +129,25 @@ def test_scaled_relu_gives_standard_normal_inputs_variance_one():
     assert pytest.approx(exact, rel=1e-3) == ScaledReLU.GAIN
 
 
+@pytest.mark.parametrize(("name", "function"), [("proxy_relu", F.relu), ("proxy_silu", F.silu)])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5, 2)])
+def test_proxy_activation_standardizes_by_an_integral_over_the_normal_density(
+    name, function, shape
+):
+    act, x = ACTIVATIONS[name](3).double(), torch.randn(shape, dtype=torch.double)
+    state = act.state_dict()
+    for value in state.values():
+        nn.init.normal_(value)
+    g = torch.linspace(-9, 9, 200_001, dtype=torch.double)
+    density = torch.exp(-(g**2) / 2) / math.sqrt(2 * math.pi) * (g[1] - g[0])
+    for channel, out in enumerate(act(x).unbind(dim=1)):
+        w, b = state["weight"][channel], state["bias"][channel]
+        mean = (function(w * g + b) * density).sum()
+        var = (function(w * g + b) ** 2 * density).sum() - mean**2
+        expected = (function(w * x[:, channel] + b) - mean) / (var + 0.03) ** 0.5
+        torch.testing.assert_close(out, expected, rtol=0, atol=0.01)  # 256 values for all of g
+
+
 @pytest.mark.parametrize("name", [*ACTIVATIONS, "residual_scale"])
 def test_part_keeps_shape_and_dtype(name):
     part = ResidualScale(0.5) if name == "residual_scale" else ACTIVATIONS[name](3)

@@ -31,9 +31,15 @@ def svg_of(figure: Figure) -> str:
     return vl_convert.vegalite_to_svg(json.dumps(figure.spec, allow_nan=False))
 
 
-def test_a_study_has_its_figures_and_all_draw(tmp_path: Path):
-    write_study(tmp_path, np.random.default_rng(0))
-    figures = figures_of(tmp_path)
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
+    """Those of the synthetic study."""
+    root = tmp_path_factory.mktemp("runs")
+    write_study(root, np.random.default_rng(0))
+    return figures_of(root)
+
+
+def test_a_study_has_its_figures_and_all_draw(figures: dict[str, Figure]):
     assert list(figures) == [
         *("metric_by_size", "heat_map", "improvement", "evaluation_statistics"),
         *("curves_train_loss", "curves_val_accuracy", "sites_output_rms", "throughput"),
@@ -43,9 +49,8 @@ def test_a_study_has_its_figures_and_all_draw(tmp_path: Path):
         assert figure.title in svg and "<path" in svg
 
 
-def test_an_independent_norm_has_its_interval_at_every_size(tmp_path: Path):
-    write_study(tmp_path, np.random.default_rng(0))
-    figure = figures_of(tmp_path)["metric_by_size"]
+def test_an_independent_norm_has_its_interval_at_every_size(figures: dict[str, Figure]):
+    figure = figures["metric_by_size"]
     rows = [row for row in rows_of(figure) if row["norm"] == "group"]
     assert [row["size"] for row in rows] == [2, 8, 32, 128]
     assert len({(row["mean"], row["low"], row["high"]) for row in rows}) == 1
@@ -131,9 +136,8 @@ def test_heat_map_marks_a_cell_without_any_finished_seed(tmp_path: Path):
     assert "×2" in svg_of(figure)
 
 
-def test_improvement_of_a_over_b_and_b_over_a_are_complements(tmp_path: Path):
-    write_study(tmp_path, np.random.default_rng(0))
-    rows = rows_of(figures_of(tmp_path)["improvement"])
+def test_improvement_of_a_over_b_and_b_over_a_are_complements(figures: dict[str, Figure]):
+    rows = rows_of(figures["improvement"])
     found = {(row["norm"], row["other"]): row["probability"] for row in rows}
     assert all(p + found[b, a] == pytest.approx(1) for (a, b), p in found.items())
     assert found["group", "batch"] == 1
@@ -222,9 +226,7 @@ def test_figures_without_data_are_left_out(tmp_path: Path):
     assert list(figures_of(tmp_path)) == ["throughput"]
 
 
-def test_curves_and_sites_are_means_over_seeds(tmp_path: Path):
-    write_study(tmp_path, np.random.default_rng(0))
-    figures = figures_of(tmp_path)
+def test_curves_and_sites_are_means_over_seeds(figures: dict[str, Figure]):
     assert "Not comparable" not in figures["curves_train_loss"].caption
     curve = rows_of(figures["curves_train_loss"])
     rows = [row for row in curve if row["norm"] == "batch" and row["size"] == 2]

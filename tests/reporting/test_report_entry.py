@@ -1,4 +1,4 @@
-"""The entry: files, page, terminal, several studies, watching, W&B, bad input, and no torch."""
+"""The entry: files, page, terminal, no torch, several studies, watching, W&B, and bad input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_study import write_cell, write_study
+from synthetic_study import slices_of, write_cell, write_study
 
 from normexp.report import main
 from normexp.reporting import publish
-from normexp.reporting.compare import Change
 from normexp.reporting.export import find_project
 from normexp.reporting.report import build_report
+from normexp.reporting.verdict import answer_slices
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -63,14 +63,33 @@ def report(root: Path, *words: str, study: str = "synthetic") -> Path:
     return root / study.strip("[]").replace(",", "+") / "report"
 
 
-def test_a_report_has_its_page_figures_tables_and_verdict(tmp_path: Path, capsys):
-    write_study(tmp_path, np.random.default_rng(0))
-    folder = report(tmp_path)
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the files of figures, which take most of the time and which one test reads."""
+    monkeypatch.setattr(publish, "_write_figure", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The report of the synthetic study, written without torch, and what it prints."""
+    root = tmp_path_factory.mktemp("runs")
+    write_study(root, np.random.default_rng(0))
+    script = (
+        "import sys; from normexp.report import main; code = main(sys.argv[1:]); "
+        "sys.exit(99 if 'torch' in sys.modules else code)"
+    )
+    command = [sys.executable, "-c", script, "study=synthetic", f"runs_dir={root}"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return root / "synthetic" / "report", run.stdout
+
+
+def test_a_report_has_its_page_figures_tables_and_verdict(whole: tuple[Path, str]):
+    folder, printed = whole
     names = {path.stem for path in (folder / "figures").glob("*.svg")}
     assert {"metric_by_size_main", "heat_map_main", "improvement_main"} <= names
     for ending in ("png", "pdf", "csv"):
         assert names == {path.stem for path in (folder / "figures").glob(f"*.{ending}")}
-    printed = capsys.readouterr().out
     assert "6 cells, 48 runs: 48 finished" in printed and str(folder / "index.html") in printed
     page = Page(folder)
     assert set(page.values("data-figure")) == names == set(page.data["figures"])
@@ -79,12 +98,11 @@ def test_a_report_has_its_page_figures_tables_and_verdict(tmp_path: Path, capsys
     assert [found["class"] for found in sentences] == kinds
     for sentence in [page.texts["p"][1], *page.texts["li"]]:
         assert f"- {sentence}" in printed
-    assert not list((tmp_path / "synthetic").glob(".report-*"))
+    assert not list(folder.parent.glob(".report-*"))
 
 
-def test_tables_hold_the_numbers_of_the_study(tmp_path: Path):
-    write_study(tmp_path, np.random.default_rng(0))
-    folder = report(tmp_path)
+def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
+    folder, _ = whole
     tables = {}
     for name, text in Page(folder).data["tables"].items():
         (file,) = folder.glob(f"*/{name}.csv")
@@ -111,6 +129,7 @@ def test_tables_hold_the_numbers_of_the_study(tmp_path: Path):
     assert r"mean [95 \% interval]" in latex and latex.count(r"\\") == 7
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_is_replaced_while_the_study_goes_on(tmp_path: Path, capsys):
     cell = write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=2)
     (cell / "seed-1").mkdir()
@@ -127,6 +146,7 @@ def test_a_report_is_replaced_while_the_study_goes_on(tmp_path: Path, capsys):
         assert words in printed and any(words in item for item in page.texts["li"])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_text_from_configs_and_errors_is_escaped_everywhere(tmp_path: Path):
     for norm in ("batch", "=cmd()"):
         write_cell(tmp_path, norm, {0: 0.8, 1: 0.9}, norm_batch_size=2, data=EVIL)
@@ -138,12 +158,27 @@ def test_text_from_configs_and_errors_is_escaped_everywhere(tmp_path: Path):
     assert "'=cmd()" in (folder / "tables" / "cells.csv").read_text()
 
 
-def test_the_headline_of_a_section_is_a_finding(tmp_path: Path):
-    write_cell(tmp_path, "batch", dict.fromkeys(range(4), 0.8), norm_batch_size=2)
-    write_cell(tmp_path, "group", {0: 0.91, 1: 0.9, 2: 0.92, 3: 0.91})
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("norms", "words"),
+    [
+        ({"batch": {0: 0.8, 1: 0.8, 2: 0.8}, "group": {0: 0.91, 1: 0.9, 2: 0.92}}, "is better"),
+        ({"batch": {0: 0.9}}, "one norm batch size"),
+        ({"group": {0: 0.9}}, "does not depend"),
+        ({"batch": {0: None}}, "batch"),
+    ],
+)
+def test_the_headline_of_a_section_is_a_finding_if_there_is_one(
+    tmp_path: Path, capsys, norms: dict[str, Any], words: str
+):
+    result = {"environment": {"cpu": "AMD EPYC", "cpu_count": 2}, "num_parameters": 14000}
+    for norm, accuracies in norms.items():
+        write_cell(tmp_path, norm, accuracies, norm_batch_size=2, result=result)
     page = Page(report(tmp_path))
-    assert "group is better" in page.texts["p"][1]
-    assert any("one norm batch size" in text for text in page.texts["li"])
+    assert words in page.texts["p"][1]
+    assert bool(page.values("data-filter")) == (len(norms) > 1)  # else nothing to choose between
+    sentence = "Measured on CPU (AMD EPYC, 2 cores), 14,000 parameters."
+    assert sentence in page.texts["p"] and sentence in capsys.readouterr().out
 
 
 PLACES = {
@@ -155,7 +190,6 @@ PLACES = {
 @pytest.mark.parametrize(
     ("places", "config", "words"),
     [
-        (["cpu"], {}, "CPU (AMD EPYC, 2 cores), float32, 14,000 parameters"),
         (["cpu"], {"precision": "64-true"}, "CPU (AMD EPYC, 2 cores), float64, 14,000 parameters"),
         (
             ["gpu"],
@@ -168,40 +202,21 @@ PLACES = {
             "CPU (AMD EPYC, 2 cores), float32, GPU (NVIDIA H100), float32, "
             "14,000 to 14,001 parameters",
         ),
+        ([], {}, ""),  # not recorded
     ],
 )
-def test_a_headline_says_what_it_was_measured_on(
-    tmp_path: Path, capsys, places: list[str], config: dict[str, Any], words: str
+def test_an_answer_names_what_it_was_measured_on(
+    tmp_path: Path, places: list[str], config: dict[str, Any], words: str
 ):
     for number, place in enumerate(places):
         result = {"environment": PLACES[place], "num_parameters": 14000 + number}
         config = {"precision": "32-true", **config}
         size = 2 + 6 * number
         write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=size, result=result, **config)
-    page = Page(report(tmp_path))
-    sentence = f"Measured on {words}."
-    assert sentence in page.texts["p"]
-    assert sentence in capsys.readouterr().out
-
-
-def test_what_is_not_recorded_is_not_said(tmp_path: Path, capsys):
-    write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=2)
-    assert "Measured on" not in Page(report(tmp_path)).source + capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("norm", "accuracies", "words"),
-    [
-        ("batch", {0: 0.9}, "one norm batch size"),
-        ("group", {0: 0.9}, "does not depend"),
-        ("batch", {0: None}, "batch"),
-    ],
-)
-def test_a_report_of_one_cell_has_a_headline(tmp_path: Path, norm: str, accuracies, words: str):
-    write_cell(tmp_path, norm, accuracies, norm_batch_size=2)
-    page = Page(report(tmp_path))
-    assert words in page.texts["p"][1]
-    assert page.values("data-filter") == []  # nothing to choose between
+    if not places:
+        write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=2)
+    (answer,) = answer_slices(slices_of(tmp_path))
+    assert answer.measured_on == words
 
 
 # Several studies
@@ -218,47 +233,42 @@ def write_both(root: Path, gain: float) -> None:
     write_cell(root, "group", {0: 0.9}, study="new", result=result)
 
 
-def change_of(root: Path) -> Change:
-    (change,) = build_report(root, ["old", "new"]).changes
-    return change
-
-
-@pytest.mark.parametrize("gain", [0.02, 0.0, -0.02])
-def test_differences_are_paired_by_seed_and_have_no_verdict(tmp_path: Path, gain: float):
+@pytest.mark.parametrize("gain", [0.02, -0.02])
+def test_differences_between_studies_are_paired_by_seed_and_have_no_verdict(
+    tmp_path: Path, gain: float
+):
     write_both(tmp_path, gain)
-    rows = change_of(tmp_path).rows
-    assert [(row["norm"], row["n pairs"]) for row in rows] == [("batch", 6)] * 2
-    for row in rows:
+    built = build_report(tmp_path, ["old", "new"])
+    (change,) = built.changes
+    assert [(row["norm"], row["n pairs"]) for row in change.rows] == [("batch", 6)] * 2
+    for row in change.rows:
         assert "verdict" not in row
         text = row["after - before [95 % interval]"]
         low, high = re.search(r"\[(.*), (.*)\]", text).groups()
         assert float(low) <= 100 * gain <= float(high)
-
-
-def test_what_differs_between_studies_is_listed_and_verdicts_stay_within_one(tmp_path: Path):
-    write_both(tmp_path, 0.02)
-    change = change_of(tmp_path)
     assert change.config == ["epochs: 3 -> 5"]
     assert change.environment == ["code_version: old -> new"]
     assert change.alone == ["only in new: group, resnet on cifar10, batch size 128"]
-    sections = build_report(tmp_path, ["old", "new"]).sections
-    pairs = [(one.norm, one.reference) for s in sections for one in s.answer.comparisons]
-    assert pairs == [("group · new", "batch · new")]
-    folder = report(tmp_path, study="[old,new]")
-    assert folder.name == "report" and folder.parent.name == "old+new"
-    assert {"epochs: 3 -> 5", "code_version: old -> new"} <= set(Page(folder).texts["li"])
+    pairs = [(one.norm, one.reference) for s in built.sections for one in s.answer.comparisons]
+    assert pairs == [("group · new", "batch · new")]  # verdicts stay within a study
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_studies_without_a_cell_in_common_are_said_to_be_so(tmp_path: Path, capsys):
     for study, data in (("a", "digits"), ("b", "cifar10")):
-        write_cell(tmp_path, "batch", {0: 0.8}, study=study, data=data)
-    report(tmp_path, study="[a,b]")
-    assert "no cell is in both studies" in capsys.readouterr().out
+        write_cell(tmp_path, "batch", {0: 0.8}, study=study, data=data, epochs=len(data))
+    folder = report(tmp_path, study="[a,b]")
+    assert folder.parent.name == "a+b"
+    printed = capsys.readouterr().out
+    assert "no cell is in both studies" in printed
+    listed = "only in b: batch, resnet on cifar10, batch size 128, norm batch size 128"
+    assert listed in Page(folder).texts["li"] and listed in printed
 
 
 # Watching
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_watched_page_is_written_anew_and_reloads_itself_until_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
@@ -323,7 +333,7 @@ def test_wandb_project_is_that_of_the_studys_own_runs(tmp_path: Path):
     assert find_project(cells[:2]) == ("normexp", None)
 
 
-# Refusals, speed and imports
+# Refusals and speed
 
 
 @pytest.mark.parametrize(
@@ -339,16 +349,6 @@ def test_bad_input_is_one_message(tmp_path: Path, capsys, words: list[str], mess
     error = capsys.readouterr().err
     assert re.match(f"normexp: .*{message}", error) and error.count("\n") == 1
     assert not (tmp_path / "synthetic" / "report").exists()
-
-
-def test_no_torch_is_imported(tmp_path: Path):
-    write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9}, norm_batch_size=2)
-    script = (
-        "import sys; from normexp.report import main; code = main(sys.argv[1:]); "
-        "sys.exit(99 if 'torch' in sys.modules else code)"
-    )
-    command = [sys.executable, "-c", script, "study=synthetic", f"runs_dir={tmp_path}"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.slow

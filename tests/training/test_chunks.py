@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from normexp.training.module import ChunkLoader
+from normexp.training.chunks import ChunkLoader
 from normexp.training.recorder import LossHistory
 
 

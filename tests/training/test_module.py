@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 from functools import partial
@@ -27,6 +28,7 @@ from training_cases import (
 
 from normexp.batching.sizes import Sizes
 from normexp.norms.group import GroupNorm
+from normexp.training.module import TrainingModule
 from normexp.training.step import StepGradient
 
 ADAMW = partial(torch.optim.AdamW, fused=True)
@@ -45,11 +47,12 @@ in_both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["in_turn"
     ids=["full", "accumulated_adamw", "ghost", "accumulated_ghost_adamw", "dropout"],
 )
 def test_stacked_run_equals_the_same_seed_trained_alone(tmp_path: Path, sizes, choices):
-    common = {"sizes": sizes, "max_grad_norm": 1.0, **choices}
+    common = {"sizes": sizes, "max_grad_norm": 1.0, "ema": 0.8, **choices}
     stack = train(build_module(seeds=(3, 4, 5), stacked=True, **common), tmp_path / "a.ckpt")
     alone = train(build_module(seeds=(4,), **common), tmp_path / "b.ckpt")
     assert_same_state(stack, alone, 1e-9, replica=1, other=0)
-    assert stack.metrics["test/loss"][1] == pytest.approx(alone.metrics["test/loss"][0], abs=1e-9)
+    for name in ("test/loss", "test/loss@ema"):
+        assert stack.metrics[name][1] == pytest.approx(alone.metrics[name][0], abs=1e-9)
 
 
 def test_dropout_does_not_depend_on_how_the_batch_is_split(tmp_path: Path):
@@ -101,7 +104,12 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
 ):
     def build():  # 5 steps an epoch, 10 in all
         return build_module(
-            seeds=(0, 0), lr_scales=(0.5, 1.0), stacked=stacked, sizes=Sizes(8, 4, 2), max_chunk=2
+            seeds=(0, 0),
+            lr_scales=(0.5, 1.0),
+            stacked=stacked,
+            sizes=Sizes(8, 4, 2),
+            max_chunk=2,
+            ema=0.8,
         )
 
     undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
@@ -146,12 +154,21 @@ def test_diverged_replica_is_noted_and_leaves_the_others_alone(tmp_path: Path, s
     assert all("train/loss" not in values for _, _, _, values in rows_of(broken, 0))
 
 
-def test_training_stops_early_if_every_replica_diverged(tmp_path: Path):
-    module = build_module(lr=1e30, max_chunk=1)
-    train(module, tmp_path / "a.ckpt", precision="32-true")
-    assert module.losses.diverged_at[0] is not None
-    assert module.step < 10
-    assert math.isnan(module.metrics["test/accuracy"][0])  # not the share of class 0
+@in_both_forms
+def test_training_whose_replicas_all_diverged_ends_at_a_step_that_no_chunk_moves(
+    tmp_path: Path, stacked: bool
+):
+    data = image_data(400)  # 50 steps an epoch
+    for max_chunk, log_every in ((1, 3), (7, 10), (64, 50)):
+        module = build_module(data=data, seeds=(0, 1), stacked=stacked, lr=1e30)
+        recipe = dataclasses.replace(module.recipe, max_chunk=max_chunk, log_every=log_every)
+        module = TrainingModule(
+            *(module.replicas, module.batches, recipe, module.evaluator.plan, module.recorder)
+        )
+        train(module, tmp_path / "a.ckpt", precision="32-true")
+        assert module.step == 25
+        assert all(step is not None and step < 25 for step in module.losses.diverged_at)
+        assert math.isnan(module.metrics["test/accuracy"][0])  # not the share of class 0
 
 
 def test_rows_of_the_loss_end_at_multiples_of_log_every(tmp_path: Path):

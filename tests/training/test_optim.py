@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from training_cases import assert_same_state, build_module, train
 
+from normexp.batching.replicas import stack_networks
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
@@ -47,17 +48,34 @@ class TableNorm(nn.Module):
     def __init__(self, num_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_features, 2, 2))
+        self.bias = nn.Parameter(torch.zeros(num_features))
 
 
 @pytest.mark.parametrize("decay_norm", [False, True])
-def test_weight_decay_of_norms_goes_by_owner_and_not_by_dimensions(decay_norm: bool):
-    site = NormFactory(TableNorm)(3)
-    model = nn.ModuleDict({"norm1": site, "head": nn.Linear(3, 2)})
-    groups = parameter_groups(model, weight_decay=0.1, decay_norm=decay_norm)
+@pytest.mark.parametrize("decay_bias", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(
+    decay_norm: bool, decay_bias: bool, stacked: bool
+):
+    def build() -> nn.Module:
+        parts = {"norm1": NormFactory(TableNorm)(3), "head": nn.Linear(3, 2)}
+        return nn.ModuleDict(parts | {"attention": nn.MultiheadAttention(2, 1)})
+
+    model = stack_networks([build(), build()]) if stacked else build()
+    groups = parameter_groups(model, weight_decay=0.1, decay_norm=decay_norm, decay_bias=decay_bias)
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    assert decays[id(site.norm.weight)] == (0.1 if decay_norm else 0.0)
-    assert decays[id(model["head"].bias)] == 0.1
-    assert len(decays) == 3
+    of_norm, of_bias = 0.1 * decay_norm, 0.1 * decay_bias
+    expected = {
+        "norm1.norm.weight": of_norm,
+        "norm1.norm.bias": of_norm,
+        "head.weight": 0.1,
+        "head.bias": of_bias,
+        "attention.in_proj_weight": 0.1,
+        "attention.in_proj_bias": of_bias,
+        "attention.out_proj.weight": 0.1,
+        "attention.out_proj.bias": of_bias,
+    }
+    assert {name: decays[id(p)] for name, p in model.named_parameters()} == expected
 
 
 OPTIMIZERS = {

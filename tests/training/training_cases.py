@@ -129,6 +129,7 @@ def build_module(
     eval_group: int | None = None,
     lr_scales: tuple[float, ...] | None = None,
     compile: bool = False,
+    ema: float | None = None,
     plan: EvaluationPlan = RUNNING_ONLY,
 ) -> TrainingModule:
     """Two epochs of five steps by default; everything but the tested choice has a default."""
@@ -153,6 +154,7 @@ def build_module(
         max_chunk=max_chunk,
         lr_scales=lr_scales,
         compile=compile,
+        ema=ema,
     )
     return TrainingModule(
         replicas, batches, recipe, plan, Recorder([[MemorySink()] for _ in seeds])
