@@ -17,6 +17,7 @@ from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_tex
 from normexp.config.imports import importing_torch
 from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
+from normexp.norms.slots import PLACEMENTS
 
 ENTRIES = sorted(USAGE)
 
@@ -181,6 +182,7 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
     for group in GROUPS:
         for name in group_choices(group):
             assert "/" in name or name in text
+    assert all(f"\n  {name:<28}{phrase}\n" in text for name, phrase in PLACEMENTS.items())
     _, _, families = text.partition("Norms (norm=NAME) by family:")
     assert "\n  kin\n    kin " in families
     assert "Kin norm: it pools\n" in families and "More" not in families
