@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError, first_line
 from normexp.models.surgery import Surgery, shorten
-from normexp.records.identity import digest_of_source
 
 Values = dict[str, Tensor]
 Download = Callable[[str], tuple[str, Callable[[], Values]]]
@@ -118,7 +118,9 @@ def open_weights(name: str, download: Download | None = None) -> Weights:
     """
     path = Path(name)
     if path.is_file():
-        return Weights(name, digest_of_source(path), lambda: read_values(path))
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        return Weights(name, digest, lambda: read_values(path))
     if download is None or path.suffix or len(path.parts) > 1:
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise UserError(
