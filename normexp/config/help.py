@@ -14,6 +14,7 @@ from pathlib import Path
 
 from normexp.config.rules import OPTIONS, REQUIRED, as_typed
 from normexp.errors import UserError
+from normexp.norms.slots import PLACEMENTS
 
 GROUPS = ("norm", "model", "data", "optim", "trainer", "logger", "experiment")
 CUSTOM_GROUPS = ("norm", "model", "data", "optim")  # take `<group>=custom <group>._target_=...`
@@ -147,7 +148,11 @@ def help_text(entry: str, config_dirs: Sequence[str] = ()) -> str:
     check_config_dirs(config_dirs)
     if entry == "train":
         title = f"{VALUES}; data and experiment files may set their own:"
-        parts = [_norms(config_dirs), _groups(config_dirs), _table(title, config_lines())]
+        placements = _table(
+            "Placements (placement=NAME) of norms in a transformer block:", [*PLACEMENTS.items()]
+        )
+        keys = _table(title, config_lines())
+        parts = [_norms(config_dirs), _groups(config_dirs), placements, keys]
     elif entry == "tune":
         parts = [_table(f"{VALUES}:", ((f"tune.{s}", text) for s, text in config_lines("tune")))]
     else:

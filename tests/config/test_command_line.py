@@ -17,6 +17,7 @@ from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_tex
 from normexp.config.imports import importing_torch
 from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
+from normexp.norms.slots import PLACEMENTS
 
 ENTRIES = sorted(USAGE)
 
@@ -26,11 +27,6 @@ def test_options_and_overrides_stand_in_any_order():
     assert command.overrides == ["seed=1", "lr=2", "~x"]
     assert command.config_dirs == ["a", "b"]
     assert command.multirun and not command.asks_hydra
-
-
-@pytest.mark.parametrize(("name", "launcher"), [("ray", "ray"), ("basic", None)])
-def test_a_launcher_is_one_that_is_not_basic(name: str, launcher: str | None):
-    assert parse_command(["-m", f"hydra/launcher={name}"]).launcher == launcher
 
 
 @pytest.mark.parametrize(
@@ -194,6 +190,7 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
     for group in GROUPS:
         for name in group_choices(group):
             assert "/" in name or name in text
+    assert all(f"\n  {name:<28}{phrase}\n" in text for name, phrase in PLACEMENTS.items())
     _, _, families = text.partition("Norms (norm=NAME) by family:")
     assert "\n  kin\n    kin " in families
     assert "Kin norm: it pools\n" in families and "More" not in families

@@ -31,7 +31,10 @@ def test_a_plan_has_a_row_for_each_cell_and_the_totals(tmp_path: Path, capsys):
     folder.mkdir(parents=True)
     (tmp_path / "before" / "study.jsonl").touch()
     write_result(folder, Result("c", 0, "finished", RECORD, {}, {}, timing=TIMING))
-    norm, other = planned_cell(tmp_path, "none", 4), planned_cell(tmp_path, "batch", 2, model="gpt")
+    norm, other = (
+        planned_cell(tmp_path, "none", 4),
+        planned_cell(tmp_path, "batch", 2, batch_size=16),
+    )
     titles = ["norm=none norm_batch_size=2", "norm=none norm_batch_size=8", "norm=batch"]
     cells = [CellSpec(None, {}, title) for title in [*titles, "norm_batch_size=5"]]
     refused = Outcome("refused", "", error="norm_batch_size=5 does not divide batch_size=32")
