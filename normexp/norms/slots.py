@@ -3,6 +3,7 @@
     act             the activation after a norm; relu
     conv            the convolutions; plain
     residual_scale  initial value of a learned scalar at the end of each residual branch; null: none
+    layer_scale     the same with a number per channel, LayerScale; null: none
     placement       where norms sit in a transformer block; pre
     qk_norm         a norm on the queries and keys of each attention head; false
 
@@ -33,6 +34,7 @@ class Slots:
     act: Act = "relu"
     conv: Conv = "plain"
     residual_scale: float | None = None
+    layer_scale: float | None = None
     placement: Placement = "pre"
     qk_norm: bool = False
 
@@ -43,7 +45,10 @@ SLOTS = tuple(field.name for field in fields(Slots))
 PLACES = {
     "act": ("no activation after a norm", "model=convnet or model=small_resnet"),
     "conv": ("no convolution from the norm factory", "model=convnet or model=small_resnet"),
-    "residual_scale": ("no residual branch", "model=small_resnet, vit, gpt or text_encoder"),
+    **dict.fromkeys(
+        ("residual_scale", "layer_scale"),
+        ("no residual branch", "model=small_resnet, vit, gpt or text_encoder"),
+    ),
     "placement": ("no transformer block", "model=vit, gpt or text_encoder"),
     "qk_norm": ("no attention", "model=vit, gpt or text_encoder"),
 }

@@ -131,6 +131,7 @@ CHANGES = {
     "act": "gelu",
     "conv": "weight_standardized",
     "residual_scale": "0",
+    "layer_scale": "0.1",
     "placement": "post",
     "qk_norm": "true",
     "matmul_precision": "highest",
@@ -148,6 +149,7 @@ CHANGES = {
     "norm.act": "+gelu",
     "norm.conv": "+weight_standardized",
     "norm.residual_scale": "+0",
+    "norm.layer_scale": "+0.1",
     "norm.placement": "+post",
     "norm.qk_norm": "+true",
 }

@@ -35,6 +35,7 @@ CHANGED: dict[str, Any] = {
     "act": "tlu",
     "conv": "scaled_weight_standardized",
     "residual_scale": 0.5,
+    "layer_scale": 0.1,
     "placement": "sandwich",
     "qk_norm": True,
 }
