@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normexp.config.help import conf_dir, help_text
@@ -44,19 +44,6 @@ def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]],
         return INTERRUPTED
 
 
-@contextmanager
-def announced(text: str) -> Iterator[None]:
-    """Shows a line on a terminal while the block runs, such as the seconds of importing torch."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    print(text, end="\r", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print("\x1b[2K", end="", file=sys.stderr, flush=True)
-
-
 # --- train, tune, check: Hydra's overrides ------------------------------------------------------
 
 TAKES_OVERRIDES = ("train", "tune", "check")
@@ -78,7 +65,6 @@ def parse_command(words: Sequence[str]) -> Command:
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
     parser.add_argument("--info", "-i", nargs="?", const="all")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
     options = parser.parse_intermixed_args(list(words))
     _refuse_repeated(options.overrides)
     shows = options.cfg is not None or options.info is not None
@@ -88,7 +74,7 @@ def parse_command(words: Sequence[str]) -> Command:
         overrides=options.overrides,
         multirun=options.multirun,
         config_dirs=options.config_dir,
-        asks_hydra=shows or options.shell_completion,
+        asks_hydra=shows,
     )
 
 
@@ -102,7 +88,7 @@ def _refuse_repeated(words: Sequence[str]) -> None:
 
 
 def ask_hydra(words: Sequence[str]) -> int:
-    """Lets Hydra answer --cfg, --info or --shell-completion; trains and writes nothing.
+    """Lets Hydra answer --cfg or --info; trains and writes nothing.
 
     Raises:
         UserError: the config to show does not compose.
@@ -111,9 +97,8 @@ def ask_hydra(words: Sequence[str]) -> int:
 
     from normexp.config.compose import VERSION_BASE, compose_config, register_custom
 
-    if not {"-sc", "--shell-completion"} & set(words):
-        command = parse_command(words)
-        compose_config(command.overrides, command.config_dirs)
+    command = parse_command(words)
+    compose_config(command.overrides, command.config_dirs)
     register_custom()
     before = sys.argv
     sys.argv = [before[0], *words]

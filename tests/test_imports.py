@@ -31,7 +31,7 @@ ORDER = [
     "search",
     "cli",
 ]
-ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "__init__"}
+ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete", "__init__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}
 # Slow to import or optional: imported inside the functions that use them.
 IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard"}

@@ -35,6 +35,7 @@ from normexp.cells.refusals import (
     check_memory,
     check_optimizer,
     check_outputs,
+    check_placement,
     check_read,
     check_slots,
 )
@@ -145,6 +146,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
     check_slots(cfg, norm, model=choices["model"])
+    check_placement(norm, network, choice=choices["norm"])
     check_outputs(cfg, network, data)
     traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
     if traits.mixes_samples:

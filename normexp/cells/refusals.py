@@ -23,6 +23,8 @@ from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
+from normexp.norms.none import NoNorm
+from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, without_place
 from normexp.training.fit import device_type
 from normexp.training.optim import parameter_groups
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 COPIES = 3  # of each parameter: its value, its gradient and a state of the optimizer
 GIB = 2**30
+WITHOUT_NORM = ("pre", "parallel")  # placements that are different networks without any norm
 
 
 class WatchedConfig(DictConfig):
@@ -62,6 +65,18 @@ def check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
         lacks, _ = PLACES[key]
         value = as_typed(cfg.norm[key])
         logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
+
+
+def check_placement(norm: NormFactory, network: nn.Module, *, choice: str) -> None:
+    """Refuses a placement of norms that are not there, which would be placement=pre again."""
+    placement = norm.slots.placement
+    if "placement" not in norm.used or placement in WITHOUT_NORM:
+        return
+    if all(isinstance(site.norm, NoNorm) for _, site in named_sites(network)):
+        raise UserError(
+            f"placement={placement}: norm={choice} has no norm to place; try placement=null, or "
+            "norm=rms"
+        )
 
 
 def check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:

@@ -35,7 +35,7 @@ class Command:
         overrides: its `key=value` words, in order.
         multirun: -m was given: train every combination of the values.
         config_dirs: folders with the user's own YAMLs.
-        asks_hydra: --cfg, --info or --shell-completion was given: Hydra answers, nothing trains.
+        asks_hydra: --cfg or --info was given: Hydra answers, nothing trains.
     """
 
     overrides: list[str]

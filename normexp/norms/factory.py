@@ -115,3 +115,9 @@ class NormFactory:
         """True if attention normalizes its queries and keys."""
         self.used.add("qk_norm")
         return self.slots.qk_norm
+
+    @property
+    def v_norm(self) -> bool:
+        """True if attention normalizes its values."""
+        self.used.add("v_norm")
+        return self.slots.v_norm

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
+from normexp.config.imports import importing_torch
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import INTERRUPTED
 from normexp.records.files import is_held
@@ -232,8 +233,9 @@ def loaded(run_task: Trainer | None = None) -> Iterator[Trainer]:
     if run_task is not None:
         yield run_task
         return
-    from normexp.cells.cell import keeping_data
-    from normexp.cells.run import run_task as trains
+    with importing_torch():
+        from normexp.cells.cell import keeping_data
+        from normexp.cells.run import run_task as trains
 
     with keeping_data():
         yield trains

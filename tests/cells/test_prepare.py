@@ -46,6 +46,14 @@ def prepare(*words: str) -> Cell:
             ["model=small_resnet", "qk_norm=false"],
             "qk_norm=false: model=small_resnet has no attention; try model=vit, gpt or",
         ),
+        (
+            ["model=vit", "norm=none", "placement=sandwich"],
+            "placement=sandwich: norm=none has no norm to place; try placement=null, or norm=rms",
+        ),
+        (
+            ["model=vit", "placement=hybrid", "qk_norm=true"],
+            "qk_norm=true: placement=hybrid normalizes queries, keys and values already; leave",
+        ),
         (["act=swish"], "act=swish: must be one of relu, gelu, silu, tlu, scaled_relu, identity"),
         (["qk_norm=1"], "qk_norm=1: must be true or false or null"),
         (["residual_scale=inf"], "residual_scale=inf: must be a number or null"),

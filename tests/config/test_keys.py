@@ -134,6 +134,7 @@ CHANGES = {
     "layer_scale": "0.1",
     "placement": "post",
     "qk_norm": "true",
+    "v_norm": "true",
     "matmul_precision": "highest",
     "drop_last": "false",
     "norm.half_life": "100 norm.momentum=null",
@@ -152,6 +153,7 @@ CHANGES = {
     "norm.layer_scale": "+0.1",
     "norm.placement": "+post",
     "norm.qk_norm": "+true",
+    "norm.v_norm": "+true",
 }
 KEEPS = {
     "seed": "3",
