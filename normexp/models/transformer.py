@@ -107,11 +107,11 @@ class Attention(nn.Module):
     `norm.qk_norm`, q and k pass a norm over the features of a head, shared by all heads: norm=layer
     is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many language models.
     Henry et al. 2020 (arXiv:2010.04245) have an L2 norm, and a learned scale instead of the root.
-    With `norm.v_norm`, v passes one as well: `value_rmsnorm` of x-transformers, whose weights differ
-    between heads; Gemma's has none (norm=simple_rms). With `norms_qkv` all three do.
+    With `norm.v_norm`, v passes one as well: `value_rmsnorm` of x-transformers, with a weight for
+    each head; Gemma's has none (norm=simple_rms). With `norms_qkv` all three do.
 
     Raises:
-        UserError: a width that the heads do not divide; `norm.qk_norm` or `norm.v_norm` besides `norms_qkv`.
+        UserError: a width that the heads do not divide; `norms_qkv` besides `norm.qk_norm` or `v_norm`.
     """
 
     def __init__(
