@@ -111,7 +111,7 @@ class Attention(nn.Module):
     each head; Gemma's has none (norm=simple_rms). With `norms_qkv` all three do.
 
     Raises:
-        UserError: a width that the heads do not divide; `norms_qkv` besides `norm.qk_norm` or `v_norm`.
+        UserError: a width that the heads do not divide; `norms_qkv` besides one of both slots.
     """
 
     def __init__(
