@@ -126,9 +126,8 @@ def check_memory(cfg: DictConfig, num_parameters: int, elements_per_forward: int
     """Raises UserError for a training that needs more memory than the device has."""
     device = device_type(cfg.trainer.accelerator)
     size = 8 if cfg.trainer.precision == "64-true" else 4
-    at_once = cfg.replicas if stacks(device, cfg.replicas, elements_per_forward) else 1
-    if cfg.stack is False:
-        at_once = 1
+    is_stacked = cfg.stack is not False and stacks(device, cfg.replicas, elements_per_forward)
+    at_once = cfg.replicas if is_stacked else 1
     needed = size * (COPIES * num_parameters * cfg.replicas + 2 * elements_per_forward * at_once)
     available = memory_of(device)
     if needed > available:

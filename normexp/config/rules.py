@@ -93,6 +93,20 @@ NAME = Rule(
 )
 
 
+def _lists_cells(value: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    mappings = [each for each in value if isinstance(each, Mapping) and each]
+    values = [own for each in mappings for own in each.values()]
+    return len(mappings) == len(value) and not any(isinstance(own, Mapping) for own in values)
+
+
+CELLS = Rule(
+    _lists_cells,
+    "a list of cells with dotted keys, as [{norm:batch,lr:1.0},{norm:group,norm.num_groups:4}]",
+)
+
+
 @dataclass(frozen=True)
 class Key:
     """A key of the config.
@@ -136,6 +150,7 @@ KEYS = {
         identity=False,
     ),
     "study": Key(NAME, identity=False),
+    "cells": Key(CELLS.or_null(), identity=False),
     "dry_run": Key(FLAG, identity=False),
     "workers": Key(INDEX.or_null(), identity=False),
     "fail_fast": Key(FLAG, identity=False),

@@ -24,9 +24,6 @@ CellStatus = Literal[
 ]
 
 
-LAUNCHER = "hydra/launcher="
-
-
 @dataclass(frozen=True)
 class Command:
     """A parsed command line of train, tune or check; see `cli.parse_command`.
@@ -42,14 +39,6 @@ class Command:
     multirun: bool = False
     config_dirs: list[str] = field(default_factory=list)
     asks_hydra: bool = False
-
-    @property
-    def launcher(self) -> str | None:
-        """The Hydra launcher that runs the cells; None for normexp's own workers."""
-        names = [
-            text.removeprefix(LAUNCHER) for text in self.overrides if text.startswith(LAUNCHER)
-        ]
-        return names[-1] if names and names[-1] != "basic" else None
 
 
 def config_dir_words(config_dirs: Sequence[str]) -> list[str]:

@@ -29,11 +29,6 @@ def test_options_and_overrides_stand_in_any_order():
     assert command.multirun and not command.asks_hydra
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("ray", "ray"), ("basic", None)])
-def test_a_launcher_is_one_that_is_not_basic(name: str, launcher: str | None):
-    assert parse_command(["-m", f"hydra/launcher={name}"]).launcher == launcher
-
-
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -22,7 +22,7 @@ REFUSED = {
     "weight_decay=0.1": "did you mean optim.weight_decay?",
     "norm.foo=1": "norm.foo: unknown key (norm=batch has",
     "lr.x=3": "lr has no keys below it",
-    "hydra.foo=3": "hydra.foo: nothing reads this key",
+    "hydra.foo=3": "hydra.foo: unknown key",
     "batch_size": "'batch_size' is not key=value",
     "=3": "'=3' is not key=value",
     "data_dir=a=b": "quote it, as in 'data_dir=\"a=b\"'",
@@ -45,7 +45,7 @@ REFUSED = {
     "dry_run=1": "dry_run=1: must be true or false",
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
     "hydra.searchpath=[a]": "name each folder with --config-dir",
-    "hydra/launcher=foo": "hydra/launcher=foo: no such config",
+    "hydra/launcher=foo": "hydra/launcher=foo: no such launcher",
     # Keys that nothing reads.
     "+foo=1": "foo: unknown key; --help lists",
     "++foo=1": "foo: unknown key; --help lists",

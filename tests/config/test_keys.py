@@ -159,6 +159,7 @@ KEEPS = {
     "seed": "3",
     "replicas": "2",
     "study": "other",
+    "cells": "null",
     "dry_run": "true",
     "workers": "2",
     "fail_fast": "true",
