@@ -11,7 +11,7 @@ A model never asks which norm it got.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class NormFactory:
     """Builds the norm of each site, and what the slots put around it.
 
     Args:
-        make: builds the bare norm for a number of features.
+        make: builds the bare norm for a number of features, and `settings` if a model gives some.
         view: how a token site shows (B, T, C) to the norm: `token` as (B*T, C), each position a
             sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
         norm_batch_size: samples that share batch statistics in training; None for all of a forward.
@@ -37,7 +37,7 @@ class NormFactory:
 
     def __init__(
         self,
-        make: Callable[[int], nn.Module],
+        make: Callable[..., nn.Module],
         *,
         view: Literal["token", "sequence"] = "token",
         norm_batch_size: int | None = None,
@@ -49,21 +49,25 @@ class NormFactory:
         self.slots = slots or Slots()
         self.used: set[str] = set()
 
-    def __call__(self, num_features: int) -> Site:
-        """Returns a site for maps (N, C, *)."""
-        return Site(self.bare(num_features), "map", self.norm_batch_size)
+    def __call__(self, num_features: int, **settings: Any) -> Site:
+        """Returns a site for maps (N, C, *). For `settings`, see `bare`."""
+        return Site(self.bare(num_features, **settings), "map", self.norm_batch_size)
 
-    def tokens(self, num_features: int) -> Site:
-        """Returns a site for tokens (B, T, C)."""
-        return Site(self.bare(num_features), self.view, self.norm_batch_size)
+    def tokens(self, num_features: int, **settings: Any) -> Site:
+        """Returns a site for tokens (B, T, C). For `settings`, see `bare`."""
+        return Site(self.bare(num_features, **settings), self.view, self.norm_batch_size)
 
-    def bare(self, num_features: int) -> nn.Module:
+    def bare(self, num_features: int, **settings: Any) -> nn.Module:
         """Returns a norm without a site.
 
         Its draws are set apart, so that a model starts from the same weights with every norm.
+
+        Args:
+            settings: eps, momentum and affine of a norm that this one replaces; `make` takes those
+                that the norm has and that the config does not set.
         """
         with torch.random.fork_rng(devices=[]):
-            return self.make(num_features)
+            return self.make(num_features, **settings)
 
     def act(self, num_features: int) -> nn.Module:
         """Returns the activation after a norm of `num_features`, on maps (N, C, *)."""
