@@ -92,8 +92,8 @@ def check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:
     if shape != wanted:
         raise UserError(
             f"model._target_={cfg.model._target_} returns {shape} for inputs of shape "
-            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: take the last size "
-            "from an argument `num_outputs`"
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: set the last "
+            "size, or take it from an argument `num_outputs` or `num_classes`"
         )
 
 

@@ -195,7 +195,7 @@ def test_a_failure_is_a_row_with_its_error_and_is_tried_again(
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("norm=instance model=custom model._target_=torch.nn.Identity", "no argument `norm`"),
+        ("norm=instance model=custom model._target_=torch.nn.Identity", "model.replace"),
         ("norm=group norm.num_groups=5", "num_groups=5 does not divide num_features=16"),
         ("norm=batch batch_size=2000", "batch_size=2000 is more than the 1294"),
         ("model=gpt", "does not fit data=digits"),
