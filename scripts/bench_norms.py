@@ -45,22 +45,17 @@ def per_position(shape: Shape) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(size.numel()), nn.Unflatten(1, size))
 
 
+WITHOUT_AFFINE = partial(nn.LayerNorm, elementwise_affine=False)
 # norm= to what it computes too; in training, in one process
 COUNTERPARTS: dict[str, tuple[str, Callable[[Shape], nn.Module]]] = {
     "batch sync eval_norm": ("BatchNorm", partial(torch_norm, "BatchNorm")),
     "frozen": ("BatchNorm in evaluation", lambda shape: torch_norm("BatchNorm", shape).eval()),
-    "instance ln_hw ln_time": (
-        "InstanceNorm",
-        partial(torch_norm, "InstanceNorm", affine=True),
-    ),
+    "instance ln_hw ln_time": ("InstanceNorm", partial(torch_norm, "InstanceNorm", affine=True)),
     "batch_per_position bn_per_position": ("BatchNorm1d of C * T", per_position),
     "group group_ws": ("GroupNorm(8)", lambda shape: nn.GroupNorm(8, shape[1])),
     "group1 layer": ("GroupNorm(1)", lambda shape: nn.GroupNorm(1, shape[1])),
     "layer2d": ("LayerNorm", partial(OverChannels, nn.LayerNorm)),
-    "position": (
-        "LayerNorm",
-        partial(OverChannels, partial(nn.LayerNorm, elementwise_affine=False)),
-    ),
+    "position": ("LayerNorm", partial(OverChannels, WITHOUT_AFFINE)),
     "rms": ("RMSNorm", partial(OverChannels, partial(nn.RMSNorm, eps=1e-5))),
     "none nf skipinit ws": ("Identity", lambda _: nn.Identity()),
 }
