@@ -38,6 +38,7 @@ from normexp.cells.refusals import (
     check_placement,
     check_read,
     check_slots,
+    needed_memory,
 )
 from normexp.checks.preflight import Traits, examine
 from normexp.data.dataset import Data
@@ -98,6 +99,7 @@ class Cell:
     traits: Traits
     evaluation: EvaluationPlan
     num_parameters: int
+    memory: int  # bytes, see `needed_memory`
 
     @property
     def title(self) -> str:
@@ -154,7 +156,9 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
     check_read(asked, cfg.keys_read)
     num_parameters = sum(p.numel() for p in network.parameters())
-    check_memory(cfg, num_parameters, plan.sizes.micro * traits.elements_per_sample)
+    elements = plan.sizes.micro * traits.elements_per_sample
+    memory = needed_memory(cfg, num_parameters, elements)
+    check_memory(cfg, memory)
     for note in plan.notes:
         logger.info(note)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
@@ -186,6 +190,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         traits=traits,
         evaluation=evaluation,
         num_parameters=num_parameters,
+        memory=memory,
     )
 
 

@@ -109,6 +109,7 @@ class TaskCell:
             error=error,
             invalid=self.cell.invalid,
             missing=self.missing(),
+            memory=self.cell.memory,
             holder=holder,
             key=self.key if ended else None,
         )

@@ -126,8 +126,10 @@ SLOT_KEYS = {
     "act": Key(one_of(*get_args(Act)).or_null()),
     "conv": Key(one_of(*get_args(Conv)).or_null()),
     "residual_scale": Key(NUMBER.or_null()),
+    "layer_scale": Key(NUMBER.or_null()),
     "placement": Key(one_of(*get_args(Placement)).or_null()),
     "qk_norm": Key(FLAG.or_null()),
+    "v_norm": Key(FLAG.or_null()),
 }
 
 KEYS = {

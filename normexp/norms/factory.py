@@ -91,11 +91,22 @@ class NormFactory:
             in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
         )
 
-    def residual(self) -> nn.Module:
-        """Returns the last module of a residual branch; any shape in and out."""
+    def residual(self, *shape: int) -> nn.Module:
+        """Returns the last module of a residual branch; any shape in and out.
+
+        Args:
+            shape: that of a number per channel, (C,) for tokens and (C, 1, 1) for maps; without it
+                the branch has no place for `layer_scale`.
+        """
         self.used.add("residual_scale")
-        start = self.slots.residual_scale
-        return nn.Identity() if start is None else ResidualScale(start)
+        starts: list[tuple[float | None, tuple[int, ...]]] = [(self.slots.residual_scale, ())]
+        if shape:
+            self.used.add("layer_scale")
+            starts.append((self.slots.layer_scale, shape))
+        scales = [ResidualScale(start, own) for start, own in starts if start is not None]
+        if len(scales) == 1:
+            return scales[0]
+        return nn.Sequential(*scales) if scales else nn.Identity()
 
     @property
     def placement(self) -> Placement:
@@ -108,3 +119,9 @@ class NormFactory:
         """True if attention normalizes its queries and keys."""
         self.used.add("qk_norm")
         return self.slots.qk_norm
+
+    @property
+    def v_norm(self) -> bool:
+        """True if attention normalizes its values."""
+        self.used.add("v_norm")
+        return self.slots.v_norm

@@ -131,8 +131,10 @@ CHANGES = {
     "act": "gelu",
     "conv": "weight_standardized",
     "residual_scale": "0",
+    "layer_scale": "0.1",
     "placement": "post",
     "qk_norm": "true",
+    "v_norm": "true",
     "matmul_precision": "highest",
     "drop_last": "false",
     "norm.half_life": "100 norm.momentum=null",
@@ -149,8 +151,10 @@ CHANGES = {
     "norm.act": "+gelu",
     "norm.conv": "+weight_standardized",
     "norm.residual_scale": "+0",
+    "norm.layer_scale": "+0.1",
     "norm.placement": "+post",
     "norm.qk_norm": "+true",
+    "norm.v_norm": "+true",
 }
 KEEPS = {
     "seed": "3",
