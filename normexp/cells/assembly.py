@@ -12,21 +12,20 @@ from pytorch_lightning.callbacks import Callback
 from torch import nn
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked, stacks
-from normexp.build import build_optimizer, synchronized
+from normexp.build import build_callbacks as build_own_callbacks
+from normexp.build import build_optimizer, build_schedule, synchronized
 from normexp.cells.cell import Cell
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
+from normexp.training.callbacks import act_on_batches
 from normexp.training.diagnostics import Diagnostics
+from normexp.training.evaluation import criterion_of
 from normexp.training.fit import device_type, set_matmul_precision
 from normexp.training.module import Recipe, TrainingModule
-from normexp.training.optim import Schedule
 from normexp.training.progress import StepReports, TrainingProgress
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
-
-# Optimizers of torch that update every value from its own history alone.
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
 
 OnSteps = Callable[[int, int], None]  # called with (step, num_steps) from time to time
 
@@ -50,7 +49,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
     return Recipe(
         sizes=cell.plan.sizes,
         optimizer=build_optimizer(cfg, momentum=cell.plan.optimizer_momentum),
-        schedule=Schedule(cfg.optim.schedule, cfg.optim.warmup, cell.plan.num_steps),
+        schedule=build_schedule(cfg, cell.plan.num_steps),
         lr=cell.plan.lr if lrs is None else max(lrs),
         lr_scales=None if lrs is None else tuple(lr / max(lrs) for lr in lrs),
         weight_decay=cfg.optim.weight_decay,
@@ -59,7 +58,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
         max_grad_norm=cell.plan.max_grad_norm,
         eval_group=cell.plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
         log_every=cfg.log_every,
-        max_chunk=cfg.chunk,
+        max_chunk=1 if act_on_batches(_own_callbacks(cell)) else cfg.chunk,
         compile=cfg.get("compile", False),
         ema=cell.plan.ema,
     )
@@ -68,10 +67,15 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
 def build_callbacks(cell: Cell, on_steps: OnSteps | None = None) -> list[Callback]:
     """The callbacks of a training; without `on_steps`, a progress bar among them."""
     bar = TrainingProgress(cell.title, cell.plan.epochs)
-    callbacks: list[Callback] = [bar if on_steps is None else StepReports(on_steps)]
+    callbacks = [bar if on_steps is None else StepReports(on_steps), *_own_callbacks(cell)]
     if cell.cfg.diagnostics:
         callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
     return callbacks
+
+
+def _own_callbacks(cell: Cell) -> list[Callback]:
+    metrics = criterion_of(cell.data).metrics
+    return build_own_callbacks(cell.cfg, [f"val/{name}" for name in metrics])
 
 
 def build_replicas(cell: Cell, seeds: list[int], *, is_stacked: bool | None = None) -> Replicas:
@@ -98,7 +102,7 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     if wanted == "auto":
         device = device_type(cell.cfg.trainer.accelerator)
         wanted = stacks(device, num_replicas, cell.elements_per_forward)
-    if not wanted or num_replicas == 1:
+    if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = _stacking_obstacle(cell)
     if obstacle is not None:
@@ -109,12 +113,7 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
 def _stacking_obstacle(cell: Cell) -> str | None:
     if cell.num_devices > 1 and synchronized(cell.cfg):
         return "the norm takes statistics over all devices"  # no communication under vmap
-    if cell.traits.stacking_obstacle is not None:
-        return cell.traits.stacking_obstacle
-    optimizer = str(cell.cfg.optim._target_).rpartition(".")[2]
-    if optimizer not in ELEMENTWISE:
-        return f"the optimizer {optimizer} is not known to be elementwise"
-    return None
+    return cell.traits.stacking_obstacle
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:

@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, fitting_replicas
 from normexp.cells.cell import prepare_cell
-from normexp.cells.naming import GROUPS
+from normexp.cells.naming import choices_in
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
 from normexp.config.spec import one_line
@@ -92,7 +92,7 @@ def train_on_devices(
         train_together(stack, notes, stop, on_steps)
         return
     fitting_replicas(cell, stack.seeds, stack.checkpoint)  # sets an unfitting one aside, once
-    choices = {group: cell.record[group] for group in GROUPS}
+    choices = choices_in(cell.record)
     order = Order(plain(cell.cfg), choices, stack.seeds, stack.record, list(notes))
     stop = stop or StopRequest()
     if place_among(cell.num_devices) is None:

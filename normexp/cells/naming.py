@@ -15,12 +15,13 @@ from normexp.build import plain
 from normexp.cells.plan import Plan, num_devices_of
 from normexp.cells.recorded import parts_with_target
 from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
-from normexp.config.rules import in_identity
+from normexp.config.rules import OPTIONAL_GROUPS, in_identity
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS
 from normexp.records.identity import canonical_sizes, cell_id, differences, source_digest
 
 GROUPS = ("norm", "model", "data", "optim")
+OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that a `schedule` takes the place of
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
@@ -35,7 +36,7 @@ VERSIONS: dict[str, int] = {
 TURNED = {
     *("epochs", "steps", "samples", "lr_rule", "base_batch_size", "optim.default_lr"),
     *("norm.half_life", *SLOTS, *(f"norm.{slot}" for slot in SLOTS)),
-    *("norm._partial_", "model._partial_", "optim._partial_"),
+    *("norm._partial_", "model._partial_", "optim._partial_", "schedule._partial_"),
 }
 
 # Keys that some configs lack, and the value that means the same: left out there.
@@ -64,6 +65,9 @@ def identity_of(
     identity |= canonical_sizes(
         sizes.batch_size, sizes.micro_batch_size, sizes.norm_batch_size, mixes_samples=mixes_samples
     )
+    if "schedule" in identity:
+        for name in OPTIM_SCHEDULE:
+            del identity["optim"][name]
     if plan.optimizer_momentum is not None:
         identity["optim"]["momentum"] = plan.optimizer_momentum
     if plan.norm_momentum is not None:
@@ -74,11 +78,12 @@ def identity_of(
 def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
     """The id of a cell: a slug, and a hash of everything that differs from the shipped defaults."""
     defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
-    rest = {key: value for key, value in identity.items() if key not in GROUPS}
+    groups = [*GROUPS, *(group for group in OPTIONAL_GROUPS if group in identity)]
+    rest = {key: value for key, value in identity.items() if key not in groups}
     content = differences(defaults | rest, defaults)  # lr, by default a reference, is always there
     if version := VERSIONS.get("config"):
         content["version"] = version
-    for group in GROUPS:
+    for group in groups:
         content[group] = content_of(group, choices[group], identity[group])
     return cell_id(content, _slug(identity, choices))
 
@@ -92,7 +97,7 @@ def record_of(
     """
     sizes = {key: identity[key] for key in SIZES}
     return {
-        **{group: choices[group] for group in GROUPS},
+        **choices_in(choices),
         **{key: cfg[key] for key in ("lr_rule", "eps", "drop_last")},
         **sizes,
         "devices": num_devices_of(cfg),
@@ -105,6 +110,11 @@ def record_of(
         "matmul_precision": plan.matmul_precision,
         "identity": identity,
     }
+
+
+def choices_in(record: Mapping[str, Any]) -> dict[str, str]:
+    """The name of what each group of a cell holds, as `compose_cell` returned them."""
+    return {group: record[group] for group in (*GROUPS, *OPTIONAL_GROUPS) if group in record}
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:

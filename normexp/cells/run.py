@@ -22,7 +22,7 @@ from normexp.cells.assembly import OnSteps, will_stack
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
-from normexp.cells.naming import GROUPS
+from normexp.cells.naming import choices_in
 from normexp.cells.recorded import has_evaluations, key_entry
 from normexp.cells.stack import Stack, new_stack
 from normexp.config.rules import validate
@@ -31,6 +31,7 @@ from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
 from normexp.records.history import KeyEntry, append_attempt, read_history
+from normexp.records.identity import place_of
 from normexp.records.logs import collected_messages
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
 from normexp.records.result import CellRecords, Result, read_records, write_result
@@ -206,7 +207,7 @@ def _mates_of(task: Sequence[TaskCell], records: Iterable[StackRecord]) -> list[
         template = next(known[cell_id] for cell_id in ids if cell_id in known).cell
         for cell_id in sorted(ids - {*known, *mates}):
             cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
-            choices = {group: template.record[group] for group in GROUPS}
+            choices = choices_in(template.record)
             with collected_messages():
                 cell = prepare_cell(cfg, choices)
             if cell.id != cell_id:
@@ -292,7 +293,10 @@ class Claim:
                     parts = [(each.cell, [run.seed])]
                     stacks.append(new_stack(parts, apart=run.apart, attempts=run.attempts))
             seeds = [seed for seed in records.new if (each.cell.id, seed) in missing]
-            new += [(each.cell, seeds)] if seeds else []
+            if each.cell.alone:
+                stacks += [new_stack([(each.cell, [seed])]) for seed in seeds]
+            else:
+                new += [(each.cell, seeds)] if seeds else []
         return [*stacks, new_stack(new)] if new else stacks
 
     def _restored(self, record: StackRecord) -> Stack:
@@ -330,7 +334,7 @@ class Claim:
                 raise
             with open(stack.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
-            reason, at = one_line(error), stack.record.checkpointed_at
+            reason, at = one_line(error) + place_of(error), stack.record.checkpointed_at
             append_attempt(self.study_dir, stack.record.id, reason, died=False, checkpointed_at=at)
             return reason
         return None

@@ -15,12 +15,14 @@ from normexp.batching.replicas import stack_networks
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
-from normexp.training.optim import Schedule, parameter_groups
+from normexp.training.optim import parameter_groups
+from normexp.training.schedule import named_schedule
 
 
 def factors(kind: str, warmup: float, total: int = 20) -> list[float]:
-    schedule = Schedule(kind, warmup, total)
-    return [schedule.factor(step) for step in range(total)]
+    factor = named_schedule(kind, warmup, total).factor
+    assert factor is not None
+    return [factor(step) for step in range(total)]
 
 
 def test_schedules_follow_their_formulas():
@@ -31,6 +33,8 @@ def test_schedules_follow_their_formulas():
     assert one_cycle[0] == pytest.approx(1 / 25 + 24 / 25 / 5)
     assert max(one_cycle) == one_cycle[4] == one_cycle[5] == pytest.approx(1.0)
     assert 1e-4 <= one_cycle[-1] < 0.02
+    assert factors("linear", 0.2, 10) == pytest.approx([0.5, 1, *(1 - k / 8 for k in range(8))])
+    assert factors("wsd", 0.1, 20) == pytest.approx([0.5, 1, *[1.0] * 15, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,7 @@ def test_schedules_follow_their_formulas():
 )
 def test_schedule_refuses(kind: str, warmup: float, message: str):
     with pytest.raises(UserError, match=message):
-        Schedule(kind, warmup, 10)
+        named_schedule(kind, warmup, 10)
 
 
 class TableNorm(nn.Module):
