@@ -139,6 +139,8 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
 def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:
     """The hashed content of a group: a shipped choice by name, a user's own in full."""
     defaults = shipped_defaults(group, choice)
+    if "_target_" not in values:  # several callbacks, by name
+        return values
     if defaults is None:
         target: str = values["_target_"]
         name = shipped_targets(group).get(target, target)

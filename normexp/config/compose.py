@@ -344,6 +344,8 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
     hint = suggest(name, choices, most=3, cutoff=0.5)
     listed = _listed(group, config_dirs)
     own = f"; your own: {group}=custom {group}._target_=..." if group in CUSTOM_GROUPS else ""
+    if group == "schedule":
+        own = f"; a shape by name: optim.schedule=...{own}"
     return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({listed}{own})")
 
 

@@ -121,7 +121,7 @@ def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
     for index, network in enumerate(networks):
         for alone, together in zip(network.parameters(), stack.network.parameters(), strict=True):
             if not torch.allclose(alone, together[index], rtol=1e-9, atol=1e-12):
-                return "it updates a value by more than the history of this value"
+                return "its update of a value depends on other values"
     return None
 
 

@@ -221,14 +221,19 @@ class StopAt(pl.Callback):
 
 
 def stopped_and_resumed(
-    build: Callable[[], TrainingModule], stop_at: int, checkpoint: Path, precision: str
+    build: Callable[[], TrainingModule],
+    stop_at: int,
+    checkpoint: Path,
+    precision: str,
+    callbacks: Callable[[], list[pl.Callback]] = list,
 ) -> TrainingModule:
     """A training that was stopped once `stop_at` steps were done, then resumed."""
     first, second, stopper = build(), build(), StopAt(stop_at)
     with pytest.raises(Interrupted):
-        train(first, checkpoint, [stopper], precision=precision, stop=stopper.request)
+        own = [*callbacks(), stopper]
+        train(first, checkpoint, own, precision=precision, stop=stopper.request)
     assert stop_at <= first.step < 10
     for sink, old in zip(second.recorder.sinks, first.recorder.sinks, strict=True):
         beyond = (first.step + 1, 0, 0, {"train/loss": 0.0})  # of a kill after the checkpoint
         sink[0].rows = [*old[0].rows, beyond]
-    return train(second, checkpoint, precision=precision)
+    return train(second, checkpoint, callbacks(), precision=precision)
