@@ -101,7 +101,7 @@ def own_schedule(
 def _check_factor(name: str, factor: Any, step: int, total_steps: int) -> None:
     try:
         holds = math.isfinite(factor) and factor >= 0
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # of a tensor, for one
         holds = False
     if not holds:
         raise UserError(

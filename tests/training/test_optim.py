@@ -13,7 +13,7 @@ from training_cases import assert_same_state, build_module, train
 from normexp.batching.replicas import stack_networks
 from normexp.batching.sizes import Sizes
 from normexp.norms.factory import NormFactory
-from normexp.training.optim import parameter_groups
+from normexp.training.optim import parameter_groups, stacking_obstacle_of
 
 
 class TableNorm(nn.Module):

@@ -61,13 +61,16 @@ FUNCTION = own_schedule(halved, halved, STEPS, None, "halved")
 STEP_LR = own_schedule(
     partial(lr_scheduler.StepLR, step_size=3, gamma=0.5), lr_scheduler.StepLR, STEPS, None, "step"
 )
+# Nothing improves by 10, so each validation but the first halves the rate.
 PLATEAU = own_schedule(
-    partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0),
+    partial(
+        lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0, threshold_mode="abs"
+    ),
     lr_scheduler.ReduceLROnPlateau,
     STEPS,
-    "val/accuracy",
+    "val/loss",
     "plateau",
-)  # nothing improves by so much, so each validation but the first halves the rate
+)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
