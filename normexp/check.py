@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from normexp.cli import parse_command, read_options, run_entry, split_options
+from normexp.config.imports import importing_torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,8 @@ def _check(words: list[str]) -> int:
 
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported
 
-    from normexp.cells.cards import measure_cards, show_cards
+    with importing_torch():
+        from normexp.cells.cards import measure_cards, show_cards
 
     cards = measure_cards(norms, contract_only=options["part"] == "contract")
     show_cards(cards, options["format"])

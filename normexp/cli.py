@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normexp.config.help import conf_dir, help_text
 from normexp.config.rules import OPTIONS, REQUIRED, Rule, suggest
 from normexp.config.spec import Command
-from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
+from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
+from normexp.records.files import full_disk
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]], int]) -> int:
     """Runs `act` on the words of a command line; returns the exit code.
 
-    0 after --help; 2 after a user's mistake and 130 after Ctrl-C, with one line on stderr; else the
-    code that `act` returns. Other exceptions pass through: a traceback, and exit code 1.
+    0 after --help; with one line on stderr 1 on a full disk, 2 after a user's mistake and 130 after
+    Ctrl-C; else the code that `act` returns. Other exceptions pass through: a traceback, and 1.
 
     Args:
         entry: its name, as in `python -m normexp.<entry>`.
@@ -38,23 +39,16 @@ def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]],
     except UserError as error:
         print(f"normexp: {error}", file=sys.stderr)
         return USER_MISTAKE
+    except (Halted, OSError) as error:
+        message = str(error) if isinstance(error, Halted) else full_disk(error, None)
+        if message is None:
+            raise
+        print(f"normexp: {message}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt as stop:
         with suppress(KeyboardInterrupt):  # one more changes nothing
             print(f"normexp: {str(stop) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
-
-
-@contextmanager
-def announced(text: str) -> Iterator[None]:
-    """Shows a line on a terminal while the block runs, such as the seconds of importing torch."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    print(text, end="\r", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print("\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 # --- train, tune, check: Hydra's overrides ------------------------------------------------------
@@ -78,7 +72,6 @@ def parse_command(words: Sequence[str]) -> Command:
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
     parser.add_argument("--info", "-i", nargs="?", const="all")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
     options = parser.parse_intermixed_args(list(words))
     _refuse_repeated(options.overrides)
     shows = options.cfg is not None or options.info is not None
@@ -88,7 +81,7 @@ def parse_command(words: Sequence[str]) -> Command:
         overrides=options.overrides,
         multirun=options.multirun,
         config_dirs=options.config_dir,
-        asks_hydra=shows or options.shell_completion,
+        asks_hydra=shows,
     )
 
 
@@ -102,7 +95,7 @@ def _refuse_repeated(words: Sequence[str]) -> None:
 
 
 def ask_hydra(words: Sequence[str]) -> int:
-    """Lets Hydra answer --cfg, --info or --shell-completion; trains and writes nothing.
+    """Lets Hydra answer --cfg or --info; trains and writes nothing.
 
     Raises:
         UserError: the config to show does not compose.
@@ -111,9 +104,8 @@ def ask_hydra(words: Sequence[str]) -> int:
 
     from normexp.config.compose import VERSION_BASE, compose_config, register_custom
 
-    if not {"-sc", "--shell-completion"} & set(words):
-        command = parse_command(words)
-        compose_config(command.overrides, command.config_dirs)
+    command = parse_command(words)
+    compose_config(command.overrides, command.config_dirs)
     register_custom()
     before = sys.argv
     sys.argv = [before[0], *words]

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.cli import announced, read_options, run_entry
+from normexp.cli import read_options, run_entry
+from normexp.config.imports import importing_torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +22,7 @@ def _evaluate(words: list[str]) -> int:
         batch = ["batch"] if options["evaluate_batch_sizes"] else []
         options["evaluate_with"] = ["running", "precise", *batch]
 
-    with announced(f"{cell_dir.name}: importing torch ..."):
+    with importing_torch():
         from normexp.cells.evaluate import evaluate_run
         from normexp.records.logs import messages_to_stderr
 

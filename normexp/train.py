@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from normexp.cli import announced, ask_hydra, parse_command, run_entry
+from normexp.cli import ask_hydra, parse_command, run_entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,24 +18,20 @@ def _train(words: list[str]) -> int:
     if command.asks_hydra:
         return ask_hydra(words)
     line = ["normexp-train", *words]
-    if command.launcher is not None:
+    from normexp.config.grid import compose_cells, launcher_of
+    from normexp.config.spec import place_of_command
+
+    if (launcher := launcher_of(command)) is not None:
         from normexp.sweeps.launch import launch
 
-        return launch(command, line)
-    from normexp.config.grid import compose_cells
-    from normexp.config.rules import counted
-    from normexp.config.spec import name_of, place_of_command
-
+        return launch(command, launcher, line)
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     place = place_of_command(cells)
     if place is not None:  # one of the processes of srun or torchrun
         from normexp.sweeps.together import run_together
 
         return run_together(cells, line, place)
-    runs = counted(sum(len(cell.seeds) for cell in cells), "run")
-    what = name_of(cells[0]) if len(cells) == 1 else counted(len(cells), "cell")
-    with announced(f"{what}, {runs}: importing torch ..."):
-        from normexp.sweeps.sweep import run_cells
+    from normexp.sweeps.sweep import run_cells
 
     return run_cells(cells, line)
 

@@ -31,6 +31,8 @@ has_pip() {
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1
 }
 
+# Compiles bytecode as well: where Python may write none (PYTHONDONTWRITEBYTECODE), each process would
+# spend ten more seconds on importing torch.
 install() {
   local pip=("$python" -m pip --disable-pip-version-check)
   # uv is faster by minutes. It ignores pip's configuration, so it is told pip's index.
@@ -38,7 +40,7 @@ install() {
   index=$("${pip[@]}" config get global.index-url 2>/dev/null) || index=${PIP_INDEX_URL:-}
   if "${pip[@]}" install --quiet uv &&
     UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index} \
-      "$python" -m uv pip install --python "$python" -e "$root[test]"
+      "$python" -m uv pip install --compile-bytecode --python "$python" -e "$root[test]"
   then
     return
   fi
@@ -60,6 +62,7 @@ make_env() {
       "$found" -m venv --clear "$root/.venv" || exit 1
     fi
     install || exit 1
+    "$python" -m compileall -q "$root/normexp"
     stamp >"$root/.venv/.normexp-ready"
   ) >&2
 }

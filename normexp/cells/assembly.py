@@ -15,6 +15,7 @@ from normexp.batching.replicas import InTurn, Replicas, Stacked, stacks
 from normexp.build import build_callbacks as build_own_callbacks
 from normexp.build import build_optimizer, build_schedule, synchronized
 from normexp.cells.cell import Cell
+from normexp.cells.plan import num_devices_of
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.training.callbacks import act_on_batches
@@ -64,7 +65,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
     )
 
 
-def build_callbacks(cell: Cell, on_steps: OnSteps | None = None) -> list[Callback]:
+def build_callbacks(cell: Cell, on_steps: OnSteps | None) -> list[Callback]:
     """The callbacks of a training; without `on_steps`, a progress bar among them."""
     bar = TrainingProgress(cell.title, cell.plan.epochs)
     callbacks = [bar if on_steps is None else StepReports(on_steps), *_own_callbacks(cell)]
@@ -104,16 +105,12 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
         wanted = stacks(device, num_replicas, cell.elements_per_forward)
     if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
-    obstacle = _stacking_obstacle(cell)
+    obstacle = cell.traits.stacking_obstacle
+    if num_devices_of(cell.cfg) > 1 and synchronized(cell.cfg):  # no communication under vmap
+        obstacle = "the norm takes statistics over all devices"
     if obstacle is not None:
         logger.info("replicas run one after another: %s", obstacle)
     return obstacle is None
-
-
-def _stacking_obstacle(cell: Cell) -> str | None:
-    if cell.num_devices > 1 and synchronized(cell.cfg):
-        return "the norm takes statistics over all devices"  # no communication under vmap
-    return cell.traits.stacking_obstacle
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:

@@ -25,7 +25,6 @@ from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import (
     Plan,
     check_norm_batch_size,
-    num_devices_of,
     plan_evaluation,
     plan_training,
 )
@@ -36,6 +35,7 @@ from normexp.cells.refusals import (
     check_optimizer,
     check_outputs,
     check_own_schedule,
+    check_placement,
     check_read,
     check_slots,
     why_alone,
@@ -48,6 +48,9 @@ from normexp.training.evaluation import EvaluationPlan, criterion_of
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 2  # data sets kept in memory at once
+RECORDED_TRAITS = (
+    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
+)
 
 # Data with the digest of their files, by config, latest last; None outside `keeping_data`.
 _kept: dict[str, tuple[Data, str | None]] | None = None
@@ -69,19 +72,16 @@ def load_data(cfg: DictConfig) -> tuple[Data, str | None]:
 
     Do not write to its tensors.
     """
-    if _kept is None:
-        return _read_data(cfg)
+    kept = {} if _kept is None else _kept
     name = json.dumps(OmegaConf.to_container(cfg.data, resolve=True), sort_keys=True, default=str)
-    found = _kept.pop(name, None) or _read_data(cfg)
-    _kept[name] = found
-    while len(_kept) > MAX_KEPT:
-        del _kept[next(iter(_kept))]
+    found = kept.pop(name, None)
+    if found is None:
+        digest = digest_of_data(cfg.data)  # first: a file that changes meanwhile must not fit
+        found = build_data(cfg), digest
+    kept[name] = found
+    while len(kept) > MAX_KEPT:
+        del kept[next(iter(kept))]
     return found
-
-
-def _read_data(cfg: DictConfig) -> tuple[Data, str | None]:
-    digest = digest_of_data(cfg.data)  # first: a file that changes meanwhile must not fit
-    return build_data(cfg), digest
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ class Cell:
 
     cfg: DictConfig
     id: str
-    identity: dict[str, Any]  # everything that defines the training, see `identity_of`
-    record: dict[str, Any]  # plain values that go into result.json
+    record: dict[str, Any]  # plain values that go into result.json, `identity_of` among them
     plan: Plan
     data: Data
     data_digest: str | None  # of the files that the data were read from, see `digest_of_data`
@@ -108,11 +107,6 @@ class Cell:
     @property
     def study_dir(self) -> Path:
         return Path(self.cfg.runs_dir) / self.cfg.study
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices that train this cell together, over all nodes."""
-        return num_devices_of(self.cfg)
 
     @property
     def directory(self) -> Path:
@@ -148,6 +142,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     build = build_network(cfg, norm, data)
     network = build(cfg.seed)
     check_slots(cfg, norm, model=choices["model"])
+    check_placement(norm, network, choice=choices["norm"])
     check_outputs(cfg, network, data)
     traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
     if traits.mixes_samples:
@@ -175,10 +170,9 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     return Cell(
         cfg=asked,
         id=id_of(identity, choices),
-        identity=identity,
         record=record_of(choices, plan, identity, cfg)
         | slots
-        | _record_of_traits(traits)
+        | {name: getattr(traits, name) for name in RECORDED_TRAITS}
         | _chance_of(data),
         plan=plan,
         data=data,
@@ -197,13 +191,3 @@ def _chance_of(data: Data) -> dict[str, float]:
         return {}
     targets = data.test.tensors[1]
     return {"chance_accuracy": torch.bincount(targets).max().item() / len(targets)}
-
-
-def _record_of_traits(traits: Traits) -> dict[str, bool]:
-    kept = (
-        "mixes_samples",
-        "mixes_samples_in_evaluation",
-        "leaks_future",
-        "leaks_future_in_training",
-    )
-    return {name: getattr(traits, name) for name in kept}

@@ -25,6 +25,8 @@ from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
+from normexp.norms.none import NoNorm
+from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, without_place
 from normexp.records.identity import place_of
 from normexp.training.callbacks import monitored
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 COPIES = 3  # of each parameter: its value, its gradient and a state of the optimizer
 GIB = 2**30
+WITHOUT_NORM = ("pre", "parallel")  # placements that are different networks without any norm
 
 
 class WatchedConfig(DictConfig):
@@ -66,6 +69,18 @@ def check_slots(cfg: DictConfig, norm: NormFactory, *, model: str) -> None:
         lacks, _ = PLACES[key]
         value = as_typed(cfg.norm[key])
         logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
+
+
+def check_placement(norm: NormFactory, network: nn.Module, *, choice: str) -> None:
+    """Refuses a placement of norms that are not there, which would be placement=pre again."""
+    placement = norm.slots.placement
+    if "placement" not in norm.used or placement in WITHOUT_NORM:
+        return
+    if all(isinstance(site.norm, NoNorm) for _, site in named_sites(network)):
+        raise UserError(
+            f"placement={placement}: norm={choice} has no norm to place; try placement=null, or "
+            "norm=rms"
+        )
 
 
 def check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:
@@ -163,9 +178,8 @@ def check_memory(cfg: DictConfig, num_parameters: int, elements_per_forward: int
     """Raises UserError for a training that needs more memory than the device has."""
     device = device_type(cfg.trainer.accelerator)
     size = 8 if cfg.trainer.precision == "64-true" else 4
-    at_once = cfg.replicas if stacks(device, cfg.replicas, elements_per_forward) else 1
-    if cfg.stack is False:
-        at_once = 1
+    is_stacked = cfg.stack is not False and stacks(device, cfg.replicas, elements_per_forward)
+    at_once = cfg.replicas if is_stacked else 1
     needed = size * (COPIES * num_parameters * cfg.replicas + 2 * elements_per_forward * at_once)
     available = memory_of(device)
     if needed > available:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from normexp.config.rules import OPTIONS, REQUIRED, as_typed
 from normexp.errors import UserError
+from normexp.norms.slots import PLACEMENTS
 
 GROUPS = (
     *("norm", "model", "data", "optim", "schedule", "callback"),
@@ -35,7 +36,7 @@ def conf_dir() -> Path:
 def group_choices(group: str, config_dirs: Sequence[str] = ()) -> list[str]:
     """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`."""
     names = {"custom"} if group in CUSTOM_GROUPS else set()
-    return sorted(names | _files(group, config_dirs).keys())
+    return sorted(names | choice_files(group, config_dirs).keys())
 
 
 def check_config_dirs(config_dirs: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ def check_config_dirs(config_dirs: Sequence[str]) -> None:
                 )
 
 
-def _files(group: str, config_dirs: Sequence[str]) -> dict[str, Path]:
+def choice_files(group: str, config_dirs: Sequence[str]) -> dict[str, Path]:
     """The YAML file of each choice of a group."""
     folders = [folder / group for folder in (conf_dir(), *map(Path, config_dirs))]
     return {name: folder / f"{name}.yaml" for folder in folders for name in _names_in(folder)}
@@ -150,7 +151,11 @@ def help_text(entry: str, config_dirs: Sequence[str] = ()) -> str:
     check_config_dirs(config_dirs)
     if entry == "train":
         title = f"{VALUES}; data and experiment files may set their own:"
-        parts = [_norms(config_dirs), _groups(config_dirs), _table(title, config_lines())]
+        placements = _table(
+            "Placements (placement=NAME) of norms in a transformer block:", [*PLACEMENTS.items()]
+        )
+        keys = _table(title, config_lines())
+        parts = [_norms(config_dirs), _groups(config_dirs), placements, keys]
     elif entry == "tune":
         parts = [_table(f"{VALUES}:", ((f"tune.{s}", text) for s, text in config_lines("tune")))]
     else:
@@ -179,7 +184,7 @@ def _norms(config_dirs: Sequence[str]) -> str:
     """The norms by family, with a phrase each; those in subfolders are counted, not listed."""
     families: dict[str, list[tuple[str, str]]] = {}
     folders: dict[str, int] = {}
-    for name, path in sorted(_files("norm", config_dirs).items()):
+    for name, path in sorted(choice_files("norm", config_dirs).items()):
         if "/" in name:
             folder = name.partition("/")[0]
             folders[folder] = folders.get(folder, 0) + 1

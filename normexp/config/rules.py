@@ -32,13 +32,15 @@ def as_typed(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """The values that a key takes: a test, and its description for messages."""
+    """The values that a key takes: a test, how messages describe them, all of few."""
 
     holds: Callable[[Any], bool]
     wanted: str
+    choices: tuple[str, ...] = ()
 
     def or_null(self) -> Rule:
-        return Rule(lambda value: value is None or self.holds(value), f"{self.wanted} or null")
+        wanted, choices = f"{self.wanted} or null", (*self.choices, "null") if self.choices else ()
+        return Rule(lambda value: value is None or self.holds(value), wanted, choices)
 
 
 def _is_whole(value: Any) -> bool:
@@ -56,8 +58,9 @@ def _is_name(value: Any) -> bool:
 
 def one_of(*choices: str | bool) -> Rule:
     kinds = tuple({type(choice) for choice in choices})
-    wanted = f"one of {', '.join(map(as_typed, choices))}"
-    return Rule(lambda value: isinstance(value, kinds) and value in choices, wanted)
+    typed = tuple(map(as_typed, choices))
+    wanted = f"one of {', '.join(typed)}"
+    return Rule(lambda value: isinstance(value, kinds) and value in choices, wanted, typed)
 
 
 def list_of(rule: Rule) -> Rule:
@@ -68,7 +71,8 @@ def list_of(rule: Rule) -> Rule:
             return False
         return all(map(rule.holds, value)) and len(set(value)) == len(value)
 
-    return Rule(holds, f"a list of different values in brackets, each {rule.wanted}")
+    wanted = f"a list of different values in brackets, each {rule.wanted}"
+    return Rule(holds, wanted, rule.choices)
 
 
 COUNT = Rule(lambda v: _is_whole(v) and v > 0, "a whole number above 0")
@@ -79,13 +83,27 @@ POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NOT_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
 FRACTION = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number from 0 to below 1")
 SHARE = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number between 0 and 1")
-FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
+FLAG = Rule(lambda v: isinstance(v, bool), "true or false", ("true", "false"))
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 FOLDER = Rule(TEXT.holds, "a folder")
 NAME = Rule(
     _is_name,
     "a folder name of letters, digits, dot, plus, dash and underscore, "
     f"of at most {LONGEST_NAME} bytes",
+)
+
+
+def _lists_cells(value: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    mappings = [each for each in value if isinstance(each, Mapping) and each]
+    values = [own for each in mappings for own in each.values()]
+    return len(mappings) == len(value) and not any(isinstance(own, Mapping) for own in values)
+
+
+CELLS = Rule(
+    _lists_cells,
+    "a list of cells with dotted keys, as [{norm:batch,lr:1.0},{norm:group,norm.num_groups:4}]",
 )
 
 
@@ -130,6 +148,7 @@ KEYS = {
         identity=False,
     ),
     "study": Key(NAME, identity=False),
+    "cells": Key(CELLS.or_null(), identity=False),
     "dry_run": Key(FLAG, identity=False),
     "workers": Key(INDEX.or_null(), identity=False),
     "fail_fast": Key(FLAG, identity=False),

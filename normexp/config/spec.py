@@ -24,9 +24,6 @@ CellStatus = Literal[
 ]
 
 
-LAUNCHER = "hydra/launcher="
-
-
 @dataclass(frozen=True)
 class Command:
     """A parsed command line of train, tune or check; see `cli.parse_command`.
@@ -35,21 +32,13 @@ class Command:
         overrides: its `key=value` words, in order.
         multirun: -m was given: train every combination of the values.
         config_dirs: folders with the user's own YAMLs.
-        asks_hydra: --cfg, --info or --shell-completion was given: Hydra answers, nothing trains.
+        asks_hydra: --cfg or --info was given: Hydra answers, nothing trains.
     """
 
     overrides: list[str]
     multirun: bool = False
     config_dirs: list[str] = field(default_factory=list)
     asks_hydra: bool = False
-
-    @property
-    def launcher(self) -> str | None:
-        """The Hydra launcher that runs the cells; None for normexp's own workers."""
-        names = [
-            text.removeprefix(LAUNCHER) for text in self.overrides if text.startswith(LAUNCHER)
-        ]
-        return names[-1] if names and names[-1] != "basic" else None
 
 
 def config_dir_words(config_dirs: Sequence[str]) -> list[str]:

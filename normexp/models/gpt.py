@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from normexp.models.common import check_positive
-from normexp.models.transformer import Embedding, Transformer
+from normexp.models.transformer import Embedding, Init, Transformer
 from normexp.norms.factory import NormFactory
 
 
@@ -19,6 +19,7 @@ class GPT(Transformer):
         depth: blocks.
         width: features of a position, a multiple of num_heads.
         dropout: probability of dropping an element of the embedding or of a branch's output.
+        init: initial weights, see `Transformer.init_weights`.
 
     Raises:
         UserError: a width that the heads do not divide; a sequence longer than block_size;
@@ -35,13 +36,14 @@ class GPT(Transformer):
         width: int,
         num_heads: int,
         dropout: float,
+        init: Init = "depth_scaled",
     ) -> None:
         super().__init__()
         check_positive(depth=depth, width=width, num_heads=num_heads)
         self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
         self.add_blocks(norm, depth, width, num_heads, is_causal=True, dropout=dropout)
         self.head = nn.Linear(width, vocab_size, bias=False)
-        self.init_weights()
+        self.init_weights(init)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.apply_blocks(self.embedding(inputs)))

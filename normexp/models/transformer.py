@@ -1,4 +1,6 @@
-"""The parts that the token models share: embedding, attention, MLP, block, initial weights.
+"""The parts that the token models share: embedding, attention, MLP, blocks, initial weights.
+
+`EQUATIONS` is the table of placements: where the norms of a block are, and the paper of each.
 
 Shapes: tokens (B, T) int64, hidden (B, T, C), mask (B, T) bool, true where real.
 """
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +21,70 @@ from normexp.batching.draws import Dropout
 from normexp.errors import UserError
 from normexp.models.common import modules_outside_sites
 from normexp.norms.factory import NormFactory
+from normexp.norms.slots import Placement
+
+Init = Literal["depth_scaled", "unscaled"]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Norms of a residual branch f, each the identity if absent: y = after(f(before(x))), x + y.
+
+    `around` is the norm of the sum instead of `before`: around(x + y).
+    """
+
+    before: bool = False
+    after: bool = False
+    around: bool = False
+
+
+@dataclass(frozen=True)
+class Equation:
+    """The norms of a block and of the model around its blocks.
+
+    Attributes:
+        early: both branches of the first quarter of the blocks, if those differ.
+        norms_qkv: attention normalizes queries, keys and values, per head.
+        is_scaled: what `before` returns in block l = 1, 2, ... is divided by sqrt(l).
+        is_parallel: the MLP reads what attention reads, and both add to x.
+        norms_embedding, has_final_norm: a norm ahead of the first block, behind the last.
+    """
+
+    attention: Branch
+    mlp: Branch
+    early: Branch | None = None
+    norms_qkv: bool = False
+    is_scaled: bool = False
+    is_parallel: bool = False
+    norms_embedding: bool = False
+    has_final_norm: bool = True
+
+
+NO_NORM, PRE, POST = Branch(), Branch(before=True), Branch(around=True)
+OUT, SANDWICH = Branch(after=True), Branch(before=True, after=True)
+
+EQUATIONS: dict[Placement, Equation] = {
+    # x + f(norm(x)); Xiong et al. 2020, arXiv:2002.04745
+    "pre": Equation(PRE, PRE),
+    # norm(x + f(x)); Vaswani et al. 2017, arXiv:1706.03762
+    "post": Equation(POST, POST, has_final_norm=False),
+    # x + norm_out(f(norm(x))); Ding et al. 2021, arXiv:2105.13290
+    "sandwich": Equation(SANDWICH, SANDWICH),
+    # as sandwich, after a norm on the embedding; Kim et al. 2025, arXiv:2502.02732
+    "peri": Equation(SANDWICH, SANDWICH, norms_embedding=True),
+    # x + norm(f(x)); OLMo 2, 2025, arXiv:2501.00656, which has qk_norm=true too
+    "reordered": Equation(OUT, OUT),
+    # x + f(norm(x) / sqrt(l)) in block l, and a plain final norm; Sun et al. 2025, arXiv:2502.05795
+    # (depth-scaled initial weights take part of the gain, say the authors: see model.init)
+    "layernorm_scaling": Equation(PRE, PRE, is_scaled=True),
+    # y = norm(x + attention(x)), y + mlp(y); Zhuo et al. 2025, arXiv:2503.04598. The first block of
+    # their HybridNorm* is another one; it is not here.
+    "hybrid": Equation(POST, NO_NORM, norms_qkv=True),
+    # post, then pre; Li et al. 2024, arXiv:2412.13795. Their code (pixeli99/MixLN) has 3 of 12.
+    "mix_ln": Equation(PRE, PRE, early=POST),
+    # x + attention(norm(x)) + mlp(norm(x)), of one norm; Chowdhery et al. 2022, arXiv:2204.02311
+    "parallel": Equation(PRE, NO_NORM, is_parallel=True),
+}
 
 
 class NoSite(nn.Module):
@@ -39,12 +107,21 @@ class Attention(nn.Module):
     `norm.qk_norm`, q and k pass a norm over the features of a head, shared by all heads: norm=layer
     is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many language models.
     Henry et al. 2020 (arXiv:2010.04245) have an L2 norm, and a learned scale instead of the root.
+    With `norms_qkv`, v passes one as well.
 
     Raises:
-        UserError: a width that the heads do not divide.
+        UserError: a width that the heads do not divide; `norm.qk_norm` besides `norms_qkv`.
     """
 
-    def __init__(self, width: int, num_heads: int, norm: NormFactory, *, is_causal: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        norm: NormFactory,
+        *,
+        is_causal: bool,
+        norms_qkv: bool = False,
+    ) -> None:
         super().__init__()
         if width % num_heads:
             raise UserError(
@@ -54,10 +131,17 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.is_causal = is_causal
         self.qkv = nn.Linear(width, 3 * width)
-        self.qk_norm = norm.qk_norm
+        if norm.qk_norm and norms_qkv:
+            raise UserError(
+                f"qk_norm=true: placement={norm.placement} normalizes queries and keys already; "
+                "leave it out"
+            )
+        self.qk_norm, self.norms_value = norm.qk_norm or norms_qkv, norms_qkv
         if self.qk_norm:
             self.q_norm = norm.tokens(width // num_heads)
             self.k_norm = norm.tokens(width // num_heads)
+        if self.norms_value:
+            self.v_norm = norm.tokens(width // num_heads)
         self.out = nn.Linear(width, width)
 
     def normalize(self, site: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -72,6 +156,8 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, C / heads)
         if self.qk_norm:
             q, k = self.normalize(self.q_norm, q, mask), self.normalize(self.k_norm, k, mask)
+        if self.norms_value:
+            v = self.normalize(self.v_norm, v, mask)
         keys = None if mask is None else mask[:, None, None, :]
         # The fused CPU kernel has no batching rule: vmap would warn and loop over the replicas.
         plain = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cpu" else nullcontext()
@@ -93,45 +179,74 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP f, each on a residual branch, with norms where `norm.placement` puts them:
-
-        pre       x + f(norm(x))              (Xiong et al. 2020, arXiv:2002.04745)
-        post      norm(x + f(x))              (Vaswani et al. 2017, arXiv:1706.03762)
-        sandwich  x + norm_out(f(norm(x)))    (Ding et al. 2021, arXiv:2105.13290)
-        peri      as sandwich, and the model has a norm on its embedding (Kim et al. 2025,
-                  arXiv:2502.02732)
+    """Attention and MLP, each on a residual branch, with norms as `EQUATIONS` places them.
 
     A branch's output passes dropout, then `norm.residual()`. Attention weights have no dropout: the
     fused kernels draw their own noise, which would change under vmap and with a split of the batch.
+
+    Args:
+        layer: number of the block, from 1.
+        depth: number of blocks in the model.
     """
 
     def __init__(
-        self, width: int, num_heads: int, norm: NormFactory, *, is_causal: bool, dropout: float
+        self,
+        width: int,
+        num_heads: int,
+        norm: NormFactory,
+        *,
+        is_causal: bool,
+        dropout: float,
+        layer: int = 1,
+        depth: int = 1,
     ) -> None:
         super().__init__()
-        self.is_post = norm.placement == "post"
-        has_out_norm = norm.placement in ("sandwich", "peri")
-        self.attn_norm = norm.tokens(width)
-        self.attn = Attention(width, num_heads, norm, is_causal=is_causal)
-        self.attn_out_norm = site_if(has_out_norm, norm, width)
+        equation = EQUATIONS[norm.placement]
+        early = equation.early if layer <= max(1, depth // 4) else None
+        self.attn_place = attn = early or equation.attention
+        self.mlp_place = mlp = early or equation.mlp
+        self.is_parallel = equation.is_parallel
+        self.divisor = math.sqrt(layer) if equation.is_scaled else 1.0
+        self.attn_norm = site_if(attn.before or attn.around, norm, width)
+        self.attn = Attention(
+            width, num_heads, norm, is_causal=is_causal, norms_qkv=equation.norms_qkv
+        )
+        self.attn_out_norm = site_if(attn.after, norm, width)
         self.attn_dropout = Dropout(dropout)
         self.attn_residual = norm.residual()
-        self.mlp_norm = norm.tokens(width)
+        self.mlp_norm = site_if(mlp.before or mlp.around, norm, width)
         self.mlp = MLP(width)
-        self.mlp_out_norm = site_if(has_out_norm, norm, width)
+        self.mlp_out_norm = site_if(mlp.after, norm, width)
         self.mlp_dropout = Dropout(dropout)
         self.mlp_residual = norm.residual()
 
+    def extra_repr(self) -> str:
+        return f"divisor={self.divisor:.4g}" if self.divisor != 1 else ""
+
+    def read(self, place: Branch, norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        """What a branch reads of x."""
+        if not place.before:
+            return x
+        y = norm(x, mask)
+        return y if self.divisor == 1 else y / self.divisor
+
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        y = self.attn_out_norm(self.attn(x, mask), mask)
+        return self.attn_residual(self.attn_dropout(y))
+
+    def transform(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        y = self.mlp_out_norm(self.mlp(x), mask)
+        return self.mlp_residual(self.mlp_dropout(y))
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if self.is_post:
-            y = self.attn_residual(self.attn_dropout(self.attn(x, mask)))
-            x = self.attn_norm(x + y, mask)
-            y = self.mlp_residual(self.mlp_dropout(self.mlp(x)))
-            return self.mlp_norm(x + y, mask)
-        y = self.attn_out_norm(self.attn(self.attn_norm(x, mask), mask), mask)
-        x = x + self.attn_residual(self.attn_dropout(y))
-        y = self.mlp_out_norm(self.mlp(self.mlp_norm(x, mask)), mask)
-        return x + self.mlp_residual(self.mlp_dropout(y))
+        h = self.read(self.attn_place, self.attn_norm, x, mask)
+        if self.is_parallel:
+            return x + self.attend(h, mask) + self.transform(h, mask)
+        x = x + self.attend(h, mask)
+        x = self.attn_norm(x, mask) if self.attn_place.around else x
+        h = self.read(self.mlp_place, self.mlp_norm, x, mask)
+        x = x + self.transform(h, mask)
+        return self.mlp_norm(x, mask) if self.mlp_place.around else x
 
 
 class Embedding(nn.Module):
@@ -158,11 +273,7 @@ class Embedding(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Base of the token models: embedding norm, blocks, final norm.
-
-    Only placement=peri has a norm on the embedding. placement=post has no final norm, because its
-    last block ends with one.
-    """
+    """Base of the token models: embedding norm, blocks, final norm, as `EQUATIONS` has them."""
 
     embedding_norm: nn.Module
     blocks: nn.ModuleList
@@ -178,13 +289,29 @@ class Transformer(nn.Module):
         is_causal: bool,
         dropout: float,
     ) -> None:
-        """Builds `depth` blocks and the norms around them."""
-        self.embedding_norm = site_if(norm.placement == "peri", norm, width)
+        """Builds `depth` blocks and the norms around them.
+
+        Raises:
+            UserError: a single block for a placement in which blocks differ; as `Attention`.
+        """
+        equation = EQUATIONS[norm.placement]
+        if depth == 1 and (equation.early or equation.is_scaled):
+            raise UserError(
+                f"placement={norm.placement} tells blocks apart, and model.depth=1 has one; try "
+                "model.depth=2 or placement=pre"
+            )
+        self.embedding_norm = site_if(equation.norms_embedding, norm, width)
         self.blocks = nn.ModuleList(
-            Block(width, num_heads, norm, is_causal=is_causal, dropout=dropout)
-            for _ in range(depth)
+            Block(
+                *(width, num_heads, norm),
+                is_causal=is_causal,
+                dropout=dropout,
+                layer=index + 1,
+                depth=depth,
+            )
+            for index in range(depth)
         )
-        self.final_norm = site_if(norm.placement != "post", norm, width)
+        self.final_norm = site_if(equation.has_final_norm, norm, width)
 
     def apply_blocks(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Embedded tokens (B, T, C) to the features that the head reads, same shape."""
@@ -193,17 +320,25 @@ class Transformer(nn.Module):
             x = block(x, mask)
         return self.final_norm(x, mask)
 
-    def init_weights(self) -> None:
-        """Normal with std 0.02, zero biases; 0.02 / sqrt(2 depth) at the end of a branch (GPT-2).
+    def init_weights(self, init: Init) -> None:
+        """Normal with std 0.02, zero biases.
 
-        The smaller value keeps the variance of the residual stream from growing with the 2 * depth
-        branches that add to it.
+        depth_scaled: 0.02 / sqrt(2 depth) at the end of a branch (Radford et al. 2019, "GPT-2"),
+        which keeps the variance of the residual stream from growing with the 2 * depth branches
+        that add to it. unscaled: 0.02 there too.
+
+        Raises:
+            UserError: another `init`.
         """
+        if init not in get_args(Init):
+            raise UserError(f"model.init={init}: must be one of {', '.join(get_args(Init))}")
         for module in modules_outside_sites(self):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if init == "unscaled":
+            return
         with torch.no_grad():
             for name, parameter in self.blocks.named_parameters():
                 if name.endswith((".attn.out.weight", ".mlp.out.weight")):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.models.common import check_image_shape, check_positive
-from normexp.models.transformer import Transformer
+from normexp.models.transformer import Init, Transformer
 from normexp.norms.factory import NormFactory
 
 
@@ -21,6 +21,7 @@ class ViT(Transformer):
         depth: blocks.
         width: features of a token, a multiple of num_heads.
         dropout: probability of dropping an element of a branch's output.
+        init: initial weights, see `Transformer.init_weights`.
 
     Raises:
         UserError: an image that the patches do not divide, or of fewer than 2x2 patches; a width
@@ -38,6 +39,7 @@ class ViT(Transformer):
         width: int,
         num_heads: int,
         dropout: float,
+        init: Init = "depth_scaled",
     ) -> None:
         super().__init__()
         check_positive(patch_size=patch_size, depth=depth, width=width, num_heads=num_heads)
@@ -50,7 +52,7 @@ class ViT(Transformer):
         self.positions = nn.Embedding(num_tokens, width)
         self.add_blocks(norm, depth, width, num_heads, is_causal=False, dropout=dropout)
         self.head = nn.Linear(width, num_outputs)
-        self.init_weights()
+        self.init_weights(init)
         # Pixels have unit variance, and the tokens made of them should too.
         nn.init.kaiming_normal_(self.patch_embedding.weight, nonlinearity="linear")
 

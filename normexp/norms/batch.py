@@ -191,7 +191,9 @@ class RunningMomentsNorm(RunningNorm):
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        out = F.batch_norm(x.flatten(0, 1), mean, var, *affine, False, 0.0, self.eps)
+        # Not of torch.nn.functional, which refuses eps=0 before torch 2.15.
+        rest = (False, 0.0, self.eps, torch.backends.cudnn.enabled)
+        out = torch.batch_norm(x.flatten(0, 1), *affine, mean, var, *rest)
         return out.unflatten(0, x.shape[:2])
 
     def averages_like(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,29 @@ from typing import Any, Literal
 
 Act = Literal["relu", "gelu", "silu", "tlu", "scaled_relu", "proxy_relu", "proxy_silu", "identity"]
 Conv = Literal["plain", "weight_standardized", "scaled_weight_standardized"]
-Placement = Literal["pre", "post", "sandwich", "peri"]
+Placement = Literal[
+    "pre",
+    "post",
+    "sandwich",
+    "peri",
+    "reordered",
+    "layernorm_scaling",
+    "hybrid",
+    "mix_ln",
+    "parallel",
+]
+# What each is, for --help: f is attention, then the MLP. models/transformer.py has the papers.
+PLACEMENTS: dict[Placement, str] = {
+    "pre": "x + f(norm(x))",
+    "post": "norm(x + f(x))",
+    "sandwich": "x + norm(f(norm(x)))",
+    "peri": "sandwich, and a norm on the embedding",
+    "reordered": "x + norm(f(x)), as OLMo 2",
+    "layernorm_scaling": "x + f(norm(x) / sqrt(l)) in block l = 1, 2, ...",
+    "hybrid": "y = norm(x + attention(x)), q, k and v normed; then y + mlp(y)",
+    "mix_ln": "post in the first quarter of the blocks, pre in the others",
+    "parallel": "x + attention(norm(x)) + mlp(norm(x))",
+}
 
 
 @dataclass(frozen=True)

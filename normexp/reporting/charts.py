@@ -7,21 +7,24 @@ resized.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
+import numpy as np
 import pandas as pd
 
 from normexp.reporting.frame import Row
 from normexp.reporting.metric import Metric
 from normexp.reporting.slices import AXIS_TITLES, Slice
-from normexp.reporting.style import Style
+from normexp.reporting.style import DIVERGED, Style
 from normexp.reporting.tables import Table
 
 WIDTH, HEIGHT = 560, 320
 SQUARE = (74, 40)  # pixels; wide enough for `0.88` over `[0.47, 1.00]`
+LINE, LABEL = 14, 150  # pixels: height of a label at the end of a line, and its greatest width
 DARK, LIGHT = "#111111", "#ffffff"  # text on a coloured square
 GREY = "#808080"  # readable on light and dark
 ROWS = alt.NamedData("rows")
@@ -73,6 +76,15 @@ class Figure:
     title: str
     caption: str
     spec: dict[str, Any]
+
+    @property
+    def for_paper(self) -> dict[str, Any]:
+        """The specification without title and without the strip of counts."""
+        bare = {key: value for key, value in self.spec.items() if key != "title"}
+        if self.spec["usermeta"]["fit"] == "strip":
+            panel, _ = bare.pop("vconcat")
+            bare |= panel
+        return bare
 
     @property
     def rows(self) -> Table:
@@ -164,15 +176,11 @@ def metric_axis(
     """
     shown = [row for row in rows if row["norm"] not in outside]
     ends = [row[key] for row in shown for key in ("low", "high", "mean") if row[key] is not None]
-    low, high = min(ends, default=0), max(ends, default=0)
-    limits: dict[str, Any] = {}
-    if outside:
-        limits = {"domainMin": low} if metric.higher_is_better else {"domainMax": high}
-    if metric.unit == "points":
-        limits |= {"domainMin": 0} if low <= 0 else {}
-        limits |= {"domainMax": 100} if high >= 100 else {}
-    clamp = {"clamp": True} if limits else {}
-    scale = alt.Scale(zero=False, **clamp, **limits)
+    low, high = min(ends, default=0), max(ends, default=1)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1
+    least, most = metric.bounds or (-math.inf, math.inf)
+    domain = [max(low - margin, least), min(high + margin, most)]
+    scale = alt.Scale(domain=domain, nice=False, zero=False, clamp=True)
     return alt.Y("mean:Q", title=label or metric.label, scale=scale)
 
 
@@ -191,21 +199,37 @@ def find_outsiders(metric: Metric, rows: Sequence[Row]) -> list[str]:
     return list(gaps.index[is_far.cummax()])
 
 
-def mean_colour(metric: Metric, means: Sequence[float]) -> alt.Color:
-    """Colours from the worst to the best of `means`; what is worse still has the last colour."""
+def shortfall(metric: Metric, rows: Sequence[Row]) -> tuple[alt.Color, list[Row]]:
+    """Colours by how far each mean is behind the best, in powers, so that the good ones differ.
+
+    The rows get `behind`, and a readable `ink`.
+    """
+    sign = 1 if metric.higher_is_better else -1
+    best = max((sign * row["mean"] for row in rows if row["mean"] is not None), default=0)
+    behind = [None if row["mean"] is None else best - sign * row["mean"] for row in rows]
+    most = max([2 * metric.tolerance or 1e-9, *(gap for gap in behind if gap is not None)])
+    unit = most / 50  # the scale is linear below, logarithmic above
+    inks = [
+        DIVERGED if gap is None else DARK if math.log1p(gap / unit) < 1.7 else LIGHT
+        for gap in behind
+    ]
     scale = alt.Scale(
-        scheme="viridis",
-        domain=[min(means), max(means)],
-        reverse=not metric.higher_is_better,
-        clamp=True,
+        type="symlog", constant=unit, scheme="viridis", domain=[0, most], reverse=True, nice=False
     )
-    return alt.Color("mean:Q", title=metric.label, scale=scale)
+    told = [
+        row | {"behind": gap, "ink": ink} for row, gap, ink in zip(rows, behind, inks, strict=True)
+    ]
+    title = f"{metric.unit or metric.label} behind the best"
+    return alt.Color("behind:Q", title=title, scale=scale), told
 
 
-def encode_norm(norms: Sequence[str], styles: Styles) -> Channels:
+def encode_norm(norms: Sequence[str], styles: Styles, *, legend: bool = True) -> Channels:
     """Colour, marker and dash of the norms."""
-    colour, shape, dash = encode_style("norm", {norm: styles[norm] for norm in norms})
-    return colour.legend(symbolStrokeWidth=0), shape, dash
+    own = {norm: styles[norm] for norm in norms}
+    colour, shape, dash = encode_style("norm", own)
+    if legend:
+        return colour.legend(symbolStrokeWidth=0), shape, dash
+    return colour.legend(None), shape.legend(None), dash.legend(None)
 
 
 def encode_style(field: str, styles: Styles, title: str | None = None) -> Channels:
@@ -224,6 +248,76 @@ def encode_style(field: str, styles: Styles, title: str | None = None) -> Channe
 # Marks
 
 
+def end_labels(
+    rows: Sequence[Row],
+    x: alt.X,
+    y: alt.Y,
+    channels: Channels,
+    outside: Sequence[str] = (),
+    height: float = HEIGHT,
+) -> list[Any]:
+    """Layers that name each line at the right edge, in place of a legend.
+
+    Labels keep apart; a thin line leads from the last point to its label.
+
+    Args:
+        rows: with `mean` and the column of `x`, ordered along each line.
+        outside: norms beyond the scale, whose labels have an arrow and their best mean.
+    """
+    low, high = y["scale"]["domain"]
+    field = str(x["shorthand"]).partition(":")[0]
+    last = {row["norm"]: row for row in rows if row["mean"] is not None}
+    wanted = [(high - row["mean"]) / (high - low) * height for row in last.values()]
+    placed = _spread([min(max(place, 0.0), height) for place in wanted], height)
+    ends = [
+        {
+            "norm": norm,
+            field: row[field],
+            "mean": row["mean"],
+            "label": f"{norm} {_beyond(norm, rows, low)}" if norm in outside else norm,
+            "place": high - place / height * (high - low),
+        }
+        for (norm, row), place in zip(last.items(), placed, strict=True)
+    ]
+    colour, shape, _ = channels
+    at = alt.Y("place:Q", scale=y["scale"])
+    base = visible().properties(data=alt.Data(values=ends))
+    lead = base.transform_filter(_inside(outside)).mark_rule(strokeWidth=0.7, opacity=0.6)
+    marker = base.mark_point(filled=True, opacity=1, size=50, xOffset=9)
+    name = base.mark_text(align="left", dx=18, limit=LABEL)
+    edge = {"x": alt.value("width"), "y": at}
+    return [
+        lead.encode(x, y, x2=alt.value("width"), y2=alt.Y2("place:Q"), color=colour),
+        marker.encode(**edge, color=colour, shape=shape),
+        name.encode(**edge, text="label:N"),
+    ]
+
+
+def _inside(outside: Sequence[str]) -> str:
+    return f"indexof({list(outside)}, datum.norm) < 0"
+
+
+def _beyond(norm: str, rows: Sequence[Row], low: float) -> str:
+    """`↓ 83.3`: the best mean of a norm outside the scale, and on which side."""
+    means = [row["mean"] for row in rows if row["norm"] == norm and row["mean"] is not None]
+    return f"↓ {max(means):.3g}" if means[0] < low else f"↑ {min(means):.3g}"
+
+
+def _spread(wanted: Sequence[float], height: float) -> list[float]:
+    """The positions nearest to the wanted ones that are LINE apart (isotonic regression)."""
+    order = np.argsort(wanted, kind="stable")
+    gap = min(LINE, height / max(1, len(order) - 1))
+    blocks: list[list[float]] = []  # each pools neighbours that would overlap
+    for rank, place in enumerate(np.asarray(wanted, float)[order]):
+        blocks.append([place - rank * gap])
+        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    free = np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
+    most = height - gap * (len(order) - 1)
+    places = np.clip(free, 0, max(0, most)) + gap * np.arange(len(order))
+    return [float(place) for _, place in sorted(zip(order, places, strict=True))]
+
+
 def lines(
     x: alt.X,
     y: alt.Y,
@@ -232,16 +326,34 @@ def lines(
     *,
     intervals: bool = True,
     size: int = 64,
+    outside: Sequence[str] = (),
 ) -> list[Any]:
-    """Layers of lines with their markers and, from the columns `low` and `high`, intervals."""
+    """Layers of lines with their markers and, from the columns `low` and `high`, intervals.
+
+    Norms `outside` the scale are arrows at its edge.
+    """
     colour, shape, dash = channels
-    marks = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tip}
-    line = visible().mark_line(strokeWidth=1.6).encode(x, y, colour, dash)
-    rule = visible().mark_rule(strokeWidth=1.6)
-    dots = visible("!datum.independent").mark_point(filled=True, opacity=1, size=size)
-    rings = visible("datum.independent").mark_point(strokeWidth=1.6, opacity=1, size=size)
+    marks = {"x": x, "y": y, "color": colour, "tooltip": tip}
+    inside = _inside(outside)
+    line = visible(inside).mark_line(strokeWidth=1.6).encode(x, y, colour, dash)
+    rule = visible(inside).mark_rule(strokeWidth=1.6)
+    dots = visible(f"!datum.independent && {inside}").mark_point(filled=True, opacity=1, size=size)
+    rings = visible(f"datum.independent && {inside}")
+    rings = rings.mark_point(strokeWidth=1.6, opacity=1, size=size)
     bars = [rule.encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)] if intervals else []
-    return [line, *bars, dots.encode(**marks), rings.encode(**marks)]
+    found = [line, *bars, *(layer.encode(**marks, shape=shape) for layer in (dots, rings))]
+    if outside:
+        arrow = visible(f"!({inside})").mark_point(
+            shape="arrow",
+            filled=True,
+            opacity=1,
+            size=200,
+            yOffset=alt.expr(f"datum.mean < {y['scale']['domain'][0]} ? -7 : 7"),
+            strokeWidth=1.6,
+            angle=alt.expr(f"datum.mean < {y['scale']['domain'][0]} ? 180 : 0"),
+        )
+        found.append(arrow.encode(**marks))
+    return found
 
 
 def squares(

@@ -11,10 +11,10 @@ from typing import Any
 
 import pandas as pd
 
+from normexp.reporting.contrast import paired_values
 from normexp.reporting.frame import config_columns, metric_names, values_of, varying_columns
 from normexp.reporting.metric import choose_metric, describe_metric, format_interval
 from normexp.reporting.tables import Table, show
-from normexp.reporting.verdict import paired_values
 from normexp.stats import paired_difference
 
 COLUMNS = [

@@ -15,11 +15,13 @@ from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE
 from normexp.reporting.charts import (
     HEIGHT,
+    LINE,
     ROWS,
     WIDTH,
     Figure,
     Styles,
     encode_norm,
+    end_labels,
     lines,
     make_figure,
     metric_axis,
@@ -114,17 +116,17 @@ def _curve(curve: pd.DataFrame, metric: Metric) -> list[Row]:
 
 
 def _panel(part: Slice, styles: Styles, metric: Metric, rows: list[Row], size: int) -> Any:
-    colour, _, dash = encode_norm(part.norms, styles)
-    colour = colour.legend(
-        symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1, symbolSize=300
-    )
+    channels = encode_norm(part.norms, styles, legend=False)
+    colour, _, dash = channels
+    height = max(HEIGHT * 0.65, LINE * len(part.norms))
+    own = [row for row in rows if row["size"] == size]
     x = (
         alt.X("samples:Q", title="training samples seen")
         .axis(format="~s", tickCount=6, labelExpr="datum.value ? datum.label : '0'")
         .scale(zero=True, nice=False)
     )
     # The loss of a seed about to diverge has many digits.
-    y = metric_axis(metric, [row for row in rows if row["size"] == size]).axis(
+    y = metric_axis(metric, own).axis(
         labelExpr="abs(datum.value) < 1e6 ? datum.label : format(datum.value, '.2~e')"
     )
     base = visible(f"datum.size == {size}")
@@ -137,7 +139,8 @@ def _panel(part: Slice, styles: Styles, metric: Metric, rows: list[Row], size: i
         base.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
         base.mark_point(filled=True, fillOpacity=0, size=60).encode(x, y, tooltip=tip),
         cross.transform_filter("datum.lost").encode(x, y),
-    ).properties(width=WIDTH, height=HEIGHT * 0.65, title=f"{AXIS_WORDS[part.axis]} {size}")
+        *end_labels(own, x, y, channels, height=height),
+    ).properties(width=WIDTH, height=height, title=f"{AXIS_WORDS[part.axis]} {size}")
 
 
 def _draw_sites(part: Slice, styles: Styles, history: pd.DataFrame) -> list[Figure]:

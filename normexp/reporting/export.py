@@ -72,7 +72,7 @@ def _content(report: Report) -> dict[str, Any]:
     """Tables as text: W&B wants one type per column, and a norm batch size may be `any`."""
     import wandb
 
-    main, folder = report.tables[0], report.directory / "figures"
+    main, folder = report.main_table, report.directory / "figures"
     rows: list[Any] = main.texts()
     verdict: list[Any] = [
         [section.answer.heading, one.kind, one.text]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -13,6 +12,7 @@ from normexp.reporting.charts import (
     GREY,
     HEIGHT,
     LIGHT,
+    LINE,
     POINT_TIP,
     ROWS,
     WIDTH,
@@ -20,23 +20,24 @@ from normexp.reporting.charts import (
     Styles,
     encode_norm,
     encode_style,
+    end_labels,
     find_outsiders,
     in_panels,
     lines,
     make_figure,
-    mean_colour,
     metric_axis,
+    shortfall,
     size_axis,
     squares,
     tooltip,
     visible,
 )
+from normexp.reporting.contrast import paired_values
 from normexp.reporting.curves import draw_history
 from normexp.reporting.frame import Row, metric_names, plain_rows, summarize, values_of
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES
-from normexp.reporting.verdict import paired_values
 from normexp.stats import paired_improvement
 
 SUMMARY = [
@@ -52,7 +53,7 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
         *draw_means(part, styles, rows),
         draw_improvement(part),
         draw_statistics(part),
-        *draw_learning_rates(part, styles),
+        draw_learning_rates(part),
         draw_groups(part, styles),
         *draw_history(part, styles),
         *draw_cost(part, styles),
@@ -87,8 +88,9 @@ def draw_means(part: Slice, styles: Styles, rows: list[Row]) -> list[Figure]:
     if all(row["mean"] is None for row in rows):
         return []
     outside = find_outsiders(part.metric, rows)
-    panel = _metric_panel(part, styles, rows, outside)
-    chart = alt.vconcat(panel, _count_strip(part), spacing=12)
+    chart = alt.vconcat(
+        _metric_panel(part, styles, rows, outside), _count_strip(part), data=ROWS, spacing=12
+    )
     caption = (
         f"{part.metric.label} against the {AXIS_TITLES[part.axis]}: mean and 95 % interval over "
         "seeds, which stays within an accuracy's limits; points are moved sideways a little so "
@@ -100,33 +102,24 @@ def draw_means(part: Slice, styles: Styles, rows: list[Row]) -> list[Figure]:
             " Hollow markers: a norm that does not depend on this size by measurement, trained "
             "once and drawn at every size."
         )
+    if outside:
+        caption += f" Arrows at the edge: {', '.join(outside)}, beyond the scale."
     title = f"{part.metric.label} by {AXIS_WORDS[part.axis]}"
     return [
-        make_figure("metric_by_size", title, caption, chart, rows, part),
-        _draw_heat_map(part, rows, outside),
+        make_figure("metric_by_size", title, caption, chart, rows, part, fit="strip"),
+        _draw_heat_map(part, rows),
     ]
 
 
 def _metric_panel(part: Slice, styles: Styles, rows: list[Row], outside: list[str]) -> Any:
     x, y = size_axis(part, "x", grid=True), metric_axis(part.metric, rows, outside=outside)
-    layers = lines(x, y, encode_norm(part.norms, styles), tooltip(*POINT_TIP))
-    if outside:
-        layers.append(_outside_note(part.metric, rows, outside))
-    return alt.layer(*layers, data=ROWS).properties(width=WIDTH, height=HEIGHT)
-
-
-def _outside_note(metric: Metric, rows: list[Row], outside: list[str]) -> alt.Chart:
-    """The best mean of each norm outside the scale, as lines of text at the edge where it is."""
-    best = max if metric.higher_is_better else min
-    words = ["outside the scale:"]
-    for norm in outside:
-        means = [row["mean"] for row in rows if row["norm"] == norm and row["mean"] is not None]
-        words.append(f"{norm}: {best(means):.{metric.digits}f} at best")
-    top = HEIGHT - 14 * len(words) - 10 if metric.higher_is_better else 20
-    note = alt.Chart(alt.Data(values=[{}])).mark_text(
-        text=words, align="right", dx=-8, baseline="top", fontSize=11, lineHeight=14, color=GREY
-    )
-    return note.encode(x=alt.value("width"), y=alt.value(top))
+    channels = encode_norm(part.norms, styles, legend=False)
+    height = max(HEIGHT, LINE * len(part.norms))
+    layers = [
+        *lines(x, y, channels, tooltip(*POINT_TIP), outside=outside),
+        *end_labels(rows, x, y, channels, outside, height),
+    ]
+    return alt.layer(*layers).properties(width=WIDTH, height=height)
 
 
 def _count_strip(part: Slice) -> alt.Chart:
@@ -144,49 +137,40 @@ def _count_strip(part: Slice) -> alt.Chart:
             color=alt.condition(lost, alt.value(DIVERGED), alt.value(GREY)),
             tooltip=tooltip(*POINT_TIP),
         )
-        .properties(width=WIDTH, height=alt.Step(15), data=ROWS)
+        .properties(width=WIDTH, height=alt.Step(15))
     )
 
 
-def _draw_heat_map(part: Slice, rows: list[Row], outside: list[str]) -> Figure:
-    """Norm against size: the mean as colour and number, with the number of seeds below it."""
-    means = [r["mean"] for r in rows if r["mean"] is not None and r["norm"] not in outside]
-    rows = [row | _square_text(row, means, part.metric) for row in rows]
-    for row in rows:
-        if row["mean"] is not None and row["independent"] and row["size"] != part.sizes[-1]:
-            row["under"] = "same cell"
+def _draw_heat_map(part: Slice, rows: list[Row]) -> Figure:
+    """Norm against size: the mean as colour and number, with its interval below it."""
+    colour, rows = shortfall(part.metric, rows)
+    rows = [row | _square_text(row, part.metric) for row in rows]
     x = alt.X("size:O", title=AXIS_TITLES[part.axis], sort=part.sizes).axis(labelAngle=0)
     y = alt.Y("norm:N", title=None, sort=part.norms)
-    colour = _gradient(mean_colour(part.metric, means))
-    chart = squares(x, y, colour, tooltip(*POINT_TIP))
+    chart = squares(x, y, _gradient(colour), tooltip(*POINT_TIP))
     caption = (
-        f"Mean {part.metric.label} by norm and size, with the number of seeds; the "
-        "interval is in the table and under the pointer. Grey: no seed finished; blank: not run. "
-        "A norm that does not depend on the norm batch size was trained once; its row repeats that "
-        "cell."
+        f"Mean {part.metric.label} with its 95 % interval, or the number of seeds where some are "
+        "lost. The colour is the distance from the best mean, on a scale that is finer near it. "
+        "Grey: no seed finished; blank: not run."
     )
-    if outside:
-        caption += f" Outside the colour scale: {', '.join(outside)}."
     title = f"{part.metric.label} by norm and size"
     return make_figure("heat_map", title, caption, chart, rows, part, fit="none")
 
 
 def _gradient(colour: alt.Color) -> alt.Color:
-    return colour.legend(orient="bottom", gradientLength=220, direction="horizontal")
+    return colour.legend(orient="bottom", gradientLength=220, direction="horizontal", tickCount=4)
 
 
-def _square_text(row: Row, means: Sequence[float], metric: Metric) -> Row:
-    """`value`, `under` (n), and a readable `ink` on the colours of `means`."""
+def _square_text(row: Row, metric: Metric) -> Row:
+    """`value`, and `under`: the interval, or the counts where runs are lost."""
     if row["mean"] is None:
         reason = f"×{row['diverged']}" if row["diverged"] else f"{row['failed']} failed"
-        return {"value": reason, "under": row["count"], "ink": DIVERGED}
-    spread = max(means) - min(means)
-    share = (row["mean"] - min(means)) / spread if spread else 1.0
-    brightness = share if metric.higher_is_better else 1 - share
+        return {"value": reason, "under": row["count"]}
+    interval = row["text"].partition(" ")[2]
+    is_whole = row["n"] == row["expected"]
     return {
         "value": f"{row['mean']:.{metric.digits}f}",
-        "under": f"n={row['n']}",
-        "ink": DARK if brightness > 0.55 else LIGHT,
+        "under": interval if is_whole else row["count"],
     }
 
 
@@ -317,56 +301,27 @@ def _statistics_rank(name: str) -> tuple[int, int]:
 # Learning rates and groups
 
 
-def draw_learning_rates(part: Slice, styles: Styles) -> list[Figure]:
-    """The learning rates that were tried: the chosen ones as lines, and all as squares."""
-    if part.searched.empty:
-        return []
-    metric = describe_metric(part.metric.selection_name)
-    columns = [*SUMMARY, "x", "lr", "chosen"]
-    rows = plain_rows(_summary(part, part.searched, metric), columns)
-    means = [row["mean"] for row in rows if row["mean"] is not None]
-    tip = tooltip("norm", "size", "lr:Q", "text", "count", "directory")
-    found = [_draw_chosen_rates(part, styles, rows, metric, tip)]
-    return [*found, _draw_rate_map(part, rows, means, metric, tip)] if means else found
-
-
-def _draw_chosen_rates(
-    part: Slice, styles: Styles, rows: list[Row], metric: Metric, tip: list[alt.Tooltip]
-) -> Figure:
-    rates = sorted({row["lr"] for row in rows})
-    y = (
-        alt.Y("lr:Q", title="learning rate (log scale)")
-        .scale(type="log", nice=False, domain=[rates[0] / 1.6, rates[-1] * 1.6])
-        .axis(values=rates, format="~g")
-    )
-    x, tried = size_axis(part, "x", grid=True), size_axis(part, "size", grid=True)
-    dots = visible().mark_point(size=14, opacity=0.5, color=GREY).encode(tried, y, tooltip=tip)
-    chosen = lines(x, y, encode_norm(part.norms, styles), tip, intervals=False)
-    layers = [dots, *(layer.transform_filter("datum.chosen") for layer in chosen)]
-    chart = alt.layer(*layers, data=ROWS).properties(width=WIDTH, height=HEIGHT * 0.75)
-    caption = (
-        "Learning rates that were tried (grey) and the one chosen for each norm and size by mean "
-        f"{metric.label}; nothing is chosen on test data."
-    )
-    return make_figure("learning_rates", "Learning rate by size", caption, chart, rows, part)
-
-
-def _draw_rate_map(
-    part: Slice, rows: list[Row], means: list[float], metric: Metric, tip: list[alt.Tooltip]
-) -> Figure:
+def draw_learning_rates(part: Slice) -> Figure | None:
     """Learning rate against size as squares, one panel per norm: how sharp the choice was."""
-    rows = [row | _square_text(row, means, metric) | {"under": ""} for row in rows]
+    metric = describe_metric(part.metric.selection_name)
+    if part.searched.empty:
+        return None
+    colour, rows = shortfall(
+        metric, plain_rows(_summary(part, part.searched, metric), [*SUMMARY, "lr", "chosen"])
+    )
+    rows = [row | _square_text(row, metric) | {"under": ""} for row in rows]
     x = alt.X("size:O", title=AXIS_WORDS[part.axis], sort=part.sizes).axis(labelAngle=0)
     y = alt.Y("lr:O", title="learning rate", sort="descending").axis(format="~g")
-    colour = mean_colour(metric, means).legend(None)
-    panel = squares(x, y, colour, tip, step=(48, 26), framed="datum.chosen")
+    tip = tooltip("norm", "size", "lr:Q", "text", "count", "directory")
+    panel = squares(x, y, colour.legend(None), tip, step=(48, 26), framed="datum.chosen")
     chart = in_panels(panel, part).resolve_axis(x="independent", y="independent")
     caption = (
         f"Mean {metric.label} over seeds for every learning rate that was tried; framed: the one "
-        "chosen. Grey: no seed finished, ×k diverged. A choice at an edge may not be the best rate."
+        "chosen for this norm and size; nothing is chosen on test data. Grey: no seed finished, "
+        "×k diverged. A choice at an edge may not be the best rate."
     )
     title = "Learning rate and size"
-    return make_figure("rate_map", title, caption, chart, rows, part, fit="none")
+    return make_figure("learning_rates", title, caption, chart, rows, part, fit="none")
 
 
 def draw_groups(part: Slice, styles: Styles) -> Figure | None:

@@ -7,7 +7,7 @@ const hidden = { norm: new Set(), size: new Set(), model: new Set(), data: new S
 function theme() {
   const style = getComputedStyle(document.documentElement);
   const [ink, faint, line] = ["--ink", "--faint", "--line"].map((v) => style.getPropertyValue(v));
-  return { background: "transparent", title: { color: ink, subtitleColor: faint },
+  return { background: "transparent", text: { color: ink }, title: { color: ink, subtitleColor: faint },
     axis: { labelColor: ink, titleColor: ink, gridColor: line, domainColor: faint, tickColor: faint },
     legend: { labelColor: ink, titleColor: ink }, header: { labelColor: ink, titleColor: ink } };
 }
@@ -21,34 +21,53 @@ function merged(base, extra) {
   return result;
 }
 
-const NARROW = 58; // pixels; the least width of a square with an interval in it
+const WIDE_SQUARE = 70; // pixels; the least width of a square with an interval below its number
 const columnsOf = ({ layer, datasets }) => new Set(datasets.rows.map((r) => r[layer[0].encoding.x.field])).size;
 
 // The specification for the available width; `shrink`: pixels by which the last try was too wide.
+// The title stands above the figure, where it can wrap.
 function fitted(spec, room, shrink) {
   const copy = structuredClone(spec);
   const fit = copy.usermeta.fit;
-  const width = Math.max(170, Math.min(760, room - 90) - shrink);
+  delete copy.title;
   copy.config = merged(copy.config, theme());
-  copy.config.title.limit = room - 20;
   copy.config.legend.columns = Math.max(1, Math.floor(room / 140));
-  copy.config.axis.titleLimit = width + 70;
-  copy.config.axis.titleFontSize = width < 300 ? 10 : 12;
   if (fit === "facet") {
     copy.columns = Math.max(1, Math.floor(room / 270));
     copy.spec.width = Math.max(130, Math.min(240, room / copy.columns - 80) - shrink / copy.columns);
   } else if (copy.width?.step) {
-    copy.width.step = Math.max(NARROW, Math.min(copy.width.step, (room - 130) / columnsOf(spec)));
-  } else if (fit === "width") {
-    for (const view of copy.vconcat ?? [copy]) view.width = width;
+    copy.width.step = Math.max(24, Math.min(copy.width.step, (room - 100 - shrink) / columnsOf(spec)));
+    if (copy.width.step < WIDE_SQUARE) narrowSquares(copy);
+  } else if (fit === "width" || fit === "strip") {
+    const width = Math.max(120, Math.min(760, room - 90) - shrink);
+    copy.config.axis.titleLimit = width + 70;
+    copy.config.axis.titleFontSize = width < 300 ? 10 : 12;
+    for (const view of copy.vconcat ?? [copy]) {
+      view.width = width;
+      if (width < 300) shortenTitles(view);
+    }
     for (const view of copy.vconcat ?? []) if (view.title) view.title = { text: view.title, fontSize: 12 };
   }
   return copy;
 }
 
+// `norm batch size (samples that share statistics)` is cut off on a narrow screen.
+function shortenTitles({ encoding, layer = [] }) {
+  if (encoding?.x?.title) encoding.x.title = encoding.x.title.replace(/ \(.*\)$/, "");
+  layer.forEach(shortenTitles);
+}
+
+// Squares of a narrow screen have their number alone.
+function narrowSquares(copy) {
+  copy.layer = copy.layer.filter(({ encoding }) => encoding.text?.field !== "under");
+  for (const { mark, encoding } of copy.layer) {
+    if (encoding.text) Object.assign(mark, { dy: 0, fontSize: copy.width.step < 34 ? 9 : 11 });
+  }
+}
+
 async function draw(element) {
   const spec = report.figures[element.dataset.figure];
-  const isWide = spec.width?.step && columnsOf(spec) * NARROW + 130 > element.clientWidth;
+  const isWide = spec.width?.step && columnsOf(spec) * WIDE_SQUARE + 100 > element.clientWidth;
   element.closest("figure").classList.toggle("wide", Boolean(isWide));
   const room = element.clientWidth;
   if (!room) return;
@@ -56,10 +75,12 @@ async function draw(element) {
   const embed = (shrink) => window.vegaEmbed(element.firstElementChild, fitted(spec, room, shrink), options);
   figures.get(element)?.view?.finalize();
   let result = await embed(0);
-  const excess = (element.querySelector("svg.marks")?.getBoundingClientRect().width ?? 0) - room;
-  if (excess > 0 && spec.usermeta.fit !== "none") {
+  for (let shrink = 0, tries = 0; tries < 2 && spec.usermeta.fit !== "none"; tries += 1) {
+    const excess = (element.querySelector("svg.marks")?.getBoundingClientRect().width ?? 0) - room;
+    if (excess <= 0) break;
+    shrink += excess + 2;
     result.finalize();
-    result = await embed(excess + 4);
+    result = await embed(shrink);
   }
   figures.set(element, { view: result.view, page: innerWidth });
   await filterView(result.view);
@@ -75,10 +96,23 @@ function filterPage() {
   for (const row of document.querySelectorAll("[data-norm], [data-model]")) {
     row.hidden = Object.entries(hidden).some(([key, values]) => values.has(row.dataset[key]));
   }
-  document.body.classList.toggle("some-sizes", hidden.size.size > 0);
+  for (const sentence of document.querySelectorAll("[data-norms]")) {
+    const norms = JSON.parse(sentence.dataset.norms), gone = norms.filter((n) => hidden.norm.has(n));
+    const sizes = JSON.parse(sentence.dataset.sizes).some((size) => hidden.size.has(`${size}`));
+    const isPlural = sentence.classList.contains("independent"); // true of each norm in it
+    sentence.classList.toggle("stale", sizes || gone.length > (isPlural ? norms.length - 1 : 0));
+  }
   const count = Object.values(hidden).reduce((sum, values) => sum + values.size, 0);
   document.querySelector(".filters summary").textContent = count ? `Filters: ${count} hidden` : "Filters";
   for (const { view } of figures.values()) if (view) filterView(view);
+}
+
+// A table that does not fit becomes a list of cards.
+function fitTables() {
+  for (const table of document.querySelectorAll(".scroll > table")) {
+    table.classList.remove("cards");
+    table.classList.toggle("cards", table.scrollWidth > table.parentElement.clientWidth);
+  }
 }
 
 function save(name, url) {
@@ -140,10 +174,11 @@ const seen = new IntersectionObserver((entries) => {
 }, { rootMargin: "600px" });
 const charts = document.querySelectorAll(".chart");
 charts.forEach((chart) => seen.observe(chart));
+fitTables();
 const redraw = (wanted) => charts.forEach((c) => figures.get(c)?.view && wanted(c) && draw(c));
 dark.addEventListener("change", () => redraw(() => true));
 let waiting;
 addEventListener("resize", () => {
   clearTimeout(waiting);
-  waiting = setTimeout(() => redraw((c) => figures.get(c).page !== innerWidth), 200);
+  waiting = setTimeout(() => fitTables() ?? redraw((c) => figures.get(c).page !== innerWidth), 200);
 });

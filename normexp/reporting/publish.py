@@ -7,10 +7,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from glob import escape, glob
 from importlib.resources import files
 from pathlib import Path
@@ -37,7 +38,6 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
     "img-src data: blob:"
 )
-LONG_COLUMNS = ("note", "seeds", "setting", "error", "directory")  # may wrap
 SHOWN_ROWS = 3000
 
 
@@ -130,32 +130,47 @@ def _write_report(report: Report, reload_seconds: int | None) -> None:
 def _write_into(folder: Path, report: Report, reload_seconds: int | None) -> None:
     tables, figures = folder / "tables", folder / "figures"
     tables.mkdir(parents=True)
-    figures.mkdir()
+    (figures / "paper").mkdir(parents=True)
     for table in report.tables:
         texts = {"csv": table.to_csv(), "md": table.to_markdown(), "tex": table.to_latex()}
         for ending, text in texts.items():
             (tables / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
     # Drawing and bundling release Python's lock, so threads use all cores.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        page = pool.submit(_render_page, report, reload_seconds)
-        for written in [pool.submit(_write_figure, figures, one) for one in report.figures]:
-            written.result()
-        (folder / "index.html").write_text(page.result(), encoding="utf-8")
+        bundle = pool.submit(_bundle)
+        images = dict(
+            zip(
+                (one.name for one in report.figures),
+                pool.map(partial(_write_figure, figures), report.figures),
+                strict=True,
+            )
+        )
+        page = _render_page(report, images, bundle.result(), reload_seconds)
+    (folder / "index.html").write_text(page, encoding="utf-8")
 
 
-def _write_figure(folder: Path, figure: Figure) -> None:
+def _write_figure(folder: Path, figure: Figure) -> str:
+    """Writes the files of a figure; returns its SVG."""
     svg = vl_convert.vegalite_to_svg(json.dumps(figure.spec))
     (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
     (folder / f"{figure.name}.csv").write_text(figure.rows.to_csv(), encoding="utf-8")
     (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
     (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
+    bare = vl_convert.vegalite_to_svg(json.dumps(figure.for_paper))
+    (folder / "paper" / f"{figure.name}.svg").write_text(bare, encoding="utf-8")
+    (folder / "paper" / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(bare))
+    return svg
 
 
 # The page
 
 
-def _render_page(report: Report, reload_seconds: int | None) -> str:
+def _render_page(
+    report: Report, images: Mapping[str, str], bundle: str, reload_seconds: int | None
+) -> str:
     """index.html with everything needed to show it; reloads itself if `reload_seconds` is set.
+
+    images: the SVG of each figure, which is what is printed
 
     Everything from configs, file names and error messages is escaped by the template or, as data,
     is JSON without a `<`.
@@ -167,21 +182,22 @@ def _render_page(report: Report, reload_seconds: int | None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    shown = [table for table in report.tables if table.name != "runs"]  # a cell opens its runs
     content = {
         "figures": {figure.name: figure.spec for figure in report.figures},
-        "tables": {table.name: table.to_csv() for table in report.tables}
+        "tables": {table.name: table.to_csv() for table in shown}
         | {figure.name: figure.rows.to_csv() for figure in report.figures},
     }
     return environment.get_template("page.html.j2").render(
         report=report,
         reload_seconds=reload_seconds,
         filters=_filters(report),
-        tables=[_shown(table, report.directory.parents[1]) for table in report.tables],
-        long_columns=LONG_COLUMNS,
+        images={name: b64encode(svg.encode()).decode() for name, svg in images.items()},
+        tables=[_shown(table) for table in shown],
         policy=Markup(POLICY),
         css=_asset("page.css"),
         js=_asset("page.js"),
-        bundle=_bundle(),
+        bundle=Markup(bundle),
         data=Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c")),
     )
 
@@ -191,11 +207,11 @@ def _asset(name: str) -> Markup:
 
 
 @cache
-def _bundle() -> Markup:
+def _bundle() -> str:
     """Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed."""
     # The stub asks for a snippet, which the function itself has a default for.
     bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
-    return Markup(bundle.replace("</script", "<\\/script"))
+    return bundle.replace("</script", "<\\/script")
 
 
 def _filters(report: Report) -> dict[str, list[str]]:
@@ -210,19 +226,16 @@ def _filters(report: Report) -> dict[str, list[str]]:
     return {key: found for key, found in values.items() if len(found) > 1}
 
 
-def _shown(table: Table, runs_dir: Path) -> dict[str, Any]:
-    """A table as the template needs it, with paths inside `runs_dir`.
-
-    Columns with one value are named above the table, so that the others fit on a page.
-    """
+def _shown(table: Table) -> dict[str, Any]:
+    """A table as the template needs it; columns with one value are named once, above it."""
     same, texts = table.split()
-    if "directory" in texts:
-        texts["directory"] = texts["directory"].str.removeprefix(f"{runs_dir}/")
     return {
         "name": table.name,
         "title": table.title,
+        "note": table.note,
         "columns": list(texts),
         "same": same,
+        "bold": table.bold,
         "texts": texts.head(SHOWN_ROWS).to_numpy().tolist(),
         "rows": plain_rows(table.frame.head(SHOWN_ROWS)),
         "cut": max(0, len(texts) - SHOWN_ROWS),

@@ -11,25 +11,24 @@ from typing import Any
 
 import numpy as np
 
+from normexp.reporting.contrast import paired_values, reference_of
+from normexp.reporting.evidence import lost_words
 from normexp.reporting.frame import Row
 from normexp.reporting.metric import format_interval
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.reporting.verdict import Answer, Claim, lost_words, paired_values, reference_of
+from normexp.reporting.verdict import Answer, Claim
 from normexp.stats import Interval, log_ratio, stratified_mean
 
 
 def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
-    """Ratios of errors over data sets, for each group of slices that differ only there.
-
-    They are outside the family, so they have no verb.
-    """
+    """Ratios of errors over data sets, for each group of slices that differ only there."""
     answers = []
     for parts in _group_by_data(slices):
         metric = parts[0].metric
         if metric.higher_is_better and metric.bounds is None:
             continue  # neither an error nor a loss can be made of it
         names = ", ".join(part.data for part in parts)
-        heading = f"Over {len(parts)} data sets ({names}), {parts[0].fixed}"
+        heading = f"Over {len(parts)} data sets ({names}), {parts[0].shared}, {parts[0].fixed}"
         note = (
             "Ratios are geometric means over the data sets, all with the same weight, with 95 % "
             "intervals over seeds (delta method, Satterthwaite's degrees of freedom). They are not "
@@ -47,8 +46,8 @@ def _ratios_along_sizes(parts: Sequence[Slice]) -> Iterator[Claim]:
         if smallest < largest and not any(point["independent"] for point in low):
             ratio, noun, details = _ratio(low, high, parts)
             where = f"{norm} at {AXIS_WORDS[parts[0].axis]} {smallest}"
-            text = f"{where}: {ratio} times its {noun} at {largest} ({details})."
-            yield Claim(norm, "interval", text)
+            text = f"{where}: {ratio} times its {noun} at {largest}"
+            yield Claim([norm], "interval", text, details, sizes=[smallest, largest])
 
 
 def _ratios_with_reference(parts: Sequence[Slice]) -> Iterator[Claim]:
@@ -62,8 +61,8 @@ def _ratios_with_reference(parts: Sequence[Slice]) -> Iterator[Claim]:
             )
             ratio, noun, details = _ratio(own, other, parts)
             where = f"At {AXIS_WORDS[parts[0].axis]} {size}, {norm}"
-            text = f"{where}: {ratio} times the {noun} of {reference} ({details})."
-            yield Claim(norm, "interval", text, reference=reference)
+            text = f"{where}: {ratio} times the {noun} of {reference}"
+            yield Claim([norm], "interval", text, details, sizes=[size], reference=reference)
 
 
 def _ratio(
@@ -118,18 +117,10 @@ def _point(part: Slice, norm: str, size: int) -> Row:
 
 
 def _group_by_data(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Groups slices that differ only in data set, by model if a data set has several."""
-
-    def is_one_per_data(parts: Sequence[Slice]) -> bool:
-        return len({part.data for part in parts}) == len(parts)
-
+    """Groups slices that differ only in data set: model, budget and other settings are equal."""
     alike: dict[Any, list[Slice]] = {}
     for part in slices:
-        key = (part.axis, part.metric.name, part.fixed, part.sizes[0], part.sizes[-1])
+        ends = (part.sizes[0], part.sizes[-1])
+        key = (part.axis, part.metric.name, part.fixed, part.shared, *ends)
         alike.setdefault(key, []).append(part)
-    groups = []
-    for parts in alike.values():
-        models = dict.fromkeys(part.model for part in parts)
-        by_model = [[part for part in parts if part.model == model] for model in models]
-        groups += [parts] if is_one_per_data(parts) else filter(is_one_per_data, by_model)
-    return [group for group in groups if len(group) > 1]
+    return [parts for parts in alike.values() if len({part.data for part in parts}) > 1]

@@ -22,6 +22,7 @@ from normexp.reporting.tables import (
     comparison_table,
     run_table,
     sensitivity_table,
+    size_table,
 )
 from normexp.reporting.tuning import draw_tuning
 from normexp.reporting.verdict import Answer, answer_slices
@@ -41,7 +42,6 @@ class Report:
 
     sections: answers over several data sets first, then a section per slice
     changes: the later studies against the first
-    tables: the main one first
     tuning: the curves of the searches that chose for these studies
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
@@ -58,6 +58,13 @@ class Report:
     counts: str
     waiting: list[str]
     problems: list[str]
+
+    @property
+    def main_table(self) -> Table:
+        """Of the differences between studies, else of the cells."""
+        return {table.name: table for table in self.tables}[
+            "differences" if self.changes else "cells"
+        ]
 
     @property
     def figures(self) -> list[Figure]:
@@ -86,9 +93,10 @@ def build_report(
     changes = compare_studies(cells, runs, metric) if len(names) > 1 else []
     styles = assign_styles(cells["norm"])
     tables = [
-        cell_table(cells, runs, metric, tolerance),
+        *map(size_table, slices),
         sensitivity_table(answers),
         comparison_table(answers),
+        cell_table(cells, runs, metric, tolerance),
         run_table(cells, runs),
     ]
     return Report(

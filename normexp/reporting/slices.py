@@ -33,7 +33,7 @@ AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", "act", "conv", "residual_scale", "placement", "qk_norm")
 # Measured, derived from the sizes, or without effect on a result.
-IGNORED = ("mixes_samples", "leaks_future", "stacked", "log_every", "split")
+IGNORED = ("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every", "split")
 # The length of a training in three units; cells are told apart by the one with the fewest values.
 BUDGET = ("epochs", "num_steps", "samples")
 # May follow from the sizes and the budget (steps, a half-life): they separate cells only if they
@@ -98,6 +98,13 @@ class Slice:
     @property
     def model(self) -> str:
         return self.points["model"].iloc[0]
+
+    @property
+    def shared(self) -> str:
+        """What slices on other data sets have in common with this one: `resnet, epochs=12`."""
+        first = self.points.iloc[0]
+        words = [self.model, first["budget"], *first["setting"].split(", ")]
+        return ", ".join(filter(None, dict.fromkeys(words)))
 
     @property
     def smallest(self) -> pd.DataFrame:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
 import pandas as pd
 
+from normexp.reporting.contrast import paired_values
 from normexp.reporting.frame import Row, metric_names, plain_rows, summarize, values_of
 from normexp.reporting.metric import (
     Metric,
@@ -18,9 +19,20 @@ from normexp.reporting.metric import (
     format_interval,
     negated,
 )
-from normexp.reporting.slices import AXIS_WORDS
+from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.verdict import Answer, Claim
-from normexp.stats import Interval, Sensitivity, Threshold, iqm, mean, median, smallest_step
+from normexp.stats import (
+    ALPHA,
+    Interval,
+    Sensitivity,
+    Threshold,
+    iqm,
+    mean,
+    median,
+    p_value,
+    paired_difference,
+    smallest_step,
+)
 
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
@@ -42,6 +54,9 @@ class Table:
 
     frame: has `columns`, and may have more
     numbers: columns only of the CSV, for programs, instead of `1.2 [0.6, 1.9]`
+    aside: columns only of the files and of an opened cell, since they do not fit on a page
+    over: a heading over all columns but the first, in LaTeX
+    bold: (row, column) of the values in bold
     """
 
     name: str
@@ -49,6 +64,10 @@ class Table:
     columns: list[str]
     frame: pd.DataFrame
     numbers: list[str] = field(default_factory=list)
+    aside: Collection[str] = ()
+    note: str = ""
+    over: str = ""
+    bold: Collection[tuple[int, str]] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -65,18 +84,44 @@ class Table:
 
     def to_markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns)]
-        lines += [[text.replace("|", "\\|") for text in line] for line in self.texts()]
-        return f"{self.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        lines += self._marked(
+            [[text.replace("|", "\\|") for text in line] for line in self.texts()], "**{}**"
+        )
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        return f"{self.title}\n\n{table}" + (f"\n{self.note}\n" if self.note else "")
 
     def to_latex(self) -> str:
         """A tabular with booktabs rules."""
         head, *body = [
-            " & ".join(text.translate(LATEX) for text in line) + r" \\"
-            for line in [self.columns, *self.texts()]
+            [text.translate(LATEX) for text in line] for line in [self.columns, *self.texts()]
         ]
-        inner = "\n".join([r"\toprule", head, r"\midrule", *body, r"\bottomrule"])
-        kind = "l" * len(self.columns)
-        return f"% {self.title}\n\\begin{{tabular}}{{{kind}}}\n{inner}\n\\end{{tabular}}\n"
+        last = len(self.columns)
+        over = [
+            rf" & \multicolumn{{{last - 1}}}{{c}}{{{self.over}}} \\",
+            rf"\cmidrule(lr){{2-{last}}}",
+        ]
+        lines = [
+            *(f"% {text}" for text in (self.title, self.note) if text),
+            rf"\begin{{tabular}}{{{'l' * last}}}",
+            r"\toprule",
+            *(over if self.over else []),
+            " & ".join(head) + r" \\",
+            r"\midrule",
+            *(" & ".join(line) + r" \\" for line in self._marked(body, r"\textbf{{{}}}")),
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _marked(self, lines: list[list[str]], mark: str) -> list[list[str]]:
+        """The texts of the rows with those in bold marked."""
+        return [
+            [
+                mark.format(text) if (row, column) in self.bold else text
+                for column, text in zip(self.columns, line, strict=True)
+            ]
+            for row, line in enumerate(lines)
+        ]
 
     def texts(self) -> list[list[str]]:
         """The shown cells, row by row."""
@@ -84,9 +129,9 @@ class Table:
 
     def split(self) -> tuple[dict[str, str], pd.DataFrame]:
         """What is the same in every row, and the texts of the other columns."""
-        texts = self.frame[self.columns].map(show)
-        found = {name: list(texts[name].unique()) for name in self.columns}
-        same = {name: own[0] for name, own in found.items() if len(own) == 1 < len(texts)}
+        texts = self.frame[[name for name in self.columns if name not in self.aside]].map(show)
+        found = {name: list(texts[name].unique()) for name in texts}
+        same = {str(name): own[0] for name, own in found.items() if len(own) == 1 < len(texts)}
         named = {name: text for name, text in same.items() if text != "-"}
         return named, texts.drop(columns=list(same))
 
@@ -120,7 +165,51 @@ def cell_table(
         *("mean [95 % interval]", "median [95 % interval]", "IQM [95 % interval]"),
         *("n", "seeds", "diverged", "failed", "missing", "note", "directory"),
     ]
-    return Table("cells", "Cells", columns, pd.concat(parts).loc[cells.index], NUMBERS)
+    aside = [*columns[9:11], "seeds", "directory"]
+    return Table("cells", "Cells", columns, pd.concat(parts).loc[cells.index], NUMBERS, aside)
+
+
+def size_table(part: Slice) -> Table:
+    """Norm x size: mean and interval, the best of each size in bold with all that tie with it."""
+    metric, sizes = part.metric, [str(size) for size in part.sizes]
+    table = summarize(part.points, part.values, metric)
+    lost = table["count"].where(table["count"].str.contains("/"), "")
+    table["shown"] = table["text"] + lost.map(lambda count: f" ({count})" if count else "")
+    frame = table.pivot(index="norm", columns="size", values="shown").reindex(part.norms)
+    frame = frame.set_axis(sizes, axis=1).reset_index()
+    place = {norm: row for row, norm in enumerate(part.norms)}
+    bold = {(place[norm], str(size)) for size in part.sizes for norm in best_norms(part, size)}
+    counts = dict.fromkeys(f"{n:g}" for n in sorted(table["n"]))
+    note = (
+        f"{metric.label}, mean and 95 % interval over seeds, n = {' or '.join(counts)}. Bold: the "
+        "best mean of each size, and those that a t test paired by seed does not tell from it at "
+        "the 5 % level (Bonferroni over the norms at that size)."
+    )
+    if lost.any():
+        note += " (k/n ×d): k of n seeds finished, d diverged, which is never in bold."
+    title = f"{part.heading}: {metric.label} by norm and {AXIS_WORDS[part.axis]}"
+    name = f"by_size_{part.slug}"
+    return Table(
+        name, title, ["norm", *sizes], frame, note=note, over=AXIS_WORDS[part.axis], bold=bold
+    )
+
+
+def best_norms(part: Slice, size: int) -> list[str]:
+    """The norm of the best mean at a size, and those not told from it; none without a test."""
+    is_sound = part.points["invalid"].isna() & (part.points["diverged"] == 0)
+    points = part.points[is_sound & (part.points["size"] == size)]
+    cells = dict(zip(points["norm"], points["cell"], strict=True))
+    means = part.values.mean() * (1 if part.metric.higher_is_better else -1)
+    known = [norm for norm in cells if part.values[cells[norm]].count() > 1]
+    best = max(known, key=lambda norm: means[cells[norm]], default=None)
+    if best is None or len(known) < 2:
+        return []
+
+    def p(norm: str) -> float:
+        pairs = paired_values(cells[best], cells[norm], part.values)
+        return p_value(paired_difference(*pairs, step=part.step, limit=part.metric.limit))
+
+    return [norm for norm in known if norm == best or (len(known) - 1) * p(norm) > ALPHA]
 
 
 def sensitivity_table(answers: Sequence[Answer]) -> Table:

@@ -43,7 +43,7 @@ def print_report(report: Report) -> None:
 
 
 def _print_table(console: Console, report: Report) -> None:
-    table = report.tables[0]
+    table = report.main_table
     if table.frame.empty:
         console.print("no cell is in both studies: nothing to compare", style="red")
         return

@@ -245,7 +245,8 @@ def test_state_outside_of_norms_is_refused():
 
 @pytest.mark.parametrize("norm", [broken.KeepsItsMean, broken.NoisyTraining, BatchNorm])
 def test_what_moves_no_result_is_no_state(norm: type[nn.Module]):
-    traits_of(FlatNet(NormFactory(norm)), image_data())
+    traits = traits_of(FlatNet(NormFactory(norm)), image_data())
+    assert traits.draws_for_itself == (norm is broken.NoisyTraining)
 
 
 # ---------------------------------------------------------------- values per statistic
@@ -558,7 +559,7 @@ def test_reader_of_padding_is_refused(network: Callable[[], nn.Module], message:
     ids=["tokens without mask", "samples without mask", "one length", "dropout"],
 )
 def test_sound_network_reads_no_padding(network: Callable[[], nn.Module]):
-    traits_of(network(), padded_data())
+    assert not traits_of(network(), padded_data()).leaks_future  # not refused
 
 
 def test_batch_to_probe_has_padding_in_every_sample():

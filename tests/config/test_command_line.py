@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from normexp.cli import announced, ask_hydra, parse_command, read_options, run_entry
+from normexp.cli import ask_hydra, parse_command, read_options, run_entry
+from normexp.complete import complete
 from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_text
+from normexp.config.imports import importing_torch
 from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
+from normexp.norms.slots import PLACEMENTS
 
 ENTRIES = sorted(USAGE)
 
@@ -24,11 +27,6 @@ def test_options_and_overrides_stand_in_any_order():
     assert command.overrides == ["seed=1", "lr=2", "~x"]
     assert command.config_dirs == ["a", "b"]
     assert command.multirun and not command.asks_hydra
-
-
-@pytest.mark.parametrize(("name", "launcher"), [("ray", "ray"), ("basic", None)])
-def test_a_launcher_is_one_that_is_not_basic(name: str, launcher: str | None):
-    assert parse_command(["-m", f"hydra/launcher={name}"]).launcher == launcher
 
 
 @pytest.mark.parametrize(
@@ -144,12 +142,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_shows_on_a_terminal_until_its_block_ends(monkeypatch: pytest.MonkeyPatch):
-    for stream, shown in ((Terminal(), "wait\r"), (io.StringIO(), "")):
+def test_torch_is_imported_without_the_collector_and_a_terminal_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for stream, shown in ((Terminal(), "importing torch ...\r"), (io.StringIO(), "")):
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
         monkeypatch.setattr(sys, "stderr", stream)
-        with announced("wait"):
-            assert stream.getvalue() == shown
-        assert stream.getvalue() == shown + ("\x1b[2K" if shown else "")
+        with importing_torch():
+            assert not gc.isenabled() and stream.getvalue() == shown
+        assert gc.isenabled() and stream.getvalue() == shown + ("\x1b[2K" if shown else "")
+        monkeypatch.setitem(sys.modules, "torch", io)  # imported already: nothing to do
+        with importing_torch():
+            assert gc.isenabled()
 
 
 # --- help ---------------------------------------------------------------------------------------
@@ -178,6 +182,7 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
     for group in GROUPS:
         for name in group_choices(group):
             assert "/" in name or name in text
+    assert all(f"\n  {name:<28}{phrase}\n" in text for name, phrase in PLACEMENTS.items())
     _, _, families = text.partition("Norms (norm=NAME) by family:")
     assert "\n  kin\n    kin " in families
     assert "Kin norm: it pools\n" in families and "More" not in families
@@ -197,24 +202,39 @@ def test_help_needs_a_folder_that_exists(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["train --help", "report --help", "check norm=grup", "evaluate run=a b=c", "status"],
+    ("lines", "heavy"),
+    [
+        ([f"{entry} --help" for entry in ENTRIES], {"torch", "pandas", "hydra", "omegaconf"}),
+        (
+            [
+                *("train norm=nrom", "train batch_size=0", "train --cfg job norm=nrom"),
+                *("tune norm=batch", "check norm=grup", "evaluate run=a b=c", "status", "report"),
+            ],
+            {"torch", "pandas"},
+        ),
+    ],
+    ids=["help", "refusals"],
 )
-def test_help_and_refusals_import_neither_torch_nor_pandas(line: str):
-    entry, *words = line.split()
-    heavy = {"torch", "pandas"} | ({"hydra", "omegaconf"} if "--help" in words else set())
+def test_help_and_refusals_import_nothing_heavy(lines: list[str], heavy: set[str]):
+    """The lines one after another in one process, which ends with the codes and the imports."""
     script = (
-        f"import sys; from normexp.{entry} import main; main(sys.argv[1:]); "
-        f"sys.exit(99 if {heavy} & set(sys.modules) else 0)"
+        "import importlib, sys\n"
+        "for line in sys.argv[1:]:\n"
+        "    entry, *words = line.split()\n"
+        "    code = importlib.import_module(f'normexp.{entry}').main(words)\n"
+        f"    print(line, code, {heavy} & set(sys.modules), file=sys.stderr)\n"
     )
-    run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, check=False)
-    assert run.returncode == 0
+    command = [sys.executable, "-c", script, *lines]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    code = 0 if "--help" in lines[0] else 2
+    ends = [line for line in told.splitlines() if not line.startswith("normexp: ")]
+    assert ends == [f"{line} {code} set()" for line in lines]
 
 
 # --- what Hydra answers itself ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--cfg", "job"], ["--info"], ["-sc", "install=bash"]])
+@pytest.mark.parametrize("words", [["--cfg", "job"], ["--info"]])
 def test_hydra_answers_its_own_questions(words: list[str]):
     assert parse_command(words).asks_hydra
 
@@ -233,12 +253,57 @@ def test_cfg_shows_the_config_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shell_completion_lists_choices():
-    script = "import sys; from normexp.train import main; sys.exit(main(sys.argv[1:]))"
-    environment = {**os.environ, "COMP_LINE": "normexp-train optim=", "COMP_POINT": "20"}
-    command = [sys.executable, "-c", script, "-sc", "query=bash"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert run.stdout.split() == ["optim=adamw", "optim=custom", "optim=sgd"]
+# --- completion ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("python -m normexp.train norm=grou", "norm=group norm=group1 norm=group_ws"),
+        ("python -m normexp.train -m norm=batch,rm", "norm=batch,rms"),
+        ("normexp-train norm=group norm.num", "norm.num_groups="),
+        ("normexp-train optim.schedule=cos", "optim.schedule=cosine"),
+        ("./scripts/train  lr_rule=s", "lr_rule=sqrt"),
+        ("normexp-train evaluate_with=[running,p", "evaluate_with=[running,precise"),
+        ("normexp-train evaluate_with=[ru", "evaluate_with=[running"),
+        ("normexp-train data=digits data.val", "data.val_fraction="),
+        ("normexp-train drop_last=f", "drop_last=false"),
+        ("normexp-train batch_size=8 batch_s", ""),
+        ("normexp-tune tune.p", "tune.points="),
+        ("normexp-check ba", ""),
+        ("normexp-check format=j", "format=json"),
+        ("normexp-report to", "tolerance="),
+        ("normexp-status study=", "study=mine"),
+        ("normexp-status runs_dir=elsewhere study=", ""),
+        ("normexp-train --config-dir own norm=my", "norm=my_norm"),
+        ("python other.py norm=ba", ""),
+    ],
+)
+def test_a_line_is_completed(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for file in ("runs/mine/study.jsonl", "own/norm/my_norm.yaml"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    assert complete(line) == words.split()
+
+
+def test_every_key_of_a_training_is_completed():
+    assert {key for key in KEYS if "." not in key} <= {
+        word.rstrip("=") for word in complete("normexp-train ")
+    }
+
+
+@pytest.mark.parametrize(("word", "reply"), [("grou", "group group1 group_ws"), ("", "")])
+def test_bash_completes_what_follows_the_equals_sign(word: str, reply: str):
+    run = [sys.executable, "-m", "normexp.complete"]
+    script = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    line = f"python -m normexp.train norm={word}" if word else "python other.py "
+    script += f"COMP_LINE={line!r}; COMP_POINT={len(line)}; _normexp python {word!r}\n"
+    script += "echo ${COMPREPLY[@]}\n"
+    run = ["bash", "--norc", "-c", script]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == reply
 
 
 def test_the_conf_folder_is_found():

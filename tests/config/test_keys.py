@@ -155,6 +155,7 @@ KEEPS = {
     "seed": "3",
     "replicas": "2",
     "study": "other",
+    "cells": "null",
     "dry_run": "true",
     "workers": "2",
     "fail_fast": "true",

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from model_cases import build, layer_norm
+from model_cases import VOCAB_SIZE, build, layer_norm
 from torch import Tensor, nn
 
 from normexp.models.resnet import ResidualBlock
-from normexp.models.transformer import Attention, Block
+from normexp.models.transformer import EQUATIONS, Attention
 from normexp.models.vit import ViT
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import named_sites
@@ -100,34 +100,91 @@ def test_a_text_without_real_positions_gives_finite_outputs_and_gradients() -> N
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("placement", ["pre", "post", "sandwich", "peri"])
-def test_block_follows_the_formula_of_its_placement(placement: Any, scale: float | None) -> None:
+DEPTH, HEADS = 4, 2
+
+
+def textbook_gpt(placement: str, state: dict[str, Tensor], tokens: Tensor, s: float) -> Tensor:
+    """The GPT of a placement by its paper's equations, with RMS norm and s at each branch's end."""
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state[f"{name}.norm.weight"]
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    def attention(name: str, x: Tensor) -> Tensor:
+        allowed = torch.ones(x.shape[1], x.shape[1]).tril().bool()
+        heads = []
+        parts = (part.chunk(HEADS, -1) for part in linear(f"{name}.qkv", x).chunk(3, -1))
+        for q, k, v in zip(*parts, strict=True):
+            if placement == "hybrid":
+                normed = zip("qkv", (q, k, v), strict=True)
+                q, k, v = (norm(f"{name}.{which}_norm", part) for which, part in normed)
+            scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+            heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v)
+        return linear(f"{name}.out", torch.cat(heads, -1))
+
+    def mlp(name: str, x: Tensor) -> Tensor:
+        return linear(f"{name}.out", F.gelu(linear(f"{name}.hidden", x)))
+
+    x = state["embedding.tokens.weight"][tokens]
+    x = x + state["embedding.positions.weight"][: tokens.shape[1]]
+    if placement == "peri":
+        x = norm("embedding_norm", x)
+    for layer in range(1, DEPTH + 1):
+        block = f"blocks.{layer - 1}"
+        if placement == "parallel":
+            h = norm(f"{block}.attn_norm", x)
+            x = x + s * attention(f"{block}.attn", h) + s * mlp(f"{block}.mlp", h)
+            continue
+        for f, part in ((attention, "attn"), (mlp, "mlp")):
+            name, own, out = (f"{block}.{part}{end}" for end in ("", "_norm", "_out_norm"))
+            is_post = placement == "post" or (placement == "mix_ln" and layer == 1)
+            if is_post or (placement == "hybrid" and part == "attn"):
+                x = norm(own, x + s * f(name, x))
+            elif placement == "hybrid":
+                x = x + s * f(name, x)
+            elif placement in ("pre", "mix_ln"):
+                x = x + s * f(name, norm(own, x))
+            elif placement in ("sandwich", "peri"):
+                x = x + s * norm(out, f(name, norm(own, x)))
+            elif placement == "reordered":
+                x = x + s * norm(out, f(name, x))
+            elif placement == "layernorm_scaling":
+                x = x + s * f(name, norm(own, x) / math.sqrt(layer))
+            else:
+                raise NotImplementedError(placement)
+    return (x if placement == "post" else norm("final_norm", x)) @ state["head.weight"].T
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("placement", EQUATIONS)
+def test_a_placement_is_the_network_of_its_paper(placement: Any, scale: float | None) -> None:
     slots = Slots(placement=placement, residual_scale=scale)
-    block = Block(8, 2, NormFactory(layer_norm, slots=slots), is_causal=True, dropout=0.0)
-    for parameter in block.parameters():
-        if parameter.ndim == 1:
-            nn.init.normal_(parameter)  # so that the norms of the block differ
-    x, s = torch.randn(2, 5, 8), scale or 1
-    expected = x
-    for f, role in ((block.attn, "attn"), (block.mlp, "mlp")):
-        before, after = getattr(block, f"{role}_norm"), getattr(block, f"{role}_out_norm")
-        if placement == "pre":
-            expected = expected + s * f(before(expected))
-        elif placement == "post":
-            expected = before(expected + s * f(expected))
-        else:
-            expected = expected + s * after(f(before(expected)))
-    torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-5)
+    norm = NormFactory(partial(nn.RMSNorm, eps=1e-6), slots=slots)
+    model = build("gpt", norm, depth=DEPTH, num_heads=HEADS).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("residual.scale"):
+                nn.init.normal_(parameter, std=0.5)  # large: no branch is lost in the stream
+    tokens = torch.randint(VOCAB_SIZE, (2, 7))
+    state = dict(model.state_dict())
+    expected = textbook_gpt(placement, state, tokens, scale or 1)
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-10, atol=1e-12)
+    used = {name for name in state if "norm" in name}  # the textbook reads every gain
+    for name in used:
+        changed = state | {name: state[name] + 1}
+        assert not torch.allclose(textbook_gpt(placement, changed, tokens, scale or 1), expected)
 
 
-def test_initial_weights_follow_gpt2() -> None:
-    model = build("gpt", depth=8, width=128)
+@pytest.mark.parametrize(("init", "end"), [("depth_scaled", 0.02 / 4), ("unscaled", 0.02)])
+def test_initial_weights_follow_gpt2(init: str, end: float) -> None:
+    model = build("gpt", depth=8, width=128, init=init)
     for name, std in [
         ("blocks.3.attn.qkv", 0.02),
         ("blocks.3.mlp.hidden", 0.02),
-        ("blocks.3.attn.out", 0.02 / 4),
-        ("blocks.3.mlp.out", 0.02 / 4),
+        ("blocks.3.attn.out", end),
+        ("blocks.3.mlp.out", end),
     ]:
         assert model.get_parameter(f"{name}.weight").std().item() == pytest.approx(std, rel=0.03)
         assert not model.get_parameter(f"{name}.bias").any()

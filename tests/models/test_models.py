@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -25,12 +25,12 @@ from torch.func import functional_call, stack_module_state, vmap
 from normexp.batching.draws import Dropout
 from normexp.errors import UserError
 from normexp.models.common import modules_outside_sites
+from normexp.models.transformer import EQUATIONS
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm
 from normexp.norms.site import named_sites
-from normexp.norms.slots import SLOTS, Slots
+from normexp.norms.slots import PLACEMENTS, SLOTS, Placement, Slots
 
-PLACEMENTS = ("pre", "post", "sandwich", "peri")
 CHANGED: dict[str, Any] = {
     "act": "tlu",
     "conv": "scaled_weight_standardized",
@@ -39,7 +39,9 @@ CHANGED: dict[str, Any] = {
     "qk_norm": True,
 }
 EVERY_SLOT = Slots(**CHANGED)
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "torchvision")) for n in MODELS]
+)
 
 
 class CausalMean(nn.Module):
@@ -88,7 +90,19 @@ PLACED_SITES = {
     "post": block_sites("attn_norm", "mlp_norm"),
     "sandwich": [*SANDWICH, "final_norm"],
     "peri": ["embedding_norm", *SANDWICH, "final_norm"],
+    "reordered": [*block_sites("attn_out_norm", "mlp_out_norm"), "final_norm"],
+    "layernorm_scaling": SITES["gpt"],
+    "hybrid": [
+        *block_sites("attn_norm", "attn.q_norm", "attn.k_norm", "attn.v_norm"),
+        "final_norm",
+    ],
+    "mix_ln": SITES["gpt"],
+    "parallel": [*block_sites("attn_norm"), "final_norm"],
 }
+
+
+def test_a_placement_has_a_rule_a_phrase_and_an_equation() -> None:
+    assert set(PLACED_SITES) == set(EQUATIONS) == set(PLACEMENTS) == set(get_args(Placement))
 
 
 @every_model
@@ -198,13 +212,14 @@ def test_dropout_noise_does_not_depend_on_the_split_of_the_batch(name: str) -> N
 def test_default_group_norm_pools_two_values_or_more_at_every_site(name: str) -> None:
     knobs = {"depth": 1, "width": 64} if name in TRANSFORMERS else {}
     make = partial(GroupNorm, num_groups=8)  # conf/norm/group.yaml; refuses one value per group
-    build(name, NormFactory(make), **knobs).double()(*draw_arguments(name, 2))
+    out = build(name, NormFactory(make), **knobs).double()(*draw_arguments(name, 2))
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("view", TOKEN_NORMS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_gpt_shows_no_position_the_future(placement: str, view: str) -> None:
-    norm = with_slots(TOKEN_NORMS[view], placement=placement, qk_norm=True)
+    norm = with_slots(TOKEN_NORMS[view], placement=placement, qk_norm=placement != "hybrid")
     model = build("gpt", norm).double()
     (tokens,) = draw_arguments("gpt", 2)
     cut = BLOCK_SIZE // 2
@@ -218,7 +233,7 @@ def test_gpt_shows_no_position_the_future(placement: str, view: str) -> None:
 @pytest.mark.parametrize("view", TOKEN_NORMS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_padding_moves_no_answer_and_no_gradient(placement: str, view: str) -> None:
-    norm = with_slots(TOKEN_NORMS[view], placement=placement, qk_norm=True)
+    norm = with_slots(TOKEN_NORMS[view], placement=placement, qk_norm=placement != "hybrid")
     model = build("text_encoder", norm).double()
     tokens, mask = draw_arguments("text_encoder", 4)
     tokens, mask = tokens[:, :9], mask[:, :9]
@@ -275,6 +290,7 @@ BAD_KNOBS: list[tuple[str, dict[str, Any], str]] = [
     ),
     *((name, {"num_heads": 3}, "model.num_heads=3.*model.width=18") for name in TRANSFORMERS),
     *(("resnet20", {"depth": d}, f"model.depth={d}.*20") for d in (2, 18, 21)),
+    *((name, {"init": "mimetic"}, "model.init=mimetic.*unscaled") for name in TRANSFORMERS),
     ("vit", {"patch_size": 5, "input_shape": (1, 28, 28)}, "patch_size=5.*28x28.*patch_size=4"),
     ("vit", {"patch_size": 8}, "8x8.*model=vit.*16x16"),
     ("convnet", {"input_shape": (3, 3, 8)}, "3x8.*model=convnet.*4x4"),
@@ -287,6 +303,19 @@ BAD_KNOBS: list[tuple[str, dict[str, Any], str]] = [
 def test_knobs_that_do_not_fit_are_refused(name: str, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.compile(message)):
         build(name, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ({"placement": "mix_ln"}, "placement=mix_ln.*model.depth=1.*model.depth=2"),
+        ({"placement": "layernorm_scaling"}, "placement=layernorm_scaling.*model.depth=1"),
+        ({"placement": "hybrid", "qk_norm": True}, "qk_norm=true.*placement=hybrid"),
+    ],
+)
+def test_placements_that_do_not_fit_are_refused(slots: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build("gpt", with_slots(TOKEN_NORMS["token"], **slots), depth=1)
 
 
 @pytest.mark.parametrize("name", ["gpt", "text_encoder"])

@@ -111,7 +111,10 @@ def test_replacing_by_batch_norm_changes_no_number_no_name_and_no_order(name: st
     assert keys == list(original.state_dict())
 
 
-@pytest.mark.parametrize(("name", "num_sites"), [("vit_b_16", 25), ("convnext_tiny", 23)])
+@pytest.mark.parametrize(
+    ("name", "num_sites"),
+    [pytest.param("vit_b_16", 25, marks=pytest.mark.slow), ("convnext_tiny", 23)],
+)
 def test_networks_with_layer_norms_compute_the_same(name: str, num_sites: int) -> None:
     torch.manual_seed(0)
     knobs = {"image_size": 32} if name == "vit_b_16" else {}

@@ -39,6 +39,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     },
     "moving_average_batch": {"memory": 2, "r_max": 1.2, "warmup": 0, "momentum": 0.1},
     "power": {"warmup": 0.1, "num_training_steps": 10},
+    "taper": {"warmup": 0.1, "taper_end": 0.6, "num_training_steps": 10},
     "ghost": {"ghost_size": 2},
     "gated_rms": {"rank": 3},
     "mode": {"num_modes": 3},
@@ -60,7 +61,7 @@ MIX_SAMPLES = [
     *("deviations/bn_per_position", "deviations/no_eps"),
 ]
 APPROXIMATE = ["power", "moving_average_batch"]  # their backward is not their forward's
-RUNNING = [*MIX_SAMPLES, "power"]  # norms whose state moves
+RUNNING = [*MIX_SAMPLES, "power", "taper"]  # norms whose state moves
 
 
 def num_dims_of(name: str) -> tuple[int, ...]:

@@ -177,6 +177,14 @@ def bhyt(x: Tensor, state: State) -> Tensor:
     return torch.tanh(state["alpha"] / 10 * rms(x, state))
 
 
+def taper(x: Tensor, state: State, *, step: int) -> Tensor:
+    """At a step of a taper from 1 to 6; over the weight, which the test multiplies with."""
+    gate = 0.5 * (1 + math.cos(math.pi * (step - 1) / 5))
+    c = state["running_scaled"] / state["running_energy"]
+    fixed = c * x * (column(state, "anchor") + column(state, "drift"))
+    return gate * rms(x, state) + (1 - gate) * fixed / column(state, "weight")
+
+
 def response(x: Tensor, state: State) -> Tensor:
     size = (x**2).sum(dim=2, keepdim=True) ** 0.5
     relative = size / (size.sum(dim=1, keepdim=True) / C + EPS)
@@ -276,6 +284,7 @@ FORMULAS: dict[str, tuple[Formula, Formula]] = {
     "gated_rms": (gated, gated),
     "seednorm": (seed, seed),
     "bhyt": (bhyt, bhyt),
+    "taper": (partial(taper, step=3), partial(taper, step=2)),
     "grn": (response, response),
     "isru": (isru, isru),
     "hard_tanh": (hard_tanh, hard_tanh),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from normexp.norms.rms import BHyT, GatedRMSNorm
 from normexp.norms.sharing import GhostBatchNorm, SyncBatchNorm
 from normexp.norms.site import Site
 from normexp.norms.state import merge_state, read_state, write_state
+from normexp.norms.taper import TaperNorm
 
 G, N, T = 3, 4, 5
 
@@ -294,6 +296,56 @@ def test_eval_norm_measures_its_share_and_nears_batch_norm_as_it_falls():
     (x,) = batches(1)
     norm.running_share.fill_(1e-9)
     assert_close(norm.eval()(x), theirs.eval()(x), rtol=0, atol=1e-6)
+
+
+class LoopTaper:
+    """TaperNorm over rows (number, C): gate, averages and least squares of arXiv:2602.10408."""
+
+    def __init__(self, warmup: int, end: int, a: float) -> None:
+        self.step, self.warmup, self.end, self.a = 0, warmup, end, a
+        self.scaled = self.energy = 0.0
+
+    def __call__(self, x: Tensor, gamma: Tensor, gamma_fixed: Tensor) -> Tensor:
+        self.step += 1
+        normal = gamma * x / ((x**2).mean(dim=1, keepdim=True) + EPS) ** 0.5
+        if self.step <= self.warmup:
+            square = ((gamma * x) ** 2).sum(dim=1)
+            fit = (normal * gamma * x).sum(dim=1)
+            self.scaled += self.a * (fit.mean().item() - self.scaled)
+            self.energy += self.a * (square.mean().item() - self.energy)
+            return normal
+        done = min((self.step - self.warmup) / (self.end - self.warmup), 1)
+        gate = (1 + math.cos(math.pi * done)) / 2
+        return gate * normal + (1 - gate) * self.scaled / self.energy * gamma_fixed * x
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_taper_equals_its_loop_over_steps_from_rms_norm_to_a_fixed_scale(masked):
+    """The weight moves at every step, so that the end of the warm-up decides which one is kept."""
+    knobs = {"warmup": 0.3, "taper_end": 0.7, "num_training_steps": 10}
+    norm = TaperNorm(C, **knobs, momentum=0.2, eps=EPS).double()
+    loop, fixed = LoopTaper(warmup=3, end=7, a=0.2), torch.ones(C).double()
+    nn.init.constant_(norm.drift, 0.1)
+    for step, x in enumerate(batches(9)):
+        assert norm.weight is not None
+        nn.init.normal_(norm.weight, mean=1, std=0.1, generator=torch.Generator().manual_seed(step))
+        mask = random_mask(6, 5, seed=step) if masked else torch.ones(6, 5, dtype=torch.bool)
+        fixed = norm.weight.detach().clone() if step <= 3 else fixed  # that of the fourth step
+        x.requires_grad_()
+        out = norm(x, mask if masked else None).movedim(1, -1)[mask]
+        expected = loop(x.movedim(1, -1)[mask], norm.weight, fixed + norm.drift)
+        assert_close(out, expected, rtol=0, atol=1e-12)
+        wanted = [x, norm.weight, *([norm.drift] if step >= 3 else [])]
+        assert_close(gradients(out, wanted), gradients(expected, wanted), rtol=0, atol=1e-12)
+    x = batches(1)[0]
+    assert_close(norm.eval()(2 * x), 2 * norm(x), rtol=0, atol=1e-12)  # a map without statistics
+
+
+@pytest.mark.parametrize("knobs", [{"warmup": 0}, {"warmup": 0.7}, {"taper_end": 1.5}])
+def test_taper_refuses_what_is_no_taper(knobs):
+    ((key, value),) = knobs.items()
+    with pytest.raises(UserError, match=f"{key}={value}.*try norm"):
+        TaperNorm(C, **{"warmup": 0.1, "taper_end": 0.6, **knobs})
 
 
 SPLITS = (4, 2), (6, 0)  # samples of each process of a synchronized norm

@@ -66,7 +66,7 @@ def report(root: Path, *words: str, study: str = "synthetic") -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the files of figures, which take most of the time and which one test reads."""
-    monkeypatch.setattr(publish, "_write_figure", lambda *_: None)
+    monkeypatch.setattr(publish, "_write_figure", lambda *_: "")
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +91,20 @@ def test_a_report_has_its_page_figures_tables_and_verdict(whole: tuple[Path, str
     for ending in ("png", "pdf", "csv"):
         assert names == {path.stem for path in (folder / "figures").glob(f"*.{ending}")}
     assert "6 cells, 48 runs: 48 finished" in printed and str(folder / "index.html") in printed
+    for ending in ("svg", "pdf"):
+        assert names == {path.stem for path in (folder / "figures/paper").glob(f"*.{ending}")}
     page = Page(folder)
     assert set(page.values("data-figure")) == names == set(page.data["figures"])
-    sentences = [found for _, found in page.tags if "data-norm" in found and "class" in found]
-    kinds = ["loses", "better", "better", "independent", "independent"]  # the headline first
+    sentences = [found for _, found in page.tags if "data-norms" in found]
+    kinds = ["headline loses", "loses", "independent", "better", "better"]
     assert [found["class"] for found in sentences] == kinds
-    for sentence in [page.texts["p"][1], *page.texts["li"]]:
+    about = [json.loads(found["data-norms"]) for found in sentences]
+    assert about[1:] == [["batch"], ["layer", "group"], ["layer", "batch"], ["group", "batch"]]
+    for sentence in page.texts["li"]:
         assert f"- {sentence}" in printed
+    headline = page.texts["p"][1]
+    assert headline.startswith("batch loses") and "(n = " not in headline
+    assert page.texts["li"][0].startswith(headline.rstrip("."))
     assert not list(folder.parent.glob(".report-*"))
 
 
@@ -108,7 +115,9 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
         (file,) = folder.glob(f"*/{name}.csv")
         assert file.read_text() == text
         tables[name] = list(csv.DictReader(text.splitlines()))
-    assert list(tables)[:4] == ["cells", "sensitivity", "comparisons", "runs"]
+    assert list(tables)[:4] == ["by_size_main", "sensitivity", "comparisons", "cells"]
+    with (folder / "tables" / "runs.csv").open() as file:
+        tables["runs"] = list(csv.DictReader(file))
     points = [float(row["mean"]) for row in tables["metric_by_size_main"]]
     assert points[:4] == [float(row["mean"]) for row in tables["cells"][:4]]
     assert [row["n"] for row in tables["cells"]] == ["8"] * 6
@@ -152,7 +161,7 @@ def test_text_from_configs_and_errors_is_escaped_everywhere(tmp_path: Path):
         write_cell(tmp_path, norm, {0: 0.8, 1: 0.9}, norm_batch_size=2, data=EVIL)
     folder = report(tmp_path)
     page = Page(folder)
-    assert EVIL not in page.source and "img" not in dict(page.tags)
+    assert EVIL not in page.source and not page.values("onerror")
     assert len(re.findall("</script", page.source)) == len(re.findall("<script", page.source))
     assert EVIL in page.values("data-data")
     assert "'=cmd()" in (folder / "tables" / "cells.csv").read_text()

@@ -99,6 +99,7 @@ def test_changing_the_scheme_redraws(browser: Browser, page: str):
     browser.dark(True)
     axis = "document.querySelector('.role-axis-title text').getAttribute('fill')"
     browser.wait(f"{axis} === '#e6e9ed'")
+    assert browser.run(f"return {axis}") == "#e6e9ed"
 
 
 def test_filters_hide_rows_lines_and_sections(browser: Browser, page: str):
@@ -122,13 +123,28 @@ def test_filters_hide_rows_lines_and_sections(browser: Browser, page: str):
     assert sorted(browser.run(sections)) == [False, True]
     browser.run("document.querySelector('[data-filter=size][data-value=\"2\"]').click()")
     browser.wait(f"{colours}.length > 0")
-    notes = "return [...document.querySelectorAll('.partial')].some(p => p.offsetParent)"
-    assert browser.run(notes)
     assert browser.run("return document.querySelector('.filters summary').textContent") == (
         "Filters: 3 hidden"
     )
-    sentence = "return document.querySelector('section > p[data-norm=batch]').offsetParent"
-    assert browser.run(sentence) is None
+
+
+def test_filters_mark_the_sentences_that_no_longer_apply(browser: Browser, page: str):
+    show(browser, page)
+    stale = """return [...document.querySelectorAll('section:first-of-type [data-norms]')]
+        .filter(s => s.classList.contains('stale')).map(s => s.textContent.split(' (')[0])"""
+    box = "document.querySelector('[data-filter={}][data-value=\"{}\"]').click()"
+    assert browser.run(stale) == []
+    browser.run(box.format("norm", "layer"))
+    assert [text[:31] for text in browser.run(stale)] == ["At norm batch size 2, layer is "]
+    browser.run(box.format("norm", "layer"))
+    browser.run(box.format("size", "8"))  # no sentence is about it
+    assert browser.run(stale) == []
+    browser.run(box.format("size", "128"))
+    assert {text.split()[0] for text in browser.run(stale)} == {"batch"}  # also the headline
+    browser.run(box.format("norm", "batch"))
+    assert len(browser.run(stale)) == 5  # all but the norms that do not depend on the size
+    note = "getComputedStyle(document.querySelector('.headline'), '::after').content"
+    assert "filtered" in browser.run(f"return {note}")
 
 
 def test_hover_shows_values_seeds_and_directory(browser: Browser, page: str):
@@ -147,9 +163,9 @@ def test_hover_shows_values_seeds_and_directory(browser: Browser, page: str):
 
 def test_a_click_on_a_heading_sorts_numbers_as_numbers(browser: Browser, page: str):
     show(browser, page)
-    heads = "[...document.querySelectorAll('table')[0].querySelectorAll('th')]"
+    heads = "[...document.querySelector('#cells').querySelectorAll('th')]"
     place = browser.run(f"return {heads}.findIndex(h => h.textContent === 'norm batch size')")
-    cells = f"document.querySelectorAll('table')[0].querySelectorAll('td:nth-child({place + 1})')"
+    cells = f"document.querySelector('#cells').querySelectorAll('td:nth-child({place + 1})')"
     browser.run(f"{heads}[{place}].firstChild.click()")
     up = browser.run(f"return [...{cells}].map(c => c.textContent)")
     browser.run(f"{heads}[{place}].firstChild.click()")
@@ -165,9 +181,38 @@ def test_the_first_screen_has_the_headline_and_the_main_figure_with_its_legend(
     write_study(tmp_path, np.random.default_rng(0), level=("layer", "group", "rms", "instance"))
     assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
     show(browser, (tmp_path / "synthetic" / "report" / "index.html").as_uri(), width=width)
-    for part in ("section > p", "[data-figure^=metric] .role-legend", ".mark-line"):
+    figure = "document.querySelector('[data-figure^=metric]')"
+    for part in (".headline", "[data-figure^=metric] .mark-line", "[data-figure^=metric] svg"):
         found = f"document.querySelector('{part}').getBoundingClientRect().bottom"
         assert browser.run(f"return {found}") < height
+    assert browser.run("return document.querySelector('.headline').textContent.length") < 120
+    texts = f"return [...{figure}.querySelectorAll('.mark-text text')].map(t => t.textContent)"
+    assert {"batch", "layer", "group", "rms", "instance"} <= set(browser.run(texts))
+    sentences = "document.querySelector('.sentences').getBoundingClientRect().top"
+    assert browser.run(f"return {sentences} > {figure}.getBoundingClientRect().bottom")
+
+
+@pytest.mark.parametrize("width", [390, 1000, 1400])
+def test_no_figure_or_table_is_cut_off_or_scrolls_sideways(browser: Browser, page: str, width: int):
+    show(browser, page, width=width)
+    cut = """return [...document.querySelectorAll('.chart, .scroll')]
+        .filter(e => e.scrollWidth > e.clientWidth)
+        .map(e => e.dataset.figure ?? e.textContent.trim().slice(0, 50))"""
+    assert browser.run(cut) == []
+
+
+def test_printing_shows_every_figure_also_those_not_yet_seen(browser: Browser, page: str):
+    browser.resize(1000)
+    browser.open(page)
+    browser.command("Emulation.setEmulatedMedia", media="print")
+    shown = """return [...document.querySelectorAll('figure > img')].map(
+        i => i.complete && i.naturalWidth > 100 && i.getBoundingClientRect().height > 50)"""
+    figures = browser.run(f"return {CHART}.length")
+    assert browser.run(shown) == [True] * figures and figures > 8
+    live = f"return [...{CHART}].some(c => c.offsetParent)"
+    assert browser.run(live) is False
+    browser.command("Emulation.setEmulatedMedia", media="")
+    assert browser.run(shown) == [False] * figures
 
 
 def test_every_chart_and_table_can_be_saved(browser: Browser, page: str, tmp_path: Path):

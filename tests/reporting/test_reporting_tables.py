@@ -10,7 +10,13 @@ from synthetic_study import slices_of, write_cell
 
 from normexp.reporting.frame import read_studies
 from normexp.reporting.slices import build_cells
-from normexp.reporting.tables import cell_table, comparison_table, sensitivity_table
+from normexp.reporting.tables import (
+    Table,
+    cell_table,
+    comparison_table,
+    sensitivity_table,
+    size_table,
+)
 from normexp.reporting.verdict import answer_slices
 
 
@@ -61,3 +67,39 @@ def test_comparisons_show_the_p_of_the_whole_family(tmp_path: Path):
     assert [row["p in the family"] for row in rows] == [one.p for one in answer.comparisons]
     assert [row["verdict"] for row in rows] == ["better", "better"]
     assert {row["at"] for row in rows} == {"norm batch size 2"}
+
+
+def paper_table(root: Path) -> Table:
+    (part,) = slices_of(root)
+    return size_table(part)
+
+
+def test_the_paper_table_has_the_best_in_bold_with_what_ties_by_the_test(tmp_path: Path):
+    rng = np.random.default_rng(1)
+    levels = {"batch": (0.90, 0.95), "layer": (0.951, 0.951), "group": (0.95, 0.95)}
+    for norm, own in levels.items():
+        for size, level in zip((2, 128), own, strict=True):
+            values = dict(enumerate(rng.normal(level, 0.002, 8)))
+            options = {"norm_batch_size": size, "mixes_samples": True}
+            write_cell(tmp_path, norm, values, **options)
+    write_cell(tmp_path, "none", {0: 0.99, 1: None}, norm_batch_size=2, mixes_samples=True)
+    table = paper_table(tmp_path)
+    assert table.columns == ["norm", "2", "128"]
+    assert [row["norm"] for row in table.rows] == ["batch", "layer", "group", "none"]
+    bold = {column: {row for row, name in table.bold if name == column} for column in ("2", "128")}
+    assert bold == {"2": {1, 2}, "128": {0, 1, 2}}  # a norm that diverged is not the best
+    assert "(1/8 ×1 ?6)" in table.rows[3]["2"] and table.rows[3]["128"] != table.rows[3]["2"]
+    markdown, latex = table.to_markdown(), table.to_latex()
+    shown = table.rows[1]["2"]
+    assert f"| layer | **{shown}** |" in markdown and "| none | 99.0" in markdown
+    assert rf"layer & \textbf{{{shown}}} &" in latex
+    assert r"\multicolumn{2}{c}{norm batch size} \\" in latex and r"\cmidrule(lr){2-3}" in latex
+    assert latex.count(r"\textbf") == markdown.count("**") / 2 == 5
+    for rule in ("top", "mid", "bottom"):
+        assert rf"\{rule}rule" in latex
+
+
+def test_one_seed_has_nothing_in_bold(tmp_path: Path):
+    for norm, value in (("batch", 0.9), ("group", 0.5)):
+        write_cell(tmp_path, norm, {0: value}, norm_batch_size=2)
+    assert not paper_table(tmp_path).bold

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -94,11 +95,15 @@ def test_two_seeds_with_equal_counts_in_every_cell_hold_nothing(tmp_path: Path):
         assert "equal under every seed" in claim.text
 
 
-def test_independence_is_by_measurement_and_has_no_interval(tmp_path: Path):
+def test_independence_is_by_measurement_and_one_sentence_for_all_norms(tmp_path: Path):
     write_study(tmp_path, np.random.default_rng(0))
-    loss = loss_of(tmp_path, "group")
+    loss = loss_of(tmp_path, "layer, group")
     assert (loss.kind, loss.sensitivity) == ("independent", None)
-    assert "(measured" in loss.text and "n = 8 seeds" in loss.text and "[" not in loss.text
+    assert loss.text.startswith("layer and group do not depend on the norm batch size (measured")
+    assert loss.text.count("n = 8 seeds") == 1 and "[" not in loss.text
+    write_cell(tmp_path, "instance", {0: 0.8, 1: None}, norm_batch_size=2)
+    text = loss_of(tmp_path, "layer, group, instance").text
+    assert "layer and group: n = 8 seeds; instance: n = 1 seed; 1 of 8 diverged" in text
 
 
 def test_lower_is_better_turns_the_sign(tmp_path: Path):
@@ -357,7 +362,7 @@ def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
 # Over several data sets
 
 
-def write_data_sets(root: Path, ratio: Mapping[str, float], **options: str) -> None:
+def write_data_sets(root: Path, ratio: Mapping[str, float], **options: Any) -> None:
     """At size 2 batch makes twice its errors at 128; group makes `ratio` times batch's at 2."""
     spread = np.array([0.001, -0.0011, 0.002, -0.0022])
     for data, own in ratio.items():
@@ -396,6 +401,16 @@ def test_one_data_set_has_no_answer_over_data_and_models_are_kept_apart(tmp_path
     write_data_sets(tmp_path, {"digits": 1.0, "cifar10": 1.0}, model="vit")
     texts = [one.comparisons[0].text for one in overall_of(tmp_path)]
     assert "group: 0.500 [" in texts[0] and "group: 1.0" in texts[1]
+
+
+def test_data_sets_of_other_budgets_are_kept_apart(tmp_path: Path):
+    write_data_sets(tmp_path, {"digits": 0.5}, epochs=3)
+    write_data_sets(tmp_path, {"cifar10": 0.5}, epochs=12)
+    assert overall_of(tmp_path) == []
+    write_data_sets(tmp_path, {"cifar10": 0.5}, epochs=3)
+    (found,) = overall_of(tmp_path)
+    assert "resnet, epochs=3, batch size 128" in found.heading
+    assert {part.shared for part in found.parts} == {"resnet, epochs=3"}
 
 
 def test_a_data_set_with_one_pair_gives_no_interval(tmp_path: Path):

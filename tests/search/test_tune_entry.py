@@ -153,6 +153,18 @@ def test_stop_while_fresh_seeds_train_is_told_as_one(
     assert "stopped" in told.err and told.out == ""
 
 
+def test_full_disk_ends_a_search_with_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def train(cells: Sequence[CellSpec], _: object) -> list[Outcome]:
+        full = Outcome("failed", "a", error="the disk is full", halts=True)
+        return [full, *(Outcome("stopped", "b") for _ in cells[1:])]
+
+    monkeypatch.setattr(sweep, "train_cells", train)
+    assert main(["lr=choice(0.1,1)", f"runs_dir={tmp_path}"]) == 1
+    assert capsys.readouterr().err == "normexp: the disk is full\n"
+
+
 def test_failed_point_is_not_chosen_and_fails_the_command(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):

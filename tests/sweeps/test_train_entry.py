@@ -161,6 +161,7 @@ def test_a_norm_of_the_users_by_target_and_by_yaml(tmp_path: Path, own_module: P
     assert train(tmp_path, *by_yaml, "norm.knob=2") == 0
     assert cells(tmp_path) == [cell]  # the same training
     own_module.write_text(OWN_NORM + "\n# edited\n")
+    del sys.modules["own_norms_of_a_test"]  # as in a new process
     assert train(tmp_path, *by_yaml, "norm.knob=2") == 0
     (other,) = [each for each in cells(tmp_path) if each != cell]  # never a stale answer
     assert read_result(other / "seed-0").config["norm"] == "mine"

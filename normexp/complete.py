@@ -1,0 +1,112 @@
+"""Completion in bash: after `eval "$(python -m normexp.complete)"`, norm=ba<TAB> is norm=batch.
+
+Each <TAB> asks `python -m normexp.complete LINE`, which imports neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from normexp.config.help import CUSTOM_GROUPS, GROUPS, USAGE, choice_files, conf_dir, group_choices
+from normexp.config.rules import FLAG, KEYS, OPTIONS
+
+# bash ends a word at each `=`, unless it is told otherwise, and completes what follows: $2.
+BASH = r"""
+_normexp() {
+  local line=${COMP_LINE:0:COMP_POINT} IFS=$'\n'
+  local word=${line##* }
+  [[ $line =~ (normexp[.-]|scripts/)(ENTRIES)\  ]] || return
+  COMPREPLY=($("PYTHON" -m normexp.complete "$line" 2>/dev/null))
+  COMPREPLY=("${COMPREPLY[@]#"${word%"$2"}"}")
+}
+complete -o default -o nospace -F _normexp python python3 ./scripts/train COMMANDS
+"""
+LINE = re.compile(rf"(?:normexp[.-]|scripts/)({'|'.join(USAGE)})\s+(.*)$", re.DOTALL)
+
+
+def complete(line: str) -> list[str]:
+    """The words that the last word of a command line may become; values of a list one by one."""
+    found = LINE.search(line)
+    if found is None:
+        return []
+    entry, words = found[1], re.split(r"\s+", found[2])
+    *before, word = words
+    key, equals, text = word.partition("=")
+    if not equals:
+        keys = _keys(entry, before, is_deep="." in word)
+        return [f"{name}=" for name in keys if name.startswith(word)]
+    last = re.split(r"[\[,]", text)[-1]
+    earlier = text.removesuffix(last)
+    given = re.split(r"[\[,]", earlier)
+    values = [name for name in _values(entry, key, before) if name not in given]
+    return [f"{key}={earlier}{name}" for name in values if name.startswith(last)]
+
+
+def _keys(entry: str, before: Sequence[str], *, is_deep: bool) -> Iterable[str]:
+    """The keys that an entry takes and the line does not have yet; knobs of groups on demand."""
+    if entry in ("train", "tune"):
+        own = (key for key in KEYS if "." not in key or entry == "tune" and key[:5] == "tune.")
+        known, groups = {*GROUPS, *own}, (*CUSTOM_GROUPS, "trainer")
+    elif entry == "check":
+        known, groups = {"norm", "eps", *OPTIONS[entry]}, ("norm",)
+    else:
+        known, groups = {*OPTIONS[entry]}, ()
+    for group in groups if is_deep else ():
+        known |= {f"{group}.{knob}" for knob in _knobs(group, before)}
+    return sorted(known - {word.partition("=")[0] for word in before})
+
+
+def _values(entry: str, key: str, before: Sequence[str]) -> Sequence[str]:
+    if key in GROUPS and entry not in OPTIONS.keys() - {"check"}:
+        return group_choices(key, _after(before, "--config-dir"))
+    if key == "study":
+        runs_dir = Path([*_after(before, "runs_dir"), "runs"][0])
+        return sorted(path.parent.name for path in runs_dir.glob("*/study.jsonl"))
+    known = OPTIONS.get(entry, {}).get(key) or KEYS.get(key)
+    if known is not None:
+        return known.rule.choices
+    group, _, knob = key.partition(".")
+    is_flag = isinstance(_knobs(group, before).get(knob), bool)
+    return FLAG.choices if is_flag else ()
+
+
+def _knobs(group: str, before: Sequence[str]) -> dict[str, Any]:
+    """The knobs of the choice of a group, with their defaults."""
+    chosen = [*_after(before, group), *_after(_default_words(), group)]
+    path = choice_files(group, _after(before, "--config-dir")).get(chosen[0]) if chosen else None
+    tree = path and yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    knobs = tree.get("data", {}) if group == "data" else tree
+    return {name: value for name, value in knobs.items() if not name.startswith("_")}
+
+
+def _default_words() -> list[str]:
+    """The defaults of the groups as words: norm=batch and so on."""
+    config = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    groups = [entry for entry in config["defaults"] if isinstance(entry, dict)]
+    return [f"{group}={choice}" for entry in groups for group, choice in entry.items()]
+
+
+def _after(words: Sequence[str], name: str) -> list[str]:
+    """The values of `name=value` and of `name value`."""
+    pairs = zip(words, words[1:], strict=False)
+    values = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+    return values + [value for word, value in pairs if word == name]
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments:
+        print("\n".join(complete(arguments[0])))
+        return
+    commands = " ".join(f"normexp-{entry}" for entry in USAGE)
+    script = BASH.replace("ENTRIES", "|".join(USAGE)).replace("COMMANDS", commands)
+    print(script.replace("PYTHON", sys.executable))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,115 @@
+"""RMS norm that is taken away while the network trains."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from normexp.errors import UserError
+from normexp.norms.affine import Affine, over_channels
+from normexp.norms.batch import RunningNorm, before_step, group_dims
+from normexp.norms.moments import measure_mean
+from normexp.norms.ramps import NUM_TRAINING_STEPS, rise, steps_of
+from normexp.norms.rms import inverse_rms
+
+
+class TaperNorm(RunningNorm):
+    """gate * x / r * weight + (1 - gate) * c * x * (anchor + drift), r = sqrt(mean_C(x^2) + eps).
+
+    Pools C at each position. The gate is 1 up to the share `warmup` of the training, falls to 0 by
+    half a cosine until the share `taper_end`, and stays there: what is left is a fixed scale of
+    each channel. In the warm-up running averages of |weight * x|^2 / r and |weight * x|^2, over all
+    samples and positions, find their ratio c, with which c * weight * x is the least-squares fit of
+    RMS norm; then `anchor` (C,) keeps the weight, and `drift` (C,) is learned, from 0.
+    arXiv:2602.10408.
+
+    The paper learns one vector in place of anchor + drift, copied from the weight at the end of the
+    warm-up, which is the same training without weight decay of norms. It also keeps the last norm
+    of the network, because without one the logits grow, or replaces it by a loss; here every site
+    is tapered. Its implementations (Danieldotcomcoder/domain-shift-forgetting, models/norms.py)
+    agree on c and on averages with 0.99 of the past.
+
+    Args:
+        warmup, taper_end: shares of the training.
+        momentum: weight of the new value in the running averages.
+        num_training_steps: of the whole training.
+
+    Raises:
+        UserError: shares that make no taper, a momentum outside (0, 1].
+    """
+
+    has_bias = False
+    needs_momentum = True
+    anchor: Tensor
+    running_scaled: Tensor
+    running_energy: Tensor
+    momentum: float
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        warmup: float,
+        taper_end: float,
+        num_training_steps: int = NUM_TRAINING_STEPS,
+        momentum: float = 0.01,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum)
+        self.warmup, self.taper_end = steps_of(
+            num_training_steps, warmup=warmup, taper_end=taper_end
+        )
+        if not 0 < warmup <= taper_end:
+            raise UserError(
+                f"warmup={warmup}, taper_end={taper_end}: a taper begins after 0 and does not end "
+                "before it begins; try norm.warmup=0.1 norm.taper_end=0.6"
+            )
+        self.warmup = max(self.warmup, 1)  # without a step there is no c
+        self.drift = nn.Parameter(torch.zeros(num_features))
+        self.register_buffer("anchor", torch.ones(num_features))
+        for name in ("running_scaled", "running_energy"):
+            self.register_buffer(name, torch.zeros(1))
+
+    def refuse(self, shape: torch.Size) -> None:
+        """Takes any input: no statistic of an output needs two samples."""
+
+    def new_weight(self, step: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.momentum * (step <= self.warmup).to(dtype)
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        weight = self._weight(affine, x)
+        step = before_step(self.num_batches_tracked, x.dtype) + 1
+        with torch.no_grad():
+            learns = step <= self.warmup + 1
+            anchor = torch.where(learns, weight, before_step(self.anchor, x.dtype))
+            scale = self._scale(x.dtype)
+            weighted = (x * over_channels(weight, x, axis=2)).square()
+            energy = weighted.sum(dim=2, keepdim=True)  # (G, N, 1, *)
+            scaled = energy * inverse_rms(x, self.eps, axis=2)
+            pooled, count = measure_mean(scaled, real, group_dims(x))
+            whole, _ = measure_mean(energy, real, group_dims(x))
+            self.anchor.copy_(anchor)
+            self.move_averages(count, running_scaled=pooled, running_energy=whole)
+        return self._taper(x, weight, step, anchor, scale)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        step, anchor = self.num_batches_tracked.to(x.dtype), self.anchor.to(x.dtype)
+        return self._taper(x, self._weight(affine, x), step, anchor, self._scale(x.dtype))
+
+    def _weight(self, affine: Affine, x: Tensor) -> Tensor:
+        return x.new_ones(self.num_features) if affine.weight is None else affine.weight
+
+    def _scale(self, dtype: torch.dtype) -> Tensor:
+        """Returns c (1,), as it is before a step moves its averages."""
+        averages = (self.running_scaled, self.running_energy)
+        scaled, energy = (before_step(average, dtype) for average in averages)
+        return scaled / energy.clamp(min=torch.finfo(dtype).tiny)
+
+    def _taper(self, x: Tensor, weight: Tensor, step: Tensor, anchor: Tensor, c: Tensor) -> Tensor:
+        gate = (1 + torch.cos(math.pi * rise(step, self.warmup, self.taper_end))) / 2
+        fixed = (1 - gate) * c * (anchor + self.drift.to(x.dtype))
+        scale = gate * over_channels(weight, x, axis=2) * inverse_rms(x, self.eps, axis=2)
+        return x * (scale + over_channels(fixed, x, axis=2))
