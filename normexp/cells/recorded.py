@@ -47,16 +47,16 @@ DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
 
 
 def key_entry(
-    spec: CellSpec, cell_id: str, data_digest: str | None, kinds: Mapping[str, int]
+    spec: CellSpec, cell_id: str, files_digest: str | None, kinds: Mapping[str, int]
 ) -> KeyEntry | None:
     """The key of a cell that has just been prepared; None if it cannot have one.
 
     Args:
-        data_digest: from before the data were loaded.
+        files_digest: from before data and weights were loaded.
         kinds: as `EvaluationPlan.kinds`.
     """
     loaded = loaded_sources()
-    key = _key_of(spec, data_digest, [*loaded], loaded)
+    key = _key_of(spec, files_digest, [*loaded], loaded)
     return None if key is None else KeyEntry(spec.digest, key, cell_id, [*loaded], kinds)
 
 
@@ -81,9 +81,18 @@ def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
     return sha.hexdigest()[:16]
 
 
+def with_weights(data_digest: str | None, model: DictConfig | Mapping[str, Any]) -> str | None:
+    """The digest of the user's own data files, and of the file of weights that a model names."""
+    name = model.get("weights")
+    if data_digest is None or name is None or not Path(name).is_file():
+        return data_digest
+    stat = Path(name).stat()
+    return f"{data_digest} {stat.st_size} {stat.st_mtime_ns}"
+
+
 def _key_of(
     spec: CellSpec,
-    data_digest: str | None,
+    files_digest: str | None,
     sources: Sequence[str],
     loaded: Mapping[str, str] | None = None,
 ) -> str | None:
@@ -97,12 +106,12 @@ def _key_of(
     config = {key: value for key, value in config.items() if key not in APART}
     config["data"].pop("data_dir", None)  # downloads are verified
     files = [_file_of(part["_target_"]) for part in parts_with_target(config)]
-    if data_digest is None or None in files:
+    if files_digest is None or None in files:
         return None
     roots = {*sources, *(str(root) for file in files if file and (root := source_root(file)))}
     on_disk = [root for root in sorted(roots) if Path(root).exists()]
     digests = {root: digest_of_source(Path(root)) for root in on_disk} | dict(loaded or {})
-    content = [config, dict(spec.choices), code_version(), data_digest, digests]
+    content = [config, dict(spec.choices), code_version(), files_digest, digests]
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -161,7 +170,8 @@ def _is_current(spec: CellSpec, entry: KeyEntry) -> bool:
     cell_dir = spec.study_dir / entry.cell_id
     if (cell_dir / LOCK_FILE).exists() or list_stacks(spec.study_dir, [entry.cell_id]):
         return False
-    return _key_of(spec, digest_of_data(spec.cfg.data), entry.sources) == entry.key
+    digest = with_weights(digest_of_data(spec.cfg.data), spec.cfg.model)
+    return _key_of(spec, digest, entry.sources) == entry.key
 
 
 def has_evaluations(cell_dir: Path, runs: Sequence[Result], kinds: Mapping[str, int]) -> bool:

@@ -110,6 +110,7 @@ class TaskCell:
             error=error,
             invalid=self.cell.invalid,
             missing=self.missing(),
+            memory=self.cell.memory,
             holder=holder,
             key=self.key if ended else None,
         )
@@ -144,7 +145,7 @@ def _prepare(spec: CellSpec) -> TaskCell:
     validate(spec.cfg)
     with collected_messages() as messages:
         cell = prepare_cell(spec.cfg, spec.choices)
-    key = key_entry(spec, cell.id, cell.data_digest, cell.evaluation.kinds)
+    key = key_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
     return TaskCell(cell, spec.seeds, messages, key)
 
 

@@ -67,6 +67,7 @@ def test_schedule_and_callback_are_part_of_the_id_with_their_source(source: Path
     before = [id_of(*line) for line in lines]
     assert len(set(before)) == len(lines)
     source.write_text(SOURCE + "# edited\n")
+    del sys.modules[MODULE]  # as in another process
     after = [id_of(*line) for line in lines]
     assert [a == b for a, b in zip(before, after, strict=True)] == [True] * 3 + [False] * 4
 

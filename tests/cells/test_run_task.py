@@ -91,7 +91,7 @@ def fail_stacks(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Stack], bool])
     monkeypatch.setattr(run_module, "train_on_devices", train_or_fail)
 
 
-WHY = "RuntimeError: no more (test_run_task.py, line 91)"
+WHY = "RuntimeError: no more (test_run_task.py, line 88)"
 
 
 def test_rate_that_fails_takes_no_other_run_with_it(

@@ -385,6 +385,26 @@ def test_leak_names_its_sites_and_a_remedy_that_fits(name: str, view: View, reme
     assert leak.where == "blocks.0.attn_norm, blocks.0.mlp_norm, final_norm"
 
 
+class Windows(nn.Module):
+    """Halves of each image are rows of their own where the norm stands."""
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        self.norm = norm(1)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        halves = images[:, 0].unflatten(1, (2, -1)).flatten(0, 1)  # (2 N, H / 2, W)
+        return self.head(self.norm(halves[:, None]).reshape(len(images), -1))
+
+
+def test_rows_that_are_no_samples_are_not_cut_into_sub_batches():
+    network = Windows(NormFactory(BatchNorm))
+    with pytest.raises(UserError, match="norm_batch_size=4: norm get 8 rows for 4 samples"):
+        examine(network, image_data(), Sizes(8, None, 4), drop_last=True)
+    assert traits_of(network, image_data()).mixes_samples
+
+
 def silent_group(num_features: int) -> nn.Module:
     norm = nn.GroupNorm(4, num_features)
     nn.init.zeros_(norm.weight)

@@ -35,8 +35,10 @@ CHANGED: dict[str, Any] = {
     "act": "tlu",
     "conv": "scaled_weight_standardized",
     "residual_scale": 0.5,
+    "layer_scale": 0.1,
     "placement": "sandwich",
     "qk_norm": True,
+    "v_norm": True,
 }
 EVERY_SLOT = Slots(**CHANGED)
 every_model = pytest.mark.parametrize(
