@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.speed import suitable_threads
 from normexp.build import (
     NetworkBuilder,
     build_data,

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.speed import suitable_threads
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
 from normexp.cells.cell import Cell
