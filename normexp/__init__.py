@@ -37,24 +37,24 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
 
     Raises:
         normexp.errors.UserError: a mistake. In a sweep the other cells are trained first.
+        normexp.errors.Halted: nothing more can be trained, such as on a full disk.
         KeyboardInterrupt: after Ctrl-C; the same call resumes.
     """
     from normexp.cli import parse_command
-    from normexp.config.grid import compose_cells
+    from normexp.config.grid import compose_cells, launcher_of
     from normexp.errors import UserError
 
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r}: must be a list of words, as in ['norm=group']")
     command = parse_command(overrides)
-    if command.asks_hydra or command.launcher is not None:
+    if command.asks_hydra or launcher_of(command) is not None:
         raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
     cells = compose_cells(command)
 
-    from normexp.sweeps.sweep import is_interrupted, train_cells
+    from normexp.sweeps.sweep import check_ended, train_cells
 
     outcomes = train_cells(cells, ["normexp.run", *overrides], workers=workers)
-    if is_interrupted(cells, outcomes):
-        raise KeyboardInterrupt("stopped; the same call resumes")
+    check_ended(cells, outcomes)
     refused = [outcome.error for outcome in outcomes if outcome.status == "refused"]
     if refused:
         raise UserError(refused[0])

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from normexp.config.help import conf_dir, help_text
 from normexp.config.rules import OPTIONS, REQUIRED, Rule, suggest
 from normexp.config.spec import Command
-from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
+from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
+from normexp.records.files import full_disk
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]], int]) -> int:
     """Runs `act` on the words of a command line; returns the exit code.
 
-    0 after --help; 2 after a user's mistake and 130 after Ctrl-C, with one line on stderr; else the
-    code that `act` returns. Other exceptions pass through: a traceback, and exit code 1.
+    0 after --help; with one line on stderr 1 on a full disk, 2 after a user's mistake and 130 after
+    Ctrl-C; else the code that `act` returns. Other exceptions pass through: a traceback, and 1.
 
     Args:
         entry: its name, as in `python -m normexp.<entry>`.
@@ -38,6 +39,12 @@ def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]],
     except UserError as error:
         print(f"normexp: {error}", file=sys.stderr)
         return USER_MISTAKE
+    except (Halted, OSError) as error:
+        message = str(error) if isinstance(error, Halted) else full_disk(error, None)
+        if message is None:
+            raise
+        print(f"normexp: {message}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt as stop:
         with suppress(KeyboardInterrupt):  # one more changes nothing
             print(f"normexp: {str(stop) or 'interrupted'}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The error for user mistakes, and the exit codes of the entries."""
 
+FAILED = 1
 USER_MISTAKE = 2
 INTERRUPTED = 130
 
@@ -8,6 +9,13 @@ class UserError(ValueError):
     """A mistake in the command or config: one short message with the key, the value, the remedy.
 
     Entries print it without a traceback and exit with code 2.
+    """
+
+
+class Halted(Exception):
+    """Why nothing more can be trained, such as a full disk.
+
+    Entries print it without a traceback and exit with code 1.
     """
 
 

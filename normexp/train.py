@@ -18,13 +18,13 @@ def _train(words: list[str]) -> int:
     if command.asks_hydra:
         return ask_hydra(words)
     line = ["normexp-train", *words]
-    if command.launcher is not None:
-        from normexp.sweeps.launch import launch
-
-        return launch(command, line)
-    from normexp.config.grid import compose_cells
+    from normexp.config.grid import compose_cells, launcher_of
     from normexp.config.spec import place_of_command
 
+    if (launcher := launcher_of(command)) is not None:
+        from normexp.sweeps.launch import launch
+
+        return launch(command, launcher, line)
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     place = place_of_command(cells)
     if place is not None:  # one of the processes of srun or torchrun

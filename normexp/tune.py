@@ -18,16 +18,16 @@ def _tune(words: list[str]) -> int:
     command = parse_command(words)
     if command.asks_hydra:
         return ask_hydra(words)
+    from normexp.config.grid import launcher_of
     from normexp.search.points import plan_searches
     from normexp.search.select import tune
     from normexp.sweeps.sweep import train_cells
 
     train = train_cells
-    if command.launcher is not None:
-        from normexp.sweeps.launch import check_launcher, launch_cells
+    if (launcher := launcher_of(command)) is not None:
+        from normexp.sweeps.launch import launch_cells
 
-        check_launcher(command)
-        train = partial(launch_cells, command)
+        train = partial(launch_cells, command, launcher)
     searches = plan_searches(command)
     return tune(searches, ["normexp-tune", *words], train)
 

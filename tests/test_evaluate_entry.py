@@ -95,7 +95,8 @@ def test_evaluating_again_adds_to_what_is_there(cell_dir: Path, tmp_path: Path):
     assert main([f"run={copy}", "evaluate_with=[batch]", "evaluate_batch_sizes=[2,32]"]) == 0
     after = evaluation(copy)
     assert set(after) == {*before, "batch32"}
-    assert {name: after[name] for name in before} == before
+    assert after["asked"] == before["asked"] | {"batch32": 32}
+    assert all(after[name] == before[name] for name in before if name != "asked")
     assert after["batch32"]["test/loss"] < after["batch2"]["test/loss"]
     assert main([f"run={copy}", "evaluate_with=[precise]", "precise_samples=100"]) == 0
     assert evaluation(copy)["precise"]["num_samples"] == 100
@@ -105,7 +106,7 @@ def test_statistics_that_a_norm_does_not_have_are_absent(
     runs_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
     cell_dir = trained(runs_dir, "group", "norm=group", "norm.num_groups=2", "replicas=1", ALL)
-    assert set(evaluation(cell_dir)) == {"running"}
+    assert set(evaluation(cell_dir)) == {"running", "asked"}
     assert not [name for name in final_rows(cell_dir, 0) if "@" in name]
     said = capsys.readouterr().err
     assert said.count("no precise statistics") == said.count("no batch statistics") == 1

@@ -14,6 +14,7 @@ from torch import nn
 from normexp.batching.replicas import InTurn, Replicas, Stacked, stacks
 from normexp.build import build_optimizer, synchronized
 from normexp.cells.cell import Cell
+from normexp.cells.plan import num_devices_of
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.training.diagnostics import Diagnostics
@@ -65,7 +66,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
     )
 
 
-def build_callbacks(cell: Cell, on_steps: OnSteps | None = None) -> list[Callback]:
+def build_callbacks(cell: Cell, on_steps: OnSteps | None) -> list[Callback]:
     """The callbacks of a training; without `on_steps`, a progress bar among them."""
     bar = TrainingProgress(cell.title, cell.plan.epochs)
     callbacks: list[Callback] = [bar if on_steps is None else StepReports(on_steps)]
@@ -100,21 +101,15 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
         wanted = stacks(device, num_replicas, cell.elements_per_forward)
     if not wanted or num_replicas == 1:
         return False
-    obstacle = _stacking_obstacle(cell)
+    obstacle = cell.traits.stacking_obstacle
+    optimizer = str(cell.cfg.optim._target_).rpartition(".")[2]
+    if num_devices_of(cell.cfg) > 1 and synchronized(cell.cfg):  # no communication under vmap
+        obstacle = "the norm takes statistics over all devices"
+    elif obstacle is None and optimizer not in ELEMENTWISE:
+        obstacle = f"the optimizer {optimizer} is not known to be elementwise"
     if obstacle is not None:
         logger.info("replicas run one after another: %s", obstacle)
     return obstacle is None
-
-
-def _stacking_obstacle(cell: Cell) -> str | None:
-    if cell.num_devices > 1 and synchronized(cell.cfg):
-        return "the norm takes statistics over all devices"  # no communication under vmap
-    if cell.traits.stacking_obstacle is not None:
-        return cell.traits.stacking_obstacle
-    optimizer = str(cell.cfg.optim._target_).rpartition(".")[2]
-    if optimizer not in ELEMENTWISE:
-        return f"the optimizer {optimizer} is not known to be elementwise"
-    return None
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:

@@ -25,11 +25,10 @@ from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import (
     Plan,
     check_norm_batch_size,
-    num_devices_of,
     plan_evaluation,
     plan_training,
 )
-from normexp.cells.recorded import digest_of_data
+from normexp.cells.recorded import digest_of_data, with_weights
 from normexp.cells.refusals import (
     WatchedConfig,
     check_memory,
@@ -38,6 +37,7 @@ from normexp.cells.refusals import (
     check_placement,
     check_read,
     check_slots,
+    needed_memory,
 )
 from normexp.checks.preflight import Traits, examine
 from normexp.data.dataset import Data
@@ -47,6 +47,9 @@ from normexp.training.evaluation import EvaluationPlan
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 2  # data sets kept in memory at once
+RECORDED_TRAITS = (
+    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
+)
 
 # Data with the digest of their files, by config, latest last; None outside `keeping_data`.
 _kept: dict[str, tuple[Data, str | None]] | None = None
@@ -68,19 +71,16 @@ def load_data(cfg: DictConfig) -> tuple[Data, str | None]:
 
     Do not write to its tensors.
     """
-    if _kept is None:
-        return _read_data(cfg)
+    kept = {} if _kept is None else _kept
     name = json.dumps(OmegaConf.to_container(cfg.data, resolve=True), sort_keys=True, default=str)
-    found = _kept.pop(name, None) or _read_data(cfg)
-    _kept[name] = found
-    while len(_kept) > MAX_KEPT:
-        del _kept[next(iter(_kept))]
+    found = kept.pop(name, None)
+    if found is None:
+        digest = digest_of_data(cfg.data)  # first: a file that changes meanwhile must not fit
+        found = build_data(cfg), digest
+    kept[name] = found
+    while len(kept) > MAX_KEPT:
+        del kept[next(iter(kept))]
     return found
-
-
-def _read_data(cfg: DictConfig) -> tuple[Data, str | None]:
-    digest = digest_of_data(cfg.data)  # first: a file that changes meanwhile must not fit
-    return build_data(cfg), digest
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ class Cell:
 
     cfg: DictConfig
     id: str
-    identity: dict[str, Any]  # everything that defines the training, see `identity_of`
-    record: dict[str, Any]  # plain values that go into result.json
+    record: dict[str, Any]  # plain values that go into result.json, `identity_of` among them
     plan: Plan
     data: Data
-    data_digest: str | None  # of the files that the data were read from, see `digest_of_data`
+    files_digest: str | None  # of the files that data and weights were read from
     build: NetworkBuilder
     traits: Traits
     evaluation: EvaluationPlan
     num_parameters: int
+    memory: int  # bytes, see `needed_memory`
 
     @property
     def title(self) -> str:
@@ -106,11 +106,6 @@ class Cell:
     @property
     def study_dir(self) -> Path:
         return Path(self.cfg.runs_dir) / self.cfg.study
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices that train this cell together, over all nodes."""
-        return num_devices_of(self.cfg)
 
     @property
     def directory(self) -> Path:
@@ -141,6 +136,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     asked, cfg = cfg, WatchedConfig(cfg)
     check_trainer(cfg)
     data, data_digest = load_data(cfg)
+    files_digest = with_weights(data_digest, cfg.model)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, num_steps=plan.num_steps, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
@@ -155,7 +151,9 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
     check_read(asked, cfg.keys_read)
     num_parameters = sum(p.numel() for p in network.parameters())
-    check_memory(cfg, num_parameters, plan.sizes.micro * traits.elements_per_sample)
+    elements = plan.sizes.micro * traits.elements_per_sample
+    memory = needed_memory(cfg, num_parameters, elements)
+    check_memory(cfg, memory)
     for note in plan.notes:
         logger.info(note)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
@@ -165,22 +163,29 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
             "for all sizes"
         )
     slots = changed(norm.slots, norm.used)
-    identity = identity_of(asked, data, plan, slots, mixes_samples=traits.mixes_samples)
+    identity = identity_of(
+        asked,
+        data,
+        plan,
+        slots,
+        mixes_samples=traits.mixes_samples,
+        weights_digest=build.weights.digest if build.weights else None,
+    )
     return Cell(
         cfg=asked,
         id=id_of(identity, choices),
-        identity=identity,
         record=record_of(choices, plan, identity, cfg)
         | slots
-        | _record_of_traits(traits)
+        | {name: getattr(traits, name) for name in RECORDED_TRAITS}
         | _chance_of(data),
         plan=plan,
         data=data,
-        data_digest=data_digest,
+        files_digest=files_digest,
         build=build,
         traits=traits,
         evaluation=evaluation,
         num_parameters=num_parameters,
+        memory=memory,
     )
 
 
@@ -190,13 +195,3 @@ def _chance_of(data: Data) -> dict[str, float]:
         return {}
     targets = data.test.tensors[1]
     return {"chance_accuracy": torch.bincount(targets).max().item() / len(targets)}
-
-
-def _record_of_traits(traits: Traits) -> dict[str, bool]:
-    kept = (
-        "mixes_samples",
-        "mixes_samples_in_evaluation",
-        "leaks_future",
-        "leaks_future_in_training",
-    )
-    return {name: getattr(traits, name) for name in kept}

@@ -29,6 +29,7 @@ from normexp.build import plain
 from normexp.cells.assembly import OnSteps, fitting_replicas
 from normexp.cells.cell import prepare_cell
 from normexp.cells.naming import GROUPS
+from normexp.cells.plan import num_devices_of
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
 from normexp.config.spec import one_line
@@ -63,22 +64,18 @@ class Order:
         """Trains as this rank. Raises Interrupted in all ranks alike."""
         if rank == 0:
             with messages_to_stderr(known=self.notes):
-                stack = self._build()
-                train_together(stack, self.notes, stop, on_steps)
+                train_together(self._build_stack(), self.notes, stop, on_steps)
         else:
             with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-                follow_stack(self._build(), stop)
+                follow_stack(self._build_stack(), stop)
 
-    def _build(self) -> Stack:
+    def _build_stack(self) -> Stack:
         cell = prepare_cell(OmegaConf.create(self.cfg), self.choices)
-        return Stack([(cell, self.seeds)], self.record)
+        return Stack([(cell, seed) for seed in self.seeds], self.record)
 
 
 def train_on_devices(
-    stack: Stack,
-    notes: Sequence[str] = (),
-    stop: StopRequest | None = None,
-    on_steps: OnSteps | None = None,
+    stack: Stack, notes: Sequence[str], stop: StopRequest, on_steps: OnSteps | None
 ) -> None:
     """Trains a stack as `train_together` does, on as many devices as its cell has.
 
@@ -88,14 +85,15 @@ def train_on_devices(
         Interrupted: as in `train_together`.
     """
     cell = stack.cell
-    if cell.num_devices == 1:
+    num_devices = num_devices_of(cell.cfg)
+    if num_devices == 1:
         train_together(stack, notes, stop, on_steps)
         return
-    fitting_replicas(cell, stack.seeds, stack.checkpoint)  # sets an unfitting one aside, once
+    # Sets an unfitting checkpoint aside, once.
+    fitting_replicas(cell, stack.seeds, stack.record.checkpoint)
     choices = {group: cell.record[group] for group in GROUPS}
     order = Order(plain(cell.cfg), choices, stack.seeds, stack.record, list(notes))
-    stop = stop or StopRequest()
-    if place_among(cell.num_devices) is None:
+    if place_among(num_devices) is None:
         with stop.listening():
             _spawn_ranks(order, stop, on_steps)
     else:
@@ -124,8 +122,9 @@ def _spawn_ranks(order: Order, stop: StopRequest, on_steps: OnSteps | None) -> N
         _run_rank, order=order, board=board, errors=errors, shows_bar=on_steps is None
     )
     with ThreadPoolExecutor(1) as pool:
-        with _ctrl_c_blocked():  # in the ranks too, until they can answer
-            ended = pool.submit(fabric.launch, run_rank)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        ended = pool.submit(fabric.launch, run_rank)  # the ranks unblock it once they can answer
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while not wait([ended], TICK).done:
             board[STOP] = stop.requested
             if on_steps is not None and board[NUM_STEPS]:
@@ -159,17 +158,13 @@ def _run_rank(fabric: Fabric, *, order: Order, board: Tensor, errors: Any, shows
         except Interrupted:
             return True
         except Exception as error:
-            errors.put(_portable(error, fabric.global_rank))
+            told = error  # survives a pickle, as an error of the user's code may not
+            if not isinstance(error, UserError | OSError):
+                told = RankFailed(f"process {fabric.global_rank}: {one_line(error)}")
+            told.add_note(traceback.format_exc())
+            errors.put(told)
             raise
     return False
-
-
-def _portable(error: Exception, rank: int) -> Exception:
-    """Returns an error that survives a pickle, with its traceback as a note."""
-    if not isinstance(error, UserError | OSError):
-        error = RankFailed(f"process {rank}: {one_line(error)}")
-    error.add_note(traceback.format_exc())
-    return error
 
 
 def _watch_parent(board: Tensor, stop: StopRequest) -> None:
@@ -180,15 +175,6 @@ def _watch_parent(board: Tensor, stop: StopRequest) -> None:
         if board[STOP]:
             stop.requested = True
     os._exit(1)
-
-
-@contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- processes that srun or torchrun has started --------------------------------------------------

@@ -34,7 +34,7 @@ from normexp.records.paths import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import Result, read_run
+from normexp.records.result import Result, read_records, read_run
 from normexp.records.samples import read_samples, write_samples
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
@@ -68,7 +68,15 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
             f"config now means {cell.id}; train that cell"
         )
-    contents, samples = _evaluate(cell, cell_dir, [result.seed for result in results])
+    seeds, precision = [result.seed for result in results], cfg.trainer.precision
+    networks = [cell.build(seed) for seed in seeds]
+    for seed, network in zip(seeds, networks, strict=True):
+        load_weights(network, seed_dir(cell_dir, seed), precision=precision)
+    module = build_module(cell, seeds, arrange_replicas(cell, networks), Recorder([]))
+    evaluate(module, accelerator=cfg.trainer.accelerator, precision=precision)
+    evaluator, metrics = module.evaluator, module.metrics
+    contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
+    samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
     print_evaluations(cell, contents)
     save_evaluations(cell_dir, contents, samples)
 
@@ -96,15 +104,17 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
         with refusing_denied(path, "the numbers are printed, but not saved"):
             write_samples(path.parent, read_samples(path.parent) | samples[seed])
-            write_evaluation(path.parent, (read_json(path) if path.exists() else {}) | content)
+            before = read_json(path) if path.exists() else {}
+            content["asked"] = before.get("asked", {}) | content["asked"]
+            write_evaluation(path.parent, before | content)
 
 
 def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     """Logs the command that adds the requested evaluations that recorded runs lack."""
-    folders = [seed_dir(cell.directory, seed) for seed in seeds]
-    if not cell.evaluation.adds or has_evaluations(cell.directory, seeds):
+    runs = read_records(cell.directory, seeds).ended
+    if has_evaluations(cell.directory, runs, cell.evaluation.kinds):
         return
-    if not any((each / WEIGHTS_FILE).is_file() for each in folders):
+    if not any((seed_dir(cell.directory, seed) / WEIGHTS_FILE).is_file() for seed in seeds):
         logger.info("recorded without these statistics, and without weights to measure them from")
         return
     words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
@@ -118,24 +128,12 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     )
 
 
-def _evaluate(cell: Cell, cell_dir: Path, seeds: list[int]) -> tuple[Contents, Samples]:
-    precision = cell.cfg.trainer.precision
-    networks = [cell.build(seed) for seed in seeds]
-    for seed, network in zip(seeds, networks, strict=True):
-        load_weights(network, seed_dir(cell_dir, seed), precision=precision)
-    replicas = arrange_replicas(cell, networks)
-    module = build_module(cell, seeds, replicas, Recorder([]))
-    evaluate(module, accelerator=cell.cfg.trainer.accelerator, precision=precision)
-    evaluator, metrics = module.evaluator, module.metrics
-    contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
-    samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
-    return contents, samples
-
-
 def print_evaluations(cell: Cell, contents: Contents) -> None:
     """Prints a table with a row per kind of statistics: mean and standard deviation over seeds."""
-    kinds = list(dict.fromkeys(kind for c in contents.values() for kind in c if kind != "gap"))
+    found = dict.fromkeys(kind for c in contents.values() for kind in c)
+    kinds = [kind for kind in found if kind not in ("asked", "gap")]
     names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
+    names.pop("num_samples", None)
     console = Console(highlight=False)
     if cell.invalid:
         console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
@@ -143,15 +141,12 @@ def print_evaluations(cell: Cell, contents: Contents) -> None:
         reason = _why_nothing(cell.evaluation)
         console.print(f"{cell.title}: {reason}", markup=False, soft_wrap=True)
         return
-    n = counted(len(contents), "seed")
-    console.print(f"{cell.title}: n = {n}, mean (sd)", markup=False)
-    metrics = [name for name in names if name != "num_samples"]
+    console.print(f"{cell.title}: n = {counted(len(contents), 'seed')}, mean (sd)", markup=False)
     table = Table("statistics", box=None)
-    for name in metrics:
+    for name in names:
         table.add_column(Text(name))  # Text, because a name may hold brackets
     for kind in kinds:
-        row = [kind, *(_cell(contents, kind, name) for name in metrics)]
-        table.add_row(*map(Text, row))
+        table.add_row(Text(kind), *(Text(_cell(contents, kind, name)) for name in names))
     console.print(table)
 
 

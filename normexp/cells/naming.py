@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,16 @@ from normexp.config.compose import shipped_config, shipped_defaults, shipped_tar
 from normexp.config.rules import in_identity
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS
-from normexp.records.identity import canonical_sizes, cell_id, differences, source_digest
+from normexp.records.identity import (
+    canonical_sizes,
+    cell_id,
+    differences,
+    digest_of_source,
+    loaded_sources,
+    source_root,
+)
+
+logger = logging.getLogger(__name__)
 
 GROUPS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
@@ -27,6 +38,7 @@ SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
 # before and after the change are different cells.
 VERSIONS: dict[str, int] = {
+    "model/torchvision": 2,  # sites keep the eps and momentum of the norms that they replace
     # 2: warm-ups and ramps are shares of the training; they were steps
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
 }
@@ -43,7 +55,13 @@ ABSENT = {"optim.decay_bias": True, "data.limit_train": None}
 
 
 def identity_of(
-    cfg: DictConfig, data: Data, plan: Plan, slots: Mapping[str, Any], *, mixes_samples: bool
+    cfg: DictConfig,
+    data: Data,
+    plan: Plan,
+    slots: Mapping[str, Any],
+    *,
+    mixes_samples: bool,
+    weights_digest: str | None = None,
 ) -> dict[str, Any]:
     """Everything that defines a training except its seed, as derived values in canonical form.
 
@@ -51,19 +69,25 @@ def identity_of(
 
     Args:
         slots: the slots that the model uses and that differ from their defaults, resolved.
+        weights_digest: of the weights that the model starts from.
     """
     identity = defining(plain(cfg))
     for part in parts_with_target(identity):
-        digest = _source_digest_of(part["_target_"])
-        if digest is not None:
-            part["source_digest"] = digest
+        with suppress(TypeError):  # built in: no file
+            file = inspect.getsourcefile(get_object(part["_target_"]))
+            root = None if file is None else source_root(Path(file))
+            if root is not None:
+                now = digest_of_source(root)
+                part["source_digest"] = loaded_sources().get(str(root), now)
+                if part["source_digest"] != now:
+                    logger.warning("%s was edited after its import: not the edit is trained", root)
     identity["data"]["digest"] = data.digest
+    if weights_digest is not None:
+        identity["model"]["weights_digest"] = weights_digest
     identity |= {**slots, "num_steps": plan.num_steps, "lr": plan.lr}
     # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.
-    sizes = plan.sizes
-    identity |= canonical_sizes(
-        sizes.batch_size, sizes.micro_batch_size, sizes.norm_batch_size, mixes_samples=mixes_samples
-    )
+    sizes = [getattr(plan.sizes, key) for key in SIZES]
+    identity |= canonical_sizes(*sizes, mixes_samples=mixes_samples)
     if plan.optimizer_momentum is not None:
         identity["optim"]["momentum"] = plan.optimizer_momentum
     if plan.norm_momentum is not None:
@@ -159,12 +183,3 @@ def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:
     if shipped_defaults(group, choice) is None:
         return str(values["_target_"]).rpartition(".")[2].removeprefix("load_")
     return choice.rpartition("/")[2]
-
-
-def _source_digest_of(target: str) -> str | None:
-    """Digest of the user's own file that a target comes from; None for installed packages."""
-    try:
-        file = inspect.getsourcefile(get_object(target))
-    except TypeError:  # built in
-        return None
-    return None if file is None else source_digest(Path(file))

@@ -179,12 +179,19 @@ def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -
     if "batch" in asked:
         batch_sizes = tuple(cfg.evaluate_batch_sizes or [sizes.norm])
         _check_batch_sizes(batch_sizes, data)
-        _check_leak(traits)
-        if traits.mixes_samples:
-            _check_values(min(batch_sizes), traits)
-        else:
+        if traits.leaks_future_in_training:
+            raise UserError(
+                "evaluate_with=batch: batch statistics of this norm include later positions of the "
+                "text, so the loss is meaningless; try evaluate_with=[running,precise]"
+            )
+        if not traits.mixes_samples:
             batch_sizes = ()
             logger.info("no batch statistics to evaluate with: the norm does not mix samples")
+        elif single := traits.single_valued(min(batch_sizes)):
+            raise UserError(
+                f"evaluate_batch_sizes={min(batch_sizes)} leaves one value per statistic at "
+                f"{name_some(single)}; try evaluate_batch_sizes=[{2 * min(batch_sizes)}]"
+            )
     return EvaluationPlan(
         statistics=asked,
         precise_samples=cfg.precise_samples,
@@ -203,20 +210,3 @@ def _check_batch_sizes(batch_sizes: tuple[int, ...], data: Data) -> None:
                 f"evaluate_batch_sizes: {max(batch_sizes)} is more than the {num_samples} samples "
                 f"of {split}; try evaluate_batch_sizes=[{num_samples}] or less"
             )
-
-
-def _check_leak(traits: Traits) -> None:
-    if traits.leaks_future_in_training:
-        raise UserError(
-            "evaluate_with=batch: batch statistics of this norm include later positions of the "
-            "text, so the loss is meaningless; try evaluate_with=[running,precise]"
-        )
-
-
-def _check_values(batch_size: int, traits: Traits) -> None:
-    single = traits.single_valued(batch_size)
-    if single:
-        raise UserError(
-            f"evaluate_batch_sizes={batch_size} leaves one value per statistic at "
-            f"{name_some(single)}; try evaluate_batch_sizes=[{2 * batch_size}]"
-        )

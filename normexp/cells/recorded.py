@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -28,10 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.environment import code_version
+from normexp.records.files import read_json
 from normexp.records.history import KeyEntry, read_history
-from normexp.records.identity import digest_of_source, source_root
+from normexp.records.identity import digest_of_source, loaded_sources, source_root
 from normexp.records.paths import EVALUATION_FILE, LOCK_FILE, seed_dir
-from normexp.records.result import read_records
+from normexp.records.result import Result, read_records
 from normexp.records.stacks import list_stacks
 
 # Top-level keys that say where and when a cell is trained; any other one is part of the key.
@@ -43,26 +43,21 @@ DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's 
 DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
 
 
-class _UnknownSource(Exception):
-    """What a cell follows from cannot be told without importing or loading it."""
-
-
 # --- The key -------------------------------------------------------------------------------------
 
 
 def key_entry(
-    spec: CellSpec, cell_id: str, data_digest: str | None, *, evaluated: bool
+    spec: CellSpec, cell_id: str, files_digest: str | None, kinds: Mapping[str, int]
 ) -> KeyEntry | None:
     """The key of a cell that has just been prepared; None if it cannot have one.
 
-    The digest of the data is from before they were loaded.
+    Args:
+        files_digest: from before data and weights were loaded.
+        kinds: as `EvaluationPlan.kinds`.
     """
-    sources = sorted(map(str, _loaded_sources()))
-    try:
-        key = _key_of(spec, sources, data_digest)
-    except _UnknownSource:
-        return None
-    return KeyEntry(spec.digest, key, cell_id, sources, evaluated)
+    loaded = loaded_sources()
+    key = _key_of(spec, files_digest, [*loaded], loaded)
+    return None if key is None else KeyEntry(spec.digest, key, cell_id, [*loaded], kinds)
 
 
 def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
@@ -86,17 +81,37 @@ def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
     return sha.hexdigest()[:16]
 
 
-def _key_of(spec: CellSpec, sources: Sequence[str], data_digest: str | None) -> str:
-    """Raises _UnknownSource if the key cannot be told."""
+def with_weights(data_digest: str | None, model: DictConfig | Mapping[str, Any]) -> str | None:
+    """The digest of the user's own data files, and of the file of weights that a model names."""
+    name = model.get("weights")
+    if data_digest is None or name is None or not Path(name).is_file():
+        return data_digest
+    stat = Path(name).stat()
+    return f"{data_digest} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _key_of(
+    spec: CellSpec,
+    files_digest: str | None,
+    sources: Sequence[str],
+    loaded: Mapping[str, str] | None = None,
+) -> str | None:
+    """None if the key cannot be told without importing a target or loading its data.
+
+    Args:
+        sources: the user's own files and packages, besides those of the targets.
+        loaded: the digests of sources as this process has loaded them; others are as on disk.
+    """
     config: Any = OmegaConf.to_container(spec.cfg, resolve=True)  # type: ignore[arg-type]
     config = {key: value for key, value in config.items() if key not in APART}
     config["data"].pop("data_dir", None)  # downloads are verified
-    if data_digest is None:
-        raise _UnknownSource
-    targets = {part["_target_"] for part in parts_with_target(config)}
-    roots = {*sources, *(str(root) for target in targets for root in _root_of(target))}
-    digests = {root: digest_of_source(Path(root)) for root in sorted(roots) if Path(root).exists()}
-    content = [config, dict(spec.choices), code_version(), data_digest, digests]
+    files = [_file_of(part["_target_"]) for part in parts_with_target(config)]
+    if files_digest is None or None in files:
+        return None
+    roots = {*sources, *(str(root) for file in files if file and (root := source_root(file)))}
+    on_disk = [root for root in sorted(roots) if Path(root).exists()]
+    digests = {root: digest_of_source(Path(root)) for root in on_disk} | dict(loaded or {})
+    content = [config, dict(spec.choices), code_version(), files_digest, digests]
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -115,28 +130,15 @@ def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
 # --- The user's own modules ----------------------------------------------------------------------
 
 
-def _root_of(target: str) -> list[Path]:
-    """The user's own file or package that holds a target; none for an installed one.
-
-    Raises:
-        _UnknownSource: no such module, or one without a file, as a package without __init__.py.
-    """
+def _file_of(target: str) -> Path | None:
+    """The file of a target's top-level module; None without one, as for a namespace package."""
     try:
         found = find_spec(target.partition(".")[0])  # of a top-level name: imports nothing
     except ValueError:  # __main__
-        found = None
+        return None
     if found is None or not found.has_location or found.origin is None:
-        raise _UnknownSource
-    root = source_root(Path(found.origin))
-    return [] if root is None else [root]
-
-
-def _loaded_sources() -> set[Path]:
-    """The user's own files and packages among the modules that are loaded now."""
-    outside = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-    files = [vars(module).get("__file__") for module in [*sys.modules.values()]]
-    own = [file for file in files if isinstance(file, str) and not file.startswith(outside)]
-    return {root for file in own if (root := source_root(Path(file))) is not None}
+        return None
+    return Path(found.origin)
 
 
 # --- What is recorded ----------------------------------------------------------------------------
@@ -155,28 +157,31 @@ def passed_over(specs: Sequence[CellSpec]) -> dict[int, Outcome]:
             continue
         with suppress(UserError):  # a result that cannot be read is told when it is prepared
             outcome = recorded_outcome(spec, entry.cell_id)
-            if outcome.status == "skipped":
+            cell_dir = spec.study_dir / entry.cell_id
+            is_evaluated = has_evaluations(cell_dir, outcome.results, entry.evaluated)
+            if outcome.status == "skipped" and is_evaluated:
                 found[index] = outcome
     return found
 
 
 def _is_current(spec: CellSpec, entry: KeyEntry) -> bool:
-    """True if the key still holds, the evaluations are there, and no process left anything."""
+    """True if the key still holds, and no process left anything."""
     assert spec.study_dir is not None and spec.cfg is not None
     cell_dir = spec.study_dir / entry.cell_id
-    if entry.evaluated and not has_evaluations(cell_dir, spec.seeds):
-        return False
     if (cell_dir / LOCK_FILE).exists() or list_stacks(spec.study_dir, [entry.cell_id]):
         return False
-    try:
-        return _key_of(spec, entry.sources, digest_of_data(spec.cfg.data)) == entry.key
-    except _UnknownSource:
-        return False
+    digest = with_weights(digest_of_data(spec.cfg.data), spec.cfg.model)
+    return _key_of(spec, digest, entry.sources) == entry.key
 
 
-def has_evaluations(cell_dir: Path, seeds: Sequence[int]) -> bool:
-    """True if each of these runs has an evaluation.json."""
-    return all((seed_dir(cell_dir, seed) / EVALUATION_FILE).is_file() for seed in seeds)
+def has_evaluations(cell_dir: Path, runs: Sequence[Result], kinds: Mapping[str, int]) -> bool:
+    """True if evaluation.json of each finished run has these kinds, see `EvaluationPlan.kinds`."""
+    finished = [run.seed for run in runs if run.status == "finished"]
+    files = [seed_dir(cell_dir, seed) / EVALUATION_FILE for seed in finished if kinds]
+    return all(
+        file.is_file() and kinds.items() <= read_json(file).get("asked", {}).items()
+        for file in files
+    )
 
 
 def recorded_outcome(spec: CellSpec, cell_id: str) -> Outcome:
@@ -185,11 +190,10 @@ def recorded_outcome(spec: CellSpec, cell_id: str) -> Outcome:
     directory = spec.study_dir / cell_id
     records = read_records(directory, spec.seeds)
     status = "failed" if records.new or records.failed else "skipped"
-    outcome = Outcome(status, name_of(spec), cell_id, directory, missing=records.new)
-    outcome.results = records.all
-    if records.failed:
-        outcome.error = records.failed[0].error or ""
-    if outcome.results:
-        first = outcome.results[0]
+    error = records.failed[0].error if records.failed else None
+    outcome = Outcome(status, name_of(spec), cell_id, directory, error=error or "")
+    outcome.results, outcome.missing = records.all, records.new
+    if records.all:
+        first = records.all[0]
         outcome.record, outcome.invalid = first.config, first.invalid
     return outcome

@@ -12,9 +12,10 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -99,19 +100,19 @@ class TaskCell:
         records = self.records()
         if records.failed and status in ("finished", "skipped"):
             status, error = "failed", error or self._last_failure(records)
-        ended = status in ("finished", "skipped") and self._has_evaluations()
+        kinds = self.cell.evaluation.kinds
+        ended = status in ("finished", "skipped") and has_evaluations(
+            self.cell.directory, records.ended, kinds
+        )
         return Outcome(
             *(status, self.cell.title, self.cell.id, self.cell.directory, self.cell.record),
             error=error,
             invalid=self.cell.invalid,
             missing=self.missing(),
+            memory=self.cell.memory,
             holder=holder,
             key=self.key if ended else None,
         )
-
-    def _has_evaluations(self) -> bool:
-        adds = self.cell.evaluation.adds
-        return not adds or has_evaluations(self.cell.directory, self.seeds)
 
     def _last_failure(self, records: CellRecords) -> str:
         """The error of a failed run that is not retried, and how to retry it."""
@@ -119,15 +120,6 @@ class TaskCell:
         can_retry = self.cell.cfg.retry_failed
         remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
         return f"{records.failed[0].error} (attempt {attempts}; {remedy} tries again)"
-
-    def lock(self) -> FileLock:
-        self.cell.directory.mkdir(parents=True, exist_ok=True)
-        return FileLock(self.cell.directory / LOCK_FILE)
-
-    def remove_leftovers(self) -> None:
-        """Removes the unfinished files of killed processes. Needs the lock."""
-        for folder in (self.cell.directory, *self.cell.directory.glob("seed-*")):
-            remove_leftovers(folder)
 
 
 # --- Claiming: the locks of all cells, or none ---------------------------------------------------
@@ -137,8 +129,7 @@ def _prepare_task(specs: Sequence[CellSpec]) -> list[TaskCell] | None:
     """Prepares the cells of a task; None if several do not stack, or one cannot be prepared."""
     try:
         first = _prepare(specs[0])
-        num_runs = sum(len(spec.seeds) for spec in specs)
-        if len(specs) > 1 and not will_stack(first.cell, num_runs):
+        if len(specs) > 1 and not will_stack(first.cell, sum(len(spec.seeds) for spec in specs)):
             return None
         return [first, *map(_prepare, specs[1:])]
     except Exception:
@@ -153,7 +144,7 @@ def _prepare(spec: CellSpec) -> TaskCell:
     validate(spec.cfg)
     with collected_messages() as messages:
         cell = prepare_cell(spec.cfg, spec.choices)
-    key = key_entry(spec, cell.id, cell.data_digest, evaluated=cell.evaluation.adds)
+    key = key_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
     return TaskCell(cell, spec.seeds, messages, key)
 
 
@@ -170,7 +161,8 @@ def _run(
     with _claimed([*task, *mates]) as busy:
         if busy is not None or _stacks_of(task) != records:  # begun or ended before the lock
             return [busy or each.outcome("busy") if is_missing else _skip(each) for each in task]
-        claim = Claim(task, mates, on_begin, on_steps, stop)
+        cells = {each.cell.id: each.cell for each in [*task, *mates]}
+        claim = Claim(task, cells, on_begin, on_steps, stop)
         trained = {each.cell.id for each in task if each.missing()}
         try:
             with stop.listening():
@@ -223,7 +215,8 @@ def _claimed(cells: Sequence[TaskCell]) -> Iterator[Outcome | None]:
     ensure_writable(cells[0].cell.study_dir)
     with ExitStack() as held:
         for each in sorted(cells, key=lambda each: each.cell.id):  # one order for all processes
-            lock = each.lock()
+            each.cell.directory.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(each.cell.directory / LOCK_FILE)
             if not held.enter_context(lock):
                 held.close()
                 yield each.outcome("busy", holder=lock.holder())
@@ -234,33 +227,26 @@ def _claimed(cells: Sequence[TaskCell]) -> Iterator[Outcome | None]:
 # --- Training: begun stacks as they were, then the other runs ------------------------------------
 
 
+@dataclass(frozen=True)
 class Claim:
-    """The cells of a task while their locks are held.
+    """The cells of a task while their locks are held."""
 
-    Attributes:
-        errors: by cell, the first failure of its runs.
-    """
+    task: Sequence[TaskCell]
+    cells: Mapping[str, Cell]  # by id, with those of begun stacks
+    on_begin: OnBegin
+    on_steps: OnSteps | None
+    stop: StopRequest
+    errors: dict[str, str] = field(default_factory=dict)  # by cell, the first failure of its runs
 
-    def __init__(
-        self,
-        task: Sequence[TaskCell],
-        mates: Sequence[TaskCell],
-        on_begin: OnBegin,
-        on_steps: OnSteps | None,
-        stop: StopRequest,
-    ) -> None:
-        self.task = task
-        self.cells = {each.cell.id: each.cell for each in [*task, *mates]}
-        self.study_dir = task[0].cell.study_dir
-        self.on_begin = on_begin
-        self.on_steps = on_steps
-        self.stop = stop
-        self.errors: dict[str, str] = {}
-        for each in [*task, *mates]:
-            each.remove_leftovers()
+    @property
+    def study_dir(self) -> Path:
+        return self.task[0].cell.study_dir
 
     def train(self, begun: Sequence[StackRecord]) -> None:
         """Trains all missing runs of the task, those of begun stacks first."""
+        for cell in self.cells.values():  # files of processes that were killed
+            for folder in (cell.directory, *cell.directory.glob("seed-*")):
+                remove_leftovers(folder)
         waiting = deque(self._arrange(begun))
         while waiting:
             stack = waiting.popleft()
@@ -268,7 +254,7 @@ class Claim:
             if error is None:
                 continue
             if len(stack.runs) > 1:
-                logger.warning("each run of %s is trained apart: %s", stack.directory, error)
+                logger.warning("each run of %s is trained apart: %s", stack.record.directory, error)
                 waiting.extendleft(reversed(self._split(stack, error)))
             else:
                 self._record_failure(stack, error)
@@ -282,24 +268,18 @@ class Claim:
             if not left:
                 end_stack(record)
             elif missing & set(left):
-                stacks.append(self._restored(record))
+                runs = [(self.cells[cell_id], seed) for cell_id, seed in record.members]
+                stacks.append(Stack(runs, record))
             missing -= set(record.members)
-        new: list[tuple[Cell, list[int]]] = []
+        new: list[tuple[Cell, int]] = []
         for each in self.task:
             records = each.records()
             for run in records.failed:
                 if (each.cell.id, run.seed) in missing:
-                    parts = [(each.cell, [run.seed])]
-                    stacks.append(new_stack(parts, apart=run.apart, attempts=run.attempts))
-            seeds = [seed for seed in records.new if (each.cell.id, seed) in missing]
-            new += [(each.cell, seeds)] if seeds else []
+                    alone = [(each.cell, run.seed)]
+                    stacks.append(new_stack(alone, apart=run.apart, attempts=run.attempts))
+            new += [(each.cell, seed) for seed in records.new if (each.cell.id, seed) in missing]
         return [*stacks, new_stack(new)] if new else stacks
-
-    def _restored(self, record: StackRecord) -> Stack:
-        seeds: dict[str, list[int]] = {}
-        for cell_id, seed in record.members:
-            seeds.setdefault(cell_id, []).append(seed)
-        return Stack([(self.cells[cell_id], each) for cell_id, each in seeds.items()], record)
 
     def _earlier_failure(self, stack: Stack) -> str | None:
         """Why a stack as it is must not be tried again; None if it may.
@@ -320,15 +300,17 @@ class Claim:
         try:
             train_on_devices(stack, self.task[0].messages, self.stop, self.on_steps)
         except UserError:
-            if not stack.checkpoint.is_file():  # else the same line goes on from there, once mended
+            if (
+                not stack.record.checkpoint.is_file()
+            ):  # else the same line goes on from there, once mended
                 end_stack(stack.record)
             raise
         except (Interrupted, RankDied):  # the checkpoint stays
             raise
         except Exception as error:
-            if full_disk(error, stack.directory):
+            if full_disk(error, stack.record.directory):
                 raise
-            with open(stack.directory / LOG_FILE, "a", encoding="utf-8") as file:
+            with open(stack.record.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
             reason, at = one_line(error), stack.record.checkpointed_at
             append_attempt(self.study_dir, stack.record.id, reason, died=False, checkpointed_at=at)
@@ -338,7 +320,7 @@ class Claim:
     def _split(self, stack: Stack, reason: str) -> list[Stack]:
         """A stack of its own for each run without a result."""
         left = [run for run in stack.runs if not stack.has_ended(*run)]
-        apart = [new_stack([(cell, [seed])], apart=reason) for cell, seed in left]
+        apart = [new_stack([run], apart=reason) for run in left]
         end_stack(stack.record)
         return apart
 
@@ -355,7 +337,7 @@ class Claim:
         )
         write_result(run_dir, failed)
         end_stack(stack.record)
-        self.errors.setdefault(cell.id, f"{reason} (see {stack.directory / LOG_FILE})")
+        self.errors.setdefault(cell.id, f"{reason} (see {stack.record.directory / LOG_FILE})")
 
 
 # --- Outcomes ------------------------------------------------------------------------------------

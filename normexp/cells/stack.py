@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,68 +42,51 @@ from normexp.training.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
 
-Parts = list[tuple[Cell, list[int]]]  # cells that differ only in `lr`, and their seeds
-
 
 @dataclass(frozen=True)
 class Stack:
     """Runs that are trained together, and what the disk knows of them."""
 
-    parts: Parts
+    runs: list[tuple[Cell, int]]  # cell and seed of each replica; the cells differ only in `lr`
     record: StackRecord
 
     @property
     def cell(self) -> Cell:
         """The first cell; all cells share everything except id, record and learning rate."""
-        return self.parts[0][0]
-
-    @property
-    def runs(self) -> list[tuple[Cell, int]]:
-        """Cell and seed of each replica."""
-        return [(cell, seed) for cell, seeds in self.parts for seed in seeds]
+        return self.runs[0][0]
 
     @property
     def seeds(self) -> list[int]:
-        """The seed of each replica."""
         return [seed for _, seed in self.runs]
 
     @property
     def lrs(self) -> list[float] | None:
         """The learning rate of each replica; None if they share the cell's."""
-        return None if len(self.parts) == 1 else [cell.plan.lr for cell, _ in self.runs]
-
-    @property
-    def directory(self) -> Path:
-        return self.record.directory
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.record.checkpoint
+        is_one_cell = len({cell.id for cell, _ in self.runs}) == 1
+        return None if is_one_cell else [cell.plan.lr for cell, _ in self.runs]
 
     def has_ended(self, cell: Cell, seed: int) -> bool:
         return self.record.has_ended(cell.study_dir, (cell.id, seed))
 
 
-def new_stack(parts: Parts, *, apart: str | None = None, attempts: int = 0) -> Stack:
+def new_stack(
+    runs: list[tuple[Cell, int]], *, apart: str | None = None, attempts: int = 0
+) -> Stack:
     """Begins a stack: its members are on disk from here on. Needs the locks of its cells.
 
     Args:
         apart: why the run is trained apart from its former stack.
         attempts: how often the run has failed, of a stack of one.
     """
-    members = [(cell.id, seed) for cell, seeds in parts for seed in seeds]
-    rates = {cell.id: float(cell.cfg.lr) for cell, _ in parts}
-    study_dir = parts[0][0].study_dir
-    record = begin_stack(study_dir, members, rates, apart=apart, attempts=attempts)
-    return Stack(parts, record)
+    members = [(cell.id, seed) for cell, seed in runs]
+    rates = {cell.id: float(cell.cfg.lr) for cell, _ in runs}
+    study_dir = runs[0][0].study_dir
+    return Stack(runs, begin_stack(study_dir, members, rates, apart=apart, attempts=attempts))
 
 
 def train_together(
-    stack: Stack,
-    notes: Sequence[str] = (),
-    stop: StopRequest | None = None,
-    on_steps: OnSteps | None = None,
-) -> list[Result]:
+    stack: Stack, notes: Sequence[str], stop: StopRequest, on_steps: OnSteps | None
+) -> None:
     """Trains a stack, from its checkpoint if there is one, and writes the records of its runs.
 
     Args:
@@ -112,69 +95,53 @@ def train_together(
     Raises:
         Interrupted: stopped with a checkpoint, from which the next call resumes.
     """
-    _prepare_folders(stack)
-    stop = stop or StopRequest()
-    with messages_to_file(stack.directory / LOG_FILE):
+    remove_leftovers(stack.record.directory)
+    for cell, seed in stack.runs:
+        write_config(cell.directory, OmegaConf.to_yaml(cell.cfg, resolve=True))
+        seed_dir(cell.directory, seed).mkdir(exist_ok=True)
+    with messages_to_file(stack.record.directory / LOG_FILE):
         for note in notes:
             logger.info(note)
         with suitable_threads(stack.cell.elements_per_forward), stop.listening():
-            return _train(stack, stop, on_steps)
+            _train(stack, stop, on_steps)
 
 
 def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Runs `train_together` in the other processes of a training: writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
-        module = _build(stack, Recorder([[] for _ in stack.runs]))
-        _fit(stack, module, stop, on_steps=lambda *_: None)
+        _fit(stack, Recorder([[] for _ in stack.runs]), stop, on_steps=lambda *_: None)
 
 
-def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> list[Result]:
+def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
     if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
         torch.cuda.reset_peak_memory_stats()
-    folders = [seed_dir(cell.directory, seed) for cell, seed in stack.runs]
-    # A run that ended before its process was killed keeps its files.
-    sinks: list[list[RunSink]] = [
-        [] if stack.has_ended(*run) else [MetricsWriter(folder / METRICS_FILE)]
-        for run, folder in zip(stack.runs, folders, strict=True)
-    ]
-    with _wandb_runs(stack.runs) as tracked:
-        for run_sinks, run in zip(sinks, tracked, strict=False):
-            run_sinks.append(run)
+    has_wandb = stack.cell.cfg.logger.get("wandb") is not None and not is_under_agent()
+    run = None
+    with ExitStack() as wandb_runs:
+        sinks: list[list[RunSink]] = []
+        for cell, seed in stack.runs:
+            file = seed_dir(cell.directory, seed) / METRICS_FILE
+            # A run that ended before its process was killed keeps its files.
+            sinks.append([] if stack.has_ended(cell, seed) else [MetricsWriter(file)])
+            if has_wandb:
+                run = wandb_runs.enter_context(_wandb_run(cell, seed))
+                sinks[-1].append(run)
         recorder = Recorder(sinks, _open_loggers(stack.cell, stack.seeds))
-        module = _build(stack, recorder)
-        is_stopped = _fit(stack, module, stop, on_steps)
-        results = _record(stack, module)
+        module, is_stopped = _fit(stack, recorder, stop, on_steps)
+        _record(stack, module)
+    if run is not None and run.mode == "offline":
+        folder = stack.cell.study_dir / "wandb"
+        logger.info("W&B was offline; upload its runs later: wandb sync %s/offline-run-*", folder)
     if is_stopped:
         raise Interrupted
-    return results
 
 
 @contextmanager
-def _wandb_runs(runs: list[tuple[Cell, int]]) -> Iterator[list[WandbRun]]:
-    """Opens a W&B run for each (cell, seed); none if not asked for, or under an agent.
-
-    The runs that were opened are finished at the end, as failed ones if the block raises.
-    """
-    opened: list[WandbRun] = []
-    has_failed = True
-    try:
-        for cell, seed in runs:
-            if cell.cfg.logger.get("wandb") is not None and not is_under_agent():
-                opened.append(_open_wandb_run(cell, seed))
-        yield opened
-        has_failed = False
-    finally:
-        for run in opened:
-            run.finish(failed=has_failed)
-    if opened and opened[0].mode == "offline":
-        folder = runs[0][0].study_dir / "wandb"
-        logger.info("W&B was offline; upload its runs later: wandb sync %s/offline-run-*", folder)
-
-
-def _open_wandb_run(cell: Cell, seed: int) -> WandbRun:
+def _wandb_run(cell: Cell, seed: int) -> Iterator[WandbRun]:
+    """A W&B run that is finished at the end, as a failed one if the block raises."""
     chosen = cell.cfg.logger.wandb
     invalid = ["INVALID"] if cell.invalid else []
-    return WandbRun(
+    run = WandbRun(
         project=chosen.project,
         entity=chosen.entity,
         mode=chosen.mode,
@@ -185,6 +152,12 @@ def _open_wandb_run(cell: Cell, seed: int) -> WandbRun:
         tags=[cell.record["norm"], cell.record["model"], cell.record["data"], *invalid],
         config=cell.record | {"seed": seed},
     )
+    has_failed = True
+    try:
+        yield run
+        has_failed = False
+    finally:
+        run.finish(failed=has_failed)
 
 
 def _open_loggers(cell: Cell, seeds: list[int]) -> list[Logger]:
@@ -201,42 +174,39 @@ def _open_loggers(cell: Cell, seeds: list[int]) -> list[Logger]:
     return [TensorBoardLogger(cell.directory, name="tensorboard", version=version)]
 
 
-def _build(stack: Stack, recorder: Recorder) -> TrainingModule:
-    replicas = resume_replicas(stack.cell, stack.seeds, stack.checkpoint)
-    if not stack.checkpoint.is_file():
-        recorder.truncate_after(-1)  # rows of an attempt that left no checkpoint
-    return build_module(stack.cell, stack.seeds, replicas, recorder, stack.lrs)
-
-
-def _fit(stack: Stack, module: TrainingModule, stop: StopRequest, on_steps: OnSteps | None) -> bool:
+def _fit(
+    stack: Stack, recorder: Recorder, stop: StopRequest, on_steps: OnSteps | None
+) -> tuple[TrainingModule, bool]:
+    """The module once it has trained, and whether it was stopped before its end."""
     cell = stack.cell
-    return fit(
+    replicas = resume_replicas(cell, stack.seeds, stack.record.checkpoint)
+    if not stack.record.checkpoint.is_file():
+        recorder.truncate_after(-1)  # rows of an attempt that left no checkpoint
+    module = build_module(cell, stack.seeds, replicas, recorder, stack.lrs)
+    is_stopped = fit(
         module,
-        checkpoint=stack.checkpoint,
+        checkpoint=stack.record.checkpoint,
         epochs=cell.plan.epochs,
         val_every_epochs=cell.cfg.val_every_epochs,
         trainer_options=plain(cell.cfg.trainer),
-        loggers=list(module.recorder.loggers),
+        loggers=list(recorder.loggers),
         callbacks=build_callbacks(cell, on_steps),
         stop=stop,
     )
+    return module, is_stopped
 
 
-def _prepare_folders(stack: Stack) -> None:
-    remove_leftovers(stack.directory)
-    for cell, seeds in stack.parts:
-        write_config(cell.directory, OmegaConf.to_yaml(cell.cfg, resolve=True))
-        for seed in seeds:
-            seed_dir(cell.directory, seed).mkdir(exist_ok=True)
-
-
-def _record(stack: Stack, module: TrainingModule) -> list[Result]:
+def _record(stack: Stack, module: TrainingModule) -> None:
     """Writes everything of every run, and last its result, whose presence means ended."""
     device = module.trainer.strategy.root_device
-    environment = describe_environment(gpu_name(device))
+    timing = _timing(module)
+    gpu = None
+    if device.type == "cuda":  # of a CPU only the peak of the whole process is known
+        gpu = torch.cuda.get_device_name(device)
+        timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+    environment = describe_environment(gpu)
     if module.batches.data.source_version:
         environment["data_source"] = module.batches.data.source_version
-    timing = _timing(module) | peak_memory(device)
     results = []
     for index, (cell, seed) in enumerate(stack.runs):
         if stack.has_ended(cell, seed):
@@ -253,7 +223,6 @@ def _record(stack: Stack, module: TrainingModule) -> list[Result]:
     for result in results:
         write_result(seed_dir(stack.cell.study_dir / result.cell_id, result.seed), result)
     end_stack(stack.record)
-    return results
 
 
 def _save_weights(path: Path, network: nn.Module) -> None:
@@ -298,18 +267,3 @@ def _timing(module: TrainingModule) -> dict[str, float]:
         "stack_size": num_replicas,
         "samples_per_second": samples / max(seconds, 1e-9),
     }
-
-
-def gpu_name(device: torch.device) -> str | None:
-    """The name of the GPU that trained; None for a CPU, without waking a GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """`peak_memory_mb` of tensors on a GPU in 10^6 bytes, empty for a CPU.
-
-    On a CPU only the peak of the whole process is known, and its largest cell sets it.
-    """
-    if device.type != "cuda":
-        return {}
-    return {"peak_memory_mb": torch.cuda.max_memory_allocated(device) / 1e6}

@@ -34,6 +34,9 @@ from normexp.errors import UserError
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 FEW = 12  # most choices that a message lists
 
+# Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
+LAUNCHERS = {"ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"}
+
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
     """The config of one cell, without Hydra's own keys; see `compose_cell`."""
@@ -65,6 +68,8 @@ def compose_cell(
             key = override.key_or_group
             refuse_type_change(key, _select(defaults, key), _select(values, key))
             _refuse_other_target(key, _select(defaults, key), choices)
+    if config.get("cells") is not None:
+        raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
     if isinstance(config.get("study"), int | float):  # study=2026 names a folder
         config.study = str(config.study)
     return config, names_of(config, choices)
@@ -93,8 +98,10 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     known = _compose_choices(_choice_words(overrides), tuple(config_dirs))
     for override in parsed:
         _refuse_bad_sign(override, known)
-    _refuse_hydra_keys(parsed)
-    return _compose(overrides, config_dirs, known)
+    config = _compose(overrides, config_dirs, known)
+    if config.hydra.runtime.choices["hydra/launcher"] == "basic":
+        _refuse_hydra_keys(parsed)
+    return config
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -272,11 +279,12 @@ def _refuse_bad_sign(override: Override, known: DictConfig) -> None:
 
 def _refuse_hydra_keys(parsed: Sequence[Override]) -> None:
     """Refuses Hydra's own keys that are not read, as no launcher runs the cells."""
-    keys = [override.key_or_group for override in parsed]
-    if "hydra/launcher" in keys:
-        return
-    for key in keys:
-        if re.match(r"hydra[./]", key) and not re.match(r"hydra\.(mode|sweeper\.params\b)", key):
+    for key in [override.key_or_group for override in parsed]:
+        if (
+            key != "hydra/launcher"
+            and re.match(r"hydra[./]", key)
+            and not re.match(r"hydra\.(mode|sweeper\.params\b)", key)
+        ):
             raise UserError(f"{key}: nothing reads this key of Hydra without hydra/launcher=...")
 
 
@@ -326,19 +334,31 @@ def _explain(
         mark = error.problem_mark
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
     lines = [*str(error).splitlines(), *str(cause or "").splitlines()]
-    return UserError(next((line.strip() for line in lines if line.strip()), repr(error)))
+    said = [line.strip() for line in lines if line.strip()] or [repr(error)]
+    return UserError(" ".join(said[:2]) if said[0].endswith(":") else said[0])
 
 
 def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
     group, _, name = PurePosixPath(file).as_posix().partition("/")
     if group not in GROUPS:
         group, _, name = file.rpartition("/")
+        if group == "hydra/launcher":
+            return unknown_launcher(name)
         return UserError(f"{group}={name}: no such config")
     choices = group_choices(group, config_dirs)
     hint = suggest(name, choices, most=3, cutoff=0.5)
     listed = _listed(group, config_dirs)
     own = f"; your own: {group}=custom {group}._target_=..." if group in CUSTOM_GROUPS else ""
     return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({listed}{own})")
+
+
+def unknown_launcher(name: str) -> UserError:
+    """The error for a launcher that is not installed, or not known."""
+    if name in LAUNCHERS:
+        remedy = f"pip install 'normexp[{LAUNCHERS[name]}]'"
+        return UserError(f"hydra/launcher={name} is not installed; {remedy}")
+    known = ", ".join(["basic", *LAUNCHERS])
+    return UserError(f"hydra/launcher={name}: no such launcher (choices: {known})")
 
 
 def _listed(group: str, config_dirs: Sequence[str]) -> str:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from normexp.config.compose import compose, compose_cell, compose_config, parse_overrides
+from normexp.config.compose import (
+    LAUNCHERS,
+    compose,
+    compose_cell,
+    compose_config,
+    parse_overrides,
+    quoted,
+    unknown_launcher,
+)
 from normexp.config.help import group_choices
-from normexp.config.rules import OPTIONS, suggest, validate
+from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, validate
 from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words
 from normexp.errors import UserError
 
@@ -56,45 +67,87 @@ def _titles_of(lines: Sequence[Sequence[str]]) -> list[str]:
     return [" ".join(texts or line) for texts, line in zip(own, lines, strict=True)]
 
 
-def list_cells(command: Command) -> list[list[str]]:
-    """The overrides of each cell: one without -m, unless an experiment sets hydra.mode=MULTIRUN."""
-    overrides, config_dirs = command.overrides, command.config_dirs
-    if command.multirun:
-        return expand_grid(overrides, config_dirs)
-    parsed = parse_overrides(overrides)
-    if any(override.key_or_group in ("experiment", "hydra.mode") for override in parsed):
-        mode = _compose_fixed(overrides, parsed, config_dirs).hydra.mode
-        if mode == RunMode.MULTIRUN:
-            return expand_grid(overrides, config_dirs)
-    return [list(overrides)]
+@dataclass(frozen=True)
+class Grid:
+    """What a command spans: each listed cell at each point of the product of the overrides.
 
-
-def expand_grid(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[list[str]]:
-    """The product of all sweeps in `overrides` and in `hydra.sweeper.params`; first key slowest.
-
-    A sweep is `a,b`, `choice(...)`, `range(...)` or `glob(...)`. A key on the command line replaces
-    the same key of the params. Cells are not composed here.
-
-    Raises:
-        UserError: a sweep without a list of values, or a param that normexp.tune must search.
+    Attributes:
+        cells: the words of each cell of the key `cells`; [[]] if it lists none.
+        overrides: typed, and of the experiment's `hydra.sweeper.params`, one per key.
+        is_multirun: the config says so without -m.
     """
-    merged = with_params(overrides, config_dirs)
-    for override in merged:
-        if is_searched(override) and override.input_line not in overrides:
-            raise UserError(
-                f"the experiment searches {override.input_line}: run python -m normexp.tune "
-                + shlex.join([*config_dir_words(config_dirs), *overrides])
-            )
-    return expand_overrides(merged, config_dirs)
+
+    cells: list[list[str]]
+    overrides: list[Override]
+    is_multirun: bool
 
 
-def with_params(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[Override]:
-    """The overrides of a line and of its experiment's `hydra.sweeper.params`, one per key."""
-    fixed = _compose_fixed(overrides, parse_overrides(overrides), config_dirs)
+def read_grid(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Grid:
+    """The grid of a line and its experiment. Raises UserError for a key that has two values."""
+    fixed = _compose_fixed(overrides, config_dirs)
     params = fixed.hydra.sweeper.get("params") or {}
     texts = [*(f"{key}={value}" for key, value in params.items()), *overrides]
     last = {override.get_key_element(): override for override in parse_overrides(texts)}
-    return list(last.values())
+    if "cells" in last and last.pop("cells").is_sweep_override():
+        raise UserError("cells=...: must be one list; separate its cells by commas")
+    cells = _words_of_cells(fixed.cells)
+    for key in [word.partition("=")[0] for words in cells for word in words]:
+        if key in last:
+            raise UserError(f"{last[key].input_line}: cells sets {key} too; drop one of them")
+    rows = [[*words, "cells=null"] for words in cells] or [[]]
+    is_multirun = bool(cells) or fixed.hydra.mode == RunMode.MULTIRUN
+    return Grid(rows, list(last.values()), is_multirun)
+
+
+def _words_of_cells(listed: DictConfig | None) -> list[list[str]]:
+    """The overrides of each cell of the key `cells`: `norm=batch`, `lr=1.0`."""
+    check_value("cells", listed, KEYS["cells"].rule)
+    cells: Any = [] if listed is None else OmegaConf.to_container(listed, resolve=True)
+    return [[_word(key, value) for key, value in cell.items()] for cell in cells]
+
+
+def _word(key: str, value: Any) -> str:
+    """An override for a plain value; a text that Hydra would read as another value is quoted."""
+    text = f"{key}={as_typed(value)}"
+    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./-]+", value) is not None
+    if is_plain and parse_overrides([text])[0].value() == value:
+        return text
+    return f"{key}={quoted(str(value))}"
+
+
+def list_cells(command: Command) -> list[list[str]]:
+    """The overrides of each cell: one without -m, unless the line or its experiment lists `cells`
+    or sets hydra.mode=MULTIRUN.
+    """
+    keys = {override.key_or_group for override in parse_overrides(command.overrides)}
+    if command.multirun or keys & {"experiment", "hydra.mode", "cells"}:
+        grid = read_grid(command.overrides, command.config_dirs)
+        if command.multirun or grid.is_multirun:
+            return expand_grid(grid, command)
+    return [list(command.overrides)]
+
+
+def expand_grid(grid: Grid, command: Command) -> list[list[str]]:
+    """The overrides of each cell of a grid: listed cells slowest, then the first key.
+
+    A sweep is `a,b`, `choice(...)`, `range(...)` or `glob(...)`. A key on the command line replaces
+    the same key of the params.
+
+    Raises:
+        UserError: a sweep without a list of values, a listed cell that does not compose, or a param
+            that normexp.tune must search.
+    """
+    for override in grid.overrides:
+        if is_searched(override) and override.input_line not in command.overrides:
+            words = [*config_dir_words(command.config_dirs), *command.overrides]
+            raise UserError(
+                f"the experiment searches {override.input_line}: run python -m normexp.tune "
+                + shlex.join(words)
+            )
+    lines = expand_overrides(grid.overrides, command.config_dirs)
+    for words in filter(None, grid.cells):
+        compose_cell([*words, *lines[0]], command.config_dirs)
+    return [[*words, *line] for words in grid.cells for line in lines]
 
 
 def expand_overrides(
@@ -105,11 +158,20 @@ def expand_overrides(
     return [list(cell) for cell in itertools.product(*values)]
 
 
-def _compose_fixed(
-    overrides: Sequence[str], parsed: Sequence[Override], config_dirs: Sequence[str]
-) -> DictConfig:
+def launcher_of(command: Command) -> str | None:
+    """The Hydra launcher that runs the cells, typed or of an experiment; None for own workers."""
+    words = [text for text in command.overrides if re.match("experiment=|hydra/launcher=", text)]
+    if not words:
+        return None
+    name = str(_compose_fixed(words, command.config_dirs).hydra.runtime.choices["hydra/launcher"])
+    if name not in ("basic", *LAUNCHERS):
+        raise unknown_launcher(name)
+    return None if name == "basic" else name
+
+
+def _compose_fixed(overrides: Sequence[str], config_dirs: Sequence[str]) -> DictConfig:
     """The config that all cells share: without the sweeps."""
-    pairs = zip(overrides, parsed, strict=True)
+    pairs = zip(overrides, parse_overrides(overrides), strict=True)
     fixed = [text for text, override in pairs if not override.is_sweep_override()]
     return compose(fixed, config_dirs)
 
@@ -171,7 +233,7 @@ def compose_norms(command: Command) -> list[NormSpec]:
             hint = suggest(key, known) or f"a card takes {', '.join(known)}"
             raise UserError(f"{text}: no key of a card; {hint}")
     norms = []
-    for line in expand_grid(overrides, command.config_dirs):
+    for line in expand_grid(read_grid(overrides, command.config_dirs), command):
         config = compose_config(line, command.config_dirs)
         validate(config)
         norms.append(NormSpec(_name_of_norm(line, config), config))

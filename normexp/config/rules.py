@@ -93,6 +93,20 @@ NAME = Rule(
 )
 
 
+def _lists_cells(value: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    mappings = [each for each in value if isinstance(each, Mapping) and each]
+    values = [own for each in mappings for own in each.values()]
+    return len(mappings) == len(value) and not any(isinstance(own, Mapping) for own in values)
+
+
+CELLS = Rule(
+    _lists_cells,
+    "a list of cells with dotted keys, as [{norm:batch,lr:1.0},{norm:group,norm.num_groups:4}]",
+)
+
+
 @dataclass(frozen=True)
 class Key:
     """A key of the config.
@@ -112,8 +126,10 @@ SLOT_KEYS = {
     "act": Key(one_of(*get_args(Act)).or_null()),
     "conv": Key(one_of(*get_args(Conv)).or_null()),
     "residual_scale": Key(NUMBER.or_null()),
+    "layer_scale": Key(NUMBER.or_null()),
     "placement": Key(one_of(*get_args(Placement)).or_null()),
     "qk_norm": Key(FLAG.or_null()),
+    "v_norm": Key(FLAG.or_null()),
 }
 
 KEYS = {
@@ -134,6 +150,7 @@ KEYS = {
         identity=False,
     ),
     "study": Key(NAME, identity=False),
+    "cells": Key(CELLS.or_null(), identity=False),
     "dry_run": Key(FLAG, identity=False),
     "workers": Key(INDEX.or_null(), identity=False),
     "fail_fast": Key(FLAG, identity=False),
@@ -164,6 +181,8 @@ KEYS = {
     # Keys of groups; not every choice has them.
     **{f"norm.{name}": key for name, key in SLOT_KEYS.items()},
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),
+    "model.weights": Key(TEXT.or_null(), identity=False),  # a digest of the content counts instead
+    "model.replace": Key(list_of(TEXT).or_null()),
     "data.limit_train": Key(COUNT.or_null(), "samples, for texts blocks"),
     "data.data_dir": Key(FOLDER, identity=False),
     "data.path": Key(FOLDER, identity=False),  # a digest of the content counts instead

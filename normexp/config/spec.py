@@ -24,9 +24,6 @@ CellStatus = Literal[
 ]
 
 
-LAUNCHER = "hydra/launcher="
-
-
 @dataclass(frozen=True)
 class Command:
     """A parsed command line of train, tune or check; see `cli.parse_command`.
@@ -42,14 +39,6 @@ class Command:
     multirun: bool = False
     config_dirs: list[str] = field(default_factory=list)
     asks_hydra: bool = False
-
-    @property
-    def launcher(self) -> str | None:
-        """The Hydra launcher that runs the cells; None for normexp's own workers."""
-        names = [
-            text.removeprefix(LAUNCHER) for text in self.overrides if text.startswith(LAUNCHER)
-        ]
-        return names[-1] if names and names[-1] != "basic" else None
 
 
 def config_dir_words(config_dirs: Sequence[str]) -> list[str]:
@@ -122,6 +111,7 @@ class Outcome:
         results: of its recorded runs, by seed.
         missing: the seeds still to train.
         seconds: wall-clock time of its training.
+        memory: bytes that it needs at least, besides those of torch itself.
         holder: the process that trains it, if busy.
         halts: no other cell can be trained either, because the disk is full.
         key: of a cell that ended well, for the next command; see `cells.recorded`.
@@ -137,6 +127,7 @@ class Outcome:
     invalid: str | None = None
     missing: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    memory: int = 0
     holder: int | None = None
     halts: bool = False
     key: KeyEntry | None = None

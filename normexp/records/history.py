@@ -36,7 +36,10 @@ class CommandEntry:
 
 @dataclass(frozen=True)
 class CellEntry:
-    """One line about a cell: a request for it, its id, or why it cannot be trained."""
+    """One line about a cell: a request for it, its id, or why it cannot be trained.
+
+    The latest line counts: a request opens a cell again that could not be trained.
+    """
 
     digest: str
     title: str
@@ -71,14 +74,14 @@ class KeyEntry:
         digest: of the cell, as in `CellEntry`.
         key: a digest of everything that the results follow from.
         sources: the user's own files and packages that are part of the key.
-        evaluated: other statistics than the running averages were asked for.
+        evaluated: what evaluation.json must hold, see `EvaluationPlan.kinds`.
     """
 
     digest: str
     key: str
     cell_id: str
     sources: Sequence[str]
-    evaluated: bool
+    evaluated: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -118,16 +121,12 @@ class CellHistory:
         if entry.cell_id:
             self.earlier_ids = (self.earlier_ids | {self.cell_id}) - {entry.cell_id, ""}
             self.cell_id = entry.cell_id
-        if entry.cell_id or entry.error:
-            self.error = entry.error
+        self.error = entry.error
 
     def has(self, entry: CellEntry) -> bool:
         """True if the entry says nothing new."""
-        if not set(entry.seeds) <= self.seeds:
-            return False
-        if not (entry.cell_id or entry.error):
-            return True
-        return (entry.cell_id or self.cell_id, entry.error) == (self.cell_id, self.error)
+        said = (self.cell_id, self.error)
+        return set(entry.seeds) <= self.seeds and (entry.cell_id or said[0], entry.error) == said
 
 
 @dataclass
@@ -261,6 +260,6 @@ _TYPES = {
     **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error", "stack"), str),
     **dict.fromkeys(("metric", "key"), str),
     **dict.fromkeys(("command", "seeds", "words", "keys", "points", "sources"), list),
-    **dict.fromkeys(("grid", "cells"), dict),
-    **{"died": bool, "evaluated": bool, "checkpointed_at": int},
+    **dict.fromkeys(("grid", "cells", "evaluated"), dict),
+    **{"died": bool, "checkpointed_at": int},
 }

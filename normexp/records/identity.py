@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,10 @@ from typing import Any
 MAX_LENGTH = 80  # characters of a cell id: readable in a listing, short enough for any file system
 HASH_DIGITS = 10
 NAME_LENGTH = 16
+OF_PYTHON = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+
+# The user's own loaded modules: the spec, and the content of the file when it was first seen.
+_seen: dict[str, tuple[object, bytes]] = {}
 
 
 def canonical_sizes(
@@ -64,15 +70,6 @@ def cell_id(content: Mapping[str, Any], slug: Sequence[str]) -> str:
     return f"{name}-{digest}" if name else digest
 
 
-def source_digest(module_file: Path) -> str | None:
-    """A digest of a user's own module; None for a file of normexp or in site-packages.
-
-    A module inside a package stands for the whole package, helpers included.
-    """
-    root = source_root(module_file)
-    return None if root is None else digest_of_source(root)
-
-
 def place_of(error: Exception) -> str:
     """ " (file.py, line 3)", the line of the user's own code that raised; empty without one."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -81,7 +78,10 @@ def place_of(error: Exception) -> str:
 
 
 def source_root(module_file: Path) -> Path | None:
-    """The user's own file, or the outermost package that holds it; None as in `source_digest`."""
+    """The user's own file, or the outermost package that holds it, helpers included.
+
+    None for a file of normexp or in site-packages.
+    """
     path = module_file.resolve()
     if path.is_relative_to(Path(__file__).resolve().parents[1]) or is_installed(path):
         return None
@@ -90,15 +90,47 @@ def source_root(module_file: Path) -> Path | None:
     return path
 
 
-def digest_of_source(path: Path) -> str:
-    """16 hex digits of sha256: of a file's bytes, or of names and bytes of a folder's **/*.py."""
+def digest_of_source(path: Path, loaded: Mapping[Path, bytes] | None = None) -> str:
+    """16 hex digits of sha256: of a file's bytes, or of names and bytes of a folder's **/*.py.
+
+    Args:
+        loaded: file to the content that counts in place of the one on disk.
+    """
+
+    def content_of(file: Path) -> bytes:
+        return loaded[file] if loaded and file in loaded else file.read_bytes()
+
     if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return hashlib.sha256(content_of(path)).hexdigest()[:16]
     sha = hashlib.sha256()
     for file in sorted(path.rglob("*.py")):
-        content = file.read_bytes()
+        content = content_of(file)
         sha.update(f"{file.relative_to(path).as_posix()}\0{len(content)}\0".encode() + content)
     return sha.hexdigest()[:16]
+
+
+def loaded_sources() -> dict[str, str]:
+    """The user's own files and packages that are loaded, and the digest of each as it was loaded.
+
+    A file may be edited after its import, and this process goes on with what it has imported. So
+    the content that counts is that from when its module was first seen. A module that is reloaded
+    has a new spec, and is seen anew.
+    """
+    roots: set[Path] = set()
+    contents: dict[Path, bytes] = {}
+    for name, module in [*sys.modules.items()]:
+        spec, file = (vars(module).get(key) for key in ("__spec__", "__file__"))
+        if not isinstance(file, str) or file.startswith(OF_PYTHON):
+            continue
+        path = Path(file).resolve()
+        root = source_root(path)
+        if root is None or not path.is_file():
+            continue
+        if name not in _seen or _seen[name][0] is not spec:
+            _seen[name] = spec, path.read_bytes()
+        roots.add(root)
+        contents[path] = _seen[name][1]
+    return {str(root): digest_of_source(root, contents) for root in sorted(roots)}
 
 
 def is_installed(path: Path) -> bool:

@@ -13,17 +13,13 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from hydra.core.override_parser.types import (
-    ChoiceSweep,
-    IntervalSweep,
-    Override,
-    RangeSweep,
-)
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from normexp.config.compose import compose_cell, parse_overrides
-from normexp.config.grid import expand_overrides, is_searched, with_params
+from normexp.config.grid import expand_overrides, is_searched, read_grid
 from normexp.config.place import place_among
 from normexp.config.rules import KEYS, either, in_identity, validate_keys
 from normexp.config.spec import CellSpec, Command, config_dir_words
@@ -131,10 +127,6 @@ class Space:
         unique = list(dict.fromkeys(rows))[:count]
         return [dict(zip(self.keys, row, strict=True)) for row in unique]
 
-    def edges(self, point: Point) -> list[str]:
-        """The keys in which a point lies at the edge of the space."""
-        return [d.key for d in self.dimensions if d.is_at_edge(point[d.key])]
-
 
 def _sobol(num_dimensions: int, count: int) -> list[list[float]]:
     """At least `count` points of one sequence in [0, 1)^d; more points begin with the same ones."""
@@ -163,8 +155,9 @@ def _dimension(override: Override) -> Dimension:
         return _interval(value, key, text)
     if value.tags:
         raise UserError(f"{text}: only an interval has a log scale; remove the tag")
-    if isinstance(value, RangeSweep):
-        texts = [_number_text(number) for number in value.range()]
+    if isinstance(value, RangeSweep):  # without the digits of 0.1 + 0.2
+        numbers = list(value.range())
+        texts = [str(x if isinstance(x, int) else float(f"{x:.12g}")) for x in numbers]
     else:
         texts = list(override.sweep_string_iterator())
     unique = tuple(dict.fromkeys(texts))
@@ -183,10 +176,6 @@ def _interval(value: IntervalSweep, key: str, text: str) -> Range:
     if log and low <= 0:
         raise UserError(f"{text}: a log scale begins above 0, not at {low:g}")
     return Range(key, low, high, log, whole=isinstance(low, int) and isinstance(high, int))
-
-
-def _number_text(number: float) -> str:
-    return str(number) if isinstance(number, int) else repr(float(f"{number:.12g}"))  # no 0.1 + 0.2
 
 
 @dataclass(frozen=True)
@@ -220,7 +209,7 @@ class Search:
         tune = self.base.tune
         return range(tune.first_seed, tune.first_seed + tune.seeds)
 
-    @property
+    @cached_property
     def points(self) -> list[dict[str, str]]:
         return self.space.points(self.base.tune.points)
 
@@ -268,32 +257,43 @@ def plan_searches(command: Command) -> list[Search]:
     Raises:
         UserError: nothing to search, a value that cannot be used, overlapping seeds.
     """
-    overrides = with_params(command.overrides, command.config_dirs)
-    searched = [override for override in overrides if is_searched(override)]
+    grid = read_grid(command.overrides, command.config_dirs)
+    searched = [override for override in grid.overrides if is_searched(override)]
     if not searched:
         raise UserError(
             "nothing to search: write lr=interval(1e-3,1) or lr=choice(0.03,0.1,0.3); "
             "a list lr=0.03,0.1 is a search for each"
         )
-    for override in overrides:
-        _refuse_bookkeeping(override)
+    for override in grid.overrides:
+        key = override.key_or_group
+        if override.is_sweep_override() and not in_identity(key) and key != "experiment":
+            raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
-    rest = [override for override in overrides if not is_searched(override)]
+    rest = [override for override in grid.overrides if not is_searched(override)]
     searches = [
-        _plan(cell, rest, space, command.config_dirs)
-        for cell in expand_overrides(rest, command.config_dirs)
+        _plan(listed, line, rest, space, command.config_dirs)
+        for listed in grid.cells
+        for line in expand_overrides(rest, command.config_dirs)
     ]
     _check_values(searches[0])
     return searches
 
 
 def _plan(
-    cell: list[str], rest: Sequence[Override], space: Space, config_dirs: Sequence[str]
+    listed: list[str],
+    line: list[str],
+    rest: Sequence[Override],
+    space: Space,
+    config_dirs: Sequence[str],
 ) -> Search:
-    base, choices = compose_cell([*cell, *words_of(space.first)], config_dirs)
+    base, choices = compose_cell([*listed, *line, *words_of(space.first)], config_dirs)
     check_settings(base)
-    grid = [text for text, override in zip(cell, rest, strict=True) if override.is_sweep_override()]
-    return Search(tuple(cell), tuple(grid), space, base, choices, tuple(config_dirs))
+    varied = [
+        text for text, override in zip(line, rest, strict=True) if override.is_sweep_override()
+    ]
+    grid = [word for word in listed if word != "cells=null"] + varied
+    fixed = (*listed, *line)
+    return Search(fixed, tuple(grid), space, base, choices, tuple(config_dirs))
 
 
 def _check_values(search: Search) -> None:
@@ -303,13 +303,6 @@ def _check_values(search: Search) -> None:
             point = search.space.first | {dimension.key: text}
             config, _ = compose_cell([*search.fixed, *words_of(point)], search.config_dirs)
             validate_keys(config, [key for key in search.space.keys if key in KEYS])
-
-
-def _refuse_bookkeeping(override: Override) -> None:
-    """Raises UserError for several values of a key that does not define the training."""
-    key = override.key_or_group
-    if override.is_sweep_override() and not in_identity(key) and key != "experiment":
-        raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
 
 
 def check_settings(config: DictConfig) -> None:

@@ -8,7 +8,8 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,7 @@ from normexp.records.history import SearchEntry, append_cells, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats import mean
-from normexp.sweeps.sweep import STOPPED, is_interrupted, run_cells
+from normexp.sweeps.sweep import check_ended, run_cells
 
 WIDTH = 200  # columns of a log file
 TRAINED = ("finished", "skipped")
@@ -40,12 +41,11 @@ class Finding:
     search: Search
     cells: Sequence[CellSpec]
     outcomes: Sequence[Outcome]
-    metric: Metric = field(init=False)
     fresh: Outcome | None = None
 
-    def __post_init__(self) -> None:
-        self.metric = choose_objective(self.search.base.tune.metric, self.outcomes)
-        self.points = self.search.points
+    @cached_property
+    def metric(self) -> Metric:
+        return choose_objective(self.search.base.tune.metric, self.outcomes)
 
     @property
     def values(self) -> dict[int, float]:
@@ -62,7 +62,7 @@ class Finding:
 
     @property
     def best_point(self) -> Point | None:
-        return None if self.best is None else self.points[self.best]
+        return None if self.best is None else self.search.points[self.best]
 
 
 def choose_objective(asked: str | None, outcomes: Sequence[Outcome]) -> Metric:
@@ -105,7 +105,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
 
     Raises:
         UserError: all points are refused, or no run has the metric.
-        KeyboardInterrupt: the user stopped the search; the same command continues.
+        Halted, KeyboardInterrupt: as `check_ended`.
     """
     cells = [[search.search_cell(point) for point in search.points] for search in searches]
     flat = [cell for own in cells for cell in own]
@@ -126,13 +126,13 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         _record(findings)
         _report(findings, words, train)
     print_table(findings)
-    return 1 if lost or any(not is_reported(each) for each in findings) else 0
+    reported = [each.fresh is not None and each.fresh.status in TRAINED for each in findings]
+    return 1 if lost or not all(reported) else 0
 
 
 def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[Outcome]:
     outcomes = train(cells, words)
-    if is_interrupted(cells, outcomes):
-        raise KeyboardInterrupt(STOPPED)
+    check_ended(cells, outcomes)
     return outcomes
 
 
@@ -149,16 +149,12 @@ def _record(findings: Sequence[Finding]) -> None:
     """Writes to the history which cells belong to a search, for the tuning curve of the report."""
     for each in findings:
         base, search = each.search.base, each.search
-        words = [word for word in search.fixed if _defines(word)]
+        keys = {word: re.split("[/@=]", word.lstrip("+~"))[0] for word in search.fixed}
+        words = [w for w, key in keys.items() if in_identity(key) or key == "experiment"]
         cells = [outcome.cell_id for outcome in each.outcomes if outcome.status in TRAINED]
         entry = SearchEntry(search.title, words, list(search.space.keys), each.metric.name, cells)
         if cells:
             append_cells(Path(base.runs_dir) / search.study, [entry])
-
-
-def _defines(word: str) -> bool:
-    key = re.split("[/@=]", word.lstrip("+~"))[0]
-    return in_identity(key) or key == "experiment"
 
 
 def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:
@@ -168,11 +164,6 @@ def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> 
     outcomes = _train(cells, words, train) if cells else []
     for each, outcome in zip(chosen, outcomes, strict=True):
         each.fresh = outcome
-
-
-def is_reported(finding: Finding) -> bool:
-    """True if the fresh seeds of a search are recorded."""
-    return finding.fresh is not None and finding.fresh.status in TRAINED
 
 
 def print_table(findings: Sequence[Finding]) -> None:
@@ -185,13 +176,10 @@ def print_table(findings: Sequence[Finding]) -> None:
     for each in findings:
         table.add_row(*map(Text, [each.search.title, *_cells(each)]))
     console.print(table)
-    for line in (line for each in findings for line in _warnings(each)):
+    warnings = [line for each in findings for line in _warnings(each)]
+    best = [f"  {each.search.command(each.best_point)}" for each in findings if each.best_point]
+    for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
         console.print(line, markup=False, soft_wrap=True)
-    lines = [each.search.command(each.best_point) for each in findings if each.best_point]
-    if lines:
-        console.print("to repeat the best:")
-    for line in lines:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def _cells(finding: Finding) -> list[str]:
@@ -202,13 +190,14 @@ def _cells(finding: Finding) -> list[str]:
         return ["none finished", count, "-", "-", "0"]
     metric = finding.metric
     shown = f"{metric.scale * finding.values[finding.best]:.{metric.digits}f}"
-    return [_words(finding.points[finding.best]), count, shown, *_fresh(finding)]
+    best = " ".join(words_of(finding.search.points[finding.best]))
+    return [best, count, shown, *_fresh(finding)]
 
 
 def _fresh(finding: Finding) -> list[str]:
     """The main metric over the fresh seeds, and their number."""
     outcome = finding.fresh
-    if outcome is None or not is_reported(finding):
+    if outcome is None or outcome.status not in TRAINED:
         return [outcome.error if outcome is not None else "-", "0"]
     name = choose_metric({name for r in outcome.results for name in r.metrics}, None)
     if name is None:
@@ -230,18 +219,15 @@ def _warnings(finding: Finding) -> list[str]:
     study = search.base.study
     known = read_history(Path(search.base.runs_dir) / study).cells
     others = [
-        f"{search.title}: study={study} also has runs at {_words(point)}, another point of this "
-        "search; the result above does not include them"
-        for index, (point, cell) in enumerate(zip(finding.points, finding.cells, strict=True))
+        f"{search.title}: study={study} also has runs at {' '.join(words_of(point))}, another "
+        "point of this search; the result above does not include them"
+        for index, (point, cell) in enumerate(zip(search.points, finding.cells, strict=True))
         if index != best and cell.digest in known
     ]
-    point = finding.points[best]
+    point = search.points[best]
     return others + [
-        f"{search.title}: the best {key}={point[key]} lies at the edge of what was searched; "
-        "a wider range may be better"
-        for key in search.space.edges(point)
+        f"{search.title}: the best {each.key}={point[each.key]} lies at the edge of what "
+        "was searched; a wider range may be better"
+        for each in search.space.dimensions
+        if each.is_at_edge(point[each.key])
     ]
-
-
-def _words(point: Point) -> str:
-    return " ".join(words_of(point))

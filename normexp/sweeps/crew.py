@@ -8,8 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 
 from normexp.config.spec import CellSpec
 from normexp.records.stacks import StackRecord
@@ -43,7 +42,7 @@ class Seat:
 class Worker(Seat):
     """One worker process.
 
-    Attributes:
+    Args:
         number: of it on the board, from 1; no other worker of the command has had it.
     """
 
@@ -65,8 +64,13 @@ class Worker(Seat):
         with theirs, Connection(os.dup(self._output.fileno()), readable=False) as output:
             arguments = (theirs, output, cells, board, place, number, run_task)
             self.process = SPAWN.Process(target=main, args=arguments)
-            with place.environment():
-                _start_without_interrupts(self.process)
+            # It inherits that Ctrl-C is blocked, until it has left the terminal.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                with place.environment():
+                    self.process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def hear(self) -> Event | None:
         """Its next event; None once it has ended."""
@@ -75,10 +79,6 @@ class Worker(Seat):
         except (EOFError, OSError):
             self.process.join()
             return None
-
-    def ask_to_stop(self) -> None:
-        """It leaves a checkpoint if it trains, and ends."""
-        self.process.terminate()
 
     def new_output(self) -> str:
         """What it has printed since this was last called."""
@@ -110,18 +110,3 @@ class Worker(Seat):
         self.process.join()
         self.connection.close()
         self._output.close()
-
-
-def _start_without_interrupts(process: BaseProcess) -> None:
-    """Blocks Ctrl-C in a new process, which inherits that, until it has left the terminal."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def ready_workers(workers: Sequence[Worker], seconds: float) -> list[Worker]:
-    """The workers that have something to tell, or have ended; waits for it for some seconds."""
-    by_connection = {worker.connection: worker for worker in workers}
-    return [by_connection[each] for each in wait(list(by_connection), seconds)]  # type: ignore[index]

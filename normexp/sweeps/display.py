@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from contextlib import ExitStack
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from normexp.config.spec import Outcome
@@ -41,29 +39,25 @@ class Display(logging.Handler):
         self.seconds: list[float] = []  # training time of each finished cell
         self.is_stopping = False  # true: waiting cells will not be trained by this command
         self.began = self._line_at = time.monotonic()
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, emoji=False)
         self.live: Live | None = None
-        self._messages = ExitStack()
+        self._open = ExitStack()  # what the `with` block closes
 
     def __enter__(self) -> Display:
-        self._messages.enter_context(messages_to(self))
+        self._open.enter_context(messages_to(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._messages.close()
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
+        self._open.close()
+        self.live = None
 
     def emit(self, record: logging.LogRecord) -> None:
         self.print(record.getMessage())
 
     def print(self, text: str) -> None:
-        """Prints a line above the live view."""
-        if self.live is not None:
-            self.live.console.print(text, markup=False, soft_wrap=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        """Prints lines above the live view; of a progress bar, its last state."""
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+        self.console.print("\n".join(lines), markup=False, soft_wrap=True)
 
     def ended(self, title: str, outcome: Outcome) -> None:
         """Prints the outcome of a cell, its error, and how many cells have ended."""
@@ -103,12 +97,11 @@ class Display(logging.Handler):
 
     def _draw(self, busy: Sequence[Seat], num_waiting: int) -> None:
         if self.live is None:
-            self.live = Live(console=self.console, transient=True, auto_refresh=False)
-            self.live.start()
-        rows = Table.grid()
-        for worker in busy:
-            rows.add_row(Text("  " + self._row(worker), no_wrap=True, overflow="ellipsis"))
-        self.live.update(Group(Text(self._headline(busy, num_waiting)), rows), refresh=True)
+            live = Live(console=self.console, transient=True, auto_refresh=False)
+            self.live = self._open.enter_context(live)
+        rows = [f"  {self._row(worker)}" for worker in busy]
+        texts = [Text(row, no_wrap=True, overflow="ellipsis") for row in rows]
+        self.live.update(Group(Text(self._headline(busy, num_waiting)), *texts), refresh=True)
 
     def _headline(self, busy: Sequence[Seat], num_waiting: int) -> str:
         done = sum(self.counts.values())

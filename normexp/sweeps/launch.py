@@ -11,9 +11,9 @@ import pickle
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import hydra
@@ -23,8 +23,7 @@ from normexp.cells.recorded import passed_over, recorded_outcome
 from normexp.config.compose import VERSION_BASE, quoted
 from normexp.config.grid import compose_cells
 from normexp.config.help import conf_dir
-from normexp.config.spec import LAUNCHER, CellSpec, Command, Outcome, name_of
-from normexp.errors import UserError
+from normexp.config.spec import CellSpec, Command, Outcome, name_of
 from normexp.records.history import read_history
 from normexp.records.logs import messages_to_stderr
 from normexp.sweeps.log import StudyLog
@@ -32,47 +31,22 @@ from normexp.sweeps.machine import environment, shared_value
 from normexp.sweeps.sweep import conclude, train_cells
 from normexp.sweeps.tasks import group_cells
 
-# Launcher to the extra of normexp that installs it, and the module that holds it.
-LAUNCHERS = {
-    "ray": ("ray", "hydra_plugins.hydra_ray_launcher"),
-    "ray_aws": ("ray", "hydra_plugins.hydra_ray_launcher"),
-    "submitit_local": ("slurm", "hydra_plugins.hydra_submitit_launcher"),
-    "submitit_slurm": ("slurm", "hydra_plugins.hydra_submitit_launcher"),
-}
+OF_LAUNCHER = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that say how jobs are launched
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
-def check_launcher(command: Command) -> None:
-    """Raises UserError if a launcher is not installed."""
-    name = command.launcher
-    if name not in LAUNCHERS:
-        known = ", ".join(["basic", *LAUNCHERS])
-        raise UserError(f"{LAUNCHER}{name}: no such launcher (choices: {known})")
-    extra, module = LAUNCHERS[name]
-    if not is_installed(module):
-        raise UserError(f"{LAUNCHER}{name} is not installed; pip install 'normexp[{extra}]'")
-
-
-def is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its parent
-        return False
-
-
-def launch(command: Command, words: Sequence[str]) -> int:
+def launch(command: Command, launcher: str, words: Sequence[str]) -> int:
     """Trains every task of a command in a job, waits for all; returns the exit code.
 
     Raises:
-        UserError: no such launcher, or a mistake as in `run_cells`.
+        UserError: a mistake as in `run_cells`.
     """
-    check_launcher(command)
     cells = compose_cells(command)
-    return conclude(cells, launch_cells(command, cells, words), words)
+    return conclude(cells, launch_cells(command, launcher, cells, words), words)
 
 
 def launch_cells(
-    command: Command, cells: Sequence[CellSpec], words: Sequence[str]
+    command: Command, launcher: str, cells: Sequence[CellSpec], words: Sequence[str]
 ) -> list[Outcome]:
     """As `train_cells`, with a job of the launcher for each task.
 
@@ -85,50 +59,58 @@ def launch_cells(
     with messages_to_stderr():
         log.check()
     known = passed_over(cells)
-    before = [read_outcome(cell) for cell in cells]
-    for study_dir in dict.fromkeys(cell.study_dir for cell in cells):
-        if study_dir is not None:
-            log.open(study_dir)
-    tasks = [task for task in group_cells(cells) if not known.keys() >= set(task)]
-    tasks = [task for task in tasks if cells[task[0]].cfg is not None]
+    before = read_outcomes(cells)
+    for study_dir in log.study_dirs:
+        log.open(study_dir)
+    tasks = [
+        [cells[index] for index in task]
+        for task in group_cells(cells)
+        if cells[task[0]].cfg is not None and not known.keys() >= set(task)
+    ]
     folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
-    given = [[cells[index] for index in task] for task in tasks]
-    error = _run_hydra(command, folder, given) if given else ""
-    outcomes = [read_outcome(cell, error) for cell in cells]
+    error = _run_hydra(command, launcher, folder, tasks) if tasks else ""
+    outcomes = read_outcomes(cells, error)
     for old, new in zip(before, outcomes, strict=True):
         if (old.status, new.status) == ("failed", "skipped"):
             new.status = "finished"
     return outcomes
 
 
-def read_outcome(cell: CellSpec, launcher_error: str = "") -> Outcome:
-    """The outcome of a cell that other processes train, from the records: never `finished`."""
-    if cell.cfg is None or cell.study_dir is None:
-        return Outcome("refused", name_of(cell), error=cell.error)
-    known = read_history(cell.study_dir).cells.get(cell.digest)
-    if known is not None and known.error:
-        status, _, reason = known.error.partition(": ")
-        return Outcome("refused" if status == "refused" else "failed", name_of(cell), error=reason)
+def read_outcomes(cells: Sequence[CellSpec], launcher_error: str = "") -> list[Outcome]:
+    """The outcomes of cells that other processes train, from the records: never `finished`."""
     died = "the launcher stopped before its job ended" if launcher_error else "its job died"
-    error = f"{died}; the same command continues"
-    if known is None or not known.cell_id:
-        return Outcome("failed", name_of(cell), error=error)
-    outcome = recorded_outcome(cell, known.cell_id)
-    if outcome.status == "failed":
-        outcome.error = outcome.error or error
-    return outcome
+    read = cache(read_history)
+    outcomes = []
+    for cell in cells:
+        if cell.cfg is None or cell.study_dir is None:
+            outcomes.append(Outcome("refused", name_of(cell), error=cell.error))
+            continue
+        known = read(cell.study_dir).cells.get(cell.digest)
+        outcome = Outcome("failed", name_of(cell))
+        if known is not None and known.error:
+            status, _, outcome.error = known.error.partition(": ")
+            outcome.status = "refused" if status == "refused" else "failed"
+        elif known is not None and known.cell_id:
+            outcome = recorded_outcome(cell, known.cell_id)
+        if outcome.status == "failed":
+            outcome.error = outcome.error or f"{died}; the same command continues"
+        outcomes.append(outcome)
+    return outcomes
 
 
-def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec]]) -> str:
+def _run_hydra(
+    command: Command, launcher: str, folder: Path, tasks: Sequence[Sequence[CellSpec]]
+) -> str:
     """Runs Hydra's multirun, a job for each task.
 
     Returns the error of the launcher in one line, empty without one.
     """
     # Only what configures Hydra: the cells are composed, and a job receives the number of its task.
-    own = [word for word in command.overrides if re.match(r"\+*hydra[./]", word)]
+    own = [word for word in command.overrides if re.match(OF_LAUNCHER, word)]
     numbers = ",".join(map(str, range(len(tasks))))
     overrides = [*own, f"+task={numbers}", f"hydra.sweep.dir={quoted(str(folder))}"]
-    if command.launcher == "ray":  # the plugin sets a value that a running cluster refuses
+    overrides.append("hydra.sweeper.params=null")  # of an experiment
+    if launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
     folders = [quoted(f"file://{Path(each).resolve()}") for each in command.config_dirs]
     search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
@@ -138,35 +120,21 @@ def _run_hydra(command: Command, folder: Path, tasks: Sequence[Sequence[CellSpec
     file.write_bytes(pickle.dumps(tasks))
 
     def job(cfg: DictConfig) -> None:
-        run_job(file, cfg.task, cwd)
+        with suppress(OSError):  # on another machine, relative folders start where the job does
+            os.chdir(cwd)
+        cells = pickle.loads(file.read_bytes())[cfg.task]
+        train_cells(cells, [], workers=0)  # the launching process has recorded the command
 
+    program = sys.argv  # Hydra reads its command line there
+    sys.argv = [program[0], "-m", *search, *overrides]
     try:
-        with _as_program(["-m", *search, *overrides]):
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # lets errors through
             hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(job)()
     except Exception as error:  # a job died, or the launcher itself failed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"normexp: the launcher stopped: {reason}", file=sys.stderr)
         return reason
     finally:
+        sys.argv = program
         file.unlink(missing_ok=True)
     return ""
-
-
-@contextmanager
-def _as_program(argv: list[str]) -> Iterator[None]:
-    """Gives Hydra the command line `argv` inside the block, and lets its errors through."""
-    before = sys.argv
-    sys.argv = [before[0], *argv]
-    try:
-        with environment({"HYDRA_FULL_ERROR": "1"}):
-            yield
-    finally:
-        sys.argv = before
-
-
-def run_job(file: Path, number: int, cwd: Path) -> None:
-    """Trains one of the tasks in a file, as a worker of this machine does."""
-    with suppress(OSError):  # on another machine, relative folders start where the job does
-        os.chdir(cwd)
-    tasks = pickle.loads(file.read_bytes())
-    train_cells(tasks[number], [], workers=0)  # the launching process has recorded the command

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from normexp.records.files import ensure_writable, is_denied, refusing_denied
 from normexp.records.history import (
     CellEntry,
     CellHistory,
-    KeyEntry,
+    NewEntry,
     append_cells,
     append_command,
     read_history,
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 GRID_KEYS = ("batch_size", "micro_batch_size", "norm_batch_size", "lr", "seed", "replicas")
 
 
+@dataclass
 class StudyLog:
     """The command and its cells. A study is written to only when one of its cells begins.
 
@@ -34,12 +36,15 @@ class StudyLog:
         writes: not in a dry run.
     """
 
-    def __init__(
-        self, cells: Sequence[CellSpec], words: Sequence[str], *, writes: bool = True
-    ) -> None:
-        self.writes = writes
-        self.cells = cells
-        self.words = list(words)
+    cells: Sequence[CellSpec]
+    words: Sequence[str]
+    writes: bool = True
+
+    def __post_init__(self) -> None:
+        known = dict.fromkeys(cell.study_dir for cell in self.cells)
+        self.study_dirs = [study_dir for study_dir in known if study_dir is not None]
+        # Of a cell that does not compose: the study of all others.
+        self._only = self.study_dirs[0] if len(self.study_dirs) == 1 else None
         self._begun: set[Path] = set()
 
     def check(self) -> None:
@@ -48,9 +53,7 @@ class StudyLog:
         Raises:
             UserError: a study that is a file, or whose history cannot be read.
         """
-        for study_dir in dict.fromkeys(cell.study_dir for cell in self.cells):
-            if study_dir is None:
-                continue
+        for study_dir in self.study_dirs:
             if study_dir.is_file():
                 raise UserError(
                     f"study={study_dir.name}: {study_dir} is a file; take another name, or move "
@@ -65,12 +68,6 @@ class StudyLog:
                     *(study_dir.name, before[:7], code_version()[:7]),
                 )
 
-    def begin(self, cell: CellSpec, cell_id: str) -> None:
-        """Records that a cell begins to train, in a study that has the command."""
-        assert cell.study_dir is not None
-        self.open(cell.study_dir)
-        self.tell(cell, cell_id=cell_id)
-
     def open(self, study_dir: Path) -> None:
         """Records the command and all cells it asks for, before the first training of a study."""
         if study_dir in self._begun:
@@ -78,55 +75,57 @@ class StudyLog:
         self._begun.add(study_dir)
         ensure_writable(study_dir)
         study_dir.mkdir(parents=True, exist_ok=True)
-        others = self._only_study()
-        cells = [cell for cell in self.cells if (cell.study_dir or others) == study_dir]
+        cells = [cell for cell in self.cells if (cell.study_dir or self._only) == study_dir]
         with refusing_denied(study_dir, "take another study=..."):
-            append_cells(study_dir, [_entry_of(cell) for cell in cells])
-            asked = {cell.digest: cell.seeds for cell in cells}
-            if not self.words:
-                return
-            append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
+            append_cells(study_dir, [cell_entry(cell) for cell in cells])
+            if self.words:
+                asked = {cell.digest: cell.seeds for cell in cells}
+                append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
 
-    def tell(
-        self, cell: CellSpec, *, cell_id: str = "", error: str = "", key: KeyEntry | None = None
-    ) -> None:
-        """Records the id, error or key of a cell, if its study exists and can be written."""
-        study_dir = cell.study_dir or self._only_study()
-        if self.writes and study_dir is not None and study_dir.is_dir():
+    def tell(self, told: Iterable[tuple[CellSpec, NewEntry]]) -> None:
+        """Records entries about cells whose study exists and can be written."""
+        by_study: dict[Path, list[tuple[CellSpec, NewEntry]]] = {}
+        for cell, entry in told:
+            study_dir = cell.study_dir or self._only
+            if self.writes and study_dir is not None and study_dir.is_dir():
+                by_study.setdefault(study_dir, []).append((cell, entry))
+        for study_dir, own in by_study.items():
             try:
-                before = read_history(study_dir).cells.get(cell.digest)
-                if before is not None and _is_another(cell_id, before):
-                    logger.info(
-                        "%s: the source of its norm, model or data has changed, so it is a new "
-                        "cell, %s; earlier results are kept",
-                        *(cell.title, cell_id),
-                    )
-                entries = [_entry_of(cell, cell_id, error), key]
-                append_cells(study_dir, [entry for entry in entries if entry is not None])
+                known = read_history(study_dir).cells
+                for cell, entry in own:
+                    if isinstance(entry, CellEntry) and cell.digest in known:
+                        _tell_new_id(entry.cell_id, known[cell.digest], cell.title)
+                append_cells(study_dir, [entry for _, entry in own])
             except OSError as denied:  # no result depends on it
                 if not is_denied(denied):
                     raise
 
-    def _only_study(self) -> Path | None:
-        """Where a cell that does not compose belongs: the study of all others."""
-        known = {cell.study_dir for cell in self.cells} - {None}
-        return known.pop() if len(known) == 1 else None
-
-    def settle(self, cell: CellSpec, outcome: Outcome) -> None:
-        """What became of a cell: its id, or why it has none."""
-        if outcome.cell_id and outcome.status != "planned":
-            self.tell(cell, cell_id=outcome.cell_id, key=outcome.key)
-        elif outcome.status in ("refused", "failed") and not outcome.halts:
-            self.tell(cell, error=f"{outcome.status}: {outcome.error}")
-
-
-def _is_another(cell_id: str, before: CellHistory) -> bool:
-    """Whether a cell of the same config was known by other ids so far."""
-    return bool(cell_id and before.cell_id) and cell_id not in {before.cell_id, *before.earlier_ids}
+    def settle(self, ends: Iterable[tuple[CellSpec, Outcome]]) -> None:
+        """Records what became of cells: the id, or why there is none."""
+        told: list[tuple[CellSpec, NewEntry]] = []
+        for cell, outcome in ends:
+            if outcome.cell_id and outcome.status != "planned":
+                told.append((cell, cell_entry(cell, outcome.cell_id)))
+                told += [(cell, outcome.key)] if outcome.key is not None else []
+            elif outcome.status in ("refused", "failed") and not outcome.halts:
+                error = f"{outcome.status}: {outcome.error}"
+                told.append((cell, cell_entry(cell, error=error)))
+        self.tell(told)
 
 
-def _entry_of(cell: CellSpec, cell_id: str = "", error: str = "") -> CellEntry:
+def cell_entry(cell: CellSpec, cell_id: str = "", error: str = "") -> CellEntry:
     return CellEntry(cell.digest, title_of(cell), cell.seeds, cell_id, " ".join(error.split()))
+
+
+def _tell_new_id(cell_id: str, before: CellHistory, title: str) -> None:
+    """Says so if a cell of the same config had only other ids."""
+    known = {before.cell_id, *before.earlier_ids}
+    if cell_id and before.cell_id and cell_id not in known:
+        logger.info(
+            "%s: the source of its norm, model or data has changed, so it is a new cell, %s; "
+            "earlier results are kept",
+            *(title, cell_id),
+        )
 
 
 def grid_of(cells: Sequence[CellSpec]) -> dict[str, list[Any]]:

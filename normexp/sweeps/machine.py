@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,8 @@ CGROUP_LIMITS = (  # quota and period in microseconds: cgroups 2, then 1
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
+
+_own_gpu: str | None = None  # that this process has trained on
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Place:
     @contextmanager
     def slot(self) -> Iterator[bool]:
         """Holds one of the slots inside the block; yields False, at once, if none is free."""
-        folder = slots_dir()
+        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # no reboot keeps it
+        folder = Path(base) / f"normexp-{os.getuid()}"
         folder.mkdir(parents=True, exist_ok=True)
         locks = [FileLock(folder / name) for name in self.slots]
         has_slot = not locks or any(lock.acquire() for lock in locks)
@@ -62,6 +66,11 @@ class Place:
         finally:
             for lock in locks:
                 lock.release()
+
+    def is_taken(self) -> bool:
+        """True if other workers hold all slots."""
+        with self.slot() as has_slot:
+            return not has_slot
 
 
 @contextmanager
@@ -77,35 +86,52 @@ def environment(own: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def slots_dir() -> Path:
-    """Where the slots of this machine are locked: a folder of the user that no reboot survives."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"normexp-{os.getuid()}"
-
-
 def places_for(
     cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None
-) -> list[Place]:
-    """One place per worker, of at most `num_cells`; `workers` overrides the configs."""
+) -> tuple[list[Place], int]:
+    """The places where cells may be trained, and the number of workers: 0 for this process.
+
+    There are more places than workers if GPUs outnumber cells; `workers` overrides the configs.
+    """
     asked = shared_value(cfgs, "workers") if workers is None else workers
+    is_whole = any(needs_whole_machine(cfg) for cfg in cfgs)
     wants_gpu = any(cfg.trainer.accelerator in ("auto", "gpu", "cuda") for cfg in cfgs)
     gpus = visible_gpus() if wants_gpu else []
     cores = usable_cores()
     count = max(1, min(asked or (len(gpus) or cores), num_cells))
+    num_workers = 0 if num_cells == 1 or asked == 0 or is_whole else count
+    if num_workers and getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+        raise UserError(
+            f"workers={num_workers}: worker processes import the program that starts them, and one "
+            "on stdin cannot be imported; save it as a file, or set workers=0"
+        )
     threads = max(1, cores // count)
     if not gpus:
         slots = [f"core-{i}" for i in range(max(cores, count))]
-        return [Place(threads, None, slots)] * count
+        return [Place(threads, None, slots)] * count, num_workers
     # Several workers share a GPU only where a command asks for that.
     shares = -(-count // len(gpus))
     slots_of = {gpu: [f"gpu-{gpu}-{i}" for i in range(shares)] for gpu in gpus}
-    return [Place(threads, gpu, slots_of[gpu]) for gpu in islice(cycle(gpus), count)]
+    if is_whole:  # it needs to see all GPUs, and the slot of the first stands for them
+        return [Place(threads, None, slots_of[gpus[0]])], num_workers
+    in_turn = islice(cycle(gpus), max(count, len(gpus)))
+    return [Place(threads, gpu, slots_of[gpu]) for gpu in in_turn], num_workers
 
 
-def trains_here(cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None) -> bool:
-    """True if the calling process trains; otherwise workers do."""
-    asked = shared_value(cfgs, "workers") if workers is None else workers
-    return num_cells == 1 or asked == 0 or any(needs_whole_machine(cfg) for cfg in cfgs)
+@contextmanager
+def own_place(places: Sequence[Place]) -> Iterator[Place]:
+    """The place of this process: the first that is free, else the first; it sees no other GPU.
+
+    A process keeps the GPU on which CUDA has started.
+    """
+    global _own_gpu
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        places = [place for place in places if place.gpu == _own_gpu] or places[:1]
+    place = next((each for each in places if not each.is_taken()), places[0])
+    _own_gpu = place.gpu
+    with environment({} if place.gpu is None else {"CUDA_VISIBLE_DEVICES": place.gpu}):
+        yield place
 
 
 def shared_value(cfgs: Sequence[DictConfig], key: str) -> Any:

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from multiprocessing.connection import wait
 
 from normexp.cells.recorded import passed_over
 from normexp.config.place import is_under_agent
 from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, Outcome, name_of
-from normexp.errors import UserError
-from normexp.records.files import full_disk
+from normexp.errors import Halted, UserError
 from normexp.records.history import append_attempt
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
 from normexp.reporting.agent import log_to_agent, refuse_many_cells
-from normexp.reporting.summary import print_closing_table, print_plan, print_summary
-from normexp.sweeps.crew import SPAWN, Seat, Worker, ready_workers
+from normexp.reporting.summary import print_closing_table, print_summary
+from normexp.sweeps.crew import SPAWN, Seat, Worker
 from normexp.sweeps.display import Display
-from normexp.sweeps.log import StudyLog
-from normexp.sweeps.machine import Place, places_for, shared_value, trains_here
+from normexp.sweeps.log import StudyLog, cell_entry
+from normexp.sweeps.machine import Place, own_place, places_for, shared_value
 from normexp.sweeps.tasks import Board, Task, group_cells
-from normexp.sweeps.worker import (
-    Began,
-    Ended,
-    Event,
-    Note,
-    PutBack,
-    Ready,
-    Steps,
-    Took,
-    Trainer,
-    loaded,
-    work,
-)
+from normexp.sweeps.worker import Began, Ended, Event, Steps, Took, Trainer, loaded, work
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -46,14 +33,6 @@ logger = logging.getLogger(__name__)
 TICK = 0.2  # seconds between checks of signals and of the display
 FAILED_STARTS = 3  # consecutive failed starts after which the sweep gives up
 COMMAND_KEYS = ("study", "workers", "fail_fast", "retry_failed", "max_attempts", "dry_run")
-STOPPED = "stopped; the same command continues"
-
-
-class WorkersFail(Exception):
-    """No worker process starts, so nothing can be trained."""
-
-
-# --- The command ---------------------------------------------------------------------------------
 
 
 def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
@@ -61,46 +40,48 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
 
     Raises:
         UserError: all cells are refused for the same reason; otherwise a refusal is a row.
-        KeyboardInterrupt: the user stopped the command; the same command continues.
+        Halted, KeyboardInterrupt: as `check_ended`.
     """
     refuse_many_cells(cells)
-    try:
-        outcomes = train_cells(cells, words)
-        if is_under_agent():
-            log_to_agent(cells[0], outcomes[0])
-    except (OSError, WorkersFail) as error:
-        message = str(error) if isinstance(error, WorkersFail) else full_disk(error, None)
-        if message is None:
-            raise
-        print(f"normexp: {message}", file=sys.stderr)
-        return 1
+    outcomes = train_cells(cells, words)
+    if is_under_agent():
+        log_to_agent(cells[0], outcomes[0])
     return conclude(cells, outcomes, words)
 
 
 def conclude(cells: Sequence[CellSpec], outcomes: Sequence[Outcome], words: Sequence[str]) -> int:
     """Prints the outcomes of a command; returns the exit code. Raises as `run_cells`."""
-    halted = next((outcome for outcome in outcomes if outcome.halts), None)
     reasons = {outcome.error if outcome.status == "refused" else "" for outcome in outcomes}
     if len(reasons) == 1 and (reason := reasons.pop()):
         raise UserError(reason)
-    if shared_value([cell.cfg for cell in cells if cell.cfg is not None], "dry_run"):
-        print_plan(cells, outcomes)
-    elif len(cells) == 1 and halted is None:
+    cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
+    if shared_value(cfgs, "dry_run"):
+        from normexp.reporting.dry_run import print_plan  # scipy
+
+        print_plan(cells, outcomes, num_workers=places_for(cfgs, len(cells))[1])
+    elif len(cells) == 1 and not outcomes[0].halts:
         print_summary(outcomes[0], words)
     elif len(cells) > 1:
         print_closing_table(cells, outcomes)
-    if halted is not None:
-        print(f"normexp: {halted.error}", file=sys.stderr)
-    elif is_interrupted(cells, outcomes):
-        raise KeyboardInterrupt(STOPPED)
+    check_ended(cells, outcomes)
     return 1 if any(outcome.status in ("refused", "failed") for outcome in outcomes) else 0
 
 
-def is_interrupted(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> bool:
-    """True if the user stopped a command, not a failure under `fail_fast`."""
+def check_ended(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
+    """Checks that a command has come to its end, or to a failure under `fail_fast`.
+
+    Raises:
+        Halted: nothing more can be trained.
+        KeyboardInterrupt: the user stopped the command.
+    """
+    if halted := [outcome.error for outcome in outcomes if outcome.halts]:
+        raise Halted(halted[0])
     statuses = {outcome.status for outcome in outcomes}
     fails_fast = any(cell.cfg is not None and cell.cfg.fail_fast for cell in cells)
-    return "stopped" in statuses and not (fails_fast and "failed" in statuses)
+    if "stopped" in statuses and not (fails_fast and "failed" in statuses):
+        has_begun = any(cell.study_dir is not None and cell.study_dir.is_dir() for cell in cells)
+        begun = "stopped; the same command continues"
+        raise KeyboardInterrupt(begun if has_begun else "stopped before anything was trained")
 
 
 def train_cells(
@@ -118,55 +99,43 @@ def train_cells(
     dry_run = bool(shared_value(cfgs, "dry_run"))
     fail_fast = bool(shared_value(cfgs, "fail_fast"))
     known = passed_over(cells)
-    places = places_for(cfgs, len(cells), workers)
+    places, num_workers = places_for(cfgs, len(cells), workers)
     if dry_run:
         places = [replace(place, slots=()) for place in places]
-    is_here = trains_here(cfgs, len(cells), workers)
     log = StudyLog(cells, words, writes=not dry_run)
-    display = Display([cell.title for cell in cells], 1 if is_here else len(places))
+    display = Display([cell.title for cell in cells], max(1, num_workers))
     with display:
         log.check()
-        sweep = Sweep(cells, places, log, display, fail_fast=fail_fast, known=known)
-        outcomes = sweep.run_here() if is_here else sweep.run_workers()
-        for cell, outcome in zip(cells, outcomes, strict=True):
-            if not outcome.cell_id:  # it may have been refused before the study existed
-                log.settle(cell, outcome)
+        tasks = group_cells(cells)
+        sweep = Sweep(cells, places, tasks, log, display, num_workers, fail_fast, known)
+        outcomes = sweep.run_workers() if num_workers else sweep.run_here()
+        ends = zip(cells, outcomes, strict=True)  # some were refused before the study existed
+        log.settle([(cell, outcome) for cell, outcome in ends if not outcome.cell_id])
     return outcomes
 
 
-# --- The sweep -----------------------------------------------------------------------------------
-
-
+@dataclass
 class Sweep:
     """The cells of a command until each has its outcome: what workers tell comes together here.
 
     Args:
-        places: of each worker; the first is also this process's own.
+        places: that a worker may have, or this process; more than workers if GPUs are many.
+        num_workers: processes that train at once.
         known: outcomes of cells that need no training, by index.
-        tasks: for each task, the indices of its cells; None: as `group_cells`.
         run_task: trains; None: `cells.run.run_task`.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[CellSpec],
-        places: Sequence[Place],
-        log: StudyLog,
-        display: Display,
-        *,
-        fail_fast: bool,
-        known: Mapping[int, Outcome] | None = None,
-        tasks: Sequence[Task] | None = None,
-        run_task: Trainer | None = None,
-    ) -> None:
-        self.cells = cells
-        self.places = places
-        self.log = log
-        self.display = display
-        self.fail_fast = fail_fast
-        self.known = known or {}
-        self.tasks = group_cells(cells) if tasks is None else tasks
-        self.run_task = run_task
+    cells: Sequence[CellSpec]
+    places: Sequence[Place]
+    tasks: Sequence[Task]
+    log: StudyLog
+    display: Display
+    num_workers: int = 1
+    fail_fast: bool = False
+    known: Mapping[int, Outcome] = field(default_factory=dict)
+    run_task: Trainer | None = None
+
+    def __post_init__(self) -> None:
         self.outcomes: dict[int, Outcome] = {}
         self.workers: list[Worker] = []
         self.request = StopRequest()
@@ -182,10 +151,10 @@ class Sweep:
         if not board.num_open:
             return self._all_outcomes()
         report = partial(self._note, Seat())
-        with loaded(self.run_task) as run_task:
+        with loaded(self.run_task) as run_task, own_place(self.places) as place:
             own = {"run_task": run_task, "shows_bar": True}
             while board.num_open and not self.request.requested:
-                work(self.cells, board, self.places[0], report, self.request, **own)
+                work(self.cells, board, place, report, self.request, **own)
         return self._all_outcomes()
 
     def run_workers(self) -> list[Outcome]:
@@ -193,7 +162,7 @@ class Sweep:
 
         Raises:
             KeyboardInterrupt: a second Ctrl-C; the workers are dead.
-            WorkersFail: no worker process starts.
+            Halted: no worker process starts.
         """
         num_cells = len(self.cells)  # no lock in shared memory: a killed worker would keep it
         board = Board(self.tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells))
@@ -205,7 +174,8 @@ class Sweep:
                         logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
                         self.stop()
                     self._start_workers(board)
-                    for worker in ready_workers(self.workers, TICK):
+                    ready = wait([worker.connection for worker in self.workers], TICK)
+                    for worker in [each for each in self.workers if each.connection in ready]:
                         self._hear(worker, board)
                     self.display.update(self.workers, board.num_open)
         finally:
@@ -215,16 +185,16 @@ class Sweep:
 
     def _pass_over(self, board: Board) -> None:
         """Ends the tasks that need no training, before torch is imported."""
-        for task in self.tasks:
-            if self.known.keys() >= set(task):
-                self._end(task, [self.known[index] for index in task])
-                board.end(task)
+        done = [task for task in self.tasks if self.known.keys() >= set(task)]
+        indices = tuple(index for task in done for index in task)
+        self._end(indices, [self.known[index] for index in indices])
+        board.end(indices)
 
     def stop(self) -> None:
         """Ends every training of this command at a checkpoint, and starts no other."""
         self.stopping = self.display.is_stopping = self.request.requested = True
         for worker in self.workers:
-            worker.ask_to_stop()
+            worker.process.terminate()  # it leaves a checkpoint if it trains, and ends
 
     def _all_outcomes(self) -> list[Outcome]:
         return [
@@ -232,24 +202,24 @@ class Sweep:
             for index, cell in enumerate(self.cells)
         ]
 
-    # --- Workers ----------------------------------------------------------------------------------
-
     def _start_workers(self, board: Board) -> None:
         """Starts workers in free places, for open tasks that none of the others will take."""
         free = list(self.places)
         for worker in self.workers:
             free.remove(worker.place)
         idle = sum(not worker.task for worker in self.workers)
-        wanted = 0 if self.stopping else max(0, len(board.open_tasks()) - idle)
+        wanted = min(len(board.open_tasks()) - idle, self.num_workers - len(self.workers))
+        if self.stopping or wanted <= 0:
+            return
+        free.sort(key=lambda place: place.gpu is not None and place.is_taken())
         for place in free[:wanted]:
             number = next(self._numbers)
             self.workers.append(Worker(number, place, self.cells, board, self.run_task))
 
     def _hear(self, worker: Worker, board: Board) -> None:
         event = worker.hear()
-        text = worker.new_output()
-        if text.strip():
-            self.display.print(text.rstrip("\n"))
+        if text := worker.new_output().rstrip():
+            self.display.print(text)
         if event is None:
             self._bury(worker, board)
         else:
@@ -263,7 +233,7 @@ class Sweep:
         if fails_without and not self.stopping:  # its cells are not the cause
             self._failed_starts += 1
             if self._failed_starts == FAILED_STARTS:
-                raise WorkersFail(f"no worker process starts: {reason}")
+                raise Halted(f"no worker process starts: {reason}")
         elif task and not self.stopping:
             self._count_death(worker, task, reason)
         still_open = tuple(index for index in task if index not in self.outcomes)
@@ -292,40 +262,41 @@ class Sweep:
             error = f"{reason}, before it was trained"
             self._end(task, [Outcome("failed", name_of(self.cells[task[0]]), error=error)])
 
-    # --- Events -----------------------------------------------------------------------------------
-
     def _note(self, seat: Seat, event: Event) -> None:
         match event:
-            case Ready():
-                seat.is_ready = True
             case Took(task):
-                self._failed_starts = 0
+                seat.is_ready = True
+                self._failed_starts = 0 if task else self._failed_starts
                 seat.take(task)
             case Began(stack, cell_ids):
                 seat.stack = stack
                 for index, cell_id in zip(seat.task, cell_ids, strict=True):
-                    self.log.begin(self.cells[index], cell_id)
+                    cell = self.cells[index]
+                    assert cell.study_dir is not None
+                    self.log.open(cell.study_dir)
+                    self.log.tell([(cell, cell_entry(cell, cell_id))])
             case Steps(done, total):
                 seat.steps = (done, total)
-            case Note(level, text):
-                logger.log(level, text)
-            case PutBack(holder, cell_id):
-                seat.take(())
-                if holder not in [None, *(worker.process.pid for worker in self.workers)]:
-                    logger.info("waiting for process %s, which trains %s", holder, cell_id)
             case Ended(task, outcomes):
                 seat.take(())
-                self._end(task, outcomes)
+                first = outcomes[0]
+                if first.status not in ("busy", "alone"):
+                    self._end(task, outcomes)
+                elif first.holder not in [None, *(each.process.pid for each in self.workers)]:
+                    logger.info(
+                        "waiting for process %s, which trains %s", *(first.holder, first.cell_id)
+                    )
+            case logging.LogRecord():
+                logger.handle(event)
 
     def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
-        for index, outcome in zip(task, outcomes, strict=True):
-            if index in self.outcomes:
-                continue
+        ends = [each for each in zip(task, outcomes, strict=True) if each[0] not in self.outcomes]
+        self.outcomes |= ends
+        self.log.settle([(self.cells[index], outcome) for index, outcome in ends])
+        for index, outcome in ends:
             cell = self.cells[index]
-            if outcome.directory is not None:
+            if outcome.directory is not None and not outcome.results:
                 outcome.results = read_records(outcome.directory, cell.seeds).all
-            self.outcomes[index] = outcome
-            self.log.settle(cell, outcome)
             self.display.ended(cell.title, outcome)
             if outcome.halts or (outcome.status == "failed" and self.fail_fast):
                 self.stop()

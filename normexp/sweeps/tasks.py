@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Collection, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +23,16 @@ MOST_RUNS = 16
 def group_cells(cells: Sequence[CellSpec]) -> list[Task]:
     """Cells that may be one stack, as they differ in `lr` alone; in the order of their first."""
     tasks: list[list[int]] = []
-    open_tasks: dict[str, int] = {}  # by what is shared, the task that still takes cells
+    open_tasks: dict[str, list[int]] = {}  # by what is shared, the task that still takes cells
     for index, cell in enumerate(cells):
         shared = _all_but_lr(cell)
-        place = open_tasks.get(shared or "")
-        if place is not None and _takes([cells[i] for i in tasks[place]], cell):
-            tasks[place].append(index)
+        task = open_tasks.get(shared or "")
+        if task is not None and _takes([cells[i] for i in task], cell):
+            task.append(index)
             continue
-        if shared is not None:
-            open_tasks[shared] = len(tasks)
         tasks.append([index])
+        if shared is not None:
+            open_tasks[shared] = tasks[-1]
     return [tuple(task) for task in tasks]
 
 
@@ -79,13 +79,11 @@ class Board:
         alone = [[(i,) for i in task] if self.is_alone[task[0]] else [task] for task in self.tasks]
         return [part for parts in alone for part in parts if self.holders[part[0]] == OPEN]
 
-    def take(self, worker: int, fits: Callable[[Task], bool]) -> Task | None:
-        """The first open task that fits, now the worker's; None if none does."""
-        for task in self.open_tasks():
-            if fits(task):
-                self._mark(task, worker)
-                return task
-        return None
+    def take(self, worker: int, busy: Collection[Task]) -> Task | None:
+        """The first open task that is not busy, now the worker's; None if there is none."""
+        task = next((task for task in self.open_tasks() if task not in busy), None)
+        self._mark(task or (), worker)
+        return task
 
     def put_back(self, task: Task, *, alone: bool = False) -> None:
         """Opens a task again, or each of its cells alone."""

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from logging.handlers import QueueHandler
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from queue import SimpleQueue
 
 from normexp.config.imports import importing_torch
 from normexp.config.spec import CellSpec, Outcome
@@ -35,17 +36,9 @@ logger = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two walks while all open tasks are busy, or all slots are taken
 
 
-# --- What a worker tells its command -------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Everything is imported."""
-
-
 @dataclass(frozen=True)
 class Took:
-    """The worker has a task; it prepares its cells."""
+    """The worker has a task and prepares its cells; () once it has imported everything."""
 
     task: Task
 
@@ -67,46 +60,24 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Note:
-    """A line of normexp's own log."""
-
-    level: int
-    text: str
-
-
-@dataclass(frozen=True)
 class Ended:
-    """The task has outcomes, one for each cell; their results are left out."""
+    """The outcomes of the task, one for each cell, without results.
+
+    After `busy`, where another process trains a cell, and `alone` the task is open again.
+    """
 
     task: Task
     outcomes: Sequence[Outcome]
 
 
-@dataclass(frozen=True)
-class PutBack:
-    """The task is open again, to be trained cell by cell; or because a process trains a cell."""
-
-    holder: int | None = None
-    cell_id: str = ""
-
-
-Event = Ready | Took | Began | Steps | Note | Ended | PutBack
+Event = Took | Began | Steps | Ended | logging.LogRecord
 Report = Callable[[Event], None]
-
-
-# --- The loop ------------------------------------------------------------------------------------
-
-
-class Trainer(Protocol):
-    """As `cells.run.run_task`."""
-
-    def __call__(
-        self,
-        specs: Sequence[CellSpec],
-        on_begin: Callable[[StackRecord, Sequence[str]], None] | None,
-        on_steps: Callable[[int, int], None] | None,
-        stop: StopRequest | None,
-    ) -> list[Outcome]: ...
+OnBegin = Callable[[StackRecord, Sequence[str]], None]
+OnSteps = Callable[[int, int], None]
+# As `cells.run.run_task`.
+Trainer = Callable[
+    [Sequence[CellSpec], OnBegin | None, OnSteps | None, StopRequest | None], list[Outcome]
+]
 
 
 def work(
@@ -123,47 +94,36 @@ def work(
     """Trains open tasks until none is left, or a stop is requested, or a failure may spread.
 
     Args:
-        number: of this worker, on the board.
         shows_bar: a progress bar of its own in place of `Steps`.
     """
     busy: dict[Task, Path] = {}  # task to the lock of another process
     is_told = False
 
-    def is_free(task: Task) -> bool:
-        return task not in busy or not is_held(busy[task])
-
-    def on_begin(stack: StackRecord, cell_ids: Sequence[str]) -> None:
-        report(Began(stack, cell_ids))
-
     on_steps = None if shows_bar else lambda done, total: report(Steps(done, total))
     while board.num_open and not stop.requested:
         with place.slot() as has_slot:
-            task = board.take(number, is_free) if has_slot else None
+            held = {task for task, lock in busy.items() if is_held(lock)}
+            task = board.take(number, held) if has_slot else None
             if not has_slot and not is_told:
                 logger.info("waiting: other commands use every core or GPU of this machine")
                 is_told = True
             if task is not None:
                 report(Took(task))
                 given = [cells[index] for index in task]
-                outcomes = run_task(given, on_begin, on_steps, stop)
+                outcomes = run_task(given, lambda *begun: report(Began(*begun)), on_steps, stop)
+                report(Ended(task, outcomes))
                 if outcomes[0].status == "busy":
                     assert outcomes[0].directory is not None
                     busy[task] = outcomes[0].directory / LOCK_FILE
-                _give_back(task, outcomes, board, report)
+                    board.put_back(task)
+                elif outcomes[0].status == "alone":
+                    board.put_back(task, alone=True)
+                else:
+                    board.end(task)
                 if _may_spread(outcomes):
                     return
         if task is None:
             time.sleep(TICK)
-
-
-def _give_back(task: Task, outcomes: Sequence[Outcome], board: Board, report: Report) -> None:
-    first = outcomes[0]
-    if first.status in ("busy", "alone"):
-        report(PutBack(first.holder, first.cell_id))
-        board.put_back(task, alone=first.status == "alone")
-    else:
-        report(Ended(task, outcomes))
-        board.end(task)
 
 
 def _may_spread(outcomes: Sequence[Outcome]) -> bool:
@@ -174,22 +134,16 @@ def _may_spread(outcomes: Sequence[Outcome]) -> bool:
     return bool(errors) and (has_gpu or any("memory" in error for error in errors))
 
 
-# --- As a process of its own ---------------------------------------------------------------------
-
-
-class _Pipe(logging.Handler):
+class _Pipe(QueueHandler):
     """Sends events and log messages to the command."""
 
     def __init__(self, end: Connection) -> None:
-        super().__init__()
+        super().__init__(SimpleQueue())  # unused
         self._end = end
 
-    def send(self, event: Event) -> None:
+    def enqueue(self, record: Event) -> None:
         with suppress(OSError):  # the command is gone, and its worker ends soon
-            self._end.send(event)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.send(Note(record.levelno, record.getMessage()))
+            self._end.send(record)
 
 
 def main(
@@ -220,9 +174,10 @@ def main(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         with loaded(run_task) as trainer:
-            _limit_threads()
-            pipe.send(Ready())
-            work(cells, board, place, pipe.send, StopRequest(), run_task=trainer, number=number)
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            pipe.enqueue(Took(()))
+            work(cells, board, place, pipe.enqueue, StopRequest(), run_task=trainer, number=number)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
@@ -239,11 +194,6 @@ def loaded(run_task: Trainer | None = None) -> Iterator[Trainer]:
 
     with keeping_data():
         yield trains
-
-
-def _limit_threads() -> None:
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _end_with_parent() -> None:

@@ -139,6 +139,12 @@ class EvaluationPlan:
         """True if there is more to record than metrics with running statistics."""
         return any(name != "running" for name in self.statistics)
 
+    @property
+    def kinds(self) -> dict[str, int]:
+        """What evaluation.json holds as `asked`: precise or batch<k> to its number of samples."""
+        precise = {"precise": self.precise_samples} if "precise" in self.statistics else {}
+        return precise | {f"batch{size}": size for size in self.batch_sizes}
+
 
 class Evaluator:
     """Computes metrics of replicas on the val and test split.
@@ -310,9 +316,10 @@ class Evaluator:
     def content(self, metrics: Columns, index: int) -> dict[str, Any]:
         """Returns evaluation.json of replica `index`: its finite metrics by kind of statistics.
 
-        `precise` also has num_samples, and `gap` compares running averages with it, by site.
+        `precise` also has num_samples, `gap` compares running averages with it, by site, and
+        `asked` names what was evaluated, also where the norm or its numbers gave nothing.
         """
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"asked": self.plan.kinds}
         for name, column in metrics.items():
             metric, _, suffix = name.partition("@")
             kind = "batch" if suffix.startswith("batch") else suffix or "running"

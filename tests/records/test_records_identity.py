@@ -13,7 +13,7 @@ from normexp.records.identity import (
     cell_id,
     differences,
     digest_of_source,
-    source_digest,
+    source_root,
 )
 
 
@@ -67,6 +67,11 @@ def test_a_slug_is_safe_and_short(part: str):
     named = cell_id({}, [part, part, part, "b1000000000", "lr1e+300"] * 3)
     assert re.fullmatch(r"[a-z0-9][a-z0-9._-]*", named)
     assert len(named) <= 80
+
+
+def source_digest(module_file: Path) -> str | None:
+    root = source_root(module_file)
+    return None if root is None else digest_of_source(root)
 
 
 def test_a_source_digest_follows_an_edit_of_its_file(tmp_path: Path):

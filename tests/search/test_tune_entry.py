@@ -153,6 +153,18 @@ def test_stop_while_fresh_seeds_train_is_told_as_one(
     assert "stopped" in told.err and told.out == ""
 
 
+def test_full_disk_ends_a_search_with_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def train(cells: Sequence[CellSpec], _: object) -> list[Outcome]:
+        full = Outcome("failed", "a", error="the disk is full", halts=True)
+        return [full, *(Outcome("stopped", "b") for _ in cells[1:])]
+
+    monkeypatch.setattr(sweep, "train_cells", train)
+    assert main(["lr=choice(0.1,1)", f"runs_dir={tmp_path}"]) == 1
+    assert capsys.readouterr().err == "normexp: the disk is full\n"
+
+
 def test_failed_point_is_not_chosen_and_fails_the_command(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):
@@ -192,7 +204,8 @@ def test_dry_run_lists_the_points_and_writes_nothing(
     assert tune(tmp_path, "lr=choice(0.1,0.2)", "dry_run=true", "steps=3") == 0
     assert list(tmp_path.iterdir()) == []
     out = capsys.readouterr().out
-    assert "lr=0.1: 2 runs to do" in out and "lr=0.2: 2 runs to do" in out
+    assert [row.split()[:2] for row in out.splitlines()[1:3]] == [["lr=0.1", "2"], ["lr=0.2", "2"]]
+    assert "4 runs to do" in out
 
 
 @pytest.mark.slow

@@ -50,6 +50,12 @@ def test_a_note_of_the_package_is_told_once(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == "drop_last leaves out 14\n"
 
 
+def test_a_workers_progress_bar_is_one_line(capsys: pytest.CaptureFixture[str]):
+    with Display(["norm=a"]) as display:
+        display.print("a [b]:\r\n 0%|  |\r50%|# |\r100%|##|\nend")
+    assert capsys.readouterr().err == "a [b]:\n100%|##|\nend\n"
+
+
 def test_time_left_follows_the_steps_of_what_runs(clock: list[float]):
     display = Display(["a", "b", "c", "d"], num_places=2)
     assert display.time_left(3) == ""  # nothing was measured yet

@@ -9,28 +9,75 @@ import sys
 import time
 from collections.abc import Iterator
 from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from normexp.config.spec import CellSpec
+from normexp.cli import parse_command
+from normexp.config.grid import compose_cells
+from normexp.config.spec import CellSpec, Outcome
 from normexp.records.history import read_history
 from normexp.records.result import read_result
 from normexp.sweeps import launch as launching
+from normexp.sweeps.log import StudyLog
 from normexp.sweeps.sweep import train_cells
 from normexp.train import main
 
 QUICK = ["steps=8", "replicas=1"]
 
 
-@pytest.mark.parametrize(("name", "extra"), [("ray", "ray"), ("submitit_slurm", "slurm")])
+@pytest.mark.skipif(find_spec("hydra_plugins.hydra_ray_launcher") is not None, reason="it is")
 def test_launcher_that_is_not_installed_names_its_extra(
-    name: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(launching, "is_installed", lambda _: False)
-    assert main(["-m", "norm=batch,group", f"hydra/launcher={name}"]) == 2
-    told = capsys.readouterr().err
-    assert f"hydra/launcher={name}" in told and f"normexp[{extra}]" in told
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "far.yaml").write_text(RECIPE.format(launcher="ray"))
+    recipe = ["--config-dir", str(tmp_path), "experiment=far"]
+    for words in (["-m", "norm=batch,group", "hydra/launcher=ray"], recipe):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert "hydra/launcher=ray" in told and "normexp[ray]" in told
+
+
+RECIPE = """\
+# @package _global_
+defaults:
+  - override /hydra/launcher: {launcher}
+cells:
+  - {{norm: none, lr: 0.1}}
+  - {{norm: group, lr: 0.3}}
+replicas: 1
+steps: 8
+hydra:
+  mode: MULTIRUN
+  launcher: {{timeout_min: 7}}
+"""
+
+
+def test_launcher_of_an_experiment_runs_its_cells_with_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    launcher = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "far.yaml"
+    file.write_text(RECIPE.format(launcher="submitit_local"))
+    launched: list[tuple[int, list[str]]] = []
+
+    def launch(self: Any, overrides: list[list[str]], initial_job_idx: int) -> list[Any]:  # noqa: ARG001
+        tasks = [next(word for word in words if "task=" in word) for words in overrides]
+        launched.append((self.params["timeout_min"], tasks))
+        return []
+
+    monkeypatch.setattr(launcher.LocalLauncher, "launch", launch)
+    words = ["--config-dir", str(tmp_path), "experiment=far", f"runs_dir={tmp_path / 'runs'}"]
+    assert main(words) == 1  # no job has run
+    assert "2 failed" in capsys.readouterr().out
+    assert main([*words, "hydra.launcher.timeout_min=9"]) == 1
+    assert launched == [(minutes, ["+task=0", "+task=1"]) for minutes in (7, 9)]
+    assert main([*words, "hydra/launcher=basic"]) == 2  # which has no such setting
+    assert "timeout_min" in capsys.readouterr().err
 
 
 def test_unknown_launcher_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]):
@@ -59,7 +106,7 @@ def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
     words += [f"runs_dir={tmp_path / 'runs'}"]
 
     def run_jobs(count: int) -> None:
-        def train(command: object, folder: Path, tasks: list[list[CellSpec]]) -> str:  # noqa: ARG001
+        def train(_: object, launcher: str, folder: Path, tasks: list[list[CellSpec]]) -> str:  # noqa: ARG001
             for task in tasks[:count]:
                 train_cells(task, [], workers=0)
             return "one of them was killed" if count < len(tasks) else ""
@@ -72,6 +119,22 @@ def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
     run_jobs(2)
     assert main(words) == 0
     assert "1 finished, 1 skipped" in capsys.readouterr().out
+
+
+def test_old_error_is_not_shown_for_a_job_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["-m", "norm=none,group", "micro_batch_size=5", f"runs_dir={tmp_path}"]
+    cells = compose_cells(parse_command(words))
+    log = StudyLog(cells, ["normexp-train", *words])
+    log.open(tmp_path / "default")
+    log.settle([(cell, Outcome("refused", "", error="an old mistake")) for cell in cells])
+    assert {outcome.error for outcome in launching.read_outcomes(cells)} == {"an old mistake"}
+    monkeypatch.setattr(launching, "_run_hydra", lambda *_: "")
+    assert main([*words, "hydra/launcher=submitit_local"]) == 1
+    told = capsys.readouterr()
+    assert "its job died" in told.out + told.err and "an old mistake" not in told.out + told.err
 
 
 def results(runs: Path) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.spec import CellSpec
 from normexp.sweeps import machine
-from normexp.sweeps.machine import Place, places_for, trains_here, usable_cores, visible_gpus
+from normexp.sweeps.machine import Place, own_place, places_for, usable_cores, visible_gpus
 from normexp.sweeps.tasks import group_cells
 
 
@@ -31,7 +31,8 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, 100, 8, 1), (None, 3, 3, 2), (2, 100, 2, 4), (20, 100, 20, 1), (1, 100, 1, 8)],
 )
 def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, threads: int):
-    places = places_for([cfg(workers)], num_cells)
+    places, num_workers = places_for([cfg(workers)], num_cells)
+    assert num_workers == count
     assert [place.threads for place in places] == [threads] * count
     assert {len(place.slots) for place in places} == {max(8, count)}
 
@@ -39,18 +40,35 @@ def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, t
 @pytest.mark.usefixtures("eight_cores")
 def test_gpus_take_turns_and_a_cpu_training_gets_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1", "2"])
-    gpus = [place.gpu for place in places_for([cfg(accelerator="auto")], 100)]
-    assert gpus == ["0", "1", "2"]
-    gpus = [place.gpu for place in places_for([cfg(6, accelerator="gpu")], 100)]
-    assert gpus == ["0", "1", "2", "0", "1", "2"]
-    assert {place.gpu for place in places_for([cfg()], 100)} == {None}
+
+    def gpus(num_cells: int, *cfgs: DictConfig) -> tuple[list[str | None], int]:
+        places, num_workers = places_for(cfgs, num_cells)
+        return [place.gpu for place in places], num_workers
+
+    assert gpus(100, cfg(accelerator="auto")) == (["0", "1", "2"], 3)
+    assert gpus(2, cfg(accelerator="auto")) == (["0", "1", "2"], 2)
+    assert gpus(100, cfg(6, accelerator="gpu")) == (["0", "1", "2", "0", "1", "2"], 6)
+    assert gpus(1, cfg(accelerator="gpu", devices=3)) == ([None], 0)
+    assert set(gpus(100, cfg())[0]) == {None}
 
 
 def test_this_process_trains_where_asked_and_where_a_cell_takes_the_whole_machine():
-    assert trains_here([cfg(0)], 9)
-    assert trains_here([cfg(), cfg(devices=2)], 9)
-    assert trains_here([cfg()], 1)
-    assert not trains_here([cfg()], 2)
+    assert places_for([cfg(0)], 9)[1] == 0
+    assert places_for([cfg(), cfg(devices=2)], 9)[1] == 0
+    assert places_for([cfg()], 1)[1] == 0
+    assert places_for([cfg()], 2)[1] > 0
+
+
+def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
+    places, _ = places_for([cfg(accelerator="auto")], 1)
+    with own_place(places) as first, first.slot():
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == first.gpu == "0"
+        with own_place(places) as second, second.slot():
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == second.gpu == "1"
+            with own_place(places) as third:  # it waits
+                assert third.gpu == "0" and third.is_taken()
 
 
 @pytest.mark.parametrize(

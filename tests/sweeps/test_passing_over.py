@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ from normexp.cells.recorded import digest_of_data, passed_over
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
+from normexp.evaluate import main as evaluate
+from normexp.records import history
 from normexp.records.history import read_history
 from normexp.train import main
 
@@ -43,6 +47,14 @@ def train(tmp_path: Path, *words: str) -> int:
     return main(line(tmp_path, *words))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of runs of one cell, which no test changes."""
+    root = tmp_path_factory.mktemp("trained")
+    assert train(root) == 0
+    return root / "runs"
+
+
 def is_passed(tmp_path: Path, *words: str) -> bool:
     cells = specs(tmp_path, *words)
     return passed_over(cells).keys() == set(range(len(cells)))
@@ -69,9 +81,11 @@ def forget_own() -> None:
         del sys.modules[name]
 
 
-def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(tmp_path: Path):
+def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
+    tmp_path: Path, trained: Path
+):
     assert not is_passed(tmp_path)
-    assert train(tmp_path) == 0
+    shutil.copytree(trained, tmp_path / "runs")
     assert is_passed(tmp_path) and is_passed(tmp_path, "replicas=1", "workers=2", "study=default")
     (outcome,) = passed_over(specs(tmp_path)).values()
     assert [result.seed for result in outcome.results] == [0, 1]
@@ -83,8 +97,8 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(tmp_
     assert not is_passed(tmp_path)
 
 
-def test_torn_result_and_a_held_lock_are_left_to_the_training(tmp_path: Path):
-    assert train(tmp_path) == 0
+def test_torn_result_and_a_held_lock_are_left_to_the_training(tmp_path: Path, trained: Path):
+    shutil.copytree(trained, tmp_path / "runs")
     (outcome,) = passed_over(specs(tmp_path)).values()
     assert outcome.directory is not None
     lock = outcome.directory / ".lock"
@@ -115,6 +129,29 @@ def test_edited_norm_is_trained_again_and_is_found_without_importing_it(
     assert len(list(tmp_path.glob("runs/default/*/seed-0/result.json"))) == 2
     forget_own()
     assert is_passed(tmp_path, *OWN)
+
+
+def test_process_that_has_imported_a_norm_does_not_train_an_edit_of_it(
+    tmp_path: Path, own_norm: Path, capsys: pytest.CaptureFixture[str]
+):
+    def ids() -> set[str]:
+        return {path.parts[-3] for path in tmp_path.glob("runs/default/*/seed-0/result.json")}
+
+    assert train(tmp_path, *OWN) == 0
+    first = ids()
+    package = tmp_path / "a_package_of_a_test" / "__init__.py"
+    package.write_text("imported = 2\n")
+    own_norm.write_text(NORM.format(factor=2))
+    assert train(tmp_path, *OWN) == 0 and ids() == first
+    assert "edited after its import" in capsys.readouterr().err
+    assert not is_passed(tmp_path, *OWN)
+    forget_own()
+    assert train(tmp_path, *OWN) == 0 and len(ids()) == 2
+    assert is_passed(tmp_path, *OWN)
+    own_norm.write_text(NORM.format(factor=3))
+    for name in ("a_helper_of_a_test", "a_package_of_a_test.norms"):  # as a notebook does
+        importlib.reload(sys.modules[name])
+    assert train(tmp_path, *OWN) == 0 and is_passed(tmp_path, *OWN)
 
 
 def test_module_that_takes_the_place_of_another_is_not_passed_over(
@@ -170,16 +207,70 @@ def test_evaluation_asked_for_anew_is_named_and_one_that_is_gone_too(
     assert not is_passed(tmp_path, *words, "study=with")
 
 
-def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path):
-    for words in ([], [], ["log_every=3"], []):
+def test_evaluation_with_other_samples_is_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["norm=batch", "evaluate_with=[precise,batch]", "evaluate_batch_sizes=[8]"]
+    assert train(tmp_path, *words, "precise_samples=64") == 0
+    capsys.readouterr()
+    assert train(tmp_path, *words, "precise_samples=96") == 0
+    told = capsys.readouterr().err
+    assert "normexp.evaluate run=" in told and "precise_samples=96" in told
+    assert is_passed(tmp_path, *words, "precise_samples=64")
+    assert train(tmp_path, *words[:2], "precise_samples=64", "evaluate_batch_sizes=[4,8]") == 0
+    assert "evaluate_batch_sizes=[4,8]" in capsys.readouterr().err
+    (cell,) = tmp_path.glob("runs/default/batch*")
+    asked = ["evaluate_with=[precise]", "precise_samples=96"]
+    assert evaluate([f"run={cell}", *asked]) == 0
+    assert not is_passed(tmp_path, *words, "precise_samples=64")  # there is one, and it is newer
+    capsys.readouterr()
+    assert train(tmp_path, *words, "precise_samples=96") == 0
+    assert "normexp.evaluate" not in capsys.readouterr().err
+    assert is_passed(tmp_path, *words, "precise_samples=96")
+
+
+def test_norm_that_an_evaluation_gives_nothing_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["norm=group", "evaluate_with=[precise,batch]"]
+    assert train(tmp_path, *words) == 0
+    assert is_passed(tmp_path, *words)
+    assert train(tmp_path, *words, "precise_samples=96", "evaluate_batch_sizes=[8]") == 0
+    assert "precise_samples=96" in capsys.readouterr().err  # not known before it is asked
+    assert train(tmp_path, "norm=group", "evaluate_with=[batch]", "evaluate_batch_sizes=[8]") == 0
+    assert "normexp.evaluate" not in capsys.readouterr().err  # known: it mixes no samples
+
+
+def test_history_is_read_no_more_often_for_more_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    reads: list[Path] = []
+    read_lines = history.read_lines
+
+    def counted(path: Path) -> list[str]:
+        reads.append(path)
+        return read_lines(path)
+
+    monkeypatch.setattr(history, "read_lines", counted)
+    counts = []
+    for words in (["norm=none"], ["-m", "norm=none", "log_every=10,3,4"]):
+        assert train(tmp_path, *words) == 0
+        reads.clear()
+        assert train(tmp_path, *words) == 0
+        counts.append(len(reads))
+    assert counts[0] == counts[1] > 0
+
+
+def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path, trained: Path):
+    shutil.copytree(trained, tmp_path / "runs")
+    for words in ([], ["log_every=3"], []):
         assert train(tmp_path, *words) == 0
     keys = read_history(tmp_path / "runs" / "default").keys
     assert [len(entries) for entries in keys.values()] == [2]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
 def test_finished_sweep_typed_again_ends_without_torch(
-    tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["-m", "norm=none,group", *QUICK[:2], f"runs_dir={tmp_path / 'runs'}"]
     assert main([*words, "workers=0"]) == 0
@@ -188,9 +279,10 @@ def test_finished_sweep_typed_again_ends_without_torch(
         "import sys; from normexp.train import main; code = main(sys.argv[1:]); "
         "sys.exit(99 if 'torch' in sys.modules else code)"
     )
-    command = [sys.executable, "-c", script, *words, f"workers={workers}"]
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    assert "2 skipped" in again.stdout
     shown = [word if word != "finished" else "skipped" for word in first.split()]
-    assert shown == again.stdout.split()
+    for workers in (0, 2):
+        command = [sys.executable, "-c", script, *words, f"workers={workers}"]
+        again = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+        assert "2 skipped" in again.stdout
+        assert shown == again.stdout.split()

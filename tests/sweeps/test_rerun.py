@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 
 from normexp.cells import run
 from normexp.config.spec import CellSpec, Outcome
-from normexp.errors import UserError
+from normexp.errors import Halted, UserError
 from normexp.records.files import FileLock
 from normexp.records.history import append_command, read_history
 from normexp.records.paths import LOCK_FILE
@@ -206,17 +207,23 @@ def test_history_that_cannot_be_written_costs_no_result(
     sizes = dict.fromkeys(("batch_size", "micro_batch_size", "norm_batch_size"))
     spec = CellSpec(OmegaConf.create({**cfg, **sizes}), {"norm": "batch"}, "norm=batch")
     log = StudyLog([spec], ["normexp-train"])
-    log.settle(spec, Outcome("refused", "", error="permission is not needed to read a study"))
+    log.settle([(spec, Outcome("refused", "", error="permission is not needed to read a study"))])
     with pytest.raises(OSError, match="No space"):
-        log.settle(spec, Outcome("refused", "", error="a full disk is told"))
+        log.settle([(spec, Outcome("refused", "", error="a full disk is told"))])
 
 
 STOPPED, FAILED = Outcome("stopped", "a"), Outcome("failed", "b", error="no more")
 
 
-def run_to(monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome, fail_fast: bool = False) -> int:
+def run_to(
+    monkeypatch: pytest.MonkeyPatch,
+    *outcomes: Outcome,
+    fail_fast: bool = False,
+    runs_dir: Path = Path("nowhere"),
+) -> int:
     """A command whose cells come to these outcomes."""
-    cfg = OmegaConf.create({"fail_fast": fail_fast, "dry_run": False})
+    place = {"runs_dir": str(runs_dir), "study": "s"}
+    cfg = OmegaConf.create({"fail_fast": fail_fast, "dry_run": False, **place})
     cells = [CellSpec(cfg, {}, outcome.title) for outcome in outcomes]
     monkeypatch.setattr(runner, "train_cells", lambda *_: list(outcomes))
     return runner.run_cells(cells, ["normexp-train", "-m"])
@@ -229,6 +236,44 @@ def test_stopped_command_ends_as_stopped_though_a_cell_failed(monkeypatch: pytes
     assert run_to(monkeypatch, STOPPED, FAILED, fail_fast=True) == 1
     with pytest.raises(KeyboardInterrupt):
         run_to(monkeypatch, STOPPED, Outcome("finished", "b"), fail_fast=True)
+
+
+def test_command_that_was_stopped_before_it_began_has_nothing_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(KeyboardInterrupt, match="before"):
+        run_to(monkeypatch, STOPPED, runs_dir=tmp_path)
+    (tmp_path / "s").mkdir()
+    with pytest.raises(KeyboardInterrupt, match="continues"):
+        run_to(monkeypatch, STOPPED, runs_dir=tmp_path)
+
+
+def test_full_disk_ends_a_command_with_one_line(monkeypatch: pytest.MonkeyPatch):
+    full = Outcome("failed", "a", error="the disk is full", halts=True)
+    with pytest.raises(Halted, match="^the disk is full$"):
+        run_to(monkeypatch, STOPPED, full)
+
+
+SCRIPT = """
+from normexp.train import main
+raise SystemExit(main(["-m", "norm=none,group", "workers=2", "steps=1"]))
+"""
+
+
+def test_program_on_stdin_cannot_start_workers(tmp_path: Path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable],
+        input=SCRIPT,
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert "workers=2" in run.stderr and "Traceback" not in run.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def test_one_refusal_of_all_cells_is_the_commands(monkeypatch: pytest.MonkeyPatch):

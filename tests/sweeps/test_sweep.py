@@ -15,6 +15,7 @@ from fake_worker import run_task
 from omegaconf import OmegaConf
 
 from normexp.config.spec import CellSpec, Outcome
+from normexp.errors import Halted
 from normexp.records.files import FileLock, is_held
 from normexp.records.history import read_history
 from normexp.records.paths import LOCK_FILE
@@ -22,7 +23,7 @@ from normexp.records.result import read_result
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import Place
-from normexp.sweeps.sweep import Sweep, WorkersFail
+from normexp.sweeps.sweep import Sweep
 from normexp.sweeps.tasks import OPEN, Board
 from normexp.sweeps.worker import Ended, Event, Took, work
 from normexp.training.stopping import StopRequest
@@ -48,7 +49,7 @@ def sweep_of(
     display = Display([cell.title for cell in cells], num_workers)
     tasks = tasks or [(index,) for index in range(len(cells))]
     places = [Place(1)] * num_workers
-    return Sweep(cells, places, log, display, fail_fast=fail_fast, tasks=tasks, run_task=run_task)
+    return Sweep(cells, places, tasks, log, display, num_workers, fail_fast, run_task=run_task)
 
 
 def statuses(outcomes: list[Outcome]) -> list[str]:
@@ -108,13 +109,6 @@ def test_one_death_before_training_changes_no_task(tmp_path: Path):
     assert [outcome.record["together"] for outcome in outcomes] == [2, 2]
 
 
-def test_cell_that_does_not_compose_is_a_refused_row(tmp_path: Path):
-    bad = CellSpec(None, {}, "norm=bad", "norm=bad: no such norm")
-    outcomes = sweep_of([bad, spec(tmp_path, "a")]).run_workers()
-    assert statuses(outcomes) == ["refused", "finished"]
-    assert outcomes[0].error == "norm=bad: no such norm"
-
-
 def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
     cells = [spec(tmp_path, "a", steps=500), spec(tmp_path, "b", "die before", steps=10)]
     cells += [spec(tmp_path, "c")]
@@ -148,7 +142,8 @@ def test_busy_task_waits_behind_the_others_and_is_then_trained(tmp_path: Path):
             lock.release()
 
     work(cells, board, Place(1), report, StopRequest(), run_task=run_task)
-    assert [event.task for event in heard if isinstance(event, Ended)] == [(1,), (0,)]
+    ended = [(each.task, each.outcomes[0].status) for each in heard if isinstance(each, Ended)]
+    assert ended == [((0,), "busy"), ((1,), "finished"), ((0,), "finished")]
     assert [event.task for event in heard if isinstance(event, Took)] == [(0,), (1,), (0,)]
 
 
@@ -221,7 +216,7 @@ class Unpickled:
 def test_workers_that_do_not_come_up_end_the_sweep(tmp_path: Path):
     sweep = sweep_of([spec(tmp_path, name) for name in "abc"])
     sweep.run_task = Unpickled()  # type: ignore[assignment]
-    with pytest.raises(WorkersFail, match="no worker process starts"):
+    with pytest.raises(Halted, match="no worker process starts"):
         sweep.run_workers()
 
 
@@ -269,5 +264,5 @@ def test_workers_that_die_without_a_task_end_the_sweep(tmp_path: Path):
     blocked.write_text("")
     sweep = sweep_of([spec(tmp_path, name) for name in "ab"], num_workers=1)
     sweep.places = [Place(1, None, [f"{blocked}/core-0"])]
-    with pytest.raises(WorkersFail, match="no worker process starts"):
+    with pytest.raises(Halted, match="no worker process starts"):
         sweep.run_workers()
