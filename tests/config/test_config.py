@@ -57,6 +57,7 @@ REFUSED = {
     "epochs=0": "epochs=0: must be a whole number above 0",
     "batch_size=null": "batch_size=null: must be a whole number above 0 (samples)",
     "norm_batch_size=1.5": "norm_batch_size=1.5: must be a whole number above 0 or null",
+    "micro_batch_size=true": "micro_batch_size=true: must be a whole number above 0 or null",
     "micro_batch_size=12": "try micro_batch_size=8 or micro_batch_size=16",
     "norm_batch_size=64": "norm_batch_size=64 does not divide batch_size=32",
     "lr=nan": "lr=nan: must be a number above 0",
