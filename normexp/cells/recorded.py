@@ -38,6 +38,7 @@ from normexp.records.stacks import list_stacks
 APART = {
     *("seed", "replicas", "study", "runs_dir", "data_dir", "workers", "fail_fast", "retry_failed"),
     *("max_attempts", "dry_run", "logger", "tune", "experiment"),
+    *("tags", "notes"),
 }
 DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's own files
 DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets

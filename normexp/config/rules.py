@@ -150,6 +150,8 @@ KEYS = {
         identity=False,
     ),
     "study": Key(NAME, identity=False),
+    "tags": Key(list_of(TEXT).or_null(), identity=False),
+    "notes": Key(TEXT.or_null(), identity=False),
     "cells": Key(CELLS.or_null(), identity=False),
     "dry_run": Key(FLAG, identity=False),
     "workers": Key(INDEX.or_null(), identity=False),
@@ -202,6 +204,8 @@ KEYS = {
     "trainer.precision": Key(one_of("32-true", "bf16-mixed", "64-true")),
     "logger.wandb.project": Key(TEXT, identity=False),
     "logger.wandb.entity": Key(TEXT.or_null(), identity=False),
+    "logger.wandb.name": Key(TEXT.or_null(), identity=False),
+    "logger.wandb.group": Key(TEXT.or_null(), identity=False),
     "logger.wandb.mode": Key(one_of("auto", "online", "offline", "disabled"), identity=False),
 }
 OUTSIDE = ("hydra", "experiment", "logger", "tune")  # groups that define no training
