@@ -156,17 +156,12 @@ def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(
     assert cell.record["act"] == "scaled_relu"
 
 
-def test_spelling_a_default_out_is_the_same_cell():
-    unsaid, said = prepare("norm=none"), prepare("norm=none", "act=relu", "conv=plain")
-    assert unsaid.id == said.id
-    assert not {"act", "conv"} & (set(said.record["identity"]) | set(said.record))
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ["norm=group", "norm_batch_size=4"],  # a size that has no effect
         ["norm=batch", "micro_batch_size=32", "norm_batch_size=32"],  # the sizes by default
+        ["norm=none", "act=relu", "conv=plain"],  # the slots by default
     ],
 )
 def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
