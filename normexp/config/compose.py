@@ -70,6 +70,8 @@ def compose_cell(
             _refuse_other_target(key, _select(defaults, key), choices)
     if config.get("cells") is not None:
         raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
+    with open_dict(config):
+        config.experiment = choices.get("experiment")  # for the loggers
     if isinstance(config.get("study"), int | float):  # study=2026 names a folder
         config.study = str(config.study)
     return config, names_of(config, choices)
