@@ -43,7 +43,7 @@ class WandbRun:
     def __init__(self, cell: Cell, seed: int, options: Mapping[str, Any], id_file: Path) -> None:
         import wandb
 
-        config = hyperparameters(cell.record, cell.cfg) | {"seed": seed}
+        config = _params(cell) | {"seed": seed}
         named = [config[key] for key in ("norm", "model", "data", "study", "experiment")]
         marks = [*(cell.cfg.tags or []), *(["INVALID"] if cell.invalid else [])]
         self.mode = resolve_mode(options["mode"])
@@ -112,7 +112,7 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
             opened.append(WandbRun(cell, seed, chosen.wandb, id_file))
         if "custom" in chosen and chosen.custom.per == "run":
             place = _place(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
-            params = hyperparameters(cell.record, cell.cfg) | {"seed": seed}
+            params = _params(cell) | {"seed": seed}
             opened.append(OwnRun(build_logger(cell.cfg, place), params))
         yield list(opened)
         has_failed = False
@@ -120,14 +120,16 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
         for run in opened:
             run.finish(failed=has_failed)
         if opened and isinstance(opened[0], WandbRun) and opened[0].mode == "offline":
-            logger.info("W&B was offline; upload: wandb sync %s/wandb/offline-run-*", cell.study_dir)
+            logger.info(
+                "W&B was offline; upload: wandb sync %s/wandb/offline-run-*", cell.study_dir
+            )
 
 
 def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
     """The Lightning loggers of a stack, which get the mean over its runs and say so."""
     first, last = seeds[0], seeds[-1]
     version = f"seed-{first}" if first == last else f"mean-of-seeds-{first}-to-{last}"
-    params = hyperparameters(cell.record, cell.cfg) | {"curves": version.replace("-", " ")}
+    params = _params(cell) | {"curves": version.replace("-", " ")}
     opened: list[Logger] = []
     if "tensorboard" in cell.cfg.logger:
         opened.append(_tensorboard(cell, version))
@@ -137,6 +139,11 @@ def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
     for one in opened:
         one.log_hyperparams(params)
     return opened
+
+
+def _params(cell: Cell) -> dict[str, Any]:
+    cfg = cell.cfg
+    return hyperparameters(cell.record, study=cfg.study, experiment=cfg.get("experiment"))
 
 
 def _place(cell: Cell, version: str, folder: Path) -> dict[str, Any]:

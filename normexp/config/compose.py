@@ -145,6 +145,9 @@ def register_custom() -> None:
       that its signature names.
     - data: nothing else; it returns a `normexp.data.Data`.
     - optim: the parameters, lr and weight_decay.
+    - logger (as logger.custom): save_dir, name, version, experiment_name and run_name, each if its
+      signature names it; `per` is not passed on: run for an instance per run, cell for one that
+      gets the mean over the seeds.
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:
@@ -155,6 +158,8 @@ def register_custom() -> None:
             node |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
             node |= {"schedule": "cosine", "warmup": 0.1}
         store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")
+    own = DictConfig({"_target_": "???", "per": "run"}, flags={"struct": False})
+    store.store("custom", own, "logger", package="logger.custom", provider="normexp")
 
 
 @lru_cache(maxsize=256)
@@ -301,7 +306,8 @@ def _refuse_unread(config: DictConfig, choices: Mapping[str, str | None]) -> Non
             "`# @package _global_`"
         )
     for key in known:
-        if key.partition(".")[0] not in OPEN_GROUPS and key not in READ:
+        is_open = key.partition(".")[0] in OPEN_GROUPS or key.startswith("logger.custom.")
+        if not is_open and key not in READ:
             raise _unknown_key(key, [name for name in known if name in READ])
 
 

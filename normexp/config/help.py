@@ -32,7 +32,7 @@ def conf_dir() -> Path:
 
 def group_choices(group: str, config_dirs: Sequence[str] = ()) -> list[str]:
     """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`."""
-    names = {"custom"} if group in CUSTOM_GROUPS else set()
+    names = {"custom"} if group in (*CUSTOM_GROUPS, "logger") else set()
     return sorted(names | choice_files(group, config_dirs).keys())
 
 

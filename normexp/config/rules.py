@@ -206,6 +206,8 @@ KEYS = {
     "logger.wandb.entity": Key(TEXT.or_null(), identity=False),
     "logger.wandb.name": Key(TEXT.or_null(), identity=False),
     "logger.wandb.group": Key(TEXT.or_null(), identity=False),
+    "logger.custom._target_": Key(TEXT, identity=False),
+    "logger.custom.per": Key(one_of("run", "cell"), identity=False),
     "logger.wandb.mode": Key(one_of("auto", "online", "offline", "disabled"), identity=False),
 }
 OUTSIDE = ("hydra", "experiment", "logger", "tune")  # groups that define no training

@@ -15,11 +15,11 @@ import yaml
 from normexp.train import main
 
 CSV_LOGGER = "pytorch_lightning.loggers.CSVLogger"
-WORDS = ("norm=group", "steps=4", "replicas=2", "batch_size=16", "workers=0", "log_every=2")
+WORDS = ("steps=4", "replicas=2", "batch_size=16", "workers=0", "log_every=2")
 
 
-def train(folder: Path, *words: str) -> int:
-    return main([*WORDS, f"runs_dir={folder}", *words])
+def train(folder: Path, *words: str, norm: str = "group") -> int:
+    return main([f"norm={norm}", *WORDS, f"runs_dir={folder}", *words])
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:
@@ -61,7 +61,7 @@ def test_what_is_no_part_of_a_repetition_is_not_in_metrics_csv(own_loggers: Path
     assert "train/loss" in names and not any("second" in name for name in names)
 
 
-def test_a_logger_per_cell_gets_the_mean_and_says_so(tmp_path: Path, caplog):
+def test_a_logger_per_cell_gets_the_mean_and_says_so(tmp_path: Path):
     words = ("logger=custom", f"logger.custom._target_={CSV_LOGGER}", "logger.custom.per=cell")
     assert train(tmp_path, *words) == 0
     (file,) = tmp_path.glob("default/*/*/mean-of-seeds-0-to-1/metrics.csv")
@@ -94,7 +94,7 @@ def test_tensorboard_has_hyperparameters_and_says_what_a_curve_is_the_mean_of(tm
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert train(tmp_path, "logger=tensorboard", "norm_batch_size=8", "norm=batch") == 0
+    assert train(tmp_path, "logger=tensorboard", "norm_batch_size=8", norm="batch") == 0
     (folder,) = tmp_path.glob("default/*/tensorboard/mean-of-seeds-0-to-1")
     events = EventAccumulator(str(folder)).Reload()
     assert {"train/loss", "train/lr", "train/grad_norm"} <= set(events.Tags()["scalars"])
@@ -134,7 +134,7 @@ def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path,
     class Run:
         mode = "disabled"
 
-        def __init__(self, cell: object, seed: int, *_: object) -> None:
+        def __init__(self, _: object, seed: int, *__: object) -> None:
             if seed == 2:
                 raise OSError("no connection")
             self.seed = seed
