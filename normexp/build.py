@@ -360,7 +360,7 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
 
 
 def logger_maker(cfg: DictConfig) -> Callable[..., Any]:
-    """What `logger.custom` names, with its knobs. Raises UserError for no logger, or such a knob."""
+    """What `logger.custom` names, with its knobs. Raises UserError for no logger, or a bad knob."""
     values = plain(cfg.logger.custom)
     values.pop("per")
     make = _maker(values, "logger.custom")

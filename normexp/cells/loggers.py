@@ -57,7 +57,7 @@ class WandbRun:
             name=f"{options['name'] or cell.id}/seed-{seed}",
             group=options["group"] or cell.id,  # W&B's grouping shows mean and spread over seeds
             notes=cell.cfg.notes,
-            tags=list(dict.fromkeys(tag for tag in (*named, *marks) if tag)),
+            tags=list(dict.fromkeys(str(tag) for tag in (*named, *marks) if tag)),
             config=config,
             id=id_file.read_text(),
             resume="allow",

@@ -181,4 +181,4 @@ def hyperparameters(config: Mapping[str, Any], **names: str | None) -> dict[str,
     """A result's config for dashboards: every size is a number, and `names` stand beside it."""
     micro = config["micro_batch_size"] or config["batch_size"]
     sizes = {"micro_batch_size": micro, "norm_batch_size": config["norm_batch_size"] or micro}
-    return {**config, **sizes, **names}
+    return {**config, **sizes, "identity": {**config.get("identity", {}), **sizes}, **names}
