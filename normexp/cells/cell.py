@@ -35,15 +35,17 @@ from normexp.cells.refusals import (
     check_memory,
     check_optimizer,
     check_outputs,
+    check_own_schedule,
     check_placement,
     check_read,
     check_slots,
     needed_memory,
+    why_alone,
 )
 from normexp.checks.preflight import Traits, examine
 from normexp.data.dataset import Data
 from normexp.norms.slots import changed
-from normexp.training.evaluation import EvaluationPlan
+from normexp.training.evaluation import EvaluationPlan, criterion_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class Cell:
     evaluation: EvaluationPlan
     num_parameters: int
     memory: int  # bytes, see `needed_memory`
+    alone: str | None  # why each seed trains by itself; None if seeds may share a stack
 
     @property
     def title(self) -> str:
@@ -151,6 +154,9 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     if traits.mixes_samples:
         check_norm_batch_size(cfg, plan.sizes)
     check_optimizer(cfg, plan, network)
+    metrics = [f"val/{name}" for name in criterion_of(data).metrics]
+    check_own_schedule(cfg, choices["optim"], metrics)
+    alone = why_alone(cfg, plan, metrics)
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
     check_read(asked, cfg.keys_read)
     num_parameters = sum(p.numel() for p in network.parameters())
@@ -159,6 +165,8 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     check_memory(cfg, memory)
     for note in plan.notes:
         logger.info(note)
+    if alone is not None and cfg.replicas > 1:
+        logger.info("each seed trains by itself: %s", alone)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
         norm.norm_batch_size = None
         logger.info(
@@ -189,6 +197,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         evaluation=evaluation,
         num_parameters=num_parameters,
         memory=memory,
+        alone=alone,
     )
 
 

@@ -23,7 +23,7 @@ from normexp.cells.assembly import OnSteps, will_stack
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
-from normexp.cells.naming import GROUPS
+from normexp.cells.naming import choices_in
 from normexp.cells.recorded import has_evaluations, key_entry
 from normexp.cells.stack import Stack, new_stack
 from normexp.config.rules import validate
@@ -32,6 +32,7 @@ from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
 from normexp.records.history import KeyEntry, append_attempt, read_history
+from normexp.records.identity import place_of
 from normexp.records.logs import collected_messages
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
 from normexp.records.result import CellRecords, Result, read_records, write_result
@@ -198,7 +199,7 @@ def _mates_of(task: Sequence[TaskCell], records: Iterable[StackRecord]) -> list[
         template = next(known[cell_id] for cell_id in ids if cell_id in known).cell
         for cell_id in sorted(ids - {*known, *mates}):
             cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
-            choices = {group: template.record[group] for group in GROUPS}
+            choices = choices_in(template.record)
             with collected_messages():
                 cell = prepare_cell(cfg, choices)
             if cell.id != cell_id:
@@ -278,7 +279,11 @@ class Claim:
                 if (each.cell.id, run.seed) in missing:
                     alone = [(each.cell, run.seed)]
                     stacks.append(new_stack(alone, apart=run.apart, attempts=run.attempts))
-            new += [(each.cell, seed) for seed in records.new if (each.cell.id, seed) in missing]
+            own = [(each.cell, seed) for seed in records.new if (each.cell.id, seed) in missing]
+            if each.cell.alone is None:
+                new += own
+            else:
+                stacks += [new_stack([run]) for run in own]
         return [*stacks, new_stack(new)] if new else stacks
 
     def _earlier_failure(self, stack: Stack) -> str | None:
@@ -312,7 +317,7 @@ class Claim:
                 raise
             with open(stack.record.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
-            reason, at = one_line(error), stack.record.checkpointed_at
+            reason, at = one_line(error) + place_of(error), stack.record.checkpointed_at
             append_attempt(self.study_dir, stack.record.id, reason, died=False, checkpointed_at=at)
             return reason
         return None

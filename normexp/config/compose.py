@@ -22,6 +22,7 @@ from normexp.config.rules import (
     ELSEWHERE,
     KEYS,
     OPEN_GROUPS,
+    OPTIONAL_GROUPS,
     READ,
     check_value,
     either,
@@ -32,6 +33,7 @@ from normexp.errors import UserError
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that has none
 FEW = 12  # most choices that a message lists
 
 # Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
@@ -145,18 +147,22 @@ def register_custom() -> None:
       that its signature names.
     - data: nothing else; it returns a `normexp.data.Data`.
     - optim: the parameters, lr and weight_decay.
+    - schedule: step and total_steps; a scheduler class: the optimizer.
+    - callback: nothing else.
     - logger (as logger.custom): save_dir, name, version, experiment_name and run_name, each if its
       signature names it; `per` is not passed on: run for an instance per run, cell for one that
       gets the mean over the seeds.
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:
-        node: dict[str, Any] = {"_target_": "???"} | (
-            {} if group == "data" else {"_partial_": True}
-        )
+        node: dict[str, Any] = {"_target_": "???"}
+        if group != "data":
+            node["_partial_"] = True
+        if group == "callback":  # or several, each with a _target_ of its own
+            node = {}
         if group == "optim":
             node |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
-            node |= {"schedule": "cosine", "warmup": 0.1}
+            node |= DEFAULT_SCHEDULE
         store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")
     own = DictConfig({"_target_": "???", "per": "run"}, flags={"struct": False})
     store.store("custom", own, "logger", package="logger.custom", provider="normexp")
@@ -306,8 +312,8 @@ def _refuse_unread(config: DictConfig, choices: Mapping[str, str | None]) -> Non
             "`# @package _global_`"
         )
     for key in known:
-        is_open = key.partition(".")[0] in OPEN_GROUPS or key.startswith("logger.custom.")
-        if not is_open and key not in READ:
+        is_open = key.partition(".")[0] in (*OPEN_GROUPS, *OPTIONAL_GROUPS)
+        if not is_open and not key.startswith("logger.custom.") and key not in READ:
             raise _unknown_key(key, [name for name in known if name in READ])
 
 
@@ -357,6 +363,8 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
     hint = suggest(name, choices, most=3, cutoff=0.5)
     listed = _listed(group, config_dirs)
     own = f"; your own: {group}=custom {group}._target_=..." if group in CUSTOM_GROUPS else ""
+    if group == "schedule":
+        own = f"; a shape by name: optim.schedule=...{own}"
     return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({listed}{own})")
 
 

@@ -7,6 +7,7 @@ are counted in optimizer steps, never in Lightning's batches.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +25,10 @@ from normexp.training.optim import (
     AveragedWeights,
     OptimizerFactory,
     ReplicaRates,
-    Schedule,
     parameter_groups,
 )
-from normexp.training.recorder import LossHistory, Position, Recorder
+from normexp.training.recorder import LossHistory, Position, Recorder, finite_mean
+from normexp.training.schedule import Schedule
 from normexp.training.step import StepGradient, compiled_gradient
 
 # A training whose replicas have all diverged ends at a multiple of this, whatever its chunks.
@@ -134,8 +135,11 @@ class TrainingModule(pl.LightningModule):
             share = Share(self.trainer.global_rank, self.trainer.world_size)
             self.processes = Processes(share, device)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.recipe.build_optimizer(self.replicas)
+    def configure_optimizers(self) -> Any:
+        optimizer = self.recipe.build_optimizer(self.replicas)
+        if self.recipe.schedule.build is None:
+            return optimizer
+        return [optimizer], [self.recipe.schedule.build(optimizer)]
 
     def train_dataloader(self) -> ChunkLoader:
         return ChunkLoader(
@@ -188,8 +192,9 @@ class TrainingModule(pl.LightningModule):
     def _take_step(self, step: int, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
         assert self._gradient is not None
         recipe = self.recipe
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * recipe.schedule.factor(step)
+        if recipe.schedule.factor is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.lr * recipe.schedule.factor(step)
         self.losses.add(self._gradient.add(step, batch))
         if recipe.max_grad_norm is not None:
             self.replicas.clip_gradients(recipe.max_grad_norm)
@@ -197,8 +202,14 @@ class TrainingModule(pl.LightningModule):
             optimizer.step()
         else:
             self._rates.step(optimizer)
+        if recipe.schedule.build is not None and recipe.schedule.monitor is None:
+            self._step_scheduler()
         if self.averaged is not None:
             self.averaged.update_parameters(self.replicas)
+
+    def _step_scheduler(self, *metrics: float) -> None:
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step(*metrics)
 
     def _track(self, chunk: slice, elapsed: float, lr: float) -> None:
         """Passes on, for the last step of a chunk, what only loggers get."""
@@ -229,6 +240,10 @@ class TrainingModule(pl.LightningModule):
         if self.evaluator.plan.every_epoch:
             self._record_metrics(self.evaluator.others(["val"]))
         self.validated_at = self.step
+        means = {name: _mean(column) for name, column in self.metrics.items()}
+        self.log_dict(means, logger=False, batch_size=1)  # for callbacks: loggers have `recorder`
+        if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
+            self._step_scheduler(means[self.recipe.schedule.monitor])
 
     def test_step(self, _: int) -> None:
         """Evaluates the test split, and what the plan leaves for the end on the val split."""
@@ -263,3 +278,9 @@ class TrainingModule(pl.LightningModule):
         self.validated_at = state["validated_at"]
         self.metrics = state["metrics"]
         self.recorder.truncate_after(self.step)
+
+
+def _mean(column: list[float]) -> float:
+    """The mean over the stack; NaN if no value is finite."""
+    mean = finite_mean(column)
+    return math.nan if mean is None else mean
