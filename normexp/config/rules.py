@@ -236,6 +236,7 @@ ELSEWHERE = {
     **dict.fromkeys(("scheduler", "lr_scheduler"), "set optim.schedule=... or schedule=custom"),
     **dict.fromkeys(("callbacks", "early_stopping"), "set callback=early_stopping or custom"),
     **dict.fromkeys(("ema_decay", "swa"), "set ema=..."),
+    **dict.fromkeys(("tags", "notes"), "set tags=[...] or notes=...; every logger gets them"),
     "log_every_n_steps": "set log_every=...",
     "sync_batchnorm": "set norm=sync",
     "optimizer": "set optim=...",

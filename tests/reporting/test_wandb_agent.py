@@ -62,7 +62,8 @@ def result(seed: int, status: str, **metrics: float) -> Result:
     named = {name.replace("_", "/"): value for name, value in metrics.items()}
     step = 2 if status == "diverged" else None
     error = "no more" if status == "failed" else None
-    return Result("a cell", seed, status, {}, named, {}, diverged_at_step=step, error=error)  # type: ignore[arg-type]
+    sizes = {"batch_size": 8, "micro_batch_size": None, "norm_batch_size": None}
+    return Result("a cell", seed, status, sizes, named, {}, diverged_at_step=step, error=error)  # type: ignore[arg-type]
 
 
 def test_final_means_are_over_seeds_and_a_diverged_seed_has_accuracy_0():
