@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchvision import transforms
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.speed import suitable_threads
 from normexp.data import Augmentation, Data, Examples
 from normexp.data.batches import TrainingBatches
 from normexp.data.digits import load_digits

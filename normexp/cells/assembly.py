@@ -11,7 +11,8 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from torch import nn
 
-from normexp.batching.replicas import InTurn, Replicas, Stacked, stacks
+from normexp.batching.replicas import InTurn, Replicas, Stacked
+from normexp.batching.speed import stacks
 from normexp.build import build_callbacks as build_own_callbacks
 from normexp.build import build_optimizer, build_schedule, synchronized
 from normexp.cells.cell import Cell
@@ -22,8 +23,9 @@ from normexp.training.callbacks import act_on_batches
 from normexp.training.diagnostics import Diagnostics
 from normexp.training.evaluation import criterion_of
 from normexp.training.fit import device_type, set_matmul_precision
-from normexp.training.module import Recipe, TrainingModule
+from normexp.training.module import TrainingModule
 from normexp.training.progress import StepReports, TrainingProgress
+from normexp.training.recipe import Recipe
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.speed import suitable_threads
 from normexp.build import norm_maker
 from normexp.checks.card import Card, as_json, as_markdown, measure_card, print_cards
 from normexp.config.spec import NormSpec

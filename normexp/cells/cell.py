@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.speed import suitable_threads
 from normexp.build import (
     NetworkBuilder,
     build_data,
@@ -49,6 +50,7 @@ from normexp.training.evaluation import EvaluationPlan, criterion_of
 
 logger = logging.getLogger(__name__)
 
+LONG_PROBE = 10  # seconds
 MAX_KEPT = 2  # data sets kept in memory at once
 RECORDED_TRAITS = (
     *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
@@ -150,7 +152,10 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     check_slots(cfg, norm, model=choices["model"])
     check_placement(norm, network, choice=choices["norm"])
     check_outputs(cfg, network, data)
+    start = time.perf_counter()
     traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
+    if (seconds := time.perf_counter() - start) > LONG_PROBE:
+        logger.info("probing the network before training took %.0f s", seconds)
     if traits.mixes_samples:
         check_norm_batch_size(cfg, plan.sizes)
     check_optimizer(cfg, plan, network)

@@ -13,7 +13,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from normexp.batching.replicas import model_arguments, stacks
+from normexp.batching.replicas import model_arguments
+from normexp.batching.speed import stacks
 from normexp.build import build_callbacks, build_optimizer, build_schedule, plain
 from normexp.cells.naming import OPTIM_SCHEDULE
 from normexp.cells.plan import Plan

@@ -144,7 +144,9 @@ def register_custom() -> None:
       norm.view=sequence is not passed on: it shows the norm (B, T, C) as (B, C, T), not token by
       token.
     - model: `norm`, a NormFactory, and any of input_shape, num_outputs, vocab_size and block_size
-      that its signature names.
+      that its signature names. Without the argument `norm`, its norms are replaced (those of the
+      classes in model.replace), and num_classes, in_channels and in_chans are known names too. The
+      keys model.replace and model.weights are not passed on.
     - data: nothing else; it returns a `normexp.data.Data`.
     - optim: the parameters, lr and weight_decay.
     - schedule: step and total_steps; a scheduler class: the optimizer.

@@ -23,7 +23,8 @@ from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import fit
-from normexp.training.module import Recipe, TrainingModule
+from normexp.training.module import TrainingModule
+from normexp.training.recipe import Recipe
 from normexp.training.recorder import Recorder
 from normexp.training.schedule import Schedule, named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
