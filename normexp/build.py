@@ -7,8 +7,8 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,24 +20,37 @@ from torch import nn
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
-from normexp.config.rules import suggest
+from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
+from normexp.config.rules import as_typed, suggest
 from normexp.config.spec import one_line
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
+from normexp.models import timm, torchvision
+from normexp.models.surgery import replace_norms
+from normexp.models.weights import Download, Weights, open_weights
 from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
 from normexp.norms.ramps import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
 from normexp.records.identity import place_of
 
+logger = logging.getLogger(__name__)
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs what it raises
 
 # Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
 RESERVED_NORM_KEYS = ("view", "half_life", *SLOTS)
+# Keys of a model's YAML for normexp; all others are passed to the model.
+RESERVED_MODEL_KEYS = ("weights", "replace")
 # Keys of an optimizer's YAML for the training; all others are passed to the optimizer.
 RESERVED_OPTIM_KEYS = (
     *("default_lr", "decay_norm", "decay_bias", "schedule", "warmup", "weight_decay"),
 )
+# Models whose `model.name` also names weights that their package downloads.
+NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
+    "normexp.models.torchvision.build_torchvision_model": torchvision.named_weights,
+    "normexp.models.timm.build_timm_model": timm.named_weights,
+}
+OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns more than a tensor
 
 
 def build_data(cfg: DictConfig) -> Data:
@@ -75,12 +88,34 @@ def build_norm(
     make = _offer(make, {"num_positions": data.input_shape[-1]})
     target = str(cfg.norm["_target_"])
     factory = adapt if target.startswith("normexp.norms.") else foreign_factory
+    fixed = _settings_of(cfg) | ({"momentum"} if momentum is not None else set())
+
+    @cache
+    def build(settings: tuple[tuple[str, Any], ...]) -> Callable[[int], nn.Module]:
+        values = dict(settings)
+        eps = values.pop("eps", cfg.eps)
+        known = _arguments_of(make)
+        knobs = {key: value for key, value in values.items() if key in known}
+        return factory(partial(make, **knobs) if knobs else make, target=target, eps=eps)
+
+    def make_norm(num_features: int, **settings: Any) -> nn.Module:
+        kept = {key: value for key, value in settings.items() if key not in fixed}
+        return build(tuple(sorted(kept.items())))(num_features)
+
+    build(())  # refuses a wrong knob before the model is built
     return NormFactory(
-        factory(make, target=target, eps=cfg.eps),
-        view=view,
-        norm_batch_size=sizes.norm_batch_size,
-        slots=resolve(cfg, reserved),
+        make_norm, view=view, norm_batch_size=sizes.norm_batch_size, slots=resolve(cfg, reserved)
     )
+
+
+def _settings_of(cfg: DictConfig) -> set[str]:
+    """Those of eps, momentum and affine that the config sets to other values than the shipped."""
+    shipped: Mapping[str, Any] = {}
+    if choice := shipped_targets("norm").get(cfg.norm["_target_"]):
+        shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
+    changed = {key for key in ("eps", "momentum", "affine") if key in cfg.norm}
+    changed = {key for key in changed if key not in shipped or cfg.norm[key] != shipped[key]}
+    return changed | ({"eps"} if cfg.eps != shipped_config()["eps"] else set())
 
 
 def norm_maker(
@@ -97,43 +132,109 @@ def norm_maker(
 
 @dataclass(frozen=True)
 class NetworkBuilder:
-    """Builds the network of one seed: the same initial weights for every norm."""
+    """Builds the network of one seed: the same initial weights for every norm.
+
+    Attributes:
+        make: returns the network.
+        target: its name, for messages.
+        norm: replaces the norms of the network; None if `make` builds them.
+        replace: names of the classes that `norm` replaces; None for all that are recognised.
+        weights: the weights that every seed starts from.
+        told: what the log has, since the networks of a cell differ in their draws alone.
+    """
 
     make: Callable[..., nn.Module]
     target: str
+    norm: NormFactory | None = None
+    replace: tuple[str, ...] | None = None
+    weights: Weights | None = None
+    told: set[str] = field(default_factory=set)
 
     def __call__(self, seed: int) -> nn.Module:
         """Raises UserError if the model's own code fails, or makes something else."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init"))
             network = _call(self.make, f"model._target_={self.target}")
-        if not isinstance(network, nn.Module):
-            kind = type(network).__name__
-            raise UserError(f"model._target_={self.target} made a {kind}, not an nn.Module")
-        return copy.deepcopy(network)  # modules that `make` reuses stay apart
+            if not isinstance(network, nn.Module):
+                kind = type(network).__name__
+                raise UserError(f"model._target_={self.target} made a {kind}, not an nn.Module")
+            network = copy.deepcopy(network)  # modules that `make` reuses stay apart
+            self._finish(network)
+        return network
+
+    def _finish(self, network: nn.Module) -> None:
+        """Loads weights and replaces norms: weights of the network as its authors build it fit
+        before, those of a recorded run after.
+        """
+        notes: list[str] = []
+        loading = self.weights.loading(network) if self.weights else None
+        if loading:
+            loading.into(network)
+        if self.norm:
+            surgery = replace_norms(network, self.norm, self.replace)
+            network.register_forward_hook(_take_scores)
+            notes += surgery.notes()
+            if loading:
+                loading.follow(surgery)
+                loading.into(network)
+        if loading:
+            loading.check(network)
+            notes += loading.notes(network)
+        for note in notes:
+            if note not in self.told:
+                self.told.add(note)
+                logger.info(note)
 
 
 def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuilder:
-    """The model that `model` names, called with the norm and the data facts in its signature."""
-    make, target = _maker(plain(cfg.model), "model"), str(cfg.model["_target_"])
-    names = _arguments_of(make)
+    """The model that `model` names, called with the data facts in its signature.
+
+    A model with the argument `norm` builds its norms from it; in any other they are replaced.
+    """
+    values, target = plain(cfg.model), str(cfg.model["_target_"])
+    name, classes = (values.pop(key, None) for key in RESERVED_MODEL_KEYS)
+    make = _maker(values, "model")
+    bound = make.keywords if isinstance(make, partial) else {}
+    names = _arguments_of(make) - set(bound)
+    weights = None if name is None else open_weights(name, _download_of(target, values))
     if "norm" not in names:
+        make = _offer(make, _facts_of(data) | _aliases_of(data))
+        return NetworkBuilder(make, target, norm, tuple(classes) if classes else None, weights)
+    if classes:
         raise UserError(
-            f"model._target_={target} has no argument `norm`; "
-            "a model receives the norm factory under that name"
+            f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
+            "`norm`; nothing is replaced"
         )
     if ("vocab_size" in names) != (data.vocab_size is not None):
         fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
-        name = target.rpartition(".")[2]
-        raise UserError(f"model={name} does not fit data={data.name}; try {fits}")
-    facts = {
-        "norm": norm,
+        model = target.rpartition(".")[2]
+        raise UserError(f"model={model} does not fit data={data.name}; try {fits}")
+    return NetworkBuilder(_offer(make, {"norm": norm} | _facts_of(data)), target, weights=weights)
+
+
+def _facts_of(data: Data) -> dict[str, Any]:
+    return {
         "input_shape": data.input_shape,
         "num_outputs": data.num_outputs,
         "vocab_size": data.vocab_size,
         "block_size": data.input_shape[0],
     }
-    return NetworkBuilder(_offer(make, facts), target)
+
+
+def _aliases_of(data: Data) -> dict[str, Any]:
+    """The names by which networks of other libraries ask for the facts."""
+    channels = {"in_channels": data.input_shape[0], "in_chans": data.input_shape[0]}
+    return {"num_classes": data.num_outputs} | (channels if len(data.input_shape) == 3 else {})
+
+
+def _download_of(target: str, values: Mapping[str, Any]) -> Download | None:
+    find = NAMED_WEIGHTS.get(target)
+    return None if find is None else partial(find, values["name"])
+
+
+def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
+    """The scores in an output of several values, such as those of transformers."""
+    return next((getattr(output, name) for name in OUTPUTS if hasattr(output, name)), output)
 
 
 def build_optimizer(

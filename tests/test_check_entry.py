@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -178,18 +176,6 @@ def test_mistake_is_one_line_and_exit_code_2(
     assert main(words) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
-
-
-def test_help_and_refusals_come_without_torch():
-    for argv, code in ((["--help"], 0), (["norm=grup"], 2)):
-        script = (
-            "import sys; from normexp.check import main; code = main(sys.argv[1:]); "
-            "sys.exit(99 if 'torch' in sys.modules else code)"
-        )
-        run = subprocess.run(
-            [sys.executable, "-c", script, *argv], capture_output=True, check=False
-        )
-        assert run.returncode == code
 
 
 def cards(count: int) -> list[Card]:

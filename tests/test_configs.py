@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from itertools import takewhile
-from pathlib import Path
 
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config.compose import compose_config
+from normexp.config.compose import compose_cell, compose_config
 from normexp.config.grid import list_cells
 from normexp.config.help import GROUPS, conf_dir, group_choices
 from normexp.config.rules import validate
@@ -26,29 +25,33 @@ FILES = sorted(conf_dir().rglob("*.yaml"))
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_choice_composes_and_validates(choice: str):
-    cells = list_cells(parse_command([choice]))
-    for cell in (
-        [cells[0], cells[-1]] if len(cells) > 1 else cells
-    ):  # each takes a tenth of a second
-        validate(compose_config(cell))
+    group, _, name = choice.partition("=")
+    cells = list_cells(parse_command([choice])) if group == "experiment" else [[choice]]
+    for cell in (cells[0], cells[-1])[: len(cells)]:  # each takes a tenth of a second
+        config, choices = compose_cell(cell)
+        validate(config)
+        assert choices[group] == name or group == "logger"  # several may be chosen
 
 
+@pytest.mark.slow  # test_points.py composes its grid
 @pytest.mark.parametrize("choice", SEARCHES)
 def test_search_composes_and_validates(choice: str):
-    for plan in plan_searches(parse_command([choice])):
+    plans = plan_searches(parse_command([choice]))
+    assert len({plan.title for plan in plans}) == len(plans) > 1
+    for plan in plans:
         validate(plan.base)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(conf_dir()).as_posix())
-def test_file_belongs_to_a_group_and_begins_with_a_comment(file: Path):
-    parts = file.relative_to(conf_dir()).parts
-    assert parts == ("config.yaml",) or parts[0] in GROUPS
-    text = file.read_text()
-    assert text.startswith("#")
-    if parts[0] == "norm":  # --help shows the first line and the family
-        header = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
-        assert re.match(r"# [^:(]+( \(arXiv:.+?\))?: .+", header[0])
-        assert re.match(r"# family: \w+$", header[-1])
+def test_every_file_belongs_to_a_group_and_begins_with_a_comment():
+    for file in FILES:
+        parts = file.relative_to(conf_dir()).parts
+        assert parts == ("config.yaml",) or parts[0] in GROUPS, file
+        text = file.read_text()
+        assert text.startswith("#"), file
+        if parts[0] == "norm":  # --help shows the first line and the family
+            header = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
+            assert re.match(r"# [^:(]+( \(arXiv:.+?\))?: .+", header[0]), file
+            assert re.match(r"# family: \w+$", header[-1]), file
 
 
 @pytest.mark.parametrize("name", group_choices("experiment"))

@@ -24,7 +24,8 @@ FILES = dict(re.findall(r"as\s`(my_\w+\.py)`:\n\n```python\n(.*?)```", GUIDE, fl
 
 
 def commands(section: str) -> list[str]:
-    return re.findall(r"```sh\n(.*?)```", SECTIONS[section], flags=re.DOTALL)[0].splitlines()
+    blocks = re.findall(r"```sh\n(.*?)```", SECTIONS[section], flags=re.DOTALL)
+    return "".join(blocks).splitlines()
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def run(command: str, folder: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -93,3 +94,14 @@ def test_every_line_of_the_five_minutes_does_what_it_says(folder: Path):
     assert "test/accuracy" in own and "AbsNorm on digits" in own
     assert "AbsNorm does not depend on the norm batch size" in report
     assert (folder / "runs" / "mine" / "report" / "index.html").is_file()
+
+
+@pytest.mark.slow
+def test_networks_of_others_train_with_another_norm(folder: Path):
+    pytest.importorskip("transformers")
+    maps, tokens, save, tuned, text = commands("Someone else's network")
+    for command in (maps, tokens, text):
+        assert "test/loss" in run(command, folder)
+    run(save, folder)
+    said = run(tuned, folder)
+    assert "Plain" in said and "5.weight is 10x16, in the file 1000x16" in said

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from normexp.cli import parse_command, read_options
-from normexp.config.grid import compose_cells, compose_norms
+from normexp.config.compose import compose_config
+from normexp.config.grid import compose_norms, list_cells
 from normexp.config.help import help_text
+from normexp.config.rules import validate
 from normexp.search.points import plan_searches
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +34,9 @@ def test_command_is_understood(command: str):
     if "--help" in words:
         assert help_text(entry)
     elif entry == "train":
-        assert compose_cells(parse_command(words))
+        cells = list_cells(parse_command(words))
+        for cell in (cells[0], cells[-1]):  # each takes a tenth of a second
+            validate(compose_config(cell))
     elif entry == "tune":
         assert plan_searches(parse_command(words))
     elif entry == "check":

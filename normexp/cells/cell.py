@@ -28,7 +28,6 @@ from normexp.cells.plan import (
     plan_evaluation,
     plan_training,
 )
-from normexp.cells.recorded import digest_of_data
 from normexp.cells.refusals import (
     WatchedConfig,
     check_memory,
@@ -37,10 +36,12 @@ from normexp.cells.refusals import (
     check_placement,
     check_read,
     check_slots,
+    needed_memory,
 )
 from normexp.checks.preflight import Traits, examine
 from normexp.data.dataset import Data
 from normexp.norms.slots import changed
+from normexp.records.identity import digest_of_data, with_weights
 from normexp.training.evaluation import EvaluationPlan
 
 logger = logging.getLogger(__name__)
@@ -91,11 +92,12 @@ class Cell:
     record: dict[str, Any]  # plain values that go into result.json, `identity_of` among them
     plan: Plan
     data: Data
-    data_digest: str | None  # of the files that the data were read from, see `digest_of_data`
+    files_digest: str | None  # of the files that data and weights were read from
     build: NetworkBuilder
     traits: Traits
     evaluation: EvaluationPlan
     num_parameters: int
+    memory: int  # bytes, see `needed_memory`
 
     @property
     def title(self) -> str:
@@ -134,6 +136,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     asked, cfg = cfg, WatchedConfig(cfg)
     check_trainer(cfg)
     data, data_digest = load_data(cfg)
+    files_digest = with_weights(data_digest, cfg.model)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, num_steps=plan.num_steps, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
@@ -148,7 +151,9 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
     check_read(asked, cfg.keys_read)
     num_parameters = sum(p.numel() for p in network.parameters())
-    check_memory(cfg, num_parameters, plan.sizes.micro * traits.elements_per_sample)
+    elements = plan.sizes.micro * traits.elements_per_sample
+    memory = needed_memory(cfg, num_parameters, elements)
+    check_memory(cfg, memory)
     for note in plan.notes:
         logger.info(note)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
@@ -158,7 +163,14 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
             "for all sizes"
         )
     slots = changed(norm.slots, norm.used)
-    identity = identity_of(asked, data, plan, slots, mixes_samples=traits.mixes_samples)
+    identity = identity_of(
+        asked,
+        data,
+        plan,
+        slots,
+        mixes_samples=traits.mixes_samples,
+        weights_digest=build.weights.digest if build.weights else None,
+    )
     return Cell(
         cfg=asked,
         id=id_of(identity, choices),
@@ -168,11 +180,12 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         | _chance_of(data),
         plan=plan,
         data=data,
-        data_digest=data_digest,
+        files_digest=files_digest,
         build=build,
         traits=traits,
         evaluation=evaluation,
         num_parameters=num_parameters,
+        memory=memory,
     )
 
 

@@ -37,6 +37,7 @@ def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
     """
     cell_dir, seed = find_run(run_dir)
     cfg = load_config(cell_dir, read_run(seed_dir(cell_dir, seed)).config)
+    cfg.model.weights = None  # those of the run replace the weights that it started from
     data = build_data(cfg)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, num_steps=plan.num_steps, momentum=plan.norm_momentum)

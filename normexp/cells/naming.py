@@ -15,8 +15,12 @@ from omegaconf import DictConfig
 from normexp.batching.sizes import Sizes
 from normexp.build import plain
 from normexp.cells.plan import Plan, num_devices_of
-from normexp.cells.recorded import parts_with_target
-from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
+from normexp.config.compose import (
+    parts_with_target,
+    shipped_config,
+    shipped_defaults,
+    shipped_targets,
+)
 from normexp.config.rules import in_identity
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS
@@ -38,6 +42,7 @@ SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
 # before and after the change are different cells.
 VERSIONS: dict[str, int] = {
+    "model/torchvision": 2,  # sites keep the eps and momentum of the norms that they replace
     # 2: warm-ups and ramps are shares of the training; they were steps
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
 }
@@ -54,7 +59,13 @@ ABSENT = {"optim.decay_bias": True, "data.limit_train": None}
 
 
 def identity_of(
-    cfg: DictConfig, data: Data, plan: Plan, slots: Mapping[str, Any], *, mixes_samples: bool
+    cfg: DictConfig,
+    data: Data,
+    plan: Plan,
+    slots: Mapping[str, Any],
+    *,
+    mixes_samples: bool,
+    weights_digest: str | None = None,
 ) -> dict[str, Any]:
     """Everything that defines a training except its seed, as derived values in canonical form.
 
@@ -62,6 +73,7 @@ def identity_of(
 
     Args:
         slots: the slots that the model uses and that differ from their defaults, resolved.
+        weights_digest: of the weights that the model starts from.
     """
     identity = defining(plain(cfg))
     for part in parts_with_target(identity):
@@ -74,6 +86,8 @@ def identity_of(
                 if part["source_digest"] != now:
                     logger.warning("%s was edited after its import: not the edit is trained", root)
     identity["data"]["digest"] = data.digest
+    if weights_digest is not None:
+        identity["model"]["weights_digest"] = weights_digest
     identity |= {**slots, "num_steps": plan.num_steps, "lr": plan.lr}
     # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.
     sizes = [getattr(plan.sizes, key) for key in SIZES]

@@ -13,23 +13,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from normexp.config.compose import parts_with_target
 from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import read_json
 from normexp.records.history import KeyEntry, read_history
-from normexp.records.identity import digest_of_source, loaded_sources, source_root
+from normexp.records.identity import (
+    digest_of_data,
+    digest_of_source,
+    loaded_sources,
+    source_root,
+    with_weights,
+)
 from normexp.records.paths import EVALUATION_FILE, LOCK_FILE, seed_dir
 from normexp.records.result import Result, read_records
 from normexp.records.stacks import list_stacks
@@ -39,51 +44,28 @@ APART = {
     *("seed", "replicas", "study", "runs_dir", "data_dir", "workers", "fail_fast", "retry_failed"),
     *("max_attempts", "dry_run", "logger", "tune", "experiment"),
 }
-DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's own files
-DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
 
 
 # --- The key -------------------------------------------------------------------------------------
 
 
 def key_entry(
-    spec: CellSpec, cell_id: str, data_digest: str | None, kinds: Mapping[str, int]
+    spec: CellSpec, cell_id: str, files_digest: str | None, kinds: Mapping[str, int]
 ) -> KeyEntry | None:
     """The key of a cell that has just been prepared; None if it cannot have one.
 
     Args:
-        data_digest: from before the data were loaded.
+        files_digest: from before data and weights were loaded.
         kinds: as `EvaluationPlan.kinds`.
     """
     loaded = loaded_sources()
-    key = _key_of(spec, data_digest, [*loaded], loaded)
+    key = _key_of(spec, files_digest, [*loaded], loaded)
     return None if key is None else KeyEntry(spec.digest, key, cell_id, [*loaded], kinds)
-
-
-def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
-    """Digest of the user's own files that a data set is read from; None for a user's own loader and
-    for folders behind links.
-
-    Size and time stand for the content of a file. One that was only touched costs a preparation.
-    """
-    if not str(data["_target_"]).startswith("normexp."):
-        return None
-    sha = hashlib.sha256(f"{sys.version_info[:3]}{[*map(version, DATA_PACKAGES)]}".encode())
-    try:
-        for root in (Path(data[key]) for key in DATA_PATHS if data.get(key) is not None):
-            for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-                if path != root and path.is_symlink() and path.is_dir():
-                    return None  # rglob does not look behind it
-                stat = path.stat()
-                sha.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    except OSError:  # a file that has just gone
-        return None
-    return sha.hexdigest()[:16]
 
 
 def _key_of(
     spec: CellSpec,
-    data_digest: str | None,
+    files_digest: str | None,
     sources: Sequence[str],
     loaded: Mapping[str, str] | None = None,
 ) -> str | None:
@@ -97,25 +79,14 @@ def _key_of(
     config = {key: value for key, value in config.items() if key not in APART}
     config["data"].pop("data_dir", None)  # downloads are verified
     files = [_file_of(part["_target_"]) for part in parts_with_target(config)]
-    if data_digest is None or None in files:
+    if files_digest is None or None in files:
         return None
     roots = {*sources, *(str(root) for file in files if file and (root := source_root(file)))}
     on_disk = [root for root in sorted(roots) if Path(root).exists()]
     digests = {root: digest_of_source(Path(root)) for root in on_disk} | dict(loaded or {})
-    content = [config, dict(spec.choices), code_version(), data_digest, digests]
+    content = [config, dict(spec.choices), code_version(), files_digest, digests]
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping of a config, at any depth, that names something to build."""
-    if isinstance(tree, dict):
-        if isinstance(tree.get("_target_"), str):
-            yield tree
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for value in tree:
-            yield from parts_with_target(value)
 
 
 # --- The user's own modules ----------------------------------------------------------------------
@@ -161,7 +132,8 @@ def _is_current(spec: CellSpec, entry: KeyEntry) -> bool:
     cell_dir = spec.study_dir / entry.cell_id
     if (cell_dir / LOCK_FILE).exists() or list_stacks(spec.study_dir, [entry.cell_id]):
         return False
-    return _key_of(spec, digest_of_data(spec.cfg.data), entry.sources) == entry.key
+    digest = with_weights(digest_of_data(spec.cfg.data), spec.cfg.model)
+    return _key_of(spec, digest, entry.sources) == entry.key
 
 
 def has_evaluations(cell_dir: Path, runs: Sequence[Result], kinds: Mapping[str, int]) -> bool:

@@ -92,8 +92,8 @@ def check_outputs(cfg: DictConfig, network: nn.Module, data: Data) -> None:
     if shape != wanted:
         raise UserError(
             f"model._target_={cfg.model._target_} returns {shape} for inputs of shape "
-            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: take the last size "
-            "from an argument `num_outputs`"
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: set the last "
+            "size, or take it from an argument `num_outputs` or `num_classes`"
         )
 
 
@@ -122,14 +122,18 @@ def check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
     check_covered(network, optimizer)
 
 
-def check_memory(cfg: DictConfig, num_parameters: int, elements_per_forward: int) -> None:
-    """Raises UserError for a training that needs more memory than the device has."""
+def needed_memory(cfg: DictConfig, num_parameters: int, elements_per_forward: int) -> int:
+    """Bytes that a training needs at least: parameters, optimizer and what the norms' sites see."""
     device = device_type(cfg.trainer.accelerator)
     size = 8 if cfg.trainer.precision == "64-true" else 4
     is_stacked = cfg.stack is not False and stacks(device, cfg.replicas, elements_per_forward)
     at_once = cfg.replicas if is_stacked else 1
-    needed = size * (COPIES * num_parameters * cfg.replicas + 2 * elements_per_forward * at_once)
-    available = memory_of(device)
+    return size * (COPIES * num_parameters * cfg.replicas + 2 * elements_per_forward * at_once)
+
+
+def check_memory(cfg: DictConfig, needed: int) -> None:
+    """Raises UserError for a training that needs more memory than the device has."""
+    available = memory_of(device_type(cfg.trainer.accelerator))
     if needed > available:
         fits = int(float(f"{0.9 * cfg.replicas * available / needed:.0e}"))
         remedy = f"replicas={fits}" if fits else "a smaller model, or micro_batch_size=..."

@@ -106,6 +106,7 @@ class TaskCell:
             error=error,
             invalid=cell.invalid,
             missing=self.missing(),
+            memory=self.cell.memory,
             holder=holder,
             key=self.key if status in ("finished", "skipped") and is_evaluated else None,
         )
@@ -140,7 +141,7 @@ def _prepare(spec: CellSpec) -> TaskCell:
     validate(spec.cfg)
     with collected_messages() as messages:
         cell = prepare_cell(spec.cfg, spec.choices)
-    key = key_entry(spec, cell.id, cell.data_digest, cell.evaluation.kinds)
+    key = key_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
     return TaskCell(cell, spec.seeds, messages, key)
 
 

@@ -59,7 +59,8 @@ def check_wiring(network: nn.Module, batch: Batch) -> None:
     if others:
         logger.warning(
             "the model has norms that `norm` does not replace: %s; build them with the argument "
-            "`norm`, or the comparison of norms is about the others alone",
+            "`norm`, or name their classes in model.replace, or the comparison of norms is about "
+            "the others alone",
             name_some(others),
         )
     for names in _shared_by_sites(sites):

@@ -134,6 +134,8 @@ def examine(
         or network_mixes(own, samples, data.vocab_size, training=mode)
         for mode in MODES
     }
+    if mixes[True]:
+        check_rows(sites, len(batch["targets"]), sizes)
     return Traits(
         mixes_samples=mixes[True],
         mixes_samples_in_evaluation=mixes[False],
@@ -190,6 +192,20 @@ def check_reaches(reaches: Mapping[str, Reach], group_size: int) -> None:
             few[count].append(name)
     for count, names in sorted(few.items()):
         logger.warning("statistics over only %d values at %s", count, name_some(names))
+
+
+def check_rows(sites: Sequence[EnteredSite], num_samples: int, sizes: Sizes) -> None:
+    """Refuses sub-batches at a site whose first axis is not that of samples, as windows are.
+
+    A site cuts its input along the first axis.
+    """
+    odd = [(name, e.shape[0]) for e in sites if e.shape[0] != num_samples for name in e.names]
+    if odd and sizes.norm < sizes.micro:
+        raise UserError(
+            f"norm_batch_size={sizes.norm}: {name_some([name for name, _ in odd])} get {odd[0][1]} "
+            f"rows for {num_samples} samples, so no sub-batch of samples can be cut; try "
+            "norm_batch_size=null"
+        )
 
 
 def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -27,5 +28,6 @@ def importing_torch() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else torch's libraries report leaks at exit
         if shows:
             print("\x1b[2K", end="", file=sys.stderr, flush=True)

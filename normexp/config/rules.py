@@ -126,8 +126,10 @@ SLOT_KEYS = {
     "act": Key(one_of(*get_args(Act)).or_null()),
     "conv": Key(one_of(*get_args(Conv)).or_null()),
     "residual_scale": Key(NUMBER.or_null()),
+    "layer_scale": Key(NUMBER.or_null()),
     "placement": Key(one_of(*get_args(Placement)).or_null()),
     "qk_norm": Key(FLAG.or_null()),
+    "v_norm": Key(FLAG.or_null()),
 }
 
 KEYS = {
@@ -179,6 +181,8 @@ KEYS = {
     # Keys of groups; not every choice has them.
     **{f"norm.{name}": key for name, key in SLOT_KEYS.items()},
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),
+    "model.weights": Key(TEXT.or_null(), identity=False),  # a digest of the content counts instead
+    "model.replace": Key(list_of(TEXT).or_null()),
     "data.limit_train": Key(COUNT.or_null(), "samples, for texts blocks"),
     "data.data_dir": Key(FOLDER, identity=False),
     "data.path": Key(FOLDER, identity=False),  # a digest of the content counts instead

@@ -111,6 +111,7 @@ class Outcome:
         results: of its recorded runs, by seed.
         missing: the seeds still to train.
         seconds: wall-clock time of its training.
+        memory: bytes that it needs at least, besides those of torch itself.
         holder: the process that trains it, if busy.
         halts: no other cell can be trained either, because the disk is full.
         key: of a cell that ended well, for the next command; see `cells.recorded`.
@@ -126,6 +127,7 @@ class Outcome:
     invalid: str | None = None
     missing: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    memory: int = 0
     holder: int | None = None
     halts: bool = False
     key: KeyEntry | None = None

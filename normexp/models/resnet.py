@@ -25,7 +25,7 @@ class ResidualBlock(nn.Module):
         self.act1 = norm.act(num_features)
         self.conv2 = norm.conv(num_features, num_features, 3, padding=1, bias=False)
         self.norm2 = norm(num_features)
-        self.residual = norm.residual()
+        self.residual = norm.residual(num_features, 1, 1)
         self.stride = stride
         self.num_new = num_features - in_features
 

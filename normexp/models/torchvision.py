@@ -1,49 +1,68 @@
-"""Any torchvision classifier, with its norms replaced by sites."""
+"""Any torchvision classifier, as torchvision builds it."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from normexp.errors import UserError
+from normexp.errors import UserError, first_line
 from normexp.models.common import check_image_shape
-from normexp.models.surgery import replace_norms
-from normexp.norms.factory import NormFactory
-from normexp.norms.site import named_sites
+from normexp.models.weights import Values
 
 log = logging.getLogger(__name__)
 
+# What networks raise for images of a size that they were not made for.
+MISFITS = (RuntimeError, AssertionError, ValueError, IndexError, ZeroDivisionError)
+
 
 def build_torchvision_model(
-    norm: NormFactory, input_shape: tuple[int, ...], num_outputs: int, *, name: str
+    input_shape: tuple[int, ...],
+    num_outputs: int,
+    *,
+    name: str,
+    image_size: int | None = None,
+    **knobs: Any,
 ) -> nn.Module:
-    """The network `name` of torchvision with new weights; its norms are sites of `norm`.
+    """The network `name` of torchvision with new weights, without auxiliary outputs.
 
     Shapes: (N, C, H, W) -> (N, num_outputs). The first convolution is adapted to C channels.
+
+    Args:
+        image_size: pixels along a side that images are resized to; None: as they are.
+        knobs: of torchvision's function or class.
 
     Raises:
         UserError: a name that torchvision does not have; images that the network cannot take.
     """
-    check_image_shape(input_shape, smallest=1, model="torchvision")
     builder = find_builder(name)
+    channels, height, width = shape_after(input_shape, image_size, model="torchvision")
+    offered = {
+        "aux_logits": False,  # a single output, also in training
+        "init_weights": True,  # GoogLeNet and Inception warn without it
+        "image_size": height,  # for learned positions, of square images
+        "input_size": (height, width),
+    }
+    network_class = inspect.signature(builder).return_annotation
+    known = inspect.signature(network_class).parameters
+    knobs = {key: value for key, value in offered.items() if key in known} | knobs
+    key = f"model.name={name}"
     try:
-        trial = build_network(builder, input_shape, num_outputs)
-        with torch.no_grad():
-            trial.eval()(torch.zeros(2, *input_shape))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        shape = "x".join(str(size) for size in input_shape)
-        raise UserError(f"model.name={name} cannot take images of {shape}: {reason}") from error
-    network = build_network(builder, input_shape, num_outputs)  # one whose forward has not run
-    replace_norms(network, norm)
-    sites = [site for site, _ in named_sites(network)]
-    log.info("%s has %d sites: %s", name, len(sites), ", ".join(sites) or "none")
-    return network
+        network = builder(weights=None, num_classes=num_outputs, **knobs)
+    except MISFITS as error:
+        raise cannot_take(key, input_shape, image_size, error) from error
+    except TypeError as error:
+        raise UserError(f"{key} cannot be built: {first_line(error)}") from error
+    adapt_channels(network, channels)
+    return taking_images(network, input_shape, image_size, key=key)
 
 
 def find_builder(name: str) -> Callable[..., nn.Module]:
@@ -57,26 +76,34 @@ def find_builder(name: str) -> Callable[..., nn.Module]:
     return models.get_model_builder(name)
 
 
-def build_network(
-    builder: Callable[..., nn.Module], input_shape: tuple[int, ...], num_outputs: int
-) -> nn.Module:
-    """torchvision's network for images of `input_shape`, without auxiliary outputs."""
-    channels, height, width = input_shape
-    offered = {
-        "aux_logits": False,  # a single output, also in training
-        "init_weights": True,  # GoogLeNet and Inception warn without it
-        "image_size": height,  # for learned positions, of square images
-        "input_size": (height, width),
-    }
-    network_class = inspect.signature(builder).return_annotation
-    known = inspect.signature(network_class).parameters
-    knobs = {key: value for key, value in offered.items() if key in known}
-    network = builder(weights=None, num_classes=num_outputs, **knobs)
-    adapt_channels(network, channels)
-    for module in network.modules():
-        if hasattr(module, "inplace"):  # a norm may need its output for its gradient
-            setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
-    return network
+def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
+    """The full name of pretrained weights of the classifier `name`, and what downloads them."""
+    from torchvision import models
+
+    find_builder(name)
+    known = models.get_model_weights(name)
+    if weights not in known.__members__:
+        names = ", ".join(["DEFAULT", *(each.name for each in known)])
+        raise UserError(
+            f"model.weights={weights} is neither a file nor weights of torchvision; "
+            f"model.name={name} has {names}"
+        )
+    chosen = known[weights]
+
+    def download() -> Values:
+        try:
+            return dict(chosen.get_state_dict(progress=False, check_hash=True))
+        except (OSError, RuntimeError) as error:  # URLError is an OSError
+            raise cannot_download(weights, chosen.url, error) from error
+
+    return chosen.name, download
+
+
+def cannot_download(weights: str, source: str, error: Exception) -> UserError:
+    return UserError(
+        f"model.weights={weights}: downloading {source} failed ({first_line(error)}); "
+        "fetch it on another machine, and name the file"
+    )
 
 
 def adapt_channels(network: nn.Module, channels: int) -> None:
@@ -88,8 +115,53 @@ def adapt_channels(network: nn.Module, channels: int) -> None:
     conv = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
     if conv.in_channels == channels:
         return
-    log.info("the first convolution takes %d channels instead of %d", channels, conv.in_channels)
+    log.debug("the first convolution takes %d channels instead of %d", channels, conv.in_channels)
     source = torch.arange(channels) % conv.in_channels
     scale = (conv.in_channels / channels) ** 0.5
     conv.weight = nn.Parameter(conv.weight.detach()[:, source] * scale)
     conv.in_channels = channels
+
+
+def shape_after(
+    input_shape: tuple[int, ...], image_size: int | None, *, model: str
+) -> tuple[int, int, int]:
+    """The shape (C, H, W) of images that are resized to `image_size`, if that is given."""
+    check_image_shape(input_shape, smallest=1, model=model)
+    channels, height, width = input_shape
+    if image_size is None:
+        return channels, height, width
+    if not isinstance(image_size, int) or image_size < 1:
+        raise UserError(f"model.image_size={image_size} must be a whole number above 0, or null")
+    return channels, image_size, image_size
+
+
+def taking_images(
+    network: nn.Module, input_shape: tuple[int, ...], image_size: int | None, *, key: str
+) -> nn.Module:
+    """The network, resizing its images if asked to. Raises UserError if it cannot take them."""
+    if image_size is not None:
+        network.register_forward_pre_hook(partial(_resize, image_size))
+    try:
+        with torch.no_grad():  # a copy: no forward of the network itself has run
+            copy.deepcopy(network).eval()(torch.zeros(2, *input_shape))
+    except MISFITS as error:
+        raise cannot_take(key, input_shape, image_size, error) from error
+    return network
+
+
+def cannot_take(
+    key: str, input_shape: tuple[int, ...], image_size: int | None, error: Exception
+) -> UserError:
+    """The error for images that a network is too deep for, or was not built for."""
+    shape = "x".join(map(str, input_shape))
+    resized = f" at model.image_size={image_size}" if image_size else ""
+    larger = 64 if (image_size or 0) < 64 else 224
+    return UserError(
+        f"{key} cannot take images of {shape}{resized}: {first_line(error)}; "
+        f"try model.image_size={larger}, which resizes them"
+    )
+
+
+def _resize(size: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Images (N, C, H, W) as (N, C, size, size), bilinear."""
+    return functional.interpolate(args[0], size=(size, size), mode="bilinear", align_corners=False)

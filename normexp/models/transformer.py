@@ -107,10 +107,11 @@ class Attention(nn.Module):
     `norm.qk_norm`, q and k pass a norm over the features of a head, shared by all heads: norm=layer
     is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many language models.
     Henry et al. 2020 (arXiv:2010.04245) have an L2 norm, and a learned scale instead of the root.
-    With `norms_qkv`, v passes one as well.
+    With `norm.v_norm`, v passes one as well: `value_rmsnorm` of x-transformers, with a weight for
+    each head; Gemma's has none (norm=simple_rms). With `norms_qkv` all three do.
 
     Raises:
-        UserError: a width that the heads do not divide; `norm.qk_norm` besides `norms_qkv`.
+        UserError: a width that the heads do not divide; `norms_qkv` besides one of both slots.
     """
 
     def __init__(
@@ -131,12 +132,13 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.is_causal = is_causal
         self.qkv = nn.Linear(width, 3 * width)
-        if norm.qk_norm and norms_qkv:
-            raise UserError(
-                f"qk_norm=true: placement={norm.placement} normalizes queries and keys already; "
-                "leave it out"
-            )
-        self.qk_norm, self.norms_value = norm.qk_norm or norms_qkv, norms_qkv
+        for slot, is_set in (("qk_norm", norm.qk_norm), ("v_norm", norm.v_norm)):
+            if is_set and norms_qkv:
+                raise UserError(
+                    f"{slot}=true: placement={norm.placement} normalizes queries, keys and values "
+                    "already; leave it out"
+                )
+        self.qk_norm, self.norms_value = norm.qk_norm or norms_qkv, norm.v_norm or norms_qkv
         if self.qk_norm:
             self.q_norm = norm.tokens(width // num_heads)
             self.k_norm = norm.tokens(width // num_heads)
@@ -213,12 +215,12 @@ class Block(nn.Module):
         )
         self.attn_out_norm = site_if(attn.after, norm, width)
         self.attn_dropout = Dropout(dropout)
-        self.attn_residual = norm.residual()
+        self.attn_residual = norm.residual(width)
         self.mlp_norm = site_if(mlp.before or mlp.around, norm, width)
         self.mlp = MLP(width)
         self.mlp_out_norm = site_if(mlp.after, norm, width)
         self.mlp_dropout = Dropout(dropout)
-        self.mlp_residual = norm.residual()
+        self.mlp_residual = norm.residual(width)
 
     def extra_repr(self) -> str:
         return f"divisor={self.divisor:.4g}" if self.divisor != 1 else ""

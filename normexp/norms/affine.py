@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from normexp.errors import UserError
 from normexp.norms.moments import widen, zero_padding
 
 
@@ -42,11 +44,13 @@ class Affine(NamedTuple):
 NO_AFFINE = Affine(None, None)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class AffineNorm(nn.Module):
     """Abstract: a norm with a weight and a bias per channel, in float32 or wider.
 
     Shape (N, C, *) in and out, in the dtype of the input; where a mask (N, *) is false, the output
-    is zero and the input is ignored. A subclass defines `normalize`.
+    is zero and the input is ignored. A subclass defines `normalize`; its knobs are the fields of a
+    dataclass, and the constructor's arguments.
 
     Args:
         eps: small constant added to the variance, or to the mean square.
@@ -56,36 +60,29 @@ class AffineNorm(nn.Module):
             pulls towards 1, and for the rounding of weights in half precision.
     """
 
+    num_features: int = field(kw_only=False)
+    eps: float = 1e-5
+    affine: bool = True
+    zero_centered: bool = False
     has_bias = True  # False: `affine` means a weight alone
-    zero_centered = False
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        zero_centered: bool = False,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.num_features = num_features
-        self.eps = eps
-        weight, bias = torch.ones(num_features), torch.zeros(num_features)
-        if zero_centered:
-            self.zero_centered, weight = True, torch.zeros(num_features)
-        self.weight = nn.Parameter(weight) if affine else None
-        self.bias = nn.Parameter(bias) if affine and self.has_bias else None
+        if self.zero_centered and not self.affine:
+            raise UserError("zero_centered=true scales nothing without affine=true; drop one")
+        ones, zeros = torch.ones(self.num_features), torch.zeros(self.num_features)
+        self.weight = nn.Parameter(zeros if self.zero_centered else ones) if self.affine else None
+        self.bias = nn.Parameter(zeros.clone()) if self.affine and self.has_bias else None
         self.add_state()
 
     def add_state(self) -> None:
         """Registers parameters and buffers beyond weight and bias; the constructor calls it."""
 
     def extra_repr(self) -> str:
-        """Lists the knobs: every plain number or word that the constructor has set."""
-        knobs = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
-        knobs.pop("training")
-        knobs["affine"] = self.weight is not None
-        return ", ".join(f"{key}={value}" for key, value in knobs.items())
+        """Lists the knobs."""
+        return ", ".join(
+            f"{knob.name}={getattr(self, knob.name)}" for knob in fields(self) if knob.init
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.numel() == 0:

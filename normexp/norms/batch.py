@@ -11,6 +11,9 @@ splits its batch into ghost sub-batches hands over several. `real` is the mask a
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,6 +37,7 @@ from normexp.norms.state import State
 LOOP_FROM_ELEMENTS = 2**16
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RunningNorm(AffineNorm):
     """Abstract: a norm that pools samples in training and uses running averages in evaluation.
 
@@ -49,30 +53,23 @@ class RunningNorm(AffineNorm):
         UserError: momentum outside (0, 1]; in forward, one value per channel in training.
     """
 
-    averages: dict[str, float] = {}  # buffers (C,) to register, and their initial values
+    momentum: float | None = 0.1
+    averages: ClassVar[dict[str, float]] = {}  # buffers (C,) to register, and their initial values
     needs_momentum = False  # True: momentum=None is refused
-    num_batches_tracked: Tensor
-    num_values: Tensor  # per statistic of the last training forward; the weight of a part
+    num_batches_tracked: Tensor = field(init=False)
+    num_values: Tensor = field(init=False)  # of the last training forward: the weight of a part
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, affine=affine)
-        if momentum is None and self.needs_momentum:
+    def __post_init__(self) -> None:
+        if self.momentum is None and self.needs_momentum:
             raise UserError(
                 f"momentum=null does not fit {type(self).__name__}; try norm.momentum=0.1"
             )
-        if momentum is not None and not 0 < momentum <= 1:
+        if self.momentum is not None and not 0 < self.momentum <= 1:
             raise UserError(
-                f"momentum={momentum} is not in (0, 1]; try norm.momentum=0.1, or null to average "
-                "all steps equally"
+                f"momentum={self.momentum} is not in (0, 1]; try norm.momentum=0.1, or null to "
+                "average all steps equally"
             )
-        self.momentum = momentum
+        super().__post_init__()
 
     def add_state(self) -> None:
         for name, start in self.averages.items():
@@ -257,6 +254,7 @@ class RunningMomentsNorm(RunningNorm):
         }
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchNorm(RunningMomentsNorm):
     """(x - mean) / sqrt(var + eps) * weight + bias, moments over all samples and positions.
 
@@ -267,18 +265,11 @@ class BatchNorm(RunningMomentsNorm):
         track_running_stats: false keeps no running averages and evaluates with batch statistics.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        self.track_running_stats = track_running_stats
-        if not track_running_stats:
+    track_running_stats: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.track_running_stats:
             for name, _ in list(self.named_buffers()):
                 setattr(self, name, None)
 

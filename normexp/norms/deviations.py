@@ -6,6 +6,8 @@ mistake, and a test checks it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor, nn
 
@@ -92,6 +94,7 @@ class BatchNormNaiveVariance(DeviatingBatchNorm):
         return Moments(mean, square - mean.square(), count)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchNormNoEps(DeviatingBatchNorm):
     """(x - mean) / sqrt(var) * weight + bias: batch norm without eps.
 
@@ -100,15 +103,13 @@ class BatchNormNoEps(DeviatingBatchNorm):
     which no training recovers.
     """
 
-    def __init__(
-        self, num_features: int, *, momentum: float | None = 0.1, affine: bool = True
-    ) -> None:
-        super().__init__(num_features, eps=0.0, momentum=momentum, affine=affine)
+    eps: float = field(default=0.0, init=False)
 
     def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
         return torch.rsqrt(one_if_empty(var, count))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchNormFlattened(PositionwiseNorm):
     """Batch norm of C * T features: each position has its own statistics, weight and bias.
 
@@ -120,14 +121,13 @@ class BatchNormFlattened(PositionwiseNorm):
     and a fixed length. No position looks at another, but samples do.
     """
 
-    def __init__(
-        self, num_features: int, *, num_positions: int, eps: float = 1e-5, momentum: float = 0.1
-    ) -> None:
-        super().__init__(
-            num_features, num_positions=num_positions, eps=eps, momentum=momentum, affine=False
-        )
-        self.position_weight = nn.Parameter(torch.ones(num_positions, num_features))
-        self.position_bias = nn.Parameter(torch.zeros(num_positions, num_features))
+    affine: bool = field(default=False, init=False)
+
+    def add_state(self) -> None:
+        super().add_state()
+        shape = (self.num_positions, self.num_features)
+        self.position_weight = nn.Parameter(torch.ones(shape))
+        self.position_bias = nn.Parameter(torch.zeros(shape))
 
     def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
         del affine
@@ -157,6 +157,7 @@ class LayerNormUnbiased(AffineNorm):
         return affine.apply(centre(x, mean, real), scale)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LayerNormNoEps(AffineNorm):
     """(x - mean) / sqrt(var) * weight + bias: layer norm without eps.
 
@@ -164,8 +165,7 @@ class LayerNormNoEps(AffineNorm):
     of 3.5e-4 and eps 1e-5. A constant sample is 0 / 0: NaN, from which no training recovers.
     """
 
-    def __init__(self, num_features: int, *, affine: bool = True) -> None:
-        super().__init__(num_features, eps=0.0, affine=affine)
+    eps: float = field(default=0.0, init=False)
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         mean, var, count = measure(x, real, tuple(range(1, x.ndim)))

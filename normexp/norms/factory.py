@@ -11,7 +11,7 @@ A model never asks which norm it got.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class NormFactory:
     """Builds the norm of each site, and what the slots put around it.
 
     Args:
-        make: builds the bare norm for a number of features.
+        make: builds the bare norm for a number of features, and `settings` if a model gives some.
         view: how a token site shows (B, T, C) to the norm: `token` as (B*T, C), each position a
             sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
         norm_batch_size: samples that share batch statistics in training; None for all of a forward.
@@ -37,7 +37,7 @@ class NormFactory:
 
     def __init__(
         self,
-        make: Callable[[int], nn.Module],
+        make: Callable[..., nn.Module],
         *,
         view: Literal["token", "sequence"] = "token",
         norm_batch_size: int | None = None,
@@ -49,21 +49,25 @@ class NormFactory:
         self.slots = slots or Slots()
         self.used: set[str] = set()
 
-    def __call__(self, num_features: int) -> Site:
-        """Returns a site for maps (N, C, *)."""
-        return Site(self.bare(num_features), "map", self.norm_batch_size)
+    def __call__(self, num_features: int, **settings: Any) -> Site:
+        """Returns a site for maps (N, C, *). For `settings`, see `bare`."""
+        return Site(self.bare(num_features, **settings), "map", self.norm_batch_size)
 
-    def tokens(self, num_features: int) -> Site:
-        """Returns a site for tokens (B, T, C)."""
-        return Site(self.bare(num_features), self.view, self.norm_batch_size)
+    def tokens(self, num_features: int, **settings: Any) -> Site:
+        """Returns a site for tokens (B, T, C). For `settings`, see `bare`."""
+        return Site(self.bare(num_features, **settings), self.view, self.norm_batch_size)
 
-    def bare(self, num_features: int) -> nn.Module:
+    def bare(self, num_features: int, **settings: Any) -> nn.Module:
         """Returns a norm without a site.
 
         Its draws are set apart, so that a model starts from the same weights with every norm.
+
+        Args:
+            settings: eps, momentum and affine of a norm that this one replaces; `make` takes those
+                that the norm has and that the config does not set.
         """
         with torch.random.fork_rng(devices=[]):
-            return self.make(num_features)
+            return self.make(num_features, **settings)
 
     def act(self, num_features: int) -> nn.Module:
         """Returns the activation after a norm of `num_features`, on maps (N, C, *)."""
@@ -87,11 +91,22 @@ class NormFactory:
             in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
         )
 
-    def residual(self) -> nn.Module:
-        """Returns the last module of a residual branch; any shape in and out."""
+    def residual(self, *shape: int) -> nn.Module:
+        """Returns the last module of a residual branch; any shape in and out.
+
+        Args:
+            shape: that of a number per channel, (C,) for tokens and (C, 1, 1) for maps; without it
+                the branch has no place for `layer_scale`.
+        """
         self.used.add("residual_scale")
-        start = self.slots.residual_scale
-        return nn.Identity() if start is None else ResidualScale(start)
+        starts: list[tuple[float | None, tuple[int, ...]]] = [(self.slots.residual_scale, ())]
+        if shape:
+            self.used.add("layer_scale")
+            starts.append((self.slots.layer_scale, shape))
+        scales = [ResidualScale(start, own) for start, own in starts if start is not None]
+        if len(scales) == 1:
+            return scales[0]
+        return nn.Sequential(*scales) if scales else nn.Identity()
 
     @property
     def placement(self) -> Placement:
@@ -104,3 +119,9 @@ class NormFactory:
         """True if attention normalizes its queries and keys."""
         self.used.add("qk_norm")
         return self.slots.qk_norm
+
+    @property
+    def v_norm(self) -> bool:
+        """True if attention normalizes its values."""
+        self.used.add("v_norm")
+        return self.slots.v_norm

@@ -16,6 +16,7 @@ nn.LayerNorm(C), and instance norm has nothing to pool.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 GroupsPolicy = Literal["strict", "nearest"]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ChannelGroupsNorm(AffineNorm):
     """Abstract: a norm over `num_groups` runs of neighbouring channels.
 
@@ -42,17 +44,12 @@ class ChannelGroupsNorm(AffineNorm):
         UserError: num_groups does not divide num_features.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        num_groups: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        groups_policy: GroupsPolicy = "strict",
-    ) -> None:
-        super().__init__(num_features, eps=eps, affine=affine)
-        self.num_groups = fit_groups(num_features, num_groups, groups_policy)
+    num_groups: int
+    groups_policy: GroupsPolicy = "strict"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_groups = fit_groups(self.num_features, self.num_groups, self.groups_policy)
 
     def refuse_one_value(self, x: Tensor) -> None:
         """Raises UserError if a group of x (N, C, *) holds one value: its variance is zero."""
@@ -120,6 +117,7 @@ class LayerNorm2d(AffineNorm):
         return F.layer_norm(last, (last.shape[-1],), *affine, self.eps).movedim(-1, 1)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PositionNorm(LayerNorm2d):
     """Moments over the channels at each position, no weight and no bias: PONO. arXiv:1907.04312.
 
@@ -128,8 +126,7 @@ class PositionNorm(LayerNorm2d):
     (moment shortcut); that is part of a model and not of a norm.
     """
 
-    def __init__(self, num_features: int, *, eps: float = 1e-5) -> None:
-        super().__init__(num_features, eps=eps, affine=False)
+    affine: bool = field(default=False, init=False)
 
 
 def group_norm(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -135,6 +137,7 @@ class BatchChannelNorm(GatedBatchNorm):
         return 1
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ModeNorm(RunningNorm):
     """sum_k g_k * (x - mean_k) / sqrt(var_k + eps) * weight + bias, over K modes.
 
@@ -154,19 +157,13 @@ class ModeNorm(RunningNorm):
         UserError: as `RunningNorm`; a num_modes below one.
     """
 
-    mode_mean: Tensor
-    mode_var: Tensor
+    num_modes: int
+    mode_mean: Tensor = field(init=False)
+    mode_var: Tensor = field(init=False)
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        num_modes: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+    def add_state(self) -> None:
+        super().add_state()
+        num_modes, num_features = self.num_modes, self.num_features
         if num_modes < 1:
             raise UserError(f"num_modes={num_modes} is not positive; try norm.num_modes=2")
         self.gates = nn.Linear(num_features, num_modes)

@@ -34,10 +34,9 @@ class FrozenBatchNorm(AffineNorm):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, num_features: int, *, eps: float = 1e-5, affine: bool = True) -> None:
-        super().__init__(num_features, eps=eps, affine=affine)
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
+    def add_state(self) -> None:
+        self.register_buffer("running_mean", torch.zeros(self.num_features))
+        self.register_buffer("running_var", torch.ones(self.num_features))
         self.register_load_state_dict_pre_hook(_drop_counter)
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,7 @@ from normexp.norms.moments import Moments, pool, unbiased
 from normexp.norms.state import State
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PositionwiseNorm(RunningMomentsNorm):
     """Abstract: (x_t - mean_t) / sqrt(var_t + eps), moments over the samples at position t.
 
@@ -35,23 +38,15 @@ class PositionwiseNorm(RunningMomentsNorm):
             (N, C, T), or real positions beyond `num_positions`.
     """
 
+    num_positions: int
+    momentum: float = 0.1
     needs_momentum = True
-    momentum: float
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        num_positions: int,
-        eps: float = 1e-5,
-        momentum: float = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        self.num_positions = num_positions
-        self.running_mean = torch.zeros(num_positions, num_features)
-        self.running_var = torch.ones(num_positions, num_features)
-        self.num_values = torch.zeros(num_positions, dtype=torch.int64)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.running_mean = torch.zeros(self.num_positions, self.num_features)
+        self.running_var = torch.ones(self.num_positions, self.num_features)
+        self.num_values = torch.zeros(self.num_positions, dtype=torch.int64)
 
     def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
         """Returns weight and bias (T * C,) of the features of x (..., C, T), in its dtype."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor, nn
 
 from normexp.norms.affine import Affine, AffineNorm
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DynamicSquashing(AffineNorm):
     """Abstract: squash(alpha * x + shift) * weight + bias, alpha () and shift () learned.
 
@@ -15,12 +18,13 @@ class DynamicSquashing(AffineNorm):
         alpha_init: initial alpha, in 1 / units of x; the shift starts at 0.
     """
 
-    def __init__(self, num_features: int, *, alpha_init: float = 0.5, affine: bool = True) -> None:
-        super().__init__(num_features, eps=0.0, affine=affine)
-        self.alpha = nn.Parameter(torch.tensor(float(alpha_init)))
+    alpha_init: float = 0.5
+    eps: float = field(default=0.0, init=False)
+    is_shifted = True
 
     def add_state(self) -> None:
-        self.shift: Tensor | None = nn.Parameter(torch.tensor(0.0))
+        self.alpha = nn.Parameter(torch.tensor(float(self.alpha_init)))
+        self.shift = nn.Parameter(torch.tensor(0.0)) if self.is_shifted else None
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
@@ -40,8 +44,7 @@ class DyT(DynamicSquashing):
     language models start attention with a larger alpha.
     """
 
-    def add_state(self) -> None:
-        self.shift = None
+    is_shifted = False
 
     def squash(self, z: Tensor) -> Tensor:
         return torch.tanh(z)

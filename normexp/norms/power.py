@@ -6,6 +6,7 @@ gradient by an average that the backward pass moves: each forward must be follow
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class ScaleByPast(torch.autograd.Function):
         return grad, *[None] * 7
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PowerNorm(SquareNorm):
     """x / sqrt(q + eps) * weight + bias, q the running mean of x^2 before the step.
 
@@ -108,21 +110,15 @@ class PowerNorm(SquareNorm):
         UserError: as `SquareNorm`; a warm-up that is no share.
     """
 
-    running_product: Tensor
+    warmup: float
+    num_training_steps: int = NUM_TRAINING_STEPS
+    momentum: float = 0.1
+    running_product: Tensor = field(init=False)
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        warmup: float,
-        num_training_steps: int = NUM_TRAINING_STEPS,
-        eps: float = 1e-5,
-        momentum: float = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        (self.warmup_steps,) = steps_of(num_training_steps, warmup=warmup)
-        self.register_buffer("running_product", torch.zeros(num_features))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        (self.warmup_steps,) = steps_of(self.num_training_steps, warmup=self.warmup)
+        self.register_buffer("running_product", torch.zeros(self.num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         with torch.no_grad():
@@ -144,6 +140,7 @@ class PowerNorm(SquareNorm):
         return affine.apply(z, axis=2)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MovingAverageBatchNorm(SquareNorm):
     """x / sqrt(q + eps) * r * weight + bias, q the mean of x^2 over the last `memory` steps.
 
@@ -175,31 +172,24 @@ class MovingAverageBatchNorm(SquareNorm):
         UserError: as `SquareNorm`; a warm-up that is no share; a memory or r_max below one.
     """
 
-    past_squares: Tensor
-    past_products: Tensor
+    memory: int
+    r_max: float
+    warmup: float
+    num_training_steps: int = NUM_TRAINING_STEPS
+    momentum: float = 0.02
+    past_squares: Tensor = field(init=False)
+    past_products: Tensor = field(init=False)
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        memory: int,
-        r_max: float,
-        warmup: float,
-        num_training_steps: int = NUM_TRAINING_STEPS,
-        eps: float = 1e-5,
-        momentum: float = 0.02,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        if memory < 1 or r_max < 1:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory < 1 or self.r_max < 1:
             raise UserError(
-                f"memory={memory}, r_max={r_max}: both must be 1 or more; "
+                f"memory={self.memory}, r_max={self.r_max}: both must be 1 or more; "
                 "try norm.memory=16 norm.r_max=5"
             )
-        self.memory, self.r_max = memory, r_max
-        (self.warmup_steps,) = steps_of(num_training_steps, warmup=warmup)
-        self.register_buffer("past_squares", torch.zeros(memory, num_features))
-        self.register_buffer("past_products", torch.zeros(memory, num_features))
+        (self.warmup_steps,) = steps_of(self.num_training_steps, warmup=self.warmup)
+        for name in ("past_squares", "past_products"):
+            self.register_buffer(name, torch.zeros(self.memory, self.num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         with torch.no_grad():

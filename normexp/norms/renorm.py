@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from normexp.norms.moments import Moments
 from normexp.norms.ramps import NUM_TRAINING_STEPS, rise, steps_of
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchRenorm(RunningMomentsNorm):
     """((x - mean) / std * r + d) * weight + bias, moments over all samples and positions.
 
@@ -40,36 +43,29 @@ class BatchRenorm(RunningMomentsNorm):
         UserError: as `RunningNorm`; bounds or shares that make no ramp.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        r_max: float,
-        d_max: float,
-        warmup: float,
-        r_ramp_end: float,
-        d_ramp_end: float,
-        num_training_steps: int = NUM_TRAINING_STEPS,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        if r_max < 1 or d_max < 0:
+    r_max: float
+    d_max: float
+    warmup: float
+    r_ramp_end: float
+    d_ramp_end: float
+    num_training_steps: int = NUM_TRAINING_STEPS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.r_max < 1 or self.d_max < 0:
             raise UserError(
-                f"r_max={r_max}, d_max={d_max}: r_max must be 1 or more, d_max 0 or more; "
-                "try norm.r_max=3 norm.d_max=5"
+                f"r_max={self.r_max}, d_max={self.d_max}: r_max must be 1 or more, d_max 0 or "
+                "more; try norm.r_max=3 norm.d_max=5"
             )
-        ends = {"r_ramp_end": r_ramp_end, "d_ramp_end": d_ramp_end}
+        warmup, ends = self.warmup, {"r_ramp_end": self.r_ramp_end, "d_ramp_end": self.d_ramp_end}
         self.warmup_steps, self.r_steps, self.d_steps = steps_of(
-            num_training_steps, warmup=warmup, **ends
+            self.num_training_steps, warmup=warmup, **ends
         )
         for key, end in ends.items():
             if end < warmup:
                 raise UserError(
                     f"{key}={end} lies before warmup={warmup}; try norm.{key}={warmup} or more"
                 )
-        self.r_max, self.d_max = r_max, d_max
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         out, moments = normalize_groups(x, real, NO_AFFINE, self.eps)

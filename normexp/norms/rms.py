@@ -6,6 +6,8 @@ response norm of ConvNeXt V2 pool the positions of each channel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,6 +51,7 @@ class PreAffineRMSNorm(RMSNorm):
         return super().normalize(x * over_channels(self.pre_weight.to(x.dtype), x), real, affine)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GatedRMSNorm(RMSNorm):
     """y * sigmoid(U silu(D y)) with y the RMS norm of x: a low-rank gate of each channel.
 
@@ -60,14 +63,13 @@ class GatedRMSNorm(RMSNorm):
         rank: numbers between D and U; 16 in the paper.
     """
 
-    def __init__(
-        self, num_features: int, *, rank: int, eps: float = 1e-5, affine: bool = True
-    ) -> None:
-        super().__init__(num_features, eps=eps, affine=affine)
-        if rank < 1:
-            raise UserError(f"rank={rank} is not positive; try norm.rank=16")
-        self.down = nn.Linear(num_features, rank, bias=False)
-        self.up = nn.Linear(rank, num_features, bias=False)
+    rank: int
+
+    def add_state(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"rank={self.rank} is not positive; try norm.rank=16")
+        self.down = nn.Linear(self.num_features, self.rank, bias=False)
+        self.up = nn.Linear(self.rank, self.num_features, bias=False)
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         y = super().normalize(x, real, affine).movedim(1, -1)  # (N, *, C)
@@ -98,6 +100,7 @@ class SeeDNorm(AffineNorm):
         return x * inverse_rms(x, self.eps) * gain
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BHyT(AffineNorm):
     """tanh(alpha / kappa * x / sqrt(mean_C(x^2) + eps)) * weight, with one learned alpha.
 
@@ -114,20 +117,13 @@ class BHyT(AffineNorm):
 
     has_bias = False
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        alpha_init: float = 2.0,
-        kappa: float = 10.0,
-        eps: float = 1e-5,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, affine=affine)
-        if not kappa > 0:
-            raise UserError(f"kappa={kappa} is not positive; try norm.kappa=10")
-        self.kappa = kappa
-        self.alpha = nn.Parameter(torch.tensor(float(alpha_init)))
+    alpha_init: float = 2.0
+    kappa: float = 10.0
+
+    def add_state(self) -> None:
+        if not self.kappa > 0:
+            raise UserError(f"kappa={self.kappa} is not positive; try norm.kappa=10")
+        self.alpha = nn.Parameter(torch.tensor(float(self.alpha_init)))
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
@@ -135,6 +131,7 @@ class BHyT(AffineNorm):
         return affine.apply(torch.tanh(x * scale))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SimpleRMSNorm(AffineNorm):
     """x / sqrt(mean_C(x^2) + eps): RMS norm without parameters. arXiv:2307.14995.
 
@@ -143,8 +140,7 @@ class SimpleRMSNorm(AffineNorm):
     standard deviation over C without centring x.
     """
 
-    def __init__(self, num_features: int, *, eps: float = 1e-5) -> None:
-        super().__init__(num_features, eps=eps, affine=False)
+    affine: bool = field(default=False, init=False)
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real, affine
@@ -153,6 +149,7 @@ class SimpleRMSNorm(AffineNorm):
         return x * inverse_rms(x, self.eps)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ScaleNorm(AffineNorm):
     """g * x / sqrt(sum_C(x^2) + C * eps), with one learned g. Pools C at each position.
 
@@ -162,9 +159,10 @@ class ScaleNorm(AffineNorm):
     the same function, but a step of the learning rate moves it sqrt(C) times as far.
     """
 
-    def __init__(self, num_features: int, *, eps: float = 1e-5) -> None:
-        super().__init__(num_features, eps=eps, affine=False)
-        self.weight = nn.Parameter(torch.tensor(num_features**0.5))
+    affine: bool = field(default=False, init=False)
+
+    def add_state(self) -> None:
+        self.weight = nn.Parameter(torch.tensor(self.num_features**0.5))
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
@@ -193,6 +191,7 @@ class CRMSNorm(AffineNorm):
         return affine.apply(x * torch.rsqrt(mean_square + self.eps))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FilterResponseNorm(AffineNorm):
     """x / sqrt(mean(x^2) + eps) * weight + bias, the mean over the positions of one channel.
 
@@ -210,16 +209,10 @@ class FilterResponseNorm(AffineNorm):
         UserError: in forward, an input with one position, unless eps is learned.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        learn_eps: bool = False,
-    ) -> None:
-        super().__init__(num_features, eps=eps, affine=affine)
-        self.learned_eps = nn.Parameter(torch.tensor(LEARNED_EPS_INIT)) if learn_eps else None
+    learn_eps: bool = False
+
+    def add_state(self) -> None:
+        self.learned_eps = nn.Parameter(torch.tensor(LEARNED_EPS_INIT)) if self.learn_eps else None
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if self.learned_eps is None:
@@ -231,6 +224,7 @@ class FilterResponseNorm(AffineNorm):
         return affine.apply(x, torch.rsqrt(square + eps))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GlobalResponseNorm(AffineNorm):
     """x * (1 + response * g / (mean_C(g) + eps)) + shift, g the L2 norm of a channel's positions.
 
@@ -240,10 +234,11 @@ class GlobalResponseNorm(AffineNorm):
     beta. With one position g is |x|.
     """
 
-    def __init__(self, num_features: int, *, eps: float = 1e-5) -> None:
-        super().__init__(num_features, eps=eps, affine=False)
-        self.response = nn.Parameter(torch.zeros(num_features))
-        self.shift = nn.Parameter(torch.zeros(num_features))
+    affine: bool = field(default=False, init=False)
+
+    def add_state(self) -> None:
+        self.response = nn.Parameter(torch.zeros(self.num_features))
+        self.shift = nn.Parameter(torch.zeros(self.num_features))
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real, affine

@@ -6,6 +6,7 @@ processes of a training.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from normexp.norms.batch import RunningMomentsNorm, group_dims, refuse_one_value
 from normexp.norms.moments import Moments, at_least_one, centre, count_values, widen
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GhostBatchNorm(RunningMomentsNorm):
     """Batch norm whose statistics in training pool `ghost_size` samples and all positions.
 
@@ -36,19 +38,12 @@ class GhostBatchNorm(RunningMomentsNorm):
         UserError: as `RunningNorm`, for each sub-batch; a ghost_size below one.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        ghost_size: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        if ghost_size < 1:
-            raise UserError(f"ghost_size={ghost_size} is not positive; try norm.ghost_size=16")
-        self.ghost_size = ghost_size
+    ghost_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ghost_size < 1:
+            raise UserError(f"ghost_size={self.ghost_size} is not positive; try norm.ghost_size=16")
 
     def refuse(self, shape: torch.Size) -> None:
         for size in (min(shape[0], self.ghost_size), shape[0] % self.ghost_size):

@@ -3,14 +3,16 @@
     act             the activation after a norm; relu
     conv            the convolutions; plain
     residual_scale  initial value of a learned scalar at the end of each residual branch; null: none
+    layer_scale     the same with a number per channel, LayerScale; null: none
     placement       where norms sit in a transformer block; pre
     qk_norm         a norm on the queries and keys of each attention head; false
+    v_norm          a norm on the values of each attention head; false
 
 Each is a top-level key of the config. If it is null, the same key in the norm's YAML applies, and
 otherwise the default given above: FRN sets its TLU this way, and `act=relu` removes it. Models get
-slots from the norm factory (`norm.act(C)`, `norm.conv(...)`, `norm.residual()`, `norm.placement`,
-`norm.qk_norm`) and never ask which norm they got. A slot that the model does not use is refused if
-the config sets it, and logged if only the norm's YAML does.
+slots from the norm factory (`norm.act(C)`, `norm.conv(...)`, `norm.residual(C)`, `norm.placement`,
+`norm.qk_norm`, `norm.v_norm`) and never ask which norm they got. A slot that the model does not use
+is refused if the config sets it, and logged if only the norm's YAML does.
 
 Does not import torch, because the command line checks values against these names.
 """
@@ -55,8 +57,10 @@ class Slots:
     act: Act = "relu"
     conv: Conv = "plain"
     residual_scale: float | None = None
+    layer_scale: float | None = None
     placement: Placement = "pre"
     qk_norm: bool = False
+    v_norm: bool = False
 
 
 SLOTS = tuple(field.name for field in fields(Slots))
@@ -65,9 +69,12 @@ SLOTS = tuple(field.name for field in fields(Slots))
 PLACES = {
     "act": ("no activation after a norm", "model=convnet or model=small_resnet"),
     "conv": ("no convolution from the norm factory", "model=convnet or model=small_resnet"),
-    "residual_scale": ("no residual branch", "model=small_resnet, vit, gpt or text_encoder"),
+    **dict.fromkeys(
+        ("residual_scale", "layer_scale"),
+        ("no residual branch", "model=small_resnet, vit, gpt or text_encoder"),
+    ),
     "placement": ("no transformer block", "model=vit, gpt or text_encoder"),
-    "qk_norm": ("no attention", "model=vit, gpt or text_encoder"),
+    **dict.fromkeys(("qk_norm", "v_norm"), ("no attention", "model=vit, gpt or text_encoder")),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from normexp.norms.ramps import NUM_TRAINING_STEPS, rise, steps_of
 from normexp.norms.rms import inverse_rms
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TaperNorm(RunningNorm):
     """gate * x / r * weight + (1 - gate) * c * x * (anchor + drift), r = sqrt(mean_C(x^2) + eps).
 
@@ -40,35 +42,29 @@ class TaperNorm(RunningNorm):
         UserError: shares that make no taper, a momentum outside (0, 1].
     """
 
+    warmup: float
+    taper_end: float
+    num_training_steps: int = NUM_TRAINING_STEPS
+    momentum: float = 0.01
+    affine: bool = field(default=True, init=False)
+    anchor: Tensor = field(init=False)
+    running_scaled: Tensor = field(init=False)
+    running_energy: Tensor = field(init=False)
     has_bias = False
     needs_momentum = True
-    anchor: Tensor
-    running_scaled: Tensor
-    running_energy: Tensor
-    momentum: float
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        warmup: float,
-        taper_end: float,
-        num_training_steps: int = NUM_TRAINING_STEPS,
-        momentum: float = 0.01,
-        eps: float = 1e-5,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum)
-        self.warmup, self.taper_end = steps_of(
-            num_training_steps, warmup=warmup, taper_end=taper_end
-        )
-        if not 0 < warmup <= taper_end:
+    def add_state(self) -> None:
+        super().add_state()
+        shares = {"warmup": self.warmup, "taper_end": self.taper_end}
+        self.start, self.end = steps_of(self.num_training_steps, **shares)
+        if not 0 < self.warmup <= self.taper_end:
             raise UserError(
-                f"warmup={warmup}, taper_end={taper_end}: a taper begins after 0 and does not end "
-                "before it begins; try norm.warmup=0.1 norm.taper_end=0.6"
+                f"warmup={self.warmup}, taper_end={self.taper_end}: a taper begins after 0 and "
+                "does not end before it begins; try norm.warmup=0.1 norm.taper_end=0.6"
             )
-        self.warmup = max(self.warmup, 1)  # without a step there is no c
-        self.drift = nn.Parameter(torch.zeros(num_features))
-        self.register_buffer("anchor", torch.ones(num_features))
+        self.start = max(self.start, 1)  # without a step there is no c
+        self.drift = nn.Parameter(torch.zeros(self.num_features))
+        self.register_buffer("anchor", torch.ones(self.num_features))
         for name in ("running_scaled", "running_energy"):
             self.register_buffer(name, torch.zeros(1))
 
@@ -76,13 +72,13 @@ class TaperNorm(RunningNorm):
         """Takes any input: no statistic of an output needs two samples."""
 
     def new_weight(self, step: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.momentum * (step <= self.warmup).to(dtype)
+        return self.momentum * (step <= self.start).to(dtype)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         weight = self._weight(affine, x)
         step = before_step(self.num_batches_tracked, x.dtype) + 1
         with torch.no_grad():
-            learns = step <= self.warmup + 1
+            learns = step <= self.start + 1
             anchor = torch.where(learns, weight, before_step(self.anchor, x.dtype))
             scale = self._scale(x.dtype)
             weighted = (x * over_channels(weight, x, axis=2)).square()
@@ -109,7 +105,7 @@ class TaperNorm(RunningNorm):
         return scaled / energy.clamp(min=torch.finfo(dtype).tiny)
 
     def _taper(self, x: Tensor, weight: Tensor, step: Tensor, anchor: Tensor, c: Tensor) -> Tensor:
-        gate = (1 + torch.cos(math.pi * rise(step, self.warmup, self.taper_end))) / 2
+        gate = (1 + torch.cos(math.pi * rise(step, self.start, self.end))) / 2
         fixed = (1 - gate) * c * (anchor + self.drift.to(x.dtype))
         scale = gate * over_channels(weight, x, axis=2) * inverse_rms(x, self.eps, axis=2)
         return x * (scale + over_channels(fixed, x, axis=2))

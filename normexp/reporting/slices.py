@@ -31,7 +31,9 @@ AXIS_TITLES = {
 }
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 # Config keys that belong to the norm, so they may differ between norms that are compared.
-NORM_KEYS = ("norm", "act", "conv", "residual_scale", "placement", "qk_norm")
+NORM_KEYS = (
+    *("norm", "act", "conv", "residual_scale", "layer_scale", "placement", "qk_norm", "v_norm"),
+)
 # Measured, derived from the sizes, or without effect on a result.
 IGNORED = ("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every", "split")
 # The length of a training in three units; cells are told apart by the one with the fewest values.

@@ -16,11 +16,9 @@ from rich.text import Text
 
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
-from normexp.config.titles import spoken
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Result, values_of
 from normexp.records.state import shared_words
-from normexp.records.timing import expected_seconds, read_timed
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
@@ -131,18 +129,13 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
 
     A narrow terminal does not show the folders of the cells.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # for a log file
-    rows: dict[str, tuple[list[str], Outcome]] = {}
-    for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
-        key = outcome.cell_id or str(position)
-        rows.setdefault(key, ([], outcome))[0].append(cell.title)
+    console = wide_console()
+    rows = by_cell(cells, outcomes)
     names = {_main_metric(outcome) for outcome in outcomes} - {""}
     metric = names.pop() if len(names) == 1 else ""
     has_place = console.width >= WIDE
     table = Table("status", "cell", metric or "result", "n", *["where"] * has_place, box=None)
-    for titles, outcome in rows.values():
+    for titles, outcome in rows:
         shown, count = _shown(outcome, in_header=metric), _num_values(outcome)
         row = ["/".join(_statuses_of(outcome)), shared_words(titles), shown, count]
         table.add_row(
@@ -151,11 +144,28 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     console.print(table)
     counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
-    for titles, outcome in rows.values():
+    for titles, outcome in rows:
         for note in notes_on(outcome):
             console.print(f"{shared_words(titles)}: {note}", markup=False)
     for command in commands_to_look(outcomes):
         console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """Standard output, as wide as a table may want where it is no terminal but a log file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+def by_cell(
+    cells: Sequence[CellSpec], outcomes: Sequence[Outcome]
+) -> list[tuple[list[str], Outcome]]:
+    """Each distinct cell of a command: the titles that mean it, and its outcome."""
+    rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
+    for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
+        key = (str(outcome.directory), outcome.cell_id or str(position))
+        rows.setdefault(key, ([], outcome))[0].append(cell.title)
+    return list(rows.values())
 
 
 def _main_metric(outcome: Outcome) -> str:
@@ -204,47 +214,6 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
     has_more = any(outcome.status not in ("finished", "skipped") for outcome in outcomes)
     status = [f"python -m normexp.status {words}" for words in where] if has_more else []
     return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]
-
-
-def print_plan(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """Prints a dry run: what is recorded, what would be trained, and how long it would take."""
-    from normexp.reporting.power import power_words  # scipy, for a dry run alone
-
-    timed: dict[Path, list[Result]] = {}
-    total, num_unknown = 0.0, 0
-    rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
-    for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
-        key = (str(outcome.directory), outcome.cell_id or str(position))
-        rows.setdefault(key, ([], outcome))[0].append(cell.title)
-    for titles, outcome in rows.values():
-        title = shared_words(titles) if len(cells) > 1 else outcome.title
-        if outcome.directory is None:
-            print(f"{outcome.status}: {title}: {outcome.error}")
-            continue
-        study_dir = outcome.directory.parent
-        if study_dir not in timed:
-            timed[study_dir] = read_timed(study_dir)
-        missing = len(outcome.missing)
-        seconds = expected_seconds(outcome.record, missing, timed[study_dir]) if missing else 0.0
-        total, num_unknown = total + (seconds or 0.0), num_unknown + (seconds is None)
-        print(f"{title}: {_planned(outcome, seconds)}")
-    parts = [f"{spoken(total)} of training in one process"] if total or not num_unknown else []
-    if num_unknown:
-        parts.append(f"{counted(num_unknown, 'cell')} of unknown time")
-    print("expected: " + ", and ".join(parts))
-    for study_dir, recorded in timed.items():
-        own = [o for o in outcomes if o.directory is not None and o.directory.parent == study_dir]
-        if words := power_words(own, recorded):
-            print(words)
-
-
-def _planned(outcome: Outcome, seconds: float | None) -> str:
-    num_done = sum(run.status != "failed" for run in outcome.results)
-    parts = [f"{counted(len(outcome.missing), 'run')} to do", f"{num_done} done"]
-    parts.append(f"{outcome.record['num_steps']} steps each")
-    if outcome.missing:
-        parts.append("unknown time" if seconds is None else f"about {spoken(seconds)}")
-    return ", ".join(parts)
 
 
 def _spread(values: list[float]) -> list[str]:

@@ -19,7 +19,7 @@ from normexp.records.history import append_attempt
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
 from normexp.reporting.agent import log_to_agent, refuse_many_cells
-from normexp.reporting.summary import print_closing_table, print_plan, print_summary
+from normexp.reporting.summary import print_closing_table, print_summary
 from normexp.sweeps.crew import SPAWN, Seat, Worker
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog, cell_entry
@@ -54,8 +54,11 @@ def conclude(cells: Sequence[CellSpec], outcomes: Sequence[Outcome], words: Sequ
     reasons = {outcome.error if outcome.status == "refused" else "" for outcome in outcomes}
     if len(reasons) == 1 and (reason := reasons.pop()):
         raise UserError(reason)
-    if shared_value([cell.cfg for cell in cells if cell.cfg is not None], "dry_run"):
-        print_plan(cells, outcomes)
+    cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
+    if shared_value(cfgs, "dry_run"):
+        from normexp.reporting.dry_run import print_plan  # scipy
+
+        print_plan(cells, outcomes, num_workers=places_for(cfgs, len(cells))[1])
     elif len(cells) == 1 and not outcomes[0].halts:
         print_summary(outcomes[0], words)
     elif len(cells) > 1:

@@ -71,9 +71,7 @@ def test_recorded_ids_stay(line: str, text_file: Path):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("norm=batch", "micro_batch_size=32 norm_batch_size=32 lr=0.10"),
         ("micro_batch_size=8", "micro_batch_size=8 norm_batch_size=8"),
-        ("norm=group", "norm=group norm_batch_size=4"),
         ("steps=40", "epochs=1 samples=null steps=40"),
         ("norm=group", "norm=group norm.num_groups=8 act=relu seed=3 trainer=cpu"),
         ("norm=frn", "norm=frn act=tlu"),

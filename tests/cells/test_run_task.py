@@ -112,7 +112,7 @@ def test_rate_that_fails_takes_no_other_run_with_it(
     assert told == {("finished", "RuntimeError: no more")}
 
 
-@pytest.mark.parametrize(("deaths", "apart"), [([0], None), ([0, 0], "killed"), ([1, 0], None)])
+@pytest.mark.parametrize(("deaths", "apart"), [([0, 0], "killed"), ([1, 0], None)])
 def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
     tmp_path: Path, deaths: list[int], apart: str | None
 ):

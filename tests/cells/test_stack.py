@@ -154,12 +154,6 @@ def test_optimizer_not_known_to_act_by_value_trains_in_turn(
         sys.modules.pop("own_optimizer_of_a_test", None)
 
 
-def test_named_norm_takes_no_other_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["norm=batch", "norm._target_=torch.nn.Identity", f"runs_dir={tmp_path / 'runs'}"]
-    assert main(words) == 2
-    assert "try norm=custom norm._target_=" in capsys.readouterr().err
-
-
 def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path, monkeypatch):
     finished = []
 

@@ -271,7 +271,7 @@ def test_torch_group_norm_is_measured_where_its_groups_have_values():
     assert values_of(partial(nn.GroupNorm, 8), *names) == [YES, YES, NO]
 
 
-@pytest.mark.parametrize("distance", [1, 5, 17, 32])
+@pytest.mark.parametrize("distance", [1, 32])
 def test_far_samples_and_positions_are_on_the_card(distance: int):
     traits = ("mixes samples", "pools channels", "pools positions", "leaks the future")
     assert values_of(lambda _: broken.ReadsFurther(0, distance), *traits) == [YES, NO, NO, NO]

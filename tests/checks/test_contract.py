@@ -123,14 +123,12 @@ def test_constructor_that_fails_is_a_failed_line():
     "make",
     [
         BatchNorm,
-        LayerNorm,
         InstanceNorm,
         partial(GroupNorm, num_groups=4),
         nn.BatchNorm2d,
         nn.LayerNorm,
-        partial(nn.GroupNorm, 8),
     ],
-    ids=["batch", "layer", "instance", "group", "torch batch", "torch layer", "torch group"],
+    ids=["batch", "instance", "group", "torch batch", "torch layer"],
 )
 def test_sound_norm_keeps_the_contract(make: Callable[..., Any]):
     assert_contract(make)

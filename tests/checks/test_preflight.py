@@ -245,7 +245,8 @@ def test_state_outside_of_norms_is_refused():
 
 @pytest.mark.parametrize("norm", [broken.KeepsItsMean, broken.NoisyTraining, BatchNorm])
 def test_what_moves_no_result_is_no_state(norm: type[nn.Module]):
-    traits_of(FlatNet(NormFactory(norm)), image_data())
+    traits = traits_of(FlatNet(NormFactory(norm)), image_data())
+    assert traits.draws_for_itself == (norm is broken.NoisyTraining)
 
 
 # ---------------------------------------------------------------- values per statistic
@@ -382,6 +383,26 @@ def test_leak_names_its_sites_and_a_remedy_that_fits(name: str, view: View, reme
     leak = traits_of(network, text_data(), allow_leak=True).leak
     assert leak is not None and leak.remedy == remedy
     assert leak.where == "blocks.0.attn_norm, blocks.0.mlp_norm, final_norm"
+
+
+class Windows(nn.Module):
+    """Halves of each image are rows of their own where the norm stands."""
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        self.norm = norm(1)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        halves = images[:, 0].unflatten(1, (2, -1)).flatten(0, 1)  # (2 N, H / 2, W)
+        return self.head(self.norm(halves[:, None]).reshape(len(images), -1))
+
+
+def test_rows_that_are_no_samples_are_not_cut_into_sub_batches():
+    network = Windows(NormFactory(BatchNorm))
+    with pytest.raises(UserError, match="norm_batch_size=4: norm get 8 rows for 4 samples"):
+        examine(network, image_data(), Sizes(8, None, 4), drop_last=True)
+    assert traits_of(network, image_data()).mixes_samples
 
 
 def silent_group(num_features: int) -> nn.Module:
@@ -558,7 +579,7 @@ def test_reader_of_padding_is_refused(network: Callable[[], nn.Module], message:
     ids=["tokens without mask", "samples without mask", "one length", "dropout"],
 )
 def test_sound_network_reads_no_padding(network: Callable[[], nn.Module]):
-    traits_of(network(), padded_data())
+    assert not traits_of(network(), padded_data()).leaks_future  # not refused
 
 
 def test_batch_to_probe_has_padding_in_every_sample():

@@ -156,6 +156,14 @@ def test_torch_is_imported_without_the_collector_and_a_terminal_says_so(
             assert gc.isenabled()
 
 
+@pytest.mark.slow
+def test_a_command_that_imports_torch_ends_without_a_report_of_leaks(tmp_path: Path):
+    words = ["-m", "normexp.train", "dry_run=true", f"runs_dir={tmp_path}"]
+    run = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[1].startswith(" batch on digits")
+    assert "leaked" not in run.stdout + run.stderr
+
+
 # --- help ---------------------------------------------------------------------------------------
 
 
@@ -202,18 +210,33 @@ def test_help_needs_a_folder_that_exists(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["train --help", "report --help", "check norm=grup", "evaluate run=a b=c", "status"],
+    ("lines", "heavy"),
+    [
+        ([f"{entry} --help" for entry in ENTRIES], {"torch", "pandas", "hydra", "omegaconf"}),
+        (
+            [
+                *("train norm=nrom", "train batch_size=0", "train --cfg job norm=nrom"),
+                *("tune norm=batch", "check norm=grup", "evaluate run=a b=c", "status", "report"),
+            ],
+            {"torch", "pandas"},
+        ),
+    ],
+    ids=["help", "refusals"],
 )
-def test_help_and_refusals_import_neither_torch_nor_pandas(line: str):
-    entry, *words = line.split()
-    heavy = {"torch", "pandas"} | ({"hydra", "omegaconf"} if "--help" in words else set())
+def test_help_and_refusals_import_nothing_heavy(lines: list[str], heavy: set[str]):
+    """The lines one after another in one process, which ends with the codes and the imports."""
     script = (
-        f"import sys; from normexp.{entry} import main; main(sys.argv[1:]); "
-        f"sys.exit(99 if {heavy} & set(sys.modules) else 0)"
+        "import importlib, sys\n"
+        "for line in sys.argv[1:]:\n"
+        "    entry, *words = line.split()\n"
+        "    code = importlib.import_module(f'normexp.{entry}').main(words)\n"
+        f"    print(line, code, {heavy} & set(sys.modules), file=sys.stderr)\n"
     )
-    run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, check=False)
-    assert run.returncode == 0
+    command = [sys.executable, "-c", script, *lines]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    code = 0 if "--help" in lines[0] else 2
+    ends = [line for line in told.splitlines() if not line.startswith("normexp: ")]
+    assert ends == [f"{line} {code} set()" for line in lines]
 
 
 # --- what Hydra answers itself ------------------------------------------------------------------

@@ -18,7 +18,6 @@ REFUSED = {
     "norm=xyz": "norm=xyz: no such norm (normexp.train --help lists all",
     "logger=[wandb,neptune]": "logger=neptune: no such logger",
     "btch_size=3": "btch_size: unknown key; did you mean batch_size",
-    "optim.momentun=0.5": "did you mean optim.momentum?",
     "weight_decay=0.1": "did you mean optim.weight_decay?",
     "norm.foo=1": "norm.foo: unknown key (norm=batch has",
     "lr.x=3": "lr has no keys below it",
@@ -28,19 +27,14 @@ REFUSED = {
     "data_dir=a=b": "quote it, as in 'data_dir=\"a=b\"'",
     "study=a b ü": "study=a b ü: must be a folder name of letters",
     "seed=1,2": "seed=1,2 names several values: add -m",
-    "optim=sgd,adamw": "add -m",
-    "seed=range(0,3)": "add -m",
     "model=null": "model=null: model takes one name",
     "optim=[sgd,adamw]": "optim takes one name (choices: adamw, custom, sgd)",
-    "norm=[]": "norm takes one name (normexp.train --help lists all",
     "~model": "~model: a key cannot be removed; give it a value",
-    "~optim.nesterov": "~optim.nesterov: a key cannot be removed; give it a value",
     "+optim=sgd": "+optim=sgd: optim is always there",
     "+batch_size=3": "+batch_size=3: the key exists, write it without the +",
     "norm._target_=my.Norm": "try norm=custom norm._target_=...",
     "batch_size=abc": "batch_size=abc: must be a whole number, as its default 32",
     "batch_size=2.5": "batch_size=2.5: must be a whole number",
-    "batch_size=true": "batch_size=true: must be a whole number",
     "optim.momentum=abc": "optim.momentum=abc: must be a number",
     "dry_run=1": "dry_run=1: must be true or false",
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
@@ -48,20 +42,15 @@ REFUSED = {
     "hydra/launcher=foo": "hydra/launcher=foo: no such launcher",
     # Keys that nothing reads.
     "+foo=1": "foo: unknown key; --help lists",
-    "++foo=1": "foo: unknown key; --help lists",
     "+btch_size=4": "btch_size: unknown key; did you mean batch_size?",
-    "+ckpt_path=a": "ckpt_path: unknown key; the same command resumes",
     "+scheduler=step": "scheduler: unknown key; set optim.schedule=...",
     "+logger.x=1": "logger.x: unknown key (logger has csv)",
     "logger=wandb +logger.wandb.tags=[a]": "logger.wandb.tags: unknown key (logger.wandb has",
     "+tune.x=1": "tune.x: unknown key (tune has",
     "+trainer.fast_dev_run=true": "trainer.fast_dev_run: unknown key; set steps=...",
-    "+trainer.limit_train_batches=3": "trainer.limit_train_batches: unknown key; set steps=...",
-    "+trainer.max_epochs=3": "trainer.max_epochs: unknown key; set epochs=...",
     "++trainer.gradient_clip_val=1": "unknown key; set max_grad_norm=...",
     "+trainer.callbacks=[]": "trainer.callbacks: unknown key (trainer has accelerator, devices",
     "hydra.verbose=true": "hydra.verbose: nothing reads this key of Hydra",
-    "hydra/job_logging=default": "hydra/job_logging: nothing reads this key of Hydra",
     "optim._target_=torch.optim.Adam": "try optim=custom optim._target_=...",
     "optim=custom optim._target_=torch.optim.Adam": "optimizer has no default, set lr=...",
     # Validating.
@@ -70,7 +59,6 @@ REFUSED = {
     "norm_batch_size=1.5": "norm_batch_size=1.5: must be a whole number above 0 or null",
     "micro_batch_size=12": "try micro_batch_size=8 or micro_batch_size=16",
     "norm_batch_size=64": "norm_batch_size=64 does not divide batch_size=32",
-    "lr=0": "lr=0: must be a number above 0",
     "lr=nan": "lr=nan: must be a number above 0",
     "eps=-1e-5": "eps=-1e-05: must be a number, 0 or more",
     "seed=-1": "seed=-1: must be a whole number, 0 or more",
@@ -78,8 +66,6 @@ REFUSED = {
     "stack=1": "stack=1: must be one of auto, true, false",
     "study=../up": "study=../up: must be a folder name",
     f"study={'n' * 201}": "of at most 200 bytes",
-    "study=[a,b]": "study=[a,b]: must be a folder name",
-    "evaluate_with=[exact]": "each one of running, precise, batch",
     "optim.schedule=step": "optim.schedule=step: must be one of constant, cosine, one_cycle",
     "optim.warmup=1.0": "optim.warmup=1.0: must be a number from 0 to below 1",
     "trainer.accelerator=tpu": "trainer.accelerator=tpu: must be one of auto, cpu, gpu, cuda",
@@ -90,7 +76,6 @@ REFUSED = {
     "norm=custom": "norm._target_ is missing",
     "logger=wandb logger.wandb.mode=offlin": "logger.wandb.mode=offlin: must be one of auto",
     "optim=adamw optim.betas=3": "optim.betas=3: must be a list",
-    "micro_batch_size=8 norm_batch_size=16": "norm_batch_size=16 does not divide micro_batch_size",
 }
 
 
@@ -103,17 +88,6 @@ def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("eps=0", "max_grad_norm=1", "optim=adamw", "stack=true", "~experiment"),
-        *("batch_size=6 norm_batch_size=3", "micro_batch_size=8 norm_batch_size=4"),
-    ],
-)
-def test_accepted_values_pass(line: str):
-    validate(compose_config(line.split()))
-
-
 def test_defaults_are_those_of_the_design():
     config = compose_config([])
     assert config.batch_size == 32
@@ -121,6 +95,19 @@ def test_defaults_are_those_of_the_design():
     assert config.seed == 0 and config.replicas == 4 and config.study == "default"
     assert config.lr == config.optim.default_lr
     assert "hydra" not in config
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("eps=0 max_grad_norm=1 stack=true ~experiment", (0, 1, True)),
+        ("optim=adamw batch_size=6 norm_batch_size=3", (1e-5, None, "auto")),
+    ],
+)
+def test_values_at_the_edge_are_accepted(line: str, values: tuple[object, ...]):
+    config = compose_config(line.split())
+    validate(config)
+    assert (config.eps, config.max_grad_norm, config.stack) == values
 
 
 def test_values_keep_their_types():

@@ -23,7 +23,7 @@ from normexp.errors import UserError
 from normexp.norms.slots import SLOTS, changed, resolve
 
 PACKAGE = Path(normexp.__file__).parent
-GROUPED = ("norm.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
+GROUPED = ("norm.", "model.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -131,11 +131,14 @@ CHANGES = {
     "act": "gelu",
     "conv": "weight_standardized",
     "residual_scale": "0",
+    "layer_scale": "0.1",
     "placement": "post",
     "qk_norm": "true",
+    "v_norm": "true",
     "matmul_precision": "highest",
     "drop_last": "false",
     "norm.half_life": "100 norm.momentum=null",
+    "model.replace": "[BatchNorm2d] model=torchvision",
     "optim.momentum": "0.5",
     "optim.nesterov": "false",
     "optim.weight_decay": "0",
@@ -148,8 +151,10 @@ CHANGES = {
     "norm.act": "+gelu",
     "norm.conv": "+weight_standardized",
     "norm.residual_scale": "+0",
+    "norm.layer_scale": "+0.1",
     "norm.placement": "+post",
     "norm.qk_norm": "+true",
+    "norm.v_norm": "+true",
 }
 KEEPS = {
     "seed": "3",
@@ -179,6 +184,7 @@ KEEPS = {
     "tune.seeds": "2",
     "tune.first_seed": "9",
     "tune.metric": "val/loss",
+    "model.weights": "elsewhere",
     "data.data_dir": "elsewhere data=cifar10",
     "data.path": "elsewhere data=text_file",
     "data.root": "elsewhere data=image_folder",
@@ -201,7 +207,7 @@ def test_a_key_changes_the_id_if_it_changes_the_training(key: str, digits: Data,
     before = default_id
     if key in ("data.path", "data.root"):  # which have no default
         before = id_by_words(digits, *context, f"{key}=here")
-    elif any(word.startswith("data=") for word in context):
+    elif any(word.startswith(("data=", "model=")) for word in context):
         before = id_by_words(digits, *context)
     after = id_by_words(digits, *context, setting)
     assert (after != before) == (key in CHANGES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from normexp.models.surgery import replace_norms
 from normexp.norms.factory import NormFactory
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-MODELS = sorted(path.stem for path in CONF.glob("*.yaml"))
+MODELS = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "timm")
 TRANSFORMERS = ("vit", "gpt", "text_encoder")
 SMALL = {"depth": 2, "width": 16, "num_heads": 2}
 IMAGES, NUM_OUTPUTS, VOCAB_SIZE, BLOCK_SIZE = (1, 8, 8), 5, 11, 12
@@ -34,9 +37,25 @@ def build(name: str, norm: NormFactory | None = None, **knobs: Any) -> nn.Module
     """The model of conf/model/<name>.yaml with some knobs changed; transformers are SMALL."""
     facts = FACTS.get(name, {"input_shape": IMAGES, "num_outputs": NUM_OUTPUTS})
     knobs = (SMALL if name in TRANSFORMERS else {}) | facts | knobs
-    return instantiate(OmegaConf.load(CONF / f"{name}.yaml"))(
-        norm=norm or NormFactory(layer_norm), **knobs
-    )
+    values = OmegaConf.load(CONF / f"{name}.yaml")
+    for key in ("weights", "replace"):  # read by build.py
+        values.pop(key, None)
+    norm = norm or NormFactory(layer_norm)
+    if name != "torchvision":
+        return instantiate(values)(norm=norm, **knobs)
+    network = instantiate(values)(**knobs)
+    replace_norms(network, taking_settings(norm.make))
+    return network
+
+
+def taking_settings(make: Callable[..., nn.Module]) -> NormFactory:
+    """A factory of `make` that gives it the settings of a replaced norm that it takes."""
+    known = inspect.signature(make).parameters
+
+    def build_norm(num_features: int, **settings: Any) -> nn.Module:
+        return make(num_features, **{k: v for k, v in settings.items() if k in known})
+
+    return NormFactory(build_norm)
 
 
 def draw_arguments(name: str, num_samples: int) -> tuple[Tensor, ...]:

@@ -57,29 +57,33 @@ def test_resnet20_starts_from_one_draw_per_layer_in_forward_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def reference_attention(attention: Attention, x: Tensor, allowed: Tensor, gains: list) -> Tensor:
+def reference_attention(attention: Attention, x: Tensor, allowed: Tensor, gains: dict) -> Tensor:
     """The textbook formula, one head at a time; `allowed` (B, T, T) says who may read whom."""
     split = [t.chunk(attention.num_heads, dim=-1) for t in attention.qkv(x).chunk(3, dim=-1)]
     heads = []
-    for q, k, v in zip(*split, strict=True):
-        if gains:
-            q, k = (
-                t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
-                for t, gain in zip((q, k), gains, strict=True)
-            )
+    for values in zip(*split, strict=True):
+        q, k, v = (
+            t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gains[name]
+            if name in gains
+            else t
+            for name, t in zip(("q_norm", "k_norm", "v_norm"), values, strict=True)
+        )
         scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
         heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1) @ v)
     return attention.out(torch.cat(heads, dim=-1))
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("qk_norm", "v_norm"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", ["all", "causal", "masked"])
-def test_attention_equals_the_formula(kind: str, qk_norm: bool) -> None:
-    norm = NormFactory(partial(nn.RMSNorm, eps=1e-6), slots=Slots(qk_norm=qk_norm))
+def test_attention_equals_the_formula(kind: str, qk_norm: bool, v_norm: bool) -> None:
+    slots = Slots(qk_norm=qk_norm, v_norm=v_norm)
+    norm = NormFactory(partial(nn.RMSNorm, eps=1e-6), slots=slots)
     attention = Attention(12, 3, norm, is_causal=kind == "causal").double()
-    gains = [torch.rand(4, dtype=torch.double) + 0.5 for _ in named_sites(attention)]
-    for (_, site), gain in zip(named_sites(attention), gains, strict=True):
-        site.norm.get_parameter("weight").data.copy_(gain)
+    gains = {}
+    for name, site in named_sites(attention):
+        gains[name] = torch.rand(4, dtype=torch.double) + 0.5
+        site.norm.get_parameter("weight").data.copy_(gains[name])
+    assert len(gains) == 2 * qk_norm + v_norm
     x = torch.randn(2, 5, 12, dtype=torch.double)
     mask = torch.arange(5) < torch.tensor([[5], [3]]) if kind == "masked" else None
     allowed = torch.ones(2, 5, 5, dtype=torch.bool)

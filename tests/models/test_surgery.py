@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import timm.layers
 import torch
 import torchvision
-from model_cases import layer_norm
-from torch import nn
+from model_cases import layer_norm, taking_settings
+from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.models.surgery import ChannelsLast, replace_norms
+from normexp.models.timm import build_timm_model
 from normexp.models.torchvision import adapt_channels, build_torchvision_model
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import named_sites
 
-LAYER_NORM = NormFactory(layer_norm)
-BATCH_NORM = NormFactory(nn.BatchNorm2d)
+LAYER_NORM = taking_settings(layer_norm)
+BATCH_NORM = taking_settings(nn.BatchNorm2d)
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -34,7 +37,7 @@ def shape_at_norm(old: nn.Module, *shape: int) -> tuple[int, ...]:
     """What the new norm receives for an input of `shape` where `old` was."""
     shapes = []
 
-    def make(num_features: int) -> nn.Module:
+    def make(num_features: int, **_: Any) -> nn.Module:
         norm = nn.Identity()
         norm.register_forward_hook(
             lambda _m, args, _o: shapes.append((num_features, *args[0].shape))
@@ -61,6 +64,14 @@ OF_MAPS = [
     (nn.BatchNorm3d(6), 5),
     (nn.GroupNorm(2, 6), 4),
     (torchvision.models.convnext.LayerNorm2d(6), 4),
+    (torchvision.ops.FrozenBatchNorm2d(6), 4),
+    (timm.layers.LayerNorm2d(6), 4),
+    (timm.layers.RmsNorm2d(6), 4),
+    (timm.layers.SimpleNorm2d(6), 4),
+    (timm.layers.GroupNorm1(6), 4),
+    (timm.layers.BatchNormAct2d(6), 4),
+    (timm.layers.GroupNormAct(6, group_size=3), 4),
+    (timm.layers.LayerNormAct2d(6), 4),
 ]
 
 
@@ -69,7 +80,41 @@ def test_norm_of_maps_becomes_a_site_of_maps(old: nn.Module, num_dims: int) -> N
     assert shape_at_norm(old, *MAPS[num_dims]) == (6, *MAPS[num_dims])
 
 
-@pytest.mark.parametrize("old", [nn.LayerNorm(6), nn.RMSNorm(6)])
+class LlamaRMSNorm(nn.Module):
+    """As in transformers, whose classes share nothing but this shape and the end of the name."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class GemmaRMSNorm(LlamaRMSNorm):
+    """Its gain is 1 + weight."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class OddNormalizer(LlamaRMSNorm):
+    """Its further parameter may be anything: it is left alone unless it is named."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.power = nn.Parameter(torch.ones(hidden_size))
+
+
+LAST = [nn.LayerNorm(6), nn.RMSNorm(6), timm.layers.RmsNorm(6), LlamaRMSNorm(6), GemmaRMSNorm(6)]
+
+
+@pytest.mark.parametrize("old", LAST, ids=lambda old: type(old).__name__)
 @pytest.mark.parametrize("shape", [(2, 6), (2, 3, 6), (2, 3, 4, 6)])
 def test_norm_of_the_last_axis_becomes_a_site_of_tokens(
     old: nn.Module, shape: tuple[int, ...]
@@ -87,9 +132,83 @@ def test_a_norm_that_stands_in_two_places_becomes_one_site() -> None:
     assert network[0] is network[1][1] and [name for name, _ in named_sites(network)] == ["0"]
 
 
-def test_layer_norm_over_several_axes_is_refused() -> None:
-    with pytest.raises(UserError, match=r"LayerNorm\(\(3, 4\)"):
-        replace_norms(nn.Sequential(nn.LayerNorm((3, 4))), LAYER_NORM)
+@pytest.mark.parametrize("old", LAST[2:], ids=lambda old: type(old).__name__)
+@pytest.mark.parametrize("gain", [0.5, 2.0])
+def test_gain_of_a_norm_is_carried_over(old: nn.Module, gain: float) -> None:
+    own = type(old)(6)
+    nn.init.constant_(own.get_parameter("weight"), gain)
+    network = nn.Sequential(own)
+    x = torch.randn(2, 3, 6)
+    expected = network(x)
+    replace_norms(network, taking_settings(ChannelsRMS))
+    torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
+
+
+class ChannelsRMS(nn.RMSNorm):
+    def __init__(self, num_features: int, eps: float = 1e-5) -> None:
+        super().__init__(num_features, eps=eps)
+
+
+def test_settings_values_and_statistics_follow_the_old_norm() -> None:
+    old = nn.BatchNorm2d(6, eps=1e-3, momentum=0.01)
+    for tensor in (*old.parameters(), old.running_mean, old.running_var):
+        assert tensor is not None
+        nn.init.uniform_(tensor, 1, 2)
+    network = nn.Sequential(old, nn.BatchNorm2d(6, affine=False))
+    expected = old.state_dict()
+    surgery = replace_norms(network, BATCH_NORM)
+    new, plain = (site.norm for _, site in named_sites(network))
+    assert (new.eps, new.momentum, plain.affine) == (1e-3, 0.01, False)
+    torch.testing.assert_close(dict(new.state_dict()), dict(expected), rtol=0, atol=0)
+    assert surgery.dropped == []
+    surgery = replace_norms(nn.Sequential(nn.BatchNorm2d(6)), LAYER_NORM)
+    assert set(surgery.carried.values()) == {"0.weight", "0.bias"}
+    assert surgery.dropped == [
+        f"0.{s}" for s in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+
+
+def test_activation_of_a_norm_is_kept() -> None:
+    network = nn.Sequential(timm.layers.BatchNormAct2d(6, act_layer="silu"))
+    x = torch.randn(4, 6, 3, 3)
+    expected = network(x)
+    replace_norms(network, BATCH_NORM)
+    torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
+    assert not any(getattr(module, "inplace", False) for module in network.modules())
+
+
+def test_transformer_of_torch_works_in_evaluation() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+    network = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    x = torch.randn(2, 5, 8)
+    expected = network.train()(x)
+    replace_norms(network, taking_settings(ChannelNorm))
+    torch.testing.assert_close(network.eval()(x), expected, rtol=0, atol=1e-4)
+
+
+def test_classes_can_be_named_and_what_is_left_is_said() -> None:
+    parts = [nn.Linear(6, 6), LlamaRMSNorm(6), OddNormalizer(6), nn.LayerNorm((3, 6))]
+    parts.append(nn.LocalResponseNorm(2))
+    surgery = replace_norms(nn.Sequential(*parts), LAYER_NORM)
+    assert surgery.classes == {"1": "LlamaRMSNorm"}
+    assert surgery.left.keys() == {"OddNormalizer", "LayerNorm", "LocalResponseNorm"}
+    network = nn.Sequential(nn.LayerNorm(6), OddNormalizer(6))
+    assert replace_norms(network, LAYER_NORM, only=["OddNormalizer"]).classes.keys() == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "only", "message"),
+    [
+        ([nn.Linear(6, 6)], None, "no norm.*1 Linear.*model.replace"),
+        ([nn.LayerNorm((3, 6))], None, "LayerNorm is left alone.*several axes"),
+        ([OddNormalizer(6)], None, "OddNormalizer.*power.*model.replace"),
+        ([nn.LayerNorm(6)], ["LayerNom"], "model.replace.*LayerNom.*LayerNorm"),
+        ([nn.Linear(6, 3)], ["Linear"], r"model.replace=\[Linear\].*axes"),
+    ],
+)
+def test_nothing_to_replace_is_refused(parts: list, only: list | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace_norms(nn.Sequential(*parts), LAYER_NORM, only)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
@@ -111,7 +230,10 @@ def test_replacing_by_batch_norm_changes_no_number_no_name_and_no_order(name: st
     assert keys == list(original.state_dict())
 
 
-@pytest.mark.parametrize(("name", "num_sites"), [("vit_b_16", 25), ("convnext_tiny", 23)])
+@pytest.mark.parametrize(
+    ("name", "num_sites"),
+    [pytest.param("vit_b_16", 25, marks=pytest.mark.slow), ("convnext_tiny", 23)],
+)
 def test_networks_with_layer_norms_compute_the_same(name: str, num_sites: int) -> None:
     torch.manual_seed(0)
     knobs = {"image_size": 32} if name == "vit_b_16" else {}
@@ -119,19 +241,19 @@ def test_networks_with_layer_norms_compute_the_same(name: str, num_sites: int) -
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         expected = original(images)
-        replace_norms(original, NormFactory(ChannelNorm))
+        replace_norms(original, taking_settings(ChannelNorm))
         assert len(list(named_sites(original))) == num_sites
         torch.testing.assert_close(original(images), expected, rtol=0, atol=1e-5)
 
 
-def test_torchvision_model_takes_grey_images_and_logs_its_sites(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO, logger="normexp"):
-        model = build_torchvision_model(BATCH_NORM, (1, 32, 32), 7, name="resnet18")
-    assert model(torch.randn(2, 1, 32, 32)).shape == (2, 7)
-    assert "resnet18 has 20 sites: bn1, layer1.0.bn1, layer1.0.bn2," in caplog.text
-    assert "1 channels instead of 3" in caplog.text
+@pytest.mark.parametrize("build", [build_torchvision_model, build_timm_model])
+def test_networks_take_grey_images_of_any_size(build: Callable[..., nn.Module]) -> None:
+    images = torch.randn(2, 1, 8, 8)
+    assert build((1, 8, 8), 7, name="resnet18")(images).shape == (2, 7)
+    model = build((1, 8, 8), 7, name="resnet18", image_size=33)
+    sizes = []
+    model.maxpool.register_forward_hook(lambda _m, _x, out: sizes.append(out.shape[-1]))
+    assert model(images).shape == (2, 7) and sizes == [9]
 
 
 @pytest.mark.parametrize("channels", [1, 2, 5])
@@ -146,20 +268,25 @@ def test_adapted_first_convolution_keeps_the_variance_of_its_output(channels: in
 
 def test_no_activation_works_in_place() -> None:
     """The gradient of tanh needs its output, which an activation in place would overwrite."""
-    norm = NormFactory(lambda _: nn.Tanh())
-    model = build_torchvision_model(norm, (3, 32, 32), 3, name="mobilenet_v2")
+    model = build_torchvision_model((3, 32, 32), 3, name="mobilenet_v2")
+    replace_norms(model, NormFactory(lambda _, **__: nn.Tanh()))
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "message"),
+    ("build", "name", "shape", "message"),
     [
-        ("resnet51", (3, 32, 32), "model.name=resnet51.*resnet50"),
-        ("alexnet", (1, 8, 8), "model.name=alexnet.*1x8x8"),
-        ("vit_b_16", (3, 30, 30), "model.name=vit_b_16.*3x30x30"),
+        (build_torchvision_model, "resnet51", (3, 32, 32), "model.name=resnet51.*resnet50"),
+        (build_torchvision_model, "alexnet", (1, 8, 8), "alexnet.*1x8x8.*model.image_size=64"),
+        (build_torchvision_model, "vit_b_16", (3, 30, 30), "model.name=vit_b_16.*3x30x30"),
+        (build_timm_model, "resnet1", (3, 32, 32), "model.name=resnet1 .*resnet18"),
+        (build_timm_model, "test_vit", (1, 8, 8), "model.name=test_vit.*8x8.*model.image_size"),
+        (build_timm_model, "test_vit", (64,), r"model=timm.*\(64,\)"),
     ],
 )
-def test_networks_that_cannot_be_built_are_refused(name: str, shape: tuple, message: str) -> None:
+def test_networks_that_cannot_be_built_are_refused(
+    build: Callable[..., nn.Module], name: str, shape: tuple, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        build_torchvision_model(LAYER_NORM, shape, 3, name=name)
+        build(shape, 3, name=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import timm.layers
 import torch
 import torch.nn.functional as F
 from timm.layers.filter_response_norm import FilterResponseNormTlu2d
@@ -69,6 +70,17 @@ def test_factory_hands_out_what_its_slots_say_and_notes_what_was_asked():
     assert torch.equal(scale(torch.full((2, 3), 4.0)), torch.full((2, 3), 2.0))
     assert factory.placement == "peri"
     assert factory.used == {"residual_scale", "placement"}
+
+
+def test_a_branch_is_scaled_by_a_number_per_channel_as_in_timm_and_by_both_where_both_are_set():
+    x = torch.randn(2, 3, 4, 4)
+    theirs = timm.layers.LayerScale2d(3, init_values=0.1)
+    factory = NormFactory(nn.BatchNorm2d, slots=Slots(layer_scale=0.1))
+    ours = factory.residual(3, 1, 1)
+    assert torch.equal(ours(x), theirs(x)) and sum(p.numel() for p in ours.parameters()) == 3
+    assert factory.used == {"residual_scale", "layer_scale"}
+    both = NormFactory(nn.BatchNorm2d, slots=Slots(layer_scale=0.1, residual_scale=0.5))
+    torch.testing.assert_close(both.residual(4)(x), 0.05 * x, rtol=0, atol=1e-7)
 
 
 def test_unset_slots_are_torchs_own_modules():

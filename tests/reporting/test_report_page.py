@@ -99,6 +99,7 @@ def test_changing_the_scheme_redraws(browser: Browser, page: str):
     browser.dark(True)
     axis = "document.querySelector('.role-axis-title text').getAttribute('fill')"
     browser.wait(f"{axis} === '#e6e9ed'")
+    assert browser.run(f"return {axis}") == "#e6e9ed"
 
 
 def test_filters_hide_rows_lines_and_sections(browser: Browser, page: str):

@@ -1,4 +1,4 @@
-"""What a command prints at its end, and the time that a dry run expects."""
+"""What a command prints at its end."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ import pytest
 
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result
-from normexp.records.timing import expected_seconds
-from normexp.reporting.power import family_size, power_words
 from normexp.reporting.summary import (
     commands_to_look,
     next_commands,
     notes_on,
     print_closing_table,
-    print_plan,
     print_summary,
 )
-from normexp.stats import seeds_for, smallest_difference
 
 RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
 RECORD |= {"lr": 0.1, "chance_accuracy": 0.1, "batch_size": 32, "devices": 1}
@@ -162,84 +158,3 @@ def test_brackets_in_titles_and_errors_are_text(capsys):
     print_closing_table(cells, [Outcome("failed", "", error=error), outcome("a", 0.5)])
     out = capsys.readouterr().out
     assert error in out and "evaluate_with=[running]" in out
-
-
-def test_plan_lists_a_cell_of_two_sizes_once_and_counts_in_english(tmp_path: Path, capsys):
-    planned = outcome("a", folder=tmp_path)
-    planned.status, planned.missing = "planned", [0]
-    planned.record = RECORD | {"num_steps": 9}
-    cells = [CellSpec(None, {}, f"norm=none norm_batch_size={size}") for size in (2, 8)]
-    print_plan(cells, [planned, planned])
-    assert capsys.readouterr().out.splitlines() == [
-        "norm=none: 1 run to do, 0 done, 9 steps each, unknown time",
-        "expected: 1 cell of unknown time",
-    ]
-    print_plan(cells[:1], [planned])
-    assert capsys.readouterr().out.startswith("batch on digits: 1 run to do")
-
-
-SIZES = {"batch_size": 8, "micro_batch_size": None, "norm_batch_size": None}
-
-
-def timed(norm: str, step_ms: float, **config: object) -> Result:
-    content = {"model": "m", "data": "d", "norm": norm, **SIZES, **config}
-    timing = {"step_ms": step_ms, "stack_size": 4}
-    return Result("c", 0, "finished", content, {}, {}, timing=timing)
-
-
-def expected(norm: str, runs: list[Result]) -> float | None:
-    config = {"model": "m", "data": "d", "norm": norm, **SIZES, "num_steps": 1000}
-    return expected_seconds(config, 2, runs)
-
-
-def test_expected_time_is_of_the_runs_most_alike():
-    runs = [timed("batch", 8.0), timed("batch", 80.0, norm_batch_size=2), timed("group", 800.0)]
-    # 8 ms for 4 replicas: 2 ms for one, of 1000 steps and 2 replicas
-    assert expected("batch", runs) == pytest.approx(4.0)
-    # another norm: the median of the same model, data and batch size, 80 ms for 4
-    assert expected("layer", runs) == pytest.approx(40.0)
-
-
-def test_expected_time_is_unknown_without_a_run_alike():
-    assert expected("batch", []) is None
-    assert expected("batch", [timed("batch", 8.0, model="other")]) is None
-
-
-def test_a_plan_says_what_the_report_could_show():
-    """Three norms of which one mixes samples, at two sizes: three verdicts."""
-    planned = [
-        Outcome(
-            *("planned", norm, f"{norm}{size}"),
-            record=RECORD | {"norm": norm, "mixes_samples": mixes, "norm_batch_size": size},
-        )
-        for norm, mixes in (("batch", True), ("layer", False), ("group", False))
-        for size in ((2, 8) if mixes else (None,))
-    ]
-    for one in planned:
-        one.missing = list(range(8))
-    assert family_size(planned) == 3 and family_size(planned[:1]) == 0
-    assert power_words(planned[:1], []) == ""
-    assert "unknown" in power_words(planned, [run(0, 0.9)])
-    values = {0: 0.90, 1: 0.92, 2: 0.91}  # sd 1 point, of a difference sqrt(2)
-    words = power_words(planned, [run(seed, value) for seed, value in values.items()])
-    assert f"difference of {smallest_difference(8, 2**0.5, 3):.2g} points" in words
-    assert f"1 point takes {seeds_for(1.0, 2**0.5, 3)} seeds" in words
-
-
-@pytest.mark.parametrize(
-    ("own", "count"),
-    [
-        ([{"batch_size": size} for size in (8, 32, 128)], 1),  # from 128 to 8
-        ([{"lr": lr} for lr in (0.1, 0.3)], 0),  # no size varies
-        ([{"num_steps": s, "norm_batch_size": n} for s in (10, 40) for n in (2, 8)], 2),
-        ([{"batch_size": b, "num_steps": 1024 // b} for b in (8, 32, 128)], 1),  # equal samples
-    ],
-)
-def test_verdicts_of_one_norm_are_counted_by_size_and_budget(own: list[dict], count: int):
-    known = RECORD | {"norm": "batch", "mixes_samples": True}
-    planned = []
-    for number, one in enumerate(own):
-        steps = one.get("num_steps", 640 // one.get("batch_size", 32))
-        record = known | {"num_steps": steps, "epochs": steps / 20} | one
-        planned.append(Outcome("planned", "batch", str(number), record=record))
-    assert family_size(planned) == count

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from normexp.cells.recorded import digest_of_data, passed_over
+from normexp.cells.recorded import passed_over
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
 from normexp.evaluate import main as evaluate
 from normexp.records import history
 from normexp.records.history import read_history
+from normexp.records.identity import digest_of_data
 from normexp.train import main
 
 QUICK = ["steps=4", "replicas=2", "workers=0", "norm=none"]
@@ -46,6 +48,14 @@ def train(tmp_path: Path, *words: str) -> int:
     return main(line(tmp_path, *words))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of runs of one cell, which no test changes."""
+    root = tmp_path_factory.mktemp("trained")
+    assert train(root) == 0
+    return root / "runs"
+
+
 def is_passed(tmp_path: Path, *words: str) -> bool:
     cells = specs(tmp_path, *words)
     return passed_over(cells).keys() == set(range(len(cells)))
@@ -72,9 +82,11 @@ def forget_own() -> None:
         del sys.modules[name]
 
 
-def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(tmp_path: Path):
+def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
+    tmp_path: Path, trained: Path
+):
     assert not is_passed(tmp_path)
-    assert train(tmp_path) == 0
+    shutil.copytree(trained, tmp_path / "runs")
     assert is_passed(tmp_path) and is_passed(tmp_path, "replicas=1", "workers=2", "study=default")
     (outcome,) = passed_over(specs(tmp_path)).values()
     assert [result.seed for result in outcome.results] == [0, 1]
@@ -86,8 +98,8 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(tmp_
     assert not is_passed(tmp_path)
 
 
-def test_torn_result_and_a_held_lock_are_left_to_the_training(tmp_path: Path):
-    assert train(tmp_path) == 0
+def test_torn_result_and_a_held_lock_are_left_to_the_training(tmp_path: Path, trained: Path):
+    shutil.copytree(trained, tmp_path / "runs")
     (outcome,) = passed_over(specs(tmp_path)).values()
     assert outcome.directory is not None
     lock = outcome.directory / ".lock"
@@ -250,16 +262,16 @@ def test_history_is_read_no_more_often_for_more_cells(
     assert counts[0] == counts[1] > 0
 
 
-def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path):
-    for words in ([], [], ["log_every=3"], []):
+def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path, trained: Path):
+    shutil.copytree(trained, tmp_path / "runs")
+    for words in ([], ["log_every=3"], []):
         assert train(tmp_path, *words) == 0
     keys = read_history(tmp_path / "runs" / "default").keys
     assert [len(entries) for entries in keys.values()] == [2]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
 def test_finished_sweep_typed_again_ends_without_torch(
-    tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["-m", "norm=none,group", *QUICK[:2], f"runs_dir={tmp_path / 'runs'}"]
     assert main([*words, "workers=0"]) == 0
@@ -268,9 +280,10 @@ def test_finished_sweep_typed_again_ends_without_torch(
         "import sys; from normexp.train import main; code = main(sys.argv[1:]); "
         "sys.exit(99 if 'torch' in sys.modules else code)"
     )
-    command = [sys.executable, "-c", script, *words, f"workers={workers}"]
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    assert "2 skipped" in again.stdout
     shown = [word if word != "finished" else "skipped" for word in first.split()]
-    assert shown == again.stdout.split()
+    for workers in (0, 2):
+        command = [sys.executable, "-c", script, *words, f"workers={workers}"]
+        again = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+        assert "2 skipped" in again.stdout
+        assert shown == again.stdout.split()

@@ -109,13 +109,6 @@ def test_one_death_before_training_changes_no_task(tmp_path: Path):
     assert [outcome.record["together"] for outcome in outcomes] == [2, 2]
 
 
-def test_cell_that_does_not_compose_is_a_refused_row(tmp_path: Path):
-    bad = CellSpec(None, {}, "norm=bad", "norm=bad: no such norm")
-    outcomes = sweep_of([bad, spec(tmp_path, "a")]).run_workers()
-    assert statuses(outcomes) == ["refused", "finished"]
-    assert outcomes[0].error == "norm=bad: no such norm"
-
-
 def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
     cells = [spec(tmp_path, "a", steps=500), spec(tmp_path, "b", "die before", steps=10)]
     cells += [spec(tmp_path, "c")]

@@ -97,7 +97,7 @@ def test_size_of_a_chunk_does_not_change_any_result(tmp_path: Path, stacked: boo
     assert rows_of(runs[0], 1) == rows_of(runs[1], 1)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("64-true", marks=pytest.mark.slow)])
 @in_both_forms
 def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
     tmp_path: Path, stacked: bool, precision: str

@@ -29,7 +29,7 @@ from normexp.config.help import group_choices
 from normexp.norms.factory import NormFactory
 from normexp.training.module import TrainingModule
 
-FAST = ("batch", "group_ws", "batch_renorm", "ghost", "power", "frn", "batch_per_position")
+FAST = ("batch", "group_ws", "batch_renorm", "power", "batch_per_position")
 NORMS = [name for name in group_choices("norm") if name != "custom"]
 SPLITS = [Sizes(8), Sizes(8, 2), Sizes(8, None, 2), Sizes(8, 4, 2)]
 OPTIMIZERS = {"sgd": (SGD, 0.05), "adamw": (partial(torch.optim.AdamW, fused=True), 0.003)}

@@ -1,0 +1,96 @@
+"""Any classifier of timm, as timm builds it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from normexp.errors import UserError, first_line
+from normexp.models.torchvision import (
+    MISFITS,
+    cannot_download,
+    cannot_take,
+    shape_after,
+    taking_images,
+)
+from normexp.models.weights import Values
+
+
+def build_timm_model(
+    input_shape: tuple[int, ...],
+    num_outputs: int,
+    *,
+    name: str,
+    image_size: int | None = None,
+    **knobs: Any,
+) -> nn.Module:
+    """The network `name` of timm with new weights, as `timm.create_model` returns it.
+
+    Shapes: (N, C, H, W) -> (N, num_outputs). A network with learned positions is built for the size
+    of the images.
+
+    Args:
+        image_size: pixels along a side that images are resized to; None: as they are.
+        knobs: of the network.
+
+    Raises:
+        UserError: timm is not installed, or lacks the name; images that the network cannot take.
+    """
+    timm = import_timm(name)
+    channels, height, width = shape_after(input_shape, image_size, model="timm")
+    knobs = {"num_classes": num_outputs, "in_chans": channels} | knobs
+    key = f"model.name={name}"
+    try:
+        try:
+            network = timm.create_model(name, **{"img_size": (height, width)} | knobs)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            network = timm.create_model(name, **knobs)
+    except MISFITS as error:
+        raise cannot_take(key, input_shape, image_size, error) from error
+    except TypeError as error:
+        raise UserError(f"{key} cannot be built: {first_line(error)}") from error
+    return taking_images(network, input_shape, image_size, key=key)
+
+
+def import_timm(name: str) -> ModuleType:
+    """The package, if it has the model `name`; UserError with the nearest names otherwise."""
+    if find_spec("timm") is None:
+        raise UserError("model=timm needs the package timm; pip install 'normexp[timm]'")
+    import timm
+
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        names = ", ".join(near or ["resnet18", "convnext_atto"])
+        raise UserError(f"model.name={name} is not a model of timm; try {names}")
+    return timm
+
+
+def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
+    """The full name of pretrained weights of the model `name`, and what downloads them."""
+    timm = import_timm(name)
+    base = name.partition(".")[0]
+    tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{base}.*")]
+    default = name.partition(".")[2] or timm.get_pretrained_cfg(base).tag
+    tag = default if weights == "DEFAULT" else weights
+    if tag not in tags:
+        names = ", ".join(["DEFAULT", *tags]) if tags else "none"
+        raise UserError(
+            f"model.weights={weights} is neither a file nor weights of timm; "
+            f"model.name={base} has {names}"
+        )
+    full = f"{base}.{tag}"
+
+    def download() -> Values:
+        try:
+            return dict(timm.create_model(full, pretrained=True).state_dict())
+        except Exception as error:  # of the client of the hub, many kinds
+            raise cannot_download(weights, full, error) from error
+
+    return tag, download

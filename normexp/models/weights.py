@@ -1,0 +1,186 @@
+"""Weights that a network starts from: a file, or a name that torchvision or timm downloads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normexp.errors import UserError, first_line
+from normexp.models.surgery import Surgery, shorten
+
+Values = dict[str, Tensor]
+Download = Callable[[str], tuple[str, Callable[[], Values]]]
+INNER = ("state_dict", "model", "model_state_dict")  # where a checkpoint has its weights
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights to start from, read when they are first needed.
+
+    Attributes:
+        name: as the config has it.
+        digest: of the file, or the name that identifies a download.
+        read: returns the tensors by name.
+    """
+
+    name: str
+    digest: str
+    read: Callable[[], Values]
+
+    @cached_property
+    def values(self) -> Values:
+        return self.read()
+
+    def loading(self, network: nn.Module) -> Loading:
+        return Loading(self, _without_prefix(self.values, network.state_dict()))
+
+
+@dataclass
+class Loading:
+    """Copies weights into one network, before and after its norms are replaced.
+
+    Attributes:
+        taken: names of the tensors of the network that hold a value of the file.
+        used: names of tensors of the file.
+        unfit: tensors of the network whose namesakes in the file have another shape.
+    """
+
+    weights: Weights
+    values: Values
+    taken: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    unfit: dict[str, str] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def into(self, network: nn.Module) -> None:
+        """Copies every value that fits a tensor of the same name."""
+        for name, own in network.state_dict().items():
+            value = self.values.get(name)
+            if value is None or name in self.used:
+                continue
+            value = _fit_grey(value, own)
+            if value.shape == own.shape:
+                own.copy_(value)
+                self.taken.add(name)
+                self.used.add(name)
+                self.unfit.pop(name, None)
+            else:
+                self.unfit[name] = f"{name} is {_size(own)}, in the file {_size(value)}"
+
+    def follow(self, surgery: Surgery) -> None:
+        """Notes which tensors hold values of the file after norms were replaced."""
+        moved = {new for new, old in surgery.carried.items() if old in self.taken}
+        self.taken = (self.taken - set(surgery.carried.values())) | moved
+        self.used -= set(surgery.dropped)
+
+    def check(self, network: nn.Module) -> None:
+        """Raises UserError if no parameter of the network has a value of the file."""
+        own = dict(network.named_parameters())
+        if not self.taken & set(own):
+            reason = next(iter(self.unfit.values()), "")
+            example = reason or f"it has {_some(self.values)}, and the model {_some(own)}"
+            raise UserError(f"model.weights={self.weights.name} does not fit the model: {example}")
+
+    def notes(self, network: nn.Module) -> Iterator[str]:
+        """Yields what was loaded, what was not, and what the file held beyond."""
+        own = dict(network.named_parameters())
+        loaded = sum(p.numel() for name, p in own.items() if name in self.taken)
+        total = sum(p.numel() for p in own.values())
+        yield f"model.weights={self.weights.name}: {loaded:,} of {total:,} parameters are loaded"
+        if self.unfit:
+            yield f"other shapes, not loaded: {', '.join(self.unfit.values())}"
+        fresh = [name for name in network.state_dict() if name not in self.taken]
+        if fresh:
+            yield f"not loaded: {shorten(fresh)}"
+        beyond = [name for name in self.values if name not in self.used and name not in self.unfit]
+        if beyond:
+            yield f"in the file, but not in the model: {shorten(beyond)}"
+        rest = "the order of the data, augmentation and dropout"
+        drawn = [name for name in own if name not in self.taken]
+        rest += f", and the first values of {shorten(drawn)}" if drawn else ""
+        yield f"every seed starts from these weights; a seed draws {rest}"
+
+
+def open_weights(name: str, download: Download | None = None) -> Weights:
+    """The weights in a file, or those that `download` knows by name.
+
+    Args:
+        download: returns what identifies the named weights and a function that reads them; raises
+            UserError for an unknown name. None: a model without names of weights.
+    """
+    path = Path(name)
+    if path.is_file():
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        return Weights(name, digest, lambda: read_values(path))
+    if download is None or path.suffix or len(path.parts) > 1:
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise UserError(
+            f"model.weights={name} {kind}; name a file of weights, a state_dict or safetensors"
+        )
+    digest, read = download(name)
+    return Weights(name, digest, read)
+
+
+def read_values(path: Path) -> Values:
+    """The tensors in a file of safetensors, or of a state_dict that torch.save wrote.
+
+    A state_dict may be inside of a checkpoint. Nothing but tensors and plain values is unpickled.
+    """
+    key = f"model.weights={path}"
+    if path.suffix == ".safetensors":
+        if find_spec("safetensors") is None:
+            raise UserError(f"{key} needs the package safetensors; pip install safetensors")
+        from safetensors.torch import load_file as load
+    else:
+        load = _load_pickle
+    try:
+        content: Any = load(path)
+    except Exception as error:  # torch and safetensors raise many kinds
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(
+            f"{key} is neither a state_dict that torch.save wrote nor safetensors ({why})"
+        ) from error
+    for inner in INNER:
+        if isinstance(content, Mapping) and isinstance(content.get(inner), Mapping):
+            content = content[inner]
+    values = {}
+    if isinstance(content, Mapping):
+        values = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if not values:
+        raise UserError(f"{key} holds no tensors by name, as a state_dict does")
+    return values
+
+
+def _load_pickle(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _without_prefix(values: Values, own: Mapping[str, Tensor]) -> Values:
+    """The values without a common prefix, such as `module.`, if more of them have a place so."""
+    first = next(iter(own), "")
+    ends = sorted({name.removesuffix(first) for name in values if name.endswith(f".{first}")})
+    best = max(["", *ends], key=lambda prefix: sum(prefix + name in values for name in own))
+    return {name.removeprefix(best): value for name, value in values.items()}
+
+
+def _fit_grey(value: Tensor, own: Tensor) -> Tensor:
+    """Filters (O, 3, K, K) of colours, summed for grey images: the same as three equal colours."""
+    fits_grey = value.ndim == own.ndim == 4 and (value.shape[1], own.shape[1]) == (3, 1)
+    return value.sum(dim=1, keepdim=True) if fits_grey else value
+
+
+def _size(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a number"
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join([*names][:2])

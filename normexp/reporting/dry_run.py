@@ -1,0 +1,163 @@
+"""What a dry run prints: runs to do, their time and memory, and what their report could call."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from normexp.config.rules import counted
+from normexp.config.spec import CellSpec, Outcome
+from normexp.config.titles import spoken
+from normexp.records.paths import STUDY_FILE
+from normexp.records.result import Result, values_of
+from normexp.records.state import shared_words
+from normexp.records.timing import expected_seconds, read_timed
+from normexp.reporting.metric import choose_metric, describe_metric
+from normexp.reporting.summary import by_cell, wide_console
+from normexp.stats import seeds_for, smallest_difference
+
+MIB = 2**20
+ALIKE = ("model", "data", "num_steps")  # trainings whose spread over seeds may be compared
+
+
+def print_plan(
+    cells: Sequence[CellSpec], outcomes: Sequence[Outcome], *, num_workers: int = 1
+) -> None:
+    """Prints a row per cell, the totals, and the smallest difference that the report will call."""
+    read = cache(read_timed)
+    table = Table("cell", "runs to do", "done", "steps", "time", "memory", box=None)
+    planned: dict[Path, list[Outcome]] = {}  # by study
+    seconds: list[float | None] = []
+    refused = []
+    for titles, outcome in by_cell(cells, outcomes):
+        title = shared_words(titles) if len(cells) > 1 else outcome.title
+        if outcome.directory is None:
+            refused.append(f"{outcome.status}: {title}: {outcome.error}")
+            continue
+        planned.setdefault(outcome.directory.parent, []).append(outcome)
+        seconds.append(_expected_seconds(outcome, read))
+        table.add_row(Text(title), *_planned(outcome, seconds[-1]))
+    lines = [*refused, _total(list(planned.values()), seconds, num_workers)]
+    lines += [power_words(own, read(study_dir)) for study_dir, own in planned.items()]
+    console = wide_console()
+    if planned:
+        console.print(table)
+    for line in filter(None, lines):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _expected_seconds(outcome: Outcome, read: Callable[[Path], list[Result]]) -> float | None:
+    """Training time of what a cell lacks: as in its own study, else in the studies beside it."""
+    assert outcome.directory is not None
+    study_dir, count = outcome.directory.parent, len(outcome.missing)
+    found = expected_seconds(outcome.record, count, read(study_dir)) if count else 0.0
+    if found is None:
+        others = (file.parent for file in study_dir.parent.glob(f"*/{STUDY_FILE}"))
+        runs = [run for other in others if other != study_dir for run in read(other)]
+        found = expected_seconds(outcome.record, count, runs)
+    return found
+
+
+def _planned(outcome: Outcome, seconds: float | None) -> list[str]:
+    num_done = sum(run.status != "failed" for run in outcome.results)
+    time = memory = "-"
+    if outcome.missing:
+        time = "unknown" if seconds is None else spoken(seconds)
+        memory = f"> {max(1, outcome.memory // MIB):,} MiB"
+    steps = f"{outcome.record['num_steps']:,}"
+    return [str(len(outcome.missing)), str(num_done), steps, time, memory]
+
+
+def _total(
+    planned: Sequence[Sequence[Outcome]], seconds: Sequence[float | None], num_workers: int
+) -> str:
+    """Runs and time of all cells; with several workers, no shorter than the longest cell."""
+    count = counted(sum(len(o.missing) for own in planned for o in own), "run")
+    known = [each for each in seconds if each is not None]
+    num_unknown = len(seconds) - len(known)
+    parts = [f"{spoken(sum(known))} of training"] if any(known) or not num_unknown else []
+    if any(known) and num_workers > 1:
+        at_best = max(sum(known) / num_workers, *known)
+        parts[0] += f", {spoken(at_best)} in {num_workers} workers"
+    if num_unknown:
+        cells = counted(num_unknown, "cell")
+        parts.append(f"{cells} of unknown time until a similar training is recorded")
+    return f"{count} to do: {', and '.join(parts)}"
+
+
+def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
+    """The smallest difference that a report on the planned cells would call, and n for a small one.
+
+    Empty if the report would compare nothing. Without a recorded spread, in units of it.
+
+    Seeds are taken for unrelated between cells, so a difference has twice the variance of a cell:
+    the mean variance over seeds of the recorded cells, of those that train as long if there are.
+    """
+    size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
+    if not size:
+        return ""
+    named = f"smallest difference called in 80 % of studies, {counted(n, 'seed')} and "
+    named += f"{counted(size, 'verdict')}: "
+    own = {tuple(outcome.record.get(key) for key in ALIKE) for outcome in planned}
+    alike = [run for run in recorded if tuple(run.config.get(key) for key in ALIKE) in own]
+    name, sd = _spread(alike or recorded)
+    if n < 2:
+        return named + "none, as one seed has no spread; set replicas=..."
+    if sd is None:
+        times = smallest_difference(n, math.sqrt(2), size)
+        return (
+            f"{named}{times:.2g} times the standard deviation over seeds, which is unknown until "
+            "two seeds of a cell are recorded"
+        )
+    metric = describe_metric(name)
+    sd *= metric.scale * math.sqrt(2)
+    least, needed = smallest_difference(n, sd, size), seeds_for(metric.tolerance, sd, size)
+    takes = f"{needed} seeds" if needed else "more than 1000 seeds"
+    source = "recorded so far" if alike else "recorded so far, of trainings unlike these"
+    return (
+        f"{named}{least:.2g} {metric.unit}".rstrip()
+        + f", by the spread {source}; {metric.tolerance_words} takes {takes}"
+    )
+
+
+def _spread(recorded: Sequence[Result]) -> tuple[str, float | None]:
+    """The main metric, and its standard deviation over seeds; None without two seeds of a cell."""
+    name = choose_metric({name for run in recorded for name in run.metrics}, None) or ""
+    by_cell: dict[str, list[Result]] = {}
+    for run in recorded:
+        by_cell.setdefault(run.cell_id, []).append(run)
+    values = [values_of(runs, name) for runs in by_cell.values()]
+    variances = [statistics.variance(own) for own in values if len(own) > 1]
+    return name, math.sqrt(statistics.mean(variances)) if variances else None
+
+
+def family_size(planned: Sequence[Outcome]) -> int:
+    """How many verdicts a report on the cells gives: see normexp.reporting.verdict."""
+    records = [outcome.record for outcome in planned]
+    records = [r | {"samples": r.get("num_steps", 0) * r["batch_size"]} for r in records]
+    # The report goes along the norm batch size where that varies, else along the batch size; a
+    # budget is compared in the unit with the fewest values.
+    along_norm = any(record.get("norm_batch_size") is not None for record in records)
+    budget = min(
+        ("epochs", "num_steps", "samples"), key=lambda unit: len({r.get(unit) for r in records})
+    )
+    fixed = ("model", "data", budget, *["batch_size"] * along_norm)
+    cells: dict[tuple[Any, ...], dict[str, set[tuple[Any, ...]]]] = {}  # by slice, then by norm
+    mixing = set()
+    for record in records:
+        norm = repr((record["norm"], record.get("identity", {}).get("norm")))
+        size = (record["batch_size"], record.get("norm_batch_size"))
+        place = tuple(record.get(key) for key in fixed)
+        cells.setdefault(place, {}).setdefault(norm, set()).add(size)
+        mixing |= {norm} if record.get("mixes_samples") else set()
+    return sum(
+        len(norms) - 1 + sum(norm in mixing and len(sizes) > 1 for norm, sizes in norms.items())
+        for norms in cells.values()
+    )

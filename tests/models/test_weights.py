@@ -1,0 +1,176 @@
+"""Weights that a network starts from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from normexp import load
+from normexp.train import main
+
+SOURCE = """
+from torch import nn
+
+
+class Plain(nn.Module):
+    def __init__(self, num_classes=10, width=8):
+        super().__init__()
+        self.conv = nn.Conv2d(1, width, 3)
+        self.bn = nn.BatchNorm2d(width, eps=1e-3, momentum=0.2)
+        self.fc = nn.Linear(width, num_classes)
+
+    def forward(self, x):
+        return self.fc(self.bn(self.conv(x)).relu().mean(dim=(2, 3)))
+"""
+MODEL = ["model=custom", "model._target_=someone.Plain"]
+FROZEN = ["lr=1e-30", "optim.weight_decay=0", "steps=1"]  # one step that moves no weight
+
+
+def plain_weights(num_classes: int = 10, channels: int = 1) -> dict[str, Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    shapes = {"conv.weight": (8, channels, 3, 3), "conv.bias": (8,), "fc.bias": (num_classes,)}
+    shapes |= {f"bn.{name}": (8,) for name in ("weight", "bias", "running_mean", "running_var")}
+    shapes["fc.weight"] = (num_classes, 8)
+    values = {name: torch.rand(shape, generator=draws) + 0.5 for name, shape in shapes.items()}
+    return values | {"bn.num_batches_tracked": torch.tensor(7)}
+
+
+@pytest.fixture
+def train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    """Trains one seed; returns the result, the network and the log."""
+    (tmp_path / "someone.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(*words: str) -> tuple[dict[str, Any], nn.Module, str]:
+        capsys.readouterr()
+        before = set(tmp_path.glob("runs/*/*/seed-*"))
+        common = ["replicas=1", "workers=0", f"runs_dir={tmp_path / 'runs'}"]
+        assert main([*common, *words]) == 0
+        (folder,) = set(tmp_path.glob("runs/*/*/seed-*")) - before
+        log = capsys.readouterr().err
+        return json.loads((folder / "result.json").read_text()), load(folder), log
+
+    return run
+
+
+def save_state(path: Path, values: dict[str, Tensor]) -> None:
+    torch.save(values, path)
+
+
+def save_checkpoint(path: Path, values: dict[str, Tensor]) -> None:
+    torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in values.items()}}, path)
+
+
+def save_safetensors(path: Path, values: dict[str, Tensor]) -> None:
+    save_file(values, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [("w.pt", save_state), ("w.ckpt", save_checkpoint), ("w.safetensors", save_safetensors)],
+)
+def test_group_norm_takes_the_place_of_pretrained_batch_norm(
+    train: Callable[..., Any], tmp_path: Path, name: str, save: Callable[..., None]
+) -> None:
+    """One line fine-tunes: convolution, gain and head are loaded, statistics have no place."""
+    values = plain_weights()
+    save(tmp_path / name, values)
+    _, network, log = train(*MODEL, "norm=group", *FROZEN, f"model.weights={tmp_path / name}")
+    own = network.state_dict()
+    for key in ("conv.weight", "conv.bias", "fc.weight", "fc.bias"):
+        torch.testing.assert_close(own[key], values[key], rtol=0, atol=1e-6)
+    for key in ("weight", "bias"):
+        torch.testing.assert_close(own[f"bn.norm.{key}"], values[f"bn.{key}"], rtol=0, atol=1e-6)
+    assert "186 of 186 parameters are loaded" in log
+    assert re.search("in the file, but not in the model: .*bn.running_mean", log)
+    assert "the first values of" not in log
+
+
+def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    values = plain_weights(num_classes=7, channels=3)
+    torch.save(values, tmp_path / "w.pt")
+    words = [*MODEL, "norm=frozen", *FROZEN, f"model.weights={tmp_path / 'w.pt'}"]
+    _, network, log = train(*words)
+    own = network.state_dict()
+    for key in ("running_mean", "running_var"):
+        torch.testing.assert_close(own[f"bn.norm.{key}"], values[f"bn.{key}"])
+    grey = values["conv.weight"].sum(dim=1, keepdim=True)
+    torch.testing.assert_close(own["conv.weight"], grey, rtol=0, atol=1e-6)
+    assert "fc.weight is 10x8, in the file 7x8" in log
+    assert "the first values of fc.weight, fc.bias" in log
+
+
+def test_a_recorded_run_is_fine_tuned_with_another_norm(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, before, _ = train("steps=2")
+    (path,) = tmp_path.glob("runs/*/*/seed-0/weights.pt")
+    _, after, log = train("norm=group", *FROZEN, f"model.weights={path}")
+    shared = set(before.state_dict()) & set(after.state_dict())
+    assert len(shared) == len(after.state_dict()) == 11
+    for key in shared:
+        torch.testing.assert_close(after.state_dict()[key], before.state_dict()[key])
+    assert "in the file, but not in the model: 3 running_mean" in log
+
+
+def test_content_of_the_file_is_part_of_the_identity(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A copy is the same cell, a changed file another one; neither is passed over by mistake."""
+    path, copy = tmp_path / "w.pt", tmp_path / "copy.pt"
+    torch.save(plain_weights(), path)
+    words = [*MODEL, "norm=none", *FROZEN]
+    first, _, _ = train(*words, f"model.weights={path}")
+    assert first["config"]["identity"]["model"]["weights_digest"]
+    common = [*words, "replicas=1", "workers=0", f"runs_dir={tmp_path / 'runs'}"]
+    copy.write_bytes(path.read_bytes())
+    for again in (path, copy):
+        assert main([*common, f"model.weights={again}"]) == 0
+        assert len(list(tmp_path.glob("runs/*/*/seed-0/result.json"))) == 1
+    torch.save({k: v + 1 for k, v in plain_weights().items()}, path)
+    second, _, _ = train(*words, f"model.weights={path}")
+    assert second["cell_id"] != first["cell_id"]
+
+
+@pytest.mark.parametrize(
+    ("write", "words", "message"),
+    [
+        (None, [], "model.weights=.*does not exist"),
+        (b"text", [], "model.weights=.*state_dict"),
+        ({"other": torch.ones(3)}, [], "model.weights=.*does not fit.*other.*conv"),
+        ({}, [], "model.weights=.*holds no tensors"),
+        (plain_weights(), ["model=convnet"], "model.weights=.*does not fit"),
+        (plain_weights(), ["model=convnet", "+model.replace=[ReLU]"], "model.replace"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    write: Any,
+    words: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "someone.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "w.pt"
+    if isinstance(write, bytes):
+        path.write_bytes(write)
+    elif write is not None:
+        torch.save(write, path)
+    line = [*(words or MODEL), f"model.weights={path}", "workers=0"]
+    assert main([*line, f"runs_dir={tmp_path / 'runs'}"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,131 @@
+"""What a dry run expects: runs, time, memory, and the smallest difference that will be called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normexp.config.spec import CellSpec, Outcome
+from normexp.records.result import Result, write_result
+from normexp.records.timing import expected_seconds
+from normexp.reporting.dry_run import family_size, power_words, print_plan
+from normexp.stats import seeds_for, smallest_difference
+
+RECORD: dict[str, Any] = {"norm": "batch", "model": "vit", "data": "digits", "batch_size": 32}
+RECORD |= {"num_steps": 1000, "micro_batch_size": None, "norm_batch_size": None}
+TIMING = {"step_ms": 8.0, "stack_size": 4}  # 2 s for each run of 1000 steps
+
+
+def planned_cell(folder: Path, name: str, missing: int, **record: object) -> Outcome:
+    planned = Outcome("planned", f"{name} on digits", name, folder / "new" / name)
+    planned.record = RECORD | {"norm": name} | record
+    planned.missing, planned.memory = list(range(missing)), 2500 * 2**20
+    return planned
+
+
+def test_a_plan_has_a_row_for_each_cell_and_the_totals(tmp_path: Path, capsys):
+    """Two sizes of a norm that mixes no samples are one cell; the time is of a study beside it."""
+    folder = tmp_path / "before" / "c" / "seed-0"
+    folder.mkdir(parents=True)
+    (tmp_path / "before" / "study.jsonl").touch()
+    write_result(folder, Result("c", 0, "finished", RECORD, {}, {}, timing=TIMING))
+    norm, other = (
+        planned_cell(tmp_path, "none", 4),
+        planned_cell(tmp_path, "batch", 2, batch_size=16),
+    )
+    titles = ["norm=none norm_batch_size=2", "norm=none norm_batch_size=8", "norm=batch"]
+    cells = [CellSpec(None, {}, title) for title in [*titles, "norm_batch_size=5"]]
+    refused = Outcome("refused", "", error="norm_batch_size=5 does not divide batch_size=32")
+    print_plan(cells, [norm, norm, other, refused], num_workers=2)
+    header, *rows, reason, total, least = capsys.readouterr().out.splitlines()
+    assert [row.split("  ")[0].strip() for row in rows] == ["norm=none", "norm=batch"]
+    assert rows[0].split()[1:] == ["4", "0", "1,000", "8", "s", ">", "2,500", "MiB"]
+    assert rows[1].split()[1:5] == ["2", "0", "1,000", "unknown"]
+    assert len({row.index("1,000") for row in rows} | {header.index("steps")}) == 1
+    assert reason == "refused: norm_batch_size=5: norm_batch_size=5 does not divide batch_size=32"
+    assert total.startswith(
+        "6 runs to do: 8 s of training, 8 s in 2 workers, and 1 cell of unknown"
+    )
+    assert least.startswith("smallest difference")
+
+
+def test_a_recorded_cell_takes_no_time_and_one_cell_has_no_difference(tmp_path: Path, capsys):
+    print_plan([CellSpec(None, {}, "norm=batch")], [planned_cell(tmp_path, "batch", 0)])
+    _, row, total = capsys.readouterr().out.splitlines()
+    assert row.split() == ["batch", "on", "digits", "0", "0", "1,000", "-", "-"]
+    assert total == "0 runs to do: 0.0 s of training"
+
+
+SIZES = {"batch_size": 8, "micro_batch_size": None, "norm_batch_size": None}
+
+
+def timed(norm: str, step_ms: float, **config: object) -> Result:
+    content = {"model": "m", "data": "d", "norm": norm, **SIZES, **config}
+    timing = {"step_ms": step_ms, "stack_size": 4}
+    return Result("c", 0, "finished", content, {}, {}, timing=timing)
+
+
+def expected(norm: str, runs: list[Result]) -> float | None:
+    config = {"model": "m", "data": "d", "norm": norm, **SIZES, "num_steps": 1000}
+    return expected_seconds(config, 2, runs)
+
+
+def test_expected_time_is_of_the_runs_most_alike():
+    runs = [timed("batch", 8.0), timed("batch", 80.0, norm_batch_size=2), timed("group", 800.0)]
+    # 8 ms for 4 replicas: 2 ms for one, of 1000 steps and 2 replicas
+    assert expected("batch", runs) == pytest.approx(4.0)
+    # another norm: the median of the same model, data and batch size, 80 ms for 4
+    assert expected("layer", runs) == pytest.approx(40.0)
+
+
+def test_expected_time_is_unknown_without_a_run_alike():
+    assert expected("batch", []) is None
+    assert expected("batch", [timed("batch", 8.0, model="other")]) is None
+
+
+def run(seed: int, accuracy: float, **record: object) -> Result:
+    return Result("cell", seed, "finished", RECORD | record, {"test/accuracy": accuracy}, {})
+
+
+def test_a_plan_says_what_the_report_could_show(tmp_path: Path):
+    """Three norms of which one mixes samples, at two sizes: three verdicts."""
+    planned = [
+        planned_cell(tmp_path, norm, 8, mixes_samples=mixes, norm_batch_size=size)
+        for norm, mixes in (("batch", True), ("layer", False), ("group", False))
+        for size in ((2, 8) if mixes else (None,))
+    ]
+    assert family_size(planned) == 3 and family_size(planned[:1]) == 0
+    assert power_words(planned[:1], []) == ""
+    unknown = power_words(planned, [run(0, 0.9)])
+    times = f"{smallest_difference(8, 2**0.5, 3):.2g}"  # a difference has sqrt(2) times the sd
+    assert f"{times} times the standard deviation" in unknown and "unknown until" in unknown
+    values = {0: 0.90, 1: 0.92, 2: 0.91}  # sd 1 point
+    words = power_words(planned, [run(seed, value) for seed, value in values.items()])
+    assert f": {times} points" in words and "unlike" not in words
+    assert f"1 point takes {seeds_for(1.0, 2**0.5, 3)} seeds" in words
+    longer = [run(seed, value, num_steps=9) for seed, value in values.items()]
+    assert "of trainings unlike these" in power_words(planned, longer)
+    for one in planned:
+        one.missing = [0]
+    assert "one seed has no spread" in power_words(planned, longer)
+
+
+@pytest.mark.parametrize(
+    ("own", "count"),
+    [
+        ([{"batch_size": size} for size in (8, 32, 128)], 1),  # from 128 to 8
+        ([{"lr": lr} for lr in (0.1, 0.3)], 0),  # no size varies
+        ([{"num_steps": s, "norm_batch_size": n} for s in (10, 40) for n in (2, 8)], 2),
+        ([{"batch_size": b, "num_steps": 1024 // b} for b in (8, 32, 128)], 1),  # equal samples
+    ],
+)
+def test_verdicts_of_one_norm_are_counted_by_size_and_budget(own: list[dict], count: int):
+    known = RECORD | {"norm": "batch", "mixes_samples": True}
+    planned = []
+    for number, one in enumerate(own):
+        steps = one.get("num_steps", 640 // one.get("batch_size", 32))
+        record = known | {"num_steps": steps, "epochs": steps / 20} | one
+        planned.append(Outcome("planned", "batch", str(number), record=record))
+    assert family_size(planned) == count
