@@ -74,8 +74,8 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
-    title, why = cell.title, _why_nothing(cell.evaluation)
-    print_evaluations(contents, title, why_nothing=why, invalid=cell.invalid)
+    why = why_nothing(cell.evaluation)
+    print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
     save_evaluations(cell_dir, contents, samples)
 
 
@@ -126,7 +126,7 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     )
 
 
-def _why_nothing(plan: EvaluationPlan) -> str:
+def why_nothing(plan: EvaluationPlan) -> str:
     """Says why the statistics that were asked for gave no number."""
     lacks = {"batch": "does not mix samples", "precise": "keeps no running moments"}
     reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in plan.statistics)
