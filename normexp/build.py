@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import Callback
 from torch import nn
 
 from normexp.batching.draws import derive_seed
@@ -33,6 +34,8 @@ from normexp.norms.factory import NormFactory
 from normexp.norms.ramps import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
 from normexp.records.identity import place_of
+from normexp.training.callbacks import check_callback
+from normexp.training.schedule import Schedule, named_schedule, own_schedule
 
 logger = logging.getLogger(__name__)
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs what it raises
@@ -251,6 +254,51 @@ def build_optimizer(
     if momentum is not None:
         values["momentum"] = momentum
     return _maker(values, "optim")
+
+
+def build_schedule(cfg: DictConfig, num_steps: int) -> Schedule:
+    """The schedule that `schedule` names; without one, that of `optim.schedule`.
+
+    Raises:
+        UserError: a knob that it does not take, an error of its own code, or keys of both.
+    """
+    if cfg.get("schedule") is None:
+        return named_schedule(cfg.optim.schedule, cfg.optim.warmup, num_steps)
+    values = plain(cfg.schedule)
+    monitor, target = values.pop("monitor", None), values["_target_"]
+    make, name = _maker(values, "schedule"), f"schedule._target_={target}"
+    own = make.func if isinstance(make, partial) else make
+    if isinstance(own, type):  # a function gets the total by place
+        make = _offer(make, {"total_steps": num_steps})
+    return _call(partial(own_schedule, make, own, num_steps, monitor, name), name)
+
+
+def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
+    """The callbacks that `callback` names, new ones: one with a `_target_`, or several by name.
+
+    Args:
+        metrics: of the validation, which a callback may monitor.
+    """
+    if cfg.get("callback") is None:
+        return []
+    values = plain(cfg.callback)
+    parts = {"callback": values}
+    if "_target_" not in values:
+        parts = {f"callback.{name}": part for name, part in values.items()}
+    callbacks = []
+    for key, part in parts.items():
+        if not isinstance(part, dict) or not isinstance(part.get("_target_"), str):
+            raise UserError(f"{key}._target_ is missing: name a class, as in {EXAMPLE}")
+        name = f"{key}._target_={part['_target_']}"
+        callback = _call(_maker(part, key), name)
+        check_callback(callback, name, metrics)
+        callbacks.append(callback)
+    if not callbacks:
+        raise UserError(f"callback._target_ is missing: name a class, as in {EXAMPLE}")
+    return callbacks
+
+
+EXAMPLE = "callback=custom callback._target_=my_package.MyCallback"
 
 
 def synchronized(cfg: DictConfig) -> bool:

@@ -44,7 +44,7 @@ def _check(words: list[str]) -> int:
 
 def _measure(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; says on stderr which one is being measured."""
-    from normexp.batching.replicas import suitable_threads
+    from normexp.batching.speed import suitable_threads
     from normexp.build import norm_maker
     from normexp.checks.card import measure_card
     from normexp.norms.slots import resolve

@@ -31,8 +31,6 @@ has_pip() {
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1
 }
 
-# Compiles bytecode as well: where Python may write none (PYTHONDONTWRITEBYTECODE), each process would
-# spend ten more seconds on importing torch.
 install() {
   local pip=("$python" -m pip --disable-pip-version-check)
   # uv is faster by minutes. It ignores pip's configuration, so it is told pip's index.
@@ -40,7 +38,7 @@ install() {
   index=$("${pip[@]}" config get global.index-url 2>/dev/null) || index=${PIP_INDEX_URL:-}
   if "${pip[@]}" install --quiet uv &&
     UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index} \
-      "$python" -m uv pip install --compile-bytecode --python "$python" -e "$root[test]"
+      "$python" -m uv pip install --python "$python" -e "$root[test]"
   then
     return
   fi
@@ -55,14 +53,16 @@ make_env() {
     exec 9<"$root/pyproject.toml"
     if command -v flock >/dev/null; then flock 9 || true; fi
     is_ready && exit
-    say "making .venv, once; this takes about a minute"
+    say "making .venv, once; this takes a minute or two"
     rm -f "$root/.venv/.normexp-ready"
     if ! has_pip; then
       found=$(find_python) || exit 1
       "$found" -m venv --clear "$root/.venv" || exit 1
     fi
     install || exit 1
-    "$python" -m compileall -q "$root/normexp"
+    # Where Python may write no bytecode (PYTHONDONTWRITEBYTECODE), each process would otherwise
+    # spend ten more seconds on importing torch. What is compiled already is left as it is.
+    "$python" -m compileall -qq -j 0 "$root/.venv/lib" "$root/normexp" || true
     stamp >"$root/.venv/.normexp-ready"
   ) >&2
 }

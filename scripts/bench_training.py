@@ -1,4 +1,4 @@
-"""Whole trainings: steps, replicas, ghost batches, data, start-up, memory, a study, GPU networks.
+"""Whole trainings: steps, replicas, ghost batches, data, start-up, a study, GPU networks.
 
 normexp is measured through its command line, in this process or in one of its own. The competitors
 are a loop written by hand and Lightning's automatic optimization.
@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchvision import transforms
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.speed import suitable_threads
 from normexp.data import Augmentation, Data, Examples
 from normexp.data.batches import TrainingBatches
 from normexp.data.digits import load_digits
@@ -146,19 +146,17 @@ def train_by_hand(size: int, num_steps: int) -> float:
 
 
 class LightningNetwork(pl.LightningModule):
-    """The network as Lightning's tutorial has it; `logs`: its loss as well."""
+    """The network as Lightning's tutorial has it."""
 
-    def __init__(self, num_steps: int, *, logs: bool) -> None:
+    def __init__(self, num_steps: int) -> None:
         super().__init__()
         self.network = build_network()
         self.num_steps = num_steps
-        self.logs = logs
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         inputs, targets = batch
         loss = cross_entropy(self.network(inputs), targets)
-        if self.logs:
-            self.log("train/loss", loss)
+        self.log("train/loss", loss)
         return loss
 
     def configure_optimizers(self):
@@ -167,22 +165,17 @@ class LightningNetwork(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def train_by_lightning(
-    size: int, num_steps: int, *, accumulate: int = 1, folder: Path | None = None
-) -> float:
-    """Seconds per optimizer step of Lightning's automatic loop.
+def train_by_lightning(size: int, num_steps: int, folder: Path, accumulate: int = 1) -> float:
+    """Seconds per optimizer step of Lightning's automatic loop, which writes to `folder`.
 
     Args:
         accumulate: micro-batches per optimizer step.
-        folder: where a Trainer leaves what it writes by default; None switches all of that off.
     """
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     options = {"max_steps": num_steps, "max_epochs": -1, "accumulate_grad_batches": accumulate}
-    options |= off if folder is None else {"default_root_dir": folder / "lightning"}
+    options |= {"default_root_dir": folder / "lightning", "enable_model_summary": False}
     loader = DataLoader(TensorDataset(*digits()), size // accumulate, shuffle=True, drop_last=True)
     with quiet(), suitable_threads(size // accumulate * ELEMENTS_PER_SAMPLE):
-        module = LightningNetwork(num_steps, logs=folder is not None)
-        trainer = pl.Trainer(accelerator="cpu", enable_model_summary=False, **options)
+        module, trainer = LightningNetwork(num_steps), pl.Trainer(accelerator="cpu", **options)
         return seconds_per_step(num_steps, lambda: trainer.fit(module, loader))
 
 
@@ -193,15 +186,12 @@ def one_seed(bench: Bench) -> Iterator[Row]:
             "ours": partial(ours, bench, steps, word),
             "ours, recorded": partial(ours, bench, steps, word, log_every=10),
             "by hand": partial(train_by_hand, size, steps),
-            "Lightning": partial(train_by_lightning, size, steps, folder=bench.folder),
-            "bare Lightning": partial(train_by_lightning, size, steps),
+            "Lightning": partial(train_by_lightning, size, steps, bench.folder),
         }
         times = alternate(arms, bench.rounds(9))
         what, note = f"step, batch {size}, one seed", milliseconds(times, *arms)
         yield Row(what, "hand-written loop", ratio(times, "ours", "by hand"), 1.10, note=note)
         yield Row(what, "plain Lightning", ratio(times, "Lightning", "ours, recorded"), 1.7, ">=")
-        bare = ratio(times, "bare Lightning", "ours")
-        yield Row(what, "Lightning without logger, bar and checkpoints", bare)
 
 
 def replicas(bench: Bench) -> Iterator[Row]:
@@ -278,35 +268,23 @@ def pipeline(bench: Bench) -> Iterator[Row]:
 
 
 IMPORTS = ("-c", "import torch, pytorch_lightning")
+# Ends after the first optimizer step; torch is imported where the command imports it.
 FIRST_STEP = """
 import os, sys, time
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-def ended(*_):
-    print("first step", time.time(), flush=True)
-    os._exit(0)
-
-register_optimizer_step_post_hook(ended)
+from normexp.config import grid
+from normexp.config.imports import importing_torch
 from normexp.train import main
+
+def compose_cells(command, compose=grid.compose_cells):
+    cells = compose(command)
+    with importing_torch():
+        import normexp.cells.run
+        from torch.optim.optimizer import register_optimizer_step_post_hook as on_step
+    on_step(lambda *_: (print("first step", time.time(), flush=True), os._exit(0)))
+    return cells
+
+grid.compose_cells = compose_cells
 main(sys.argv[1:])
-"""
-# The peak is counted from the end of the imports, which need more memory than a small training.
-PEAK_MEMORY = """
-import sys
-from normexp.train import main
-import torch, pytorch_lightning
-
-def mebibytes(key):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
-
-before = mebibytes("VmRSS")
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")
-code = main(sys.argv[1:])
-print("peak", before, mebibytes("VmHWM"))
-sys.exit(code)
 """
 
 
@@ -332,30 +310,8 @@ def start_up(bench: Bench) -> Iterator[Row]:
 
     arms = {"first step": first_step, "imports": lambda: run_python(*IMPORTS)[0]}
     times = alternate(arms, bench.rounds(7))
-    beyond = [a - b for a, b in zip(times["first step"], times["imports"], strict=True)]
-    note = f"first step after {statistics.median(times['first step']):.2f} s"
-    what = "start-up of the default run"
-    yield Row(what, "imports", statistics.median(beyond), 2.0, unit=" s", note=note)
-
-
-def memory(bench: Bench) -> Iterator[Row]:
-    if not Path("/proc/self/clear_refs").exists():  # Linux only
-        return
-    for size in (2, 128):
-        peak, grown = {}, {}
-        for count in (1, 16):
-            words = ["norm=batch", "trainer=cpu", f"replicas={count}", f"batch_size={size}"]
-            words += ["epochs=1", "stack=true", f"runs_dir={bench.folder}/memory-{size}-{count}"]
-            printed = run_python("-c", PEAK_MEMORY, *words)[1].split("peak")[-1].split()
-            before, peak[count] = map(float, printed)
-            grown[count] = peak[count] - before
-        note = (
-            f"whole process {peak[16]:.0f} and {peak[1]:.0f} MiB, "
-            f"above the imports {grown[16]:.0f} and {grown[1]:.0f} MiB"
-        )
-        what = f"peak memory of 16 stacked replicas, batch {size}"
-        yield Row(what, "one replica", peak[16] / peak[1], note=note)
-        yield Row(f"{what}, above the imports", "one replica", grown[16] / max(grown[1], 1))
+    note, found = milliseconds(times, *arms), ratio(times, "first step", "imports")
+    yield Row("first step of the default run", "import torch, Lightning", found, 1.3, note=note)
 
 
 NORMS = ("batch", "layer", "instance", "group")
@@ -367,31 +323,24 @@ def study(bench: Bench) -> Iterator[Row]:
     """Our study from the first to the last result, against an extrapolated sample of Lightning.
 
     The sample is a few steps of batch norm at each norm batch size as gradient accumulation, with
-    a Trainer's defaults and without validation, times steps, norms and seeds. The last row adds the
-    imports of a process for every run.
+    a Trainer's defaults and without validation, times steps, norms and seeds.
     """
     epochs, sample = (1, 12) if bench.quick else (12, 40)
     seconds, num_cells = run_study(bench, epochs, workers=1)
-    sampled = {}
+    spread, _ = run_study(bench, epochs, workers=os.cpu_count() or 1)
+    steps = epochs * (len(digits()[1]) // BATCH_SIZE) * SEEDS * len(NORMS)
+    theirs = 0.0
     for size in NORM_BATCH_SIZES:
-        options = {"accumulate": BATCH_SIZE // size, "folder": bench.folder}
+        options = {"folder": bench.folder, "accumulate": BATCH_SIZE // size}
         rounds = [train_by_lightning(BATCH_SIZE, sample, **options) for _ in range(3)]
-        sampled[size] = statistics.median(rounds)
-    scale = epochs * (len(digits()[1]) // BATCH_SIZE) * SEEDS
-    theirs = sum(sampled.values()) * len(NORMS) * scale
-    distinct = (sum(sampled.values()) + 3 * sampled[BATCH_SIZE]) * scale
-    runs = len(NORMS) * len(NORM_BATCH_SIZES) * SEEDS
+        theirs += steps * statistics.median(rounds)
     what = f"study: 4 norms x 6 norm batch sizes x 8 seeds, {epochs} epochs"
     note = (
         f"ours {seconds:.0f} s for {num_cells} distinct cells; Lightning {theirs:.0f} s by "
         f"extrapolation of {sample} steps at each size"
     )
     yield Row(what, "Lightning, a run each", theirs / seconds, 20, ">=", note=note)
-    yield Row(what, "Lightning, distinct cells only", distinct / seconds)
-    spread, _ = run_study(bench, epochs, workers=os.cpu_count() or 1)
     yield Row(what, "the same with a worker for each core", seconds / spread)
-    imports = runs * run_python(*IMPORTS)[0]
-    yield Row(what, "Lightning, a process each", (theirs + imports) / seconds)
 
 
 def run_study(bench: Bench, epochs: int, workers: int) -> tuple[float, int]:
@@ -430,7 +379,6 @@ SECTIONS = {
     "data": pipeline,
     "light": light,
     "start-up": start_up,
-    "memory": memory,
     "study": study,
     "gpu-networks": gpu_networks,
 }

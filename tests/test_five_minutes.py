@@ -47,7 +47,13 @@ def test_the_norm_keeps_the_contract():
 
 @pytest.mark.parametrize(
     ("section", "name"),
-    [("Your model", "Tiny"), ("Your data set", "stripes"), ("Your optimizer", "RMSprop")],
+    [
+        ("Your model", "Tiny"),
+        ("Your data set", "stripes"),
+        ("Your optimizer", "RMSprop"),
+        ("Your learning rate schedule", "triangle"),
+        ("Your callback", "ClipWeights"),
+    ],
 )
 def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: str, capsys):
     (command,) = commands(section)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -252,33 +251,3 @@ def _replace_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> 
             child.register_parameter(name, done[id(parameter)])  # type: ignore[arg-type]
         for name, buffer in list(child.named_buffers(recurse=False)):
             setattr(child, name, replace(buffer))  # keeps a buffer's persistence
-
-
-# With up to this many normalized elements in one replica's forward pass, a CPU gains from stacking
-# and loses from a second thread; with more, the opposite. Measured on two cores (shipped convnet,
-# 8 replicas, one thread): stacking is 1.4x faster at half the limit, 1.0x at it, 0.8x at twice.
-SMALL_FORWARD = 2**17
-
-
-def stacks(device_type: str, num_replicas: int, elements_per_forward: int) -> bool:
-    """Returns True if stacking replicas is faster than running them one after another.
-
-    Args:
-        device_type: "cpu", "cuda" and so on.
-        elements_per_forward: values entering all sites of one replica in one forward pass.
-    """
-    if num_replicas == 1:
-        return False
-    return device_type != "cpu" or elements_per_forward <= SMALL_FORWARD
-
-
-@contextmanager
-def suitable_threads(elements_per_forward: int) -> Iterator[None]:
-    """Limits torch to one CPU thread inside the block if the network is too small for several."""
-    before = torch.get_num_threads()
-    if elements_per_forward <= SMALL_FORWARD:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -11,23 +11,24 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from torch import nn
 
-from normexp.batching.replicas import InTurn, Replicas, Stacked, stacks
-from normexp.build import build_optimizer, synchronized
+from normexp.batching.replicas import InTurn, Replicas, Stacked
+from normexp.batching.speed import stacks
+from normexp.build import build_callbacks as build_own_callbacks
+from normexp.build import build_optimizer, build_schedule, synchronized
 from normexp.cells.cell import Cell
 from normexp.cells.plan import num_devices_of
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
+from normexp.training.callbacks import act_on_batches
 from normexp.training.diagnostics import Diagnostics
+from normexp.training.evaluation import criterion_of
 from normexp.training.fit import device_type, set_matmul_precision
-from normexp.training.module import Recipe, TrainingModule
-from normexp.training.optim import Schedule
+from normexp.training.module import TrainingModule
 from normexp.training.progress import StepReports, TrainingProgress
+from normexp.training.recipe import Recipe
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
-
-# Optimizers of torch that update every value from its own history alone.
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
 
 OnSteps = Callable[[int, int], None]  # called with (step, num_steps) from time to time
 
@@ -51,7 +52,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
     return Recipe(
         sizes=cell.plan.sizes,
         optimizer=build_optimizer(cfg, momentum=cell.plan.optimizer_momentum),
-        schedule=Schedule(cfg.optim.schedule, cfg.optim.warmup, cell.plan.num_steps),
+        schedule=build_schedule(cfg, cell.plan.num_steps),
         lr=cell.plan.lr if lrs is None else max(lrs),
         lr_scales=None if lrs is None else tuple(lr / max(lrs) for lr in lrs),
         weight_decay=cfg.optim.weight_decay,
@@ -60,7 +61,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
         max_grad_norm=cell.plan.max_grad_norm,
         eval_group=cell.plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
         log_every=cfg.log_every,
-        max_chunk=cfg.chunk,
+        max_chunk=1 if act_on_batches(_own_callbacks(cell)) else cfg.chunk,
         compile=cfg.get("compile", False),
         ema=cell.plan.ema,
     )
@@ -69,10 +70,15 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
 def build_callbacks(cell: Cell, on_steps: OnSteps | None) -> list[Callback]:
     """The callbacks of a training; without `on_steps`, a progress bar among them."""
     bar = TrainingProgress(cell.title, cell.plan.epochs)
-    callbacks: list[Callback] = [bar if on_steps is None else StepReports(on_steps)]
+    callbacks = [bar if on_steps is None else StepReports(on_steps), *_own_callbacks(cell)]
     if cell.cfg.diagnostics:
         callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
     return callbacks
+
+
+def _own_callbacks(cell: Cell) -> list[Callback]:
+    metrics = criterion_of(cell.data).metrics
+    return build_own_callbacks(cell.cfg, [f"val/{name}" for name in metrics])
 
 
 def build_replicas(cell: Cell, seeds: list[int], *, is_stacked: bool | None = None) -> Replicas:
@@ -99,14 +105,11 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     if wanted == "auto":
         device = device_type(cell.cfg.trainer.accelerator)
         wanted = stacks(device, num_replicas, cell.elements_per_forward)
-    if not wanted or num_replicas == 1:
+    if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = cell.traits.stacking_obstacle
-    optimizer = str(cell.cfg.optim._target_).rpartition(".")[2]
     if num_devices_of(cell.cfg) > 1 and synchronized(cell.cfg):  # no communication under vmap
         obstacle = "the norm takes statistics over all devices"
-    elif obstacle is None and optimizer not in ELEMENTWISE:
-        obstacle = f"the optimizer {optimizer} is not known to be elementwise"
     if obstacle is not None:
         logger.info("replicas run one after another: %s", obstacle)
     return obstacle is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.speed import suitable_threads
 from normexp.build import (
     NetworkBuilder,
     build_data,
@@ -33,19 +34,22 @@ from normexp.cells.refusals import (
     check_memory,
     check_optimizer,
     check_outputs,
+    check_own_schedule,
     check_placement,
     check_read,
     check_slots,
     needed_memory,
+    why_alone,
 )
 from normexp.checks.preflight import Traits, examine
 from normexp.data.dataset import Data
 from normexp.norms.slots import changed
 from normexp.records.identity import digest_of_data, with_weights
-from normexp.training.evaluation import EvaluationPlan
+from normexp.training.evaluation import EvaluationPlan, criterion_of
 
 logger = logging.getLogger(__name__)
 
+LONG_PROBE = 10  # seconds
 MAX_KEPT = 2  # data sets kept in memory at once
 RECORDED_TRAITS = (
     *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
@@ -98,6 +102,7 @@ class Cell:
     evaluation: EvaluationPlan
     num_parameters: int
     memory: int  # bytes, see `needed_memory`
+    alone: str | None  # why each seed trains by itself; None if seeds may share a stack
 
     @property
     def title(self) -> str:
@@ -144,10 +149,16 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     check_slots(cfg, norm, model=choices["model"])
     check_placement(norm, network, choice=choices["norm"])
     check_outputs(cfg, network, data)
+    start = time.perf_counter()
     traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
+    if (seconds := time.perf_counter() - start) > LONG_PROBE:
+        logger.info("probing the network before training took %.0f s", seconds)
     if traits.mixes_samples:
         check_norm_batch_size(cfg, plan.sizes)
     check_optimizer(cfg, plan, network)
+    metrics = [f"val/{name}" for name in criterion_of(data).metrics]
+    check_own_schedule(cfg, choices["optim"], metrics)
+    alone = why_alone(cfg, plan, metrics)
     evaluation = plan_evaluation(cfg, plan.sizes, data, traits)
     check_read(asked, cfg.keys_read)
     num_parameters = sum(p.numel() for p in network.parameters())
@@ -156,6 +167,8 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     check_memory(cfg, memory)
     for note in plan.notes:
         logger.info(note)
+    if alone is not None and cfg.replicas > 1:
+        logger.info("each seed trains by itself: %s", alone)
     if not traits.mixes_samples and norm.norm_batch_size is not None:
         norm.norm_batch_size = None
         logger.info(
@@ -186,6 +199,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         evaluation=evaluation,
         num_parameters=num_parameters,
         memory=memory,
+        alone=alone,
     )
 
 

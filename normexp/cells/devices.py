@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, fitting_replicas
 from normexp.cells.cell import prepare_cell
-from normexp.cells.naming import GROUPS
+from normexp.cells.naming import choices_in
 from normexp.cells.plan import num_devices_of
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
@@ -91,7 +91,7 @@ def train_on_devices(
         return
     # Sets an unfitting checkpoint aside, once.
     fitting_replicas(cell, stack.seeds, stack.record.checkpoint)
-    choices = {group: cell.record[group] for group in GROUPS}
+    choices = choices_in(cell.record)
     order = Order(plain(cell.cfg), choices, stack.seeds, stack.record, list(notes))
     if place_among(num_devices) is None:
         with stop.listening():

@@ -16,7 +16,7 @@ from normexp.build import plain
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.load import load_config, load_weights
-from normexp.cells.naming import GROUPS
+from normexp.cells.naming import choices_in
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
 from normexp.config.rules import OPTIONS
@@ -54,7 +54,7 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     """
     find_cell(cell_dir)
     results = finished_results(cell_dir)
-    names = {group: results[0].config[group] for group in GROUPS}
+    names = choices_in(results[0].config)
     cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, names), asked))
     place_on_one_device(cfg)  # evaluation does not need the devices of the training
     if not torch.cuda.is_available():

@@ -21,7 +21,7 @@ from normexp.config.compose import (
     shipped_defaults,
     shipped_targets,
 )
-from normexp.config.rules import in_identity
+from normexp.config.rules import OPTIONAL_GROUPS, in_identity
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS
 from normexp.records.identity import (
@@ -36,6 +36,7 @@ from normexp.records.identity import (
 logger = logging.getLogger(__name__)
 
 GROUPS = ("norm", "model", "data", "optim")
+OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that a `schedule` takes the place of
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
@@ -51,7 +52,7 @@ VERSIONS: dict[str, int] = {
 TURNED = {
     *("epochs", "steps", "samples", "lr_rule", "base_batch_size", "optim.default_lr"),
     *("norm.half_life", *SLOTS, *(f"norm.{slot}" for slot in SLOTS)),
-    *("norm._partial_", "model._partial_", "optim._partial_"),
+    *("norm._partial_", "model._partial_", "optim._partial_", "schedule._partial_"),
 }
 
 # Keys that some configs lack, and the value that means the same: left out there.
@@ -92,6 +93,9 @@ def identity_of(
     # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.
     sizes = [getattr(plan.sizes, key) for key in SIZES]
     identity |= canonical_sizes(*sizes, mixes_samples=mixes_samples)
+    if "schedule" in identity:
+        for name in OPTIM_SCHEDULE:
+            del identity["optim"][name]
     if plan.optimizer_momentum is not None:
         identity["optim"]["momentum"] = plan.optimizer_momentum
     if plan.norm_momentum is not None:
@@ -102,11 +106,12 @@ def identity_of(
 def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
     """The id of a cell: a slug, and a hash of everything that differs from the shipped defaults."""
     defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
-    rest = {key: value for key, value in identity.items() if key not in GROUPS}
+    groups = [*GROUPS, *(group for group in OPTIONAL_GROUPS if group in identity)]
+    rest = {key: value for key, value in identity.items() if key not in groups}
     content = differences(defaults | rest, defaults)  # lr, by default a reference, is always there
     if version := VERSIONS.get("config"):
         content["version"] = version
-    for group in GROUPS:
+    for group in groups:
         content[group] = content_of(group, choices[group], identity[group])
     return cell_id(content, _slug(identity, choices))
 
@@ -120,7 +125,7 @@ def record_of(
     """
     sizes = {key: identity[key] for key in SIZES}
     return {
-        **{group: choices[group] for group in GROUPS},
+        **choices_in(choices),
         **{key: cfg[key] for key in ("lr_rule", "eps", "drop_last")},
         **sizes,
         "devices": num_devices_of(cfg),
@@ -133,6 +138,11 @@ def record_of(
         "matmul_precision": plan.matmul_precision,
         "identity": identity,
     }
+
+
+def choices_in(record: Mapping[str, Any]) -> dict[str, str]:
+    """The name of what each group of a cell holds, as `compose_cell` returned them."""
+    return {group: record[group] for group in (*GROUPS, *OPTIONAL_GROUPS) if group in record}
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +167,8 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
 def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:
     """The hashed content of a group: a shipped choice by name, a user's own in full."""
     defaults = shipped_defaults(group, choice)
+    if "_target_" not in values:  # several callbacks, by name
+        return values
     if defaults is None:
         target: str = values["_target_"]
         name = shipped_targets(group).get(target, target)

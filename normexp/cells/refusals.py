@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from normexp.batching.replicas import model_arguments, stacks
-from normexp.build import build_optimizer, plain
+from normexp.batching.replicas import model_arguments
+from normexp.batching.speed import stacks
+from normexp.build import build_callbacks, build_optimizer, build_schedule, plain
+from normexp.cells.naming import OPTIM_SCHEDULE
 from normexp.cells.plan import Plan
 from normexp.checks.integrity import check_optimizer as check_covered
 from normexp.checks.probe import fixed_draws
 from normexp.checks.sites import probe_batch
-from normexp.config.compose import shipped_config
+from normexp.config.compose import DEFAULT_SCHEDULE, shipped_config, shipped_defaults
 from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
@@ -26,8 +29,10 @@ from normexp.norms.factory import NormFactory
 from normexp.norms.none import NoNorm
 from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, without_place
+from normexp.records.identity import place_of
+from normexp.training.callbacks import monitored
 from normexp.training.fit import device_type
-from normexp.training.optim import parameter_groups
+from normexp.training.optim import parameter_groups, stacking_obstacle_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,16 +115,64 @@ def check_read(cfg: DictConfig, keys_read: set[str]) -> None:
 
 def check_optimizer(cfg: DictConfig, plan: Plan, network: nn.Module) -> None:
     """Builds the training's optimizer, to check that it holds every parameter."""
+    network = copy.deepcopy(network)
     groups = parameter_groups(
         network, weight_decay=cfg.optim.weight_decay, decay_norm=cfg.optim.decay_norm
     )
     try:
         optimizer = build_optimizer(cfg, momentum=plan.optimizer_momentum)(groups, lr=plan.lr)
+        check_covered(network, optimizer)
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
     except UserError:
         raise
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optim._target_={cfg.optim._target_}: {first_line(error)}") from error
-    check_covered(network, optimizer)
+    except Exception as error:  # of the user's class, any kind
+        place = place_of(error)
+        raise UserError(
+            f"optim._target_={cfg.optim._target_}: {first_line(error)}{place}"
+        ) from error
+
+
+def check_own_schedule(cfg: DictConfig, optim: str, metrics: Sequence[str]) -> None:
+    """Refuses keys of `optim` that a schedule takes the place of, and a metric that is not there.
+
+    Args:
+        optim: the name of the optimizer.
+        metrics: of the validation.
+    """
+    if cfg.get("schedule") is None:
+        return
+    defaults = shipped_defaults("optim", optim) or DEFAULT_SCHEDULE
+    for key in OPTIM_SCHEDULE:
+        if cfg.optim[key] != defaults[key]:
+            raise UserError(
+                f"optim.{key}={as_typed(cfg.optim[key])}: nothing reads this key, since schedule "
+                "is set; drop one of them"
+            )
+    monitor = cfg.schedule.get("monitor", "val/loss")
+    if monitor not in metrics:
+        raise UserError(
+            f"schedule.monitor={monitor} is not a metric of the validation; "
+            f"try {', '.join(metrics)}"
+        )
+
+
+def why_alone(cfg: DictConfig, plan: Plan, metrics: Sequence[str]) -> str | None:
+    """Why each seed must train by itself; None if seeds may share a stack.
+
+    Raises:
+        UserError: a schedule or callback that cannot work.
+    """
+    schedule = build_schedule(cfg, plan.num_steps)
+    watching = monitored(build_callbacks(cfg, metrics))
+    if schedule.monitor is not None:
+        watching = f"{cfg.schedule._target_.rpartition('.')[2]} looks at {schedule.monitor}"
+    if watching is not None:
+        return f"{watching}, which would be a mean over a stack"
+    obstacle = stacking_obstacle_of(build_optimizer(cfg, momentum=plan.optimizer_momentum))
+    name = cfg.optim._target_.rpartition(".")[2]
+    return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"
 
 
 def needed_memory(cfg: DictConfig, num_parameters: int, elements_per_forward: int) -> int:

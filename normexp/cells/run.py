@@ -23,7 +23,7 @@ from normexp.cells.assembly import OnSteps, will_stack
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
-from normexp.cells.naming import GROUPS
+from normexp.cells.naming import choices_in
 from normexp.cells.recorded import has_evaluations, key_entry
 from normexp.cells.stack import Stack, new_stack
 from normexp.config.rules import validate
@@ -32,6 +32,7 @@ from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
 from normexp.records.history import KeyEntry, append_attempt, read_history
+from normexp.records.identity import place_of
 from normexp.records.logs import collected_messages
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
 from normexp.records.result import CellRecords, Result, read_records, write_result
@@ -196,7 +197,7 @@ def _mates_of(task: Sequence[TaskCell], records: Iterable[StackRecord]) -> list[
         for cell_id in sorted(ids - {*known, *mates}):
             cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
             with collected_messages():
-                cell = prepare_cell(cfg, {group: template.record[group] for group in GROUPS})
+                cell = prepare_cell(cfg, choices_in(template.record))
             if cell.id != cell_id:
                 raise UserError(
                     f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
@@ -274,7 +275,11 @@ class Claim:
                 if (each.cell.id, run.seed) in missing:
                     alone = [(each.cell, run.seed)]
                     stacks.append(new_stack(alone, apart=run.apart, attempts=run.attempts))
-            new += [(each.cell, seed) for seed in records.new if (each.cell.id, seed) in missing]
+            own = [(each.cell, seed) for seed in records.new if (each.cell.id, seed) in missing]
+            if each.cell.alone is None:
+                new += own
+            else:
+                stacks += [new_stack([run]) for run in own]
         return [*stacks, new_stack(new)] if new else stacks
 
     def _earlier_failure(self, stack: Stack) -> str | None:
@@ -308,7 +313,7 @@ class Claim:
                 raise
             with open(stack.record.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
-            reason, at = one_line(error), stack.record.checkpointed_at
+            reason, at = one_line(error) + place_of(error), stack.record.checkpointed_at
             append_attempt(self.study_dir, stack.record.id, reason, died=False, checkpointed_at=at)
             return reason
         return None

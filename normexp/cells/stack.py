@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.speed import suitable_threads
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
 from normexp.cells.cell import Cell
@@ -35,6 +35,7 @@ from normexp.records.paths import (
 from normexp.records.result import Result, write_result
 from normexp.records.samples import write_samples
 from normexp.records.stacks import StackRecord, begin_stack, end_stack
+from normexp.training.callbacks import why_stopped
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder, RunSink, WandbRun
@@ -242,6 +243,7 @@ def _result_of(
     diverged_at = module.losses.diverged_at[index]
     if diverged_at is None and not all(map(math.isfinite, metrics.values())):
         diverged_at = module.step  # the last update broke the network, after its loss was taken
+    planned = cell.plan.num_steps
     return Result(
         cell_id=cell.id,
         seed=seed,
@@ -255,6 +257,7 @@ def _result_of(
         timing=timing,
         invalid=cell.invalid,
         apart=stack.record.apart,
+        stopped=why_stopped(module.trainer) if module.step < planned else None,
     )
 
 

@@ -22,6 +22,7 @@ from normexp.config.rules import (
     ELSEWHERE,
     KEYS,
     OPEN_GROUPS,
+    OPTIONAL_GROUPS,
     READ,
     check_value,
     either,
@@ -32,6 +33,7 @@ from normexp.errors import UserError
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that has none
 FEW = 12  # most choices that a message lists
 
 # Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
@@ -140,18 +142,24 @@ def register_custom() -> None:
       norm.view=sequence is not passed on: it shows the norm (B, T, C) as (B, C, T), not token by
       token.
     - model: `norm`, a NormFactory, and any of input_shape, num_outputs, vocab_size and block_size
-      that its signature names.
+      that its signature names. Without the argument `norm`, its norms are replaced (those of the
+      classes in model.replace), and num_classes, in_channels and in_chans are known names too. The
+      keys model.replace and model.weights are not passed on.
     - data: nothing else; it returns a `normexp.data.Data`.
     - optim: the parameters, lr and weight_decay.
+    - schedule: step and total_steps; a scheduler class: the optimizer.
+    - callback: nothing else.
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:
-        node: dict[str, Any] = {"_target_": "???"} | (
-            {} if group == "data" else {"_partial_": True}
-        )
+        node: dict[str, Any] = {"_target_": "???"}
+        if group != "data":
+            node["_partial_"] = True
+        if group == "callback":  # or several, each with a _target_ of its own
+            node = {}
         if group == "optim":
             node |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
-            node |= {"schedule": "cosine", "warmup": 0.1}
+            node |= DEFAULT_SCHEDULE
         store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")
 
 
@@ -310,7 +318,7 @@ def _refuse_unread(config: DictConfig, choices: Mapping[str, str | None]) -> Non
             "`# @package _global_`"
         )
     for key in known:
-        if key.partition(".")[0] not in OPEN_GROUPS and key not in READ:
+        if key.partition(".")[0] not in (*OPEN_GROUPS, *OPTIONAL_GROUPS) and key not in READ:
             raise _unknown_key(key, [name for name in known if name in READ])
 
 
@@ -360,6 +368,8 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
     hint = suggest(name, choices, most=3, cutoff=0.5)
     listed = _listed(group, config_dirs)
     own = f"; your own: {group}=custom {group}._target_=..." if group in CUSTOM_GROUPS else ""
+    if group == "schedule":
+        own = f"; a shape by name: optim.schedule=...{own}"
     return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({listed}{own})")
 
 

@@ -16,8 +16,11 @@ from normexp.config.rules import OPTIONS, REQUIRED, as_typed
 from normexp.errors import UserError
 from normexp.norms.slots import PLACEMENTS
 
-GROUPS = ("norm", "model", "data", "optim", "trainer", "logger", "experiment")
-CUSTOM_GROUPS = ("norm", "model", "data", "optim")  # take `<group>=custom <group>._target_=...`
+GROUPS = (
+    *("norm", "model", "data", "optim", "schedule", "callback"),
+    *("trainer", "logger", "experiment"),
+)
+CUSTOM_GROUPS = GROUPS[:6]  # take `<group>=custom <group>._target_=...`
 WIDTH = 100
 
 
@@ -219,7 +222,7 @@ def _groups(config_dirs: Sequence[str]) -> str:
         lines.append(textwrap.fill(choices, WIDTH, initial_indent=head, subsequent_indent=" " * 14))
     lines += [
         "  A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.",
-        "  norm=custom takes norm._target_=... and its knobs; model, data and optim likewise.",
+        "  norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -193,7 +193,7 @@ KEYS = {
     "optim.decay_norm": Key(FLAG),
     "optim.decay_bias": Key(FLAG),
     "optim.fused": Key(FLAG),
-    "optim.schedule": Key(one_of("constant", "cosine", "one_cycle")),
+    "optim.schedule": Key(one_of("constant", "cosine", "linear", "wsd", "one_cycle")),
     "optim.warmup": Key(FRACTION),
     "trainer.accelerator": Key(one_of("auto", "cpu", "gpu", "cuda"), identity=False),
     "trainer.devices": Key(COUNT, identity=False),  # counted in norm_batch_size: a share of a
@@ -207,6 +207,7 @@ KEYS = {
 OUTSIDE = ("hydra", "experiment", "logger", "tune")  # groups that define no training
 REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
 
+OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
 OPEN_GROUPS = ("norm", "model", "data", "optim")  # their targets' signatures say what they take
 # Every other key that something reads, and the groups that hold them.
 READ = {
@@ -226,7 +227,9 @@ ELSEWHERE = {
     **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval"), "set val_every_epochs=..."),
     **dict.fromkeys(("ckpt_path", "resume"), "the same command resumes by itself"),
     **dict.fromkeys(("default_root_dir", "output_dir"), "set runs_dir=..."),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "set optim.schedule=..."),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "set optim.schedule=... or schedule=custom"),
+    **dict.fromkeys(("callbacks", "early_stopping"), "set callback=early_stopping or custom"),
+    **dict.fromkeys(("ema_decay", "swa"), "set ema=..."),
     "log_every_n_steps": "set log_every=...",
     "sync_batchnorm": "set norm=sync",
     "optimizer": "set optim=...",

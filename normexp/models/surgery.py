@@ -17,6 +17,8 @@ from normexp.models.foreign_norms import ForeignNorm, describe, kind_of, recogni
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 
+# First values of a norm's tensors.
+STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
 MOST_NAMES = 4  # that a line of the log spells out
 
 
@@ -56,6 +58,7 @@ class Surgery:
         left: classes that may be norms but were left alone, with the reason.
         carried: names of tensors in sites, and the names of the old ones whose values they hold.
         dropped: names of old tensors for which the new norm has no place.
+        lost: those of them that a training has changed.
     """
 
     classes: dict[str, str] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class Surgery:
     left: dict[str, str] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     def note(self, name: str, old: ForeignNorm, new: nn.Module, carried: Mapping[str, str]) -> None:
         """Adds the norm that was called `name`; `carried` has its tensors' names by new ones."""
@@ -71,8 +75,11 @@ class Surgery:
         ((inner, _),) = named_sites(new)
         prefix = ".".join(filter(None, (name, inner, "norm")))
         self.carried |= {f"{prefix}.{key}": f"{name}.{own}" for key, own in carried.items()}
-        lost = [own for _, own, _ in old.values() if own not in carried.values()]
-        self.dropped += [f"{name}.{own}" for own in lost]
+        for role, own, value in old.values():
+            if own not in carried.values():
+                self.dropped.append(f"{name}.{own}")
+                if bool((value != STARTS[role]).any()):
+                    self.lost.append(f"{name}.{own}")
 
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
@@ -83,8 +90,8 @@ class Surgery:
         if self.left:
             left = ", ".join(f"{name} ({why})" for name, why in self.left.items())
             yield f"left alone: {left}; model.replace=[Class] names all classes to replace"
-        if self.dropped:
-            yield f"the new norm has no place for {shorten(self.dropped)}"
+        if self.lost:
+            yield f"the new norm has no place for {shorten(self.lost)}"
 
 
 def replace_norms(
@@ -185,7 +192,6 @@ def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
 
     A weight is carried over to one that starts at one, and a bias to one that starts at zero.
     """
-    starts = {"weight": 1, "bias": 0}
     tensors = {**dict(site.norm.named_parameters()), **dict(site.norm.named_buffers())}
     carried = {}
     for role, own, value in old.values():
@@ -194,7 +200,7 @@ def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
             for name, tensor in tensors.items()
             if name.rpartition(".")[2] == role
             and tensor.shape == value.shape
-            and (role not in starts or bool((tensor == starts[role]).all()))
+            and (role not in ("weight", "bias") or bool((tensor == STARTS[role]).all()))
         ]
         if len(fitting) == 1:
             tensors[fitting[0]].copy_(value)

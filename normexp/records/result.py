@@ -25,7 +25,8 @@ class Result:
         metrics: name, such as `val/accuracy`, to a finite number.
         diverged_at_step: first optimizer step whose loss was not finite; set if diverged.
         error: one line; set if failed.
-        steps: optimizer steps that were made; fewer than planned only if it diverged.
+        steps: optimizer steps that were made; fewer than planned only if it diverged or `stopped`.
+        stopped: why a callback ended it before the planned steps.
         attempts: how often a failed run has been tried.
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
             samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes.
@@ -50,6 +51,7 @@ class Result:
     invalid: str | None = None
     attempts: int = 1
     apart: str | None = None
+    stopped: str | None = None
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):

@@ -168,18 +168,24 @@ def size_axis(
 
 
 def metric_axis(
-    metric: Metric, rows: Sequence[Row], label: str | None = None, outside: Sequence[str] = ()
+    metric: Metric,
+    rows: Sequence[Row],
+    label: str | None = None,
+    outside: Sequence[str] = (),
+    most: float = math.inf,
 ) -> alt.Y:
     """Shows the means and bounds of all norms but those `outside`, which are drawn at the edge.
 
-    An accuracy's axis ends at 0 and 100 %.
+    An accuracy's axis ends at 0 and 100 %, a loss's at 0 and at `most`.
     """
     shown = [row for row in rows if row["norm"] not in outside]
     ends = [row[key] for row in shown for key in ("low", "high", "mean") if row[key] is not None]
+    means = [row["mean"] for row in shown if row["mean"] is not None]
     low, high = min(ends, default=0), max(ends, default=1)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1
-    least, most = metric.bounds or (-math.inf, math.inf)
-    domain = [max(low - margin, least), min(high + margin, most)]
+    margin = 0.05 * (min(high, most) - low) or 0.05 * abs(high) or 1
+    is_positive = not metric.higher_is_better and min(means, default=0) >= 0
+    least, greatest = metric.bounds or (0 if is_positive else -math.inf, most)
+    domain = [max(low - margin, least), min(high + margin, greatest)]
     scale = alt.Scale(domain=domain, nice=False, zero=False, clamp=True)
     return alt.Y("mean:Q", title=label or metric.label, scale=scale)
 

@@ -34,6 +34,7 @@ from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED
 from normexp.stats import mean
 
+WILD = 1.5  # times the highest first loss; a diverging norm leaves the scale there
 MOST_POINTS = 60  # of one curve; more cannot be told apart at the width of a figure
 CROSS = "M-1,-1L1,1M1,-1L-1,1"
 DIAGNOSTICS = {
@@ -88,7 +89,7 @@ def _draw_curve(
     caption = (
         f"{metric.label} over training samples: mean over seeds with its 95 % interval as band. "
         "A cross marks the last value of a norm with diverged seeds; the mean then continues "
-        "over the remaining seeds."
+        "over the remaining seeds. A loss far above its start is drawn at the upper edge."
     )
     leaking = part.points["norm"][part.points["leaks_in_training"]].unique()
     if metric.name == "train/loss" and len(leaking):
@@ -125,10 +126,9 @@ def _panel(part: Slice, styles: Styles, metric: Metric, rows: list[Row], size: i
         .axis(format="~s", tickCount=6, labelExpr="datum.value ? datum.label : '0'")
         .scale(zero=True, nice=False)
     )
-    # The loss of a seed about to diverge has many digits.
-    y = metric_axis(metric, own).axis(
-        labelExpr="abs(datum.value) < 1e6 ? datum.label : format(datum.value, '.2~e')"
-    )
+    first = {row["norm"]: row["mean"] for row in reversed(own)}
+    most = math.inf if metric.higher_is_better else WILD * max(first.values())
+    y = metric_axis(metric, own, most=most)
     base = visible(f"datum.size == {size}")
     cross = base.mark_point(shape=CROSS, size=50, stroke=DIVERGED, strokeWidth=2)
     tip = tooltip("norm", "samples", "text", "n", "directory")

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +18,10 @@ from normexp.records.paths import STUDY_FILE
 from normexp.records.result import Result, values_of
 from normexp.records.state import shared_words
 from normexp.records.timing import expected_seconds, read_timed
+from normexp.reporting.contrast import pairs_of
+from normexp.reporting.frame import StudyRecords, config_row, run_frame
 from normexp.reporting.metric import choose_metric, describe_metric
+from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.summary import by_cell, wide_console
 from normexp.stats import seeds_for, smallest_difference
 
@@ -139,25 +141,10 @@ def _spread(recorded: Sequence[Result]) -> tuple[str, float | None]:
 
 
 def family_size(planned: Sequence[Outcome]) -> int:
-    """How many verdicts a report on the cells gives: see normexp.reporting.verdict."""
-    records = [outcome.record for outcome in planned]
-    records = [r | {"samples": r.get("num_steps", 0) * r["batch_size"]} for r in records]
-    # The report goes along the norm batch size where that varies, else along the batch size; a
-    # budget is compared in the unit with the fewest values.
-    along_norm = any(record.get("norm_batch_size") is not None for record in records)
-    budget = min(
-        ("epochs", "num_steps", "samples"), key=lambda unit: len({r.get(unit) for r in records})
-    )
-    fixed = ("model", "data", budget, *["batch_size"] * along_norm)
-    cells: dict[tuple[Any, ...], dict[str, set[tuple[Any, ...]]]] = {}  # by slice, then by norm
-    mixing = set()
-    for record in records:
-        norm = repr((record["norm"], record.get("identity", {}).get("norm")))
-        size = (record["batch_size"], record.get("norm_batch_size"))
-        place = tuple(record.get(key) for key in fixed)
-        cells.setdefault(place, {}).setdefault(norm, set()).add(size)
-        mixing |= {norm} if record.get("mixes_samples") else set()
-    return sum(
-        len(norms) - 1 + sum(norm in mixing and len(sizes) > 1 for norm, sizes in norms.items())
-        for norms in cells.values()
-    )
+    """How many verdicts a report on the cells gives, if every run finishes."""
+    cells = {f"{one.cell_id} {one.record}": config_row(one.record) for one in planned}
+    ended = {"study": "", "seed": 0, "status": "finished"}
+    runs = run_frame([row | ended | {"cell": cell} for cell, row in cells.items()])
+    records = StudyRecords(runs, {"": 1}, 0, [], [])
+    slices = build_slices(build_cells(records), runs, metric=None, tolerance=None)
+    return sum(is_primary for part in slices for _, _, is_primary in pairs_of(part))

@@ -85,11 +85,16 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
         rows += own
         problems += broken
         unended += begun
-    runs = pd.DataFrame(rows, dtype=object)
-    runs = runs.reindex(columns=[*FIELDS, *(name for name in runs if name not in FIELDS)])
-    runs = runs.where(runs.notna(), None).astype(dict.fromkeys(metric_names(runs), float))
+    runs = run_frame(rows)
     counts = {name: len(found) for name, found in seeds.items()}
     return StudyRecords(runs, counts, len(unended), _waiting(unended, set(runs["cell"])), problems)
+
+
+def run_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The rows as `StudyRecords.runs`."""
+    runs = pd.DataFrame(rows, dtype=object)
+    runs = runs.reindex(columns=[*FIELDS, *(name for name in runs if name not in FIELDS)])
+    return runs.where(runs.notna(), None).astype(dict.fromkeys(metric_names(runs), float))
 
 
 def metric_names(runs: pd.DataFrame) -> list[str]:
@@ -177,25 +182,28 @@ def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> lis
 
 def _read_row(study: str, run_dir: Path) -> dict[str, Any]:
     result = read_run(run_dir)
-    config = dict(result.config)
-    if not isinstance(config.get("batch_size"), int):
+    if not isinstance(result.config.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no config.batch_size; was it edited by hand?")
-    identity = config.pop("identity", {})
     own = result.to_dict()
     return (
-        _flatten({key: value for key, value in identity.items() if key not in IN_BOTH})
-        | _flatten(config)
-        | {
-            group: _own_name(config[group], identity.get(group) or {})
-            for group in PARTS
-            if group in config
-        }
+        config_row(result.config)
         | _read_evaluation(run_dir)
         | result.metrics
         | _flatten({"timing": result.timing, "environment": result.environment})
         | {key: own[key] for key in FIELDS if key in own}
         | {"study": study, "cell": str(run_dir.parent), "directory": str(run_dir)}
     )
+
+
+def config_row(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a recorded config: its values and those of its identity, by dotted keys."""
+    identity = config.get("identity", {})
+    own = {key: value for key, value in config.items() if key != "identity"}
+    names = {
+        group: _own_name(own[group], identity.get(group) or {}) for group in PARTS if group in own
+    }
+    known = {key: value for key, value in identity.items() if key not in IN_BOTH}
+    return _flatten(known) | _flatten(own) | names
 
 
 def _place_words(

@@ -65,25 +65,28 @@ function narrowSquares(copy) {
   }
 }
 
+// Draws the specification at a width at which it fits; resolves to its view.
+async function embed(element, spec, room) {
+  const options = { actions: false, renderer: "svg", tooltip: { theme: dark.matches ? "dark" : "light" } };
+  for (let shrink = 0, tries = 0; ; tries += 1) {
+    const result = await window.vegaEmbed(element.firstElementChild, fitted(spec, room, shrink), options);
+    const excess = (element.querySelector("svg.marks")?.getBoundingClientRect().width ?? 0) - room;
+    if (excess <= 0 || tries === 2) return result.view;
+    shrink += excess + 2;
+    result.finalize();
+  }
+}
+
 async function draw(element) {
   const spec = report.figures[element.dataset.figure];
   const isWide = spec.width?.step && columnsOf(spec) * WIDE_SQUARE + 100 > element.clientWidth;
   element.closest("figure").classList.toggle("wide", Boolean(isWide));
   const room = element.clientWidth;
   if (!room) return;
-  const options = { actions: false, renderer: "svg", tooltip: { theme: dark.matches ? "dark" : "light" } };
-  const embed = (shrink) => window.vegaEmbed(element.firstElementChild, fitted(spec, room, shrink), options);
   figures.get(element)?.view?.finalize();
-  let result = await embed(0);
-  for (let shrink = 0, tries = 0; tries < 2 && spec.usermeta.fit !== "none"; tries += 1) {
-    const excess = (element.querySelector("svg.marks")?.getBoundingClientRect().width ?? 0) - room;
-    if (excess <= 0) break;
-    shrink += excess + 2;
-    result.finalize();
-    result = await embed(shrink);
-  }
-  figures.set(element, { view: result.view, page: innerWidth });
-  await filterView(result.view);
+  const view = await embed(element, spec, room);
+  figures.set(element, { view, page: innerWidth });
+  await filterView(view);
   element.dataset.ready = "yes";
 }
 
@@ -95,6 +98,7 @@ async function filterView(view) {
 function filterPage() {
   for (const row of document.querySelectorAll("[data-norm], [data-model]")) {
     row.hidden = Object.entries(hidden).some(([key, values]) => values.has(row.dataset[key]));
+    if (row.nextElementSibling?.querySelector(":scope > .opened")) row.nextElementSibling.hidden = row.hidden;
   }
   for (const sentence of document.querySelectorAll("[data-norms]")) {
     const norms = JSON.parse(sentence.dataset.norms), gone = norms.filter((n) => hidden.norm.has(n));
@@ -113,6 +117,63 @@ function fitTables() {
     table.classList.remove("cards");
     table.classList.toggle("cards", table.scrollWidth > table.parentElement.clientWidth);
   }
+}
+
+const element = (tag, text, ...children) => {
+  const made = document.createElement(tag);
+  if (text !== null) made.textContent = text;
+  made.append(...children);
+  return made;
+};
+
+// A row of the cells' table opens what is known of the cell, and closes it again.
+function toggleCell(button) {
+  const row = button.closest("tr");
+  const isOpen = button.getAttribute("aria-expanded") === "true";
+  button.setAttribute("aria-expanded", !isOpen);
+  if (isOpen) return void row.nextElementSibling.remove();
+  const cell = report.cells[button.dataset.cell];
+  const place = element("td", null, ...cellParts(cell));
+  place.colSpan = row.cells.length;
+  place.className = "opened";
+  row.after(element("tr", null, place));
+  fitTables();
+  for (const chart of place.querySelectorAll(".chart")) drawSeeds(chart, cell.curves[chart.dataset.label]);
+}
+
+function cellParts(cell) {
+  const texts = (cells, tag) => cells.map((text, i) => {
+    const made = element(tag, text);
+    made.dataset.name = cell.columns[i];
+    return made;
+  });
+  const lines = (values) => Object.entries(values).map(([key, value]) => `${key}: ${value}`).join("\n");
+  const charts = Object.keys(cell.curves).map((label) => {
+    const chart = element("div", null, element("div", null));
+    [chart.className, chart.dataset.label] = ["chart", label];
+    return element("figure", null, element("h3", `${label} by seed`), chart);
+  });
+  const figures = element("div", null, ...charts);
+  figures.className = "figures";
+  const runs = element("table", null,
+    element("thead", null, element("tr", null, ...texts(cell.columns, "th"))),
+    element("tbody", null, ...cell.runs.map((run) => element("tr", null, ...texts(run, "td")))));
+  const scroll = element("div", null, runs);
+  scroll.className = "scroll";
+  const folded = ["config", "environment"].map((name) =>
+    element("details", null, element("summary", name), element("pre", lines(cell[name]))));
+  const again = cell.command ? [element("h3", "The command for this cell"), element("pre", cell.command)] : [];
+  return [element("p", cell.directory), ...again, element("h3", "Runs"), scroll, figures, ...folded];
+}
+
+function drawSeeds(chart, rows) {
+  const spec = structuredClone(report.seeds);
+  spec.datasets = { rows };
+  spec.encoding.y.title = chart.dataset.label;
+  const values = rows.map((row) => row.value).sort((a, b) => a - b);
+  const isWild = values.at(-1) > 20 * values[values.length >> 1] && values[0] > 0; // one has diverged
+  if (isWild) Object.assign(spec.encoding.y, { scale: { type: "log" }, axis: { format: ".0e", tickCount: 6 } });
+  embed(chart, spec, chart.clientWidth);
 }
 
 function save(name, url) {
@@ -134,6 +195,8 @@ async function saveImage(chart, kind) {
 
 function sortBy(header) {
   const table = header.closest("table");
+  table.querySelectorAll(":scope > tbody > tr > .opened").forEach((one) => one.parentNode.remove());
+  table.querySelectorAll("[aria-expanded]").forEach((one) => one.setAttribute("aria-expanded", "false"));
   const column = [...header.parentNode.children].indexOf(header);
   const down = header.getAttribute("aria-sort") === "ascending";
   for (const other of header.parentNode.children) other.removeAttribute("aria-sort");
@@ -158,8 +221,9 @@ document.addEventListener("change", (event) => {
 });
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
-  const { table, image } = button?.dataset ?? {};
-  if (table) saveCsv(table, report.tables[table]);
+  const { table, image, cell } = button?.dataset ?? {};
+  if (cell) toggleCell(button);
+  else if (table) saveCsv(table, report.tables[table]);
   else if (image) saveImage(button.closest("figure").querySelector(".chart"), image);
   else if (button?.closest("th")) sortBy(button.closest("th"));
 });

@@ -24,6 +24,7 @@ from markupsafe import Markup
 from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
 from normexp.reporting.charts import Figure
+from normexp.reporting.detail import cell_details, seed_chart
 from normexp.reporting.export import log_to_wandb
 from normexp.reporting.frame import plain_rows
 from normexp.reporting.report import Report, build_report
@@ -187,6 +188,8 @@ def _render_page(
         "figures": {figure.name: figure.spec for figure in report.figures},
         "tables": {table.name: table.to_csv() for table in shown}
         | {figure.name: figure.rows.to_csv() for figure in report.figures},
+        "cells": cell_details(report.cells, report.runs),
+        "seeds": seed_chart(),
     }
     return environment.get_template("page.html.j2").render(
         report=report,

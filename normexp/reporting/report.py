@@ -55,6 +55,7 @@ class Report:
     tables: list[Table]
     tuning: list[Figure]
     cells: pd.DataFrame
+    runs: pd.DataFrame
     counts: str
     waiting: list[str]
     problems: list[str]
@@ -110,6 +111,7 @@ def build_report(
             [runs_dir / f"{name}{end}" for name in names for end in ("", "-search")]
         ),
         cells=cells,
+        runs=runs,
         counts=_count_words(cells, records),
         waiting=records.waiting,
         problems=records.problems,

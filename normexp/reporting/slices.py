@@ -268,11 +268,16 @@ def _with_budget(config: pd.DataFrame) -> pd.DataFrame:
 
 
 def _budget_of(config: pd.DataFrame) -> pd.Series:
-    """The column of BUDGET with the fewest distinct values; epochs if they tie."""
+    """The column of BUDGET with the fewest distinct values, then with whole ones; epochs first."""
     known = config.reindex(columns=list(BUDGET)).dropna(axis="columns", how="all")
     if known.empty:
         return pd.Series(np.nan, config.index, name=BUDGET[0])
-    return known[min(known, key=lambda key: known[key].nunique())]
+
+    def rank(key: str) -> tuple[int, bool]:
+        values = known[key].dropna()
+        return values.nunique(), any(isinstance(value, float) for value in values)  # 12 is an int
+
+    return known[min(map(str, known), key=rank)]
 
 
 def _follows_from_size(cells: pd.DataFrame, column: pd.Series) -> bool:

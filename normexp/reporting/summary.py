@@ -55,6 +55,10 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
     diverged = [result for result in outcome.results if result.status == "diverged"]
     for result in diverged:
         console.print(f"seed {result.seed} diverged at step {result.diverged_at_step}")
+    for result in outcome.results:
+        if result.stopped:
+            told = f"seed {result.seed} ended at step {result.steps}: {result.stopped}"
+            console.print(told, markup=False, soft_wrap=True)
     seconds = max(result.timing.get("train_seconds", 0.0) for result in outcome.results)
     steps = outcome.results[0].timing.get("step_ms", 0.0)
     console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms per step of the whole stack")
@@ -189,6 +193,10 @@ def _shown(outcome: Outcome, *, in_header: str) -> str:
     if diverged:
         steps = ", ".join(str(step) for step in sorted({r.diverged_at_step or 0 for r in diverged}))
         told.append(f"{len(diverged)} of {len(outcome.results)} diverged, at step {steps}")
+    stopped = [run.steps for run in outcome.results if run.stopped]
+    if stopped:
+        steps = ", ".join(map(str, stopped))
+        told.append(f"{len(stopped)} of {len(outcome.results)} ended early, at step {steps}")
     shown = "; ".join(told)
     return f"INVALID {shown}" if outcome.invalid else shown
 

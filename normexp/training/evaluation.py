@@ -42,6 +42,8 @@ Columns = dict[str, list[float]]  # a value per replica, by metric
 class Criterion(ABC):
     """The loss of one replica's output, and metrics from sums over a split."""
 
+    metrics: tuple[str, ...]  # names of what `summarise` returns
+
     @abstractmethod
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the loss summed over the batch's targets."""
@@ -61,6 +63,8 @@ class Criterion(ABC):
 
 class Classification(Criterion):
     """Cross-entropy in nats, and accuracy as the share of samples classified correctly."""
+
+    metrics = ("loss", "accuracy")
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         # output (N, num_classes), targets (N,)
@@ -88,6 +92,8 @@ class LanguageModeling(Criterion):
     Args:
         bytes_per_token: of each split.
     """
+
+    metrics = ("loss", "bits_per_byte")
 
     def __init__(self, bytes_per_token: Mapping[str, float]) -> None:
         self.bytes_per_token = bytes_per_token

@@ -20,6 +20,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
+from normexp.training.callbacks import why_stopped
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -54,7 +55,7 @@ def fit(
         True if a stop was requested too late: this training is complete.
 
     Raises:
-        UserError: something else ended the training before its last step.
+        UserError: anything but an EarlyStopping ended the training before its last step.
         Interrupted: a stop was requested and the checkpoint written.
         KeyboardInterrupt: a second request, which stops at once.
     """
@@ -84,10 +85,11 @@ def fit(
 
 def _check_end(module: TrainingModule) -> None:
     planned = module.recipe.schedule.total_steps
-    if module.step < planned and not module.losses.all_diverged:
+    if module.step < planned and not (module.losses.all_diverged or why_stopped(module.trainer)):
         raise UserError(
             f"the training ended after {module.step} of {planned} steps, because of a callback or "
-            "an option of the trainer; drop it, and set steps or epochs to train less"
+            "an option of the trainer; drop it, and set steps or epochs to train less, or "
+            "callback=early_stopping"
         )
 
 

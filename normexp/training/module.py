@@ -7,8 +7,8 @@ are counted in optimizer steps, never in Lightning's batches.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
@@ -16,51 +16,20 @@ import torch
 
 from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, Replicas
-from normexp.batching.sizes import Share, Sizes
+from normexp.batching.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.training.chunks import ChunkLoader
 from normexp.training.evaluation import Columns, EvaluationPlan, Evaluator, criterion_of
 from normexp.training.optim import (
     AveragedWeights,
-    OptimizerFactory,
     ReplicaRates,
-    Schedule,
-    parameter_groups,
 )
-from normexp.training.recorder import LossHistory, Position, Recorder
+from normexp.training.recipe import Recipe
+from normexp.training.recorder import LossHistory, Position, Recorder, finite_mean
 from normexp.training.step import StepGradient, compiled_gradient
 
 # A training whose replicas have all diverged ends at a multiple of this, whatever its chunks.
 STEPS_BETWEEN_LOOKS = 25
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a stack is trained: everything but the network, the data and the seeds."""
-
-    sizes: Sizes
-    optimizer: OptimizerFactory
-    schedule: Schedule
-    lr: float
-    weight_decay: float = 0.0
-    decay_norm: bool = False
-    decay_bias: bool = True  # of modules other than norms
-    max_grad_norm: float | None = None  # 2-norm per replica; None: no clipping
-    eval_group: int | None = None  # samples that a norm mixes in evaluation; None if it mixes none
-    log_every: int = 10  # optimizer steps per row of train/loss
-    max_chunk: int = 64  # most optimizer steps in one call of training_step
-    lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
-    compile: bool = False  # torch.compile the forward of training
-    ema: float | None = None  # weight of the past in averaged weights; None: no average
-
-    def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:
-        groups = parameter_groups(
-            replicas,
-            weight_decay=self.weight_decay,
-            decay_norm=self.decay_norm,
-            decay_bias=self.decay_bias,
-        )
-        return self.optimizer(groups, lr=self.lr)
 
 
 class TrainingModule(pl.LightningModule):
@@ -134,8 +103,11 @@ class TrainingModule(pl.LightningModule):
             share = Share(self.trainer.global_rank, self.trainer.world_size)
             self.processes = Processes(share, device)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.recipe.build_optimizer(self.replicas)
+    def configure_optimizers(self) -> Any:
+        optimizer = self.recipe.build_optimizer(self.replicas)
+        if self.recipe.schedule.build is None:
+            return optimizer
+        return [optimizer], [self.recipe.schedule.build(optimizer)]
 
     def train_dataloader(self) -> ChunkLoader:
         return ChunkLoader(
@@ -185,8 +157,9 @@ class TrainingModule(pl.LightningModule):
     def _take_step(self, step: int, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
         assert self._gradient is not None
         recipe = self.recipe
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * recipe.schedule.factor(step)
+        if recipe.schedule.factor is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.lr * recipe.schedule.factor(step)
         self.losses.add(self._gradient.add(step, batch))
         if recipe.max_grad_norm is not None:
             self.replicas.clip_gradients(recipe.max_grad_norm)
@@ -194,8 +167,14 @@ class TrainingModule(pl.LightningModule):
             optimizer.step()
         else:
             self._rates.step(optimizer)
+        if recipe.schedule.build is not None and recipe.schedule.monitor is None:
+            self._step_scheduler()
         if self.averaged is not None:
             self.averaged.update_parameters(self.replicas)
+
+    def _step_scheduler(self, *metrics: float) -> None:
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step(*metrics)
 
     def on_train_end(self) -> None:
         self.losses.finish()
@@ -214,6 +193,10 @@ class TrainingModule(pl.LightningModule):
         if self.evaluator.plan.every_epoch:
             self._record_metrics(self.evaluator.others(["val"]))
         self.validated_at = self.step
+        means = {name: _mean(column) for name, column in self.metrics.items()}
+        self.log_dict(means, logger=False, batch_size=1)  # for callbacks: loggers have `recorder`
+        if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
+            self._step_scheduler(means[self.recipe.schedule.monitor])
 
     def test_step(self, _: int) -> None:
         """Evaluates the test split, and what the plan leaves for the end on the val split."""
@@ -248,3 +231,9 @@ class TrainingModule(pl.LightningModule):
         self.validated_at = state["validated_at"]
         self.metrics = state["metrics"]
         self.recorder.truncate_after(self.step)
+
+
+def _mean(column: list[float]) -> float:
+    """The mean over the stack; NaN if no value is finite."""
+    mean = finite_mean(column)
+    return math.nan if mean is None else mean

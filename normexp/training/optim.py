@@ -1,59 +1,18 @@
-"""Parameter groups, the learning rate as a function of the step, and one rate per replica.
-
-SGD and AdamW are elementwise, so one optimizer trains a stack as it would train each run alone.
-"""
+"""Parameter groups, averaged weights, and one optimizer for the replicas of a stack."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from normexp.batching.replicas import Replicas
-from normexp.errors import UserError
+from normexp.batching.replicas import Replicas, Stacked
+from normexp.errors import first_line
 from normexp.norms.site import norm_parameters
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Factor on the learning rate at each of `total_steps` optimizer steps.
-
-    Linear warm-up over the first `warmup` (a share of the steps), then
-        constant    1
-        cosine      (1 + cos(pi u)) / 2, u from 0 to 1 over the rest (arXiv:1608.03983)
-        one_cycle   linear from 1/25 to 1 over the warm-up, then cosine to 1e-4 (arXiv:1708.07120)
-    """
-
-    kind: str
-    warmup: float
-    total_steps: int
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("constant", "cosine", "one_cycle"):
-            raise UserError(
-                f"optim.schedule={self.kind} is unknown; try constant, cosine or one_cycle"
-            )
-        if not 0 <= self.warmup < 1:
-            raise UserError(
-                f"optim.warmup={self.warmup} must be in [0, 1), a share of the steps; try 0.1"
-            )
-
-    def factor(self, step: int) -> float:
-        warmup_steps = round(self.warmup * self.total_steps)
-        if step < warmup_steps:
-            risen = (step + 1) / warmup_steps
-            return 1 / 25 + (1 - 1 / 25) * risen if self.kind == "one_cycle" else risen
-        if self.kind == "constant":
-            return 1.0
-        rest = max(1, self.total_steps - warmup_steps)
-        cosine = (1 + math.cos(math.pi * (step - warmup_steps) / rest)) / 2
-        return max(cosine, 1e-4) if self.kind == "one_cycle" else cosine
 
 
 def parameter_groups(
@@ -131,3 +90,59 @@ class ReplicaRates:
 def _shaped_like(parameter: Tensor, scale: Tensor) -> Tensor:
     """Returns a scale () or (S,) shaped to multiply a parameter."""
     return scale.to(parameter.dtype).view(scale.shape + (1,) * (parameter.ndim - scale.ndim))
+
+
+SHAPES = ((3, 4), (5,), (), (2, 3, 3, 3), (1, 4))  # of the parameters that an optimizer is tried on
+
+
+def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
+    """Says why one optimizer cannot train a stack; None if it can.
+
+    Measured: two replicas, the second at half the rate, take a few steps with random gradients, in
+    a stack and each alone. An optimizer passes that updates each value from its own history, as SGD
+    and Adam do; one that takes norms over a layer or over all parameters does not.
+    """
+    noise = torch.Generator().manual_seed(0)
+    rows = [torch.randn(6, 2, *s, generator=noise, dtype=torch.float64) for s in SHAPES]
+    start, gradients = [row[0] for row in rows], [row[1:] for row in rows]
+
+    def build(replica: int) -> nn.Module:
+        return nn.ParameterList([nn.Parameter(value[replica].clone()) for value in start])
+
+    networks, scales = [build(0), build(1)], (1.0, 0.5)
+    stack = Stacked(networks)
+    try:
+        _train_on(optimizer, stack, gradients, 0.1, ReplicaRates(stack, scales))
+        for index, network in enumerate(networks):
+            own = [gradient[:, index] for gradient in gradients]
+            _train_on(optimizer, network, own, 0.1 * scales[index])
+    except Exception as error:  # of the user's class, any kind: what it does alone is tried apart
+        return first_line(error)
+    for index, network in enumerate(networks):
+        for alone, together in zip(network.parameters(), stack.network.parameters(), strict=True):
+            if not torch.allclose(alone, together[index], rtol=1e-9, atol=1e-12):
+                return "its update of a value depends on other values"
+    return None
+
+
+def _train_on(
+    optimizer: OptimizerFactory,
+    module: nn.Module,
+    gradients: Sequence[Tensor],
+    lr: float,
+    rates: ReplicaRates | None = None,
+) -> None:
+    """Takes a step with each row of the gradients of the module's parameters."""
+    parameters = list(module.parameters())
+    groups = [
+        {"params": parameters[:2], "weight_decay": 0.1},
+        {"params": parameters[2:], "weight_decay": 0.0},
+    ]
+    own = optimizer(groups, lr=lr)
+    for step in range(len(gradients[0])):
+        for parameter, rows in zip(parameters, gradients, strict=True):
+            parameter.grad = rows[step].clone()
+        if rates is None:
+            own.step()
+        else:
+            rates.step(own)

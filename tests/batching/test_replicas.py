@@ -4,14 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from normexp.batching.replicas import (
-    SMALL_FORWARD,
-    InTurn,
-    Stacked,
-    stack_networks,
-    stacks,
-    suitable_threads,
-)
+from normexp.batching.replicas import InTurn, Stacked, stack_networks
+from normexp.batching.speed import SMALL_FORWARD, stacks, suitable_threads
 from normexp.norms.parts import ResidualScale
 
 

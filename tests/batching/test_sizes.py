@@ -45,6 +45,7 @@ def test_sizes_that_do_not_fit_are_refused_with_one_that_does(sizes, message: st
 def test_last_forward_pass_may_be_short():
     assert Sizes(8, 4).micro_bounds(8) == [(0, 4), (4, 8)]
     assert Sizes(8, 4).micro_bounds(6) == [(0, 4), (4, 6)]
+    assert Sizes(8, 4).micro_bounds(5) == [(0, 4), (4, 5)]
     assert Sizes(8).micro_bounds(3) == [(0, 3)]
 
 

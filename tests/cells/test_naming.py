@@ -75,11 +75,17 @@ def test_recorded_ids_stay(line: str, text_file: Path):
         ("steps=40", "epochs=1 samples=null steps=40"),
         ("norm=group", "norm=group norm.num_groups=8 act=relu seed=3 trainer=cpu"),
         ("norm=frn", "norm=frn act=tlu"),
+        ("model=vit", "model=vit placement=pre model.init=depth_scaled"),
         ("norm_batch_size=16 trainer=cpu", "trainer=ddp trainer.accelerator=cpu"),
     ],
 )
 def test_two_ways_to_ask_for_one_training_have_one_id(one: str, other: str):
     assert id_of_line(*one.split()) == id_of_line(*other.split())
+
+
+def test_another_placement_or_start_is_another_training():
+    lines = ((), ("placement=parallel",), ("model.init=unscaled",))
+    assert len({id_of_line("model=vit", *line) for line in lines}) == 3
 
 
 def test_a_raised_number_changes_the_ids_of_its_choice_alone(monkeypatch: pytest.MonkeyPatch):

@@ -54,7 +54,7 @@ def prepare(*words: str) -> Cell:
             ["model=vit", "placement=hybrid", "qk_norm=true"],
             "qk_norm=true: placement=hybrid normalizes queries, keys and values already; leave",
         ),
-        (["act=swish"], "act=swish: must be one of relu, gelu, silu, tlu, scaled_relu, proxy_relu"),
+        (["act=swish"], "act=swish: must be one of relu, gelu, silu, tlu"),
         (["qk_norm=1"], "qk_norm=1: must be true or false or null"),
         (["residual_scale=inf"], "residual_scale=inf: must be a number or null"),
         (["data.limit_train=31"], "data.limit_train=31 is less than one batch_size=32; try"),

@@ -91,25 +91,32 @@ def fail_stacks(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Stack], bool])
     monkeypatch.setattr(run_module, "train_on_devices", train_or_fail)
 
 
+WHY = "RuntimeError: no more (test_run_task.py, line 88)"
+
+
 def test_rate_that_fails_takes_no_other_run_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     fail_stacks(monkeypatch, lambda stack: any(cell.plan.lr == 0.5 for cell, _ in stack.runs))
     assert train(tmp_path, *RATES) == 1
-    assert "RuntimeError: no more" in capsys.readouterr().err
+    assert WHY in capsys.readouterr().err
     results = results_of(tmp_path)
     assert {key: run.status for key, run in results.items()} == {
         **{(0.05, seed): "finished" for seed in (0, 1)},
         **{(0.5, seed): "failed" for seed in (0, 1)},
     }
-    assert {run.apart for run in results.values()} == {"RuntimeError: no more"}
+    assert {run.apart for run in results.values()} == {WHY}
     (stack, *alone) = read_history(tmp_path / "s").attempts
-    assert (stack.error, stack.died, len(alone)) == ("RuntimeError: no more", False, 2)
+    assert (stack.error, stack.died, len(alone)) == (
+        WHY,
+        False,
+        2,
+    )
     assert not list(tmp_path.rglob(MEMBERS_FILE))
     monkeypatch.undo()
     assert train(tmp_path, *RATES) == 0  # the failed runs are tried again, one by one
     told = {(run.status, run.apart) for run in results_of(tmp_path).values()}
-    assert told == {("finished", "RuntimeError: no more")}
+    assert told == {("finished", WHY)}
 
 
 @pytest.mark.parametrize(("deaths", "apart"), [([0, 0], "killed"), ([1, 0], None)])

@@ -130,7 +130,7 @@ def test_run_that_its_last_update_broke_is_diverged(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_optimizer_not_known_to_act_by_value_trains_in_turn(
+def test_optimizer_that_looks_at_other_values_trains_each_seed_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "conf" / "optim"
@@ -139,14 +139,18 @@ def test_optimizer_not_known_to_act_by_value_trains_in_turn(
     (folder / "own.yaml").write_text(
         f"_target_: own_optimizer_of_a_test.Own\n_partial_: true\ndefault_lr: 0.1\n{knobs}"
     )
-    source = "import torch\nclass Own(torch.optim.SGD):\n    pass\n"
+    source = (
+        "import torch\nclass Own(torch.optim.SGD):\n    def step(self):\n"
+        "        torch.nn.utils.clip_grad_norm_(self.param_groups[0]['params'], 0.1)\n"
+        "        super().step()\n"
+    )
     (tmp_path / "own_optimizer_of_a_test.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
         words = ["optim=own", "stack=true", "steps=2", "replicas=2", f"runs_dir={tmp_path}/runs"]
         assert main(["--config-dir", str(folder.parent), *words]) == 0
         (run,) = tmp_path.glob("runs/default/*/seed-0")
-        assert read_result(run).config["stacked"] is False
+        assert read_result(run).timing["stack_size"] == 1
         (tmp_path / "own_optimizer_of_a_test.py").write_text(source + "# edited\n")
         assert main(["--config-dir", str(folder.parent), *words]) == 0
         assert len(list(tmp_path.glob("runs/default/*/seed-0"))) == 2  # an edited one is a new cell

@@ -81,7 +81,7 @@ def check(model: list[str], same: str, other: list[str], data: Data) -> None:
     if "transformers" in type(untouched).__module__:
         untouched.register_forward_hook(lambda _m, _x, out: out.logits)
     expected = train(untouched, inputs, targets)
-    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)  # T5 works in float32
     network = builder_of([*model, *other], data)(0)
     assert len(list(named_sites(network))) == len(list(named_sites(builder(0))))
     assert train(network, inputs, targets).isfinite().all()

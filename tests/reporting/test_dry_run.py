@@ -39,7 +39,7 @@ def test_a_plan_has_a_row_for_each_cell_and_the_totals(tmp_path: Path, capsys):
     cells = [CellSpec(None, {}, title) for title in [*titles, "norm_batch_size=5"]]
     refused = Outcome("refused", "", error="norm_batch_size=5 does not divide batch_size=32")
     print_plan(cells, [norm, norm, other, refused], num_workers=2)
-    header, *rows, reason, total, least = capsys.readouterr().out.splitlines()
+    header, *rows, reason, total = capsys.readouterr().out.splitlines()  # nothing to compare
     assert [row.split("  ")[0].strip() for row in rows] == ["norm=none", "norm=batch"]
     assert rows[0].split()[1:] == ["4", "0", "1,000", "8", "s", ">", "2,500", "MiB"]
     assert rows[1].split()[1:5] == ["2", "0", "1,000", "unknown"]
@@ -48,7 +48,6 @@ def test_a_plan_has_a_row_for_each_cell_and_the_totals(tmp_path: Path, capsys):
     assert total.startswith(
         "6 runs to do: 8 s of training, 8 s in 2 workers, and 1 cell of unknown"
     )
-    assert least.startswith("smallest difference")
 
 
 def test_a_recorded_cell_takes_no_time_and_one_cell_has_no_difference(tmp_path: Path, capsys):

@@ -67,13 +67,14 @@ LEVELS = {"layer": 0.95, "group": 0.948, "rms": 0.94}
 
 
 def panel_of(root: Path) -> list[dict[str, Any]]:
-    """The layers of the main figure."""
-    return figures_of(root)["metric_by_size"].spec["vconcat"][0]["layer"]
+    """The layers of the main figure, which is not drawn."""
+    (part,) = slices_of(root)
+    return draw_figures(part, assign_styles(part.norms))[0].spec["vconcat"][0]["layer"]
 
 
-def labels_of(root: Path) -> dict[str, dict[str, Any]]:
+def labels_of(panel: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What stands at the end of each line, by norm."""
-    (text,) = [one for one in panel_of(root) if one["mark"]["type"] == "text"]
+    (text,) = [one for one in panel if one["mark"]["type"] == "text"]
     return {row["norm"]: row for row in text["data"]["values"]}
 
 
@@ -88,14 +89,14 @@ def labels_of(root: Path) -> dict[str, dict[str, Any]]:
 )
 def test_a_few_bad_norms_do_not_squeeze_the_scale(tmp_path: Path, bad, outside):
     write_levels(tmp_path, LEVELS | bad)
-    labels = {row["label"] for row in labels_of(tmp_path).values()}
+    figure = figures_of(tmp_path)["metric_by_size"]
+    panel = figure.spec["vconcat"][0]["layer"]
+    labels = {row["label"] for row in labels_of(panel).values()}
     assert {label for label in labels if "↓" in label} == outside
     assert outside <= labels and len(labels) == len(LEVELS | bad)
-    panel = panel_of(tmp_path)
     assert (panel[0]["encoding"]["y"]["scale"]["domain"][0] > 90) == bool(outside)
     assert ("arrow" in [one["mark"].get("shape") for one in panel]) == bool(outside)
-    svg = svg_of(figures_of(tmp_path)["metric_by_size"])
-    assert all(label in svg for label in labels)
+    assert all(label in svg_of(figure) for label in labels)
 
 
 def test_a_norm_that_is_bad_at_one_size_stays_on_the_scale(tmp_path: Path):
@@ -108,8 +109,9 @@ def test_a_norm_that_is_bad_at_one_size_stays_on_the_scale(tmp_path: Path):
 def test_labels_stand_at_their_lines_and_keep_apart(tmp_path: Path):
     near = {f"norm{i}": 0.9 + 0.0001 * i for i in range(12)}
     write_levels(tmp_path, near | {"layer": 0.83, "group": 0.86})
-    labels = labels_of(tmp_path)
-    low, high = panel_of(tmp_path)[0]["encoding"]["y"]["scale"]["domain"]
+    panel = panel_of(tmp_path)
+    labels = labels_of(panel)
+    low, high = panel[0]["encoding"]["y"]["scale"]["domain"]
     places = sorted(row["place"] for row in labels.values())
     assert low <= places[0] and places[-1] <= high + 1e-9
     assert np.diff(places).min() > 13 * (high - low) / 320  # a line of text, in the metric
@@ -128,7 +130,7 @@ def test_the_paper_has_figures_without_titles_and_strip(figures: dict[str, Figur
 
 
 def test_the_colours_of_the_heat_map_tell_good_means_apart(tmp_path: Path):
-    """Half a point of 80 has a seventh of the colours, in place of a 160th."""
+    """Half a point of 80 has a fifteenth of the colours, not a 160th."""
     write_levels(tmp_path, {"batch": 0.9, "group": 0.895, "none": 0.1})
     figure = figures_of(tmp_path)["heat_map"]
     behind = {row["norm"]: row["behind"] for row in rows_of(figure)}
@@ -269,6 +271,18 @@ def test_curves_and_sites_are_means_over_seeds(figures: dict[str, Figure]):
     assert {row["n"] for row in rows} == {8} and not any(row["lost"] for row in rows)
     sites = [row for row in rows_of(figures["sites_output_rms"]) if row["norm"] == "batch"]
     assert [row["value"] for row in sites] == pytest.approx([1, 1.1, 1.2, 1.3])
+
+
+def test_a_diverging_loss_does_not_squeeze_the_others(tmp_path: Path):
+    for norm, losses in (("batch", (2.3, 1.0, 0.5)), ("none", (2.4, 300.0, 1e12))):
+        cell = write_cell(tmp_path, norm, {0: 0.8}, norm_batch_size=2)
+        rows = [f"{k},0,{k},train/loss,{loss}\n" for k, loss in enumerate(losses, start=1)]
+        header = "step,epoch,samples_seen,name,value\n"
+        (cell / "seed-0" / "metrics.csv").write_text(header + "".join(rows))
+    figure = figures_of(tmp_path)["curves_train_loss"]
+    (panel,) = figure.spec["vconcat"]
+    low, high = panel["layer"][1]["encoding"]["y"]["scale"]["domain"]
+    assert low >= 0 and high == pytest.approx(1.5 * 2.4)
 
 
 def test_long_curves_are_thinned_and_torn_ones_left_out(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 from synthetic_study import slices_of, write_cell, write_study
 
+from normexp.records.history import CellHistory, CommandEntry, History
 from normexp.report import main
 from normexp.reporting import publish
+from normexp.reporting.detail import repeat_command
 from normexp.reporting.export import find_project
 from normexp.reporting.report import build_report
 from normexp.reporting.verdict import answer_slices
@@ -139,6 +142,42 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_cell_has_its_runs_curves_config_and_environment(whole: tuple[Path, str]):
+    cell = Page(whole[0]).data["cells"][0]
+    assert Path(cell["directory"]).parent.name == "synthetic"
+    assert [run[:2] for run in cell["runs"]] == [[str(seed), "finished"] for seed in range(8)]
+    assert {len(run) for run in cell["runs"]} == {len(cell["columns"])}
+    loss, accuracy = cell["curves"]["train loss (nats)"], cell["curves"]["val accuracy (%)"]
+    assert [row["samples"] for row in loss if row["seed"] == 7] == list(range(2560, 25601, 2560))
+    assert {row["seed"] for row in accuracy} == set(range(8))
+    assert 80 < accuracy[-1]["value"] < 100
+    assert cell["config"]["norm_batch_size"] == "2" and "batch" in cell["config"]["norm._target_"]
+    assert cell["environment"] == {"python": "3.11", "code_version": "one"}
+
+
+SWEEP = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2,8", "lr=0.3"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "title", "words"),
+    [
+        ([*SWEEP, "workers=2", "study=old"], "norm=batch norm_batch_size=2 lr=0.3", ""),
+        (["normexp-train", "experiment=zoo", "+data.x=[1, 2]"], "norm=batch +data.x=[1, 2]", ""),
+        (["normexp-tune", "lr=interval(1e-2,1)", "tune.points=5", "model=vit"],
+         "norm=batch lr=0.05", "model=vit "),
+    ],
+)  # fmt: skip
+def test_the_command_of_a_cell_is_the_typed_one_with_its_own_values(typed, title, words):
+    history = History(cells={"d": CellHistory(title, {0, 1}, "cell")})
+    assert repeat_command(history, Path("runs/new/cell"), [0, 1]) == ""  # typed elsewhere
+    history.commands.append(CommandEntry("now", typed, {}, "", {"d": [0, 1]}))
+    words = "experiment=zoo " if "experiment=zoo" in typed else words
+    own = shlex.join(re.split(" (?=\\+?[a-z_.]+=)", title))
+    expected = f"python -m normexp.train {words}{own} study=new seed=0 replicas=2"
+    assert repeat_command(history, Path("runs/new/cell"), [0, 1]) == expected
+    assert "runs_dir=/else " in repeat_command(history, Path("/else/new/cell"), [0, 1])
+
+
 def test_a_report_is_replaced_while_the_study_goes_on(tmp_path: Path, capsys):
     cell = write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=2)
     (cell / "seed-1").mkdir()

@@ -174,6 +174,25 @@ def test_a_click_on_a_heading_sorts_numbers_as_numbers(browser: Browser, page: s
     assert down == up[::-1] or [t for t in down if t != "any"] == ["128", "32", "8", "2", "2"]
 
 
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_cell_opens_its_runs_and_closes_them(browser: Browser, page: str, width: int):
+    show(browser, page, width=width)
+    browser.run("document.querySelector('[data-cell]').click()")
+    browser.wait("document.querySelectorAll('.opened .chart svg.marks').length === 2")
+    text = browser.run("return document.querySelector('.opened').textContent")
+    for words in ("synthetic/batch", "test/\u200baccuracy", "batch_size: 128", "python: 3.11"):
+        assert words in text
+    rows = "return document.querySelectorAll('.opened tbody tr').length"
+    seeds = "return document.querySelectorAll('.opened .chart .mark-line path').length"
+    assert browser.run(rows) == 8 and browser.run(seeds) == 16
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    cut = "return [...document.querySelectorAll('.chart, .scroll')]"
+    assert not browser.run(f"{cut}.some(e => e.scrollWidth > e.clientWidth)")
+    assert browser.errors() == []
+    browser.run("document.querySelector('[data-cell]').click()")
+    assert browser.run("return document.querySelector('.opened')") is None
+
+
 @pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
 def test_the_first_screen_has_the_headline_and_the_main_figure_with_its_legend(
     browser: Browser, tmp_path: Path, width: int, height: int

@@ -1,8 +1,7 @@
-"""Schedules, weight decay by owner, and one learning rate per replica."""
+"""Weight decay by owner, one learning rate per replica, and which optimizers train a stack."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 
@@ -13,33 +12,8 @@ from training_cases import assert_same_state, build_module, train
 
 from normexp.batching.replicas import stack_networks
 from normexp.batching.sizes import Sizes
-from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
-from normexp.training.optim import Schedule, parameter_groups
-
-
-def factors(kind: str, warmup: float, total: int = 20) -> list[float]:
-    schedule = Schedule(kind, warmup, total)
-    return [schedule.factor(step) for step in range(total)]
-
-
-def test_schedules_follow_their_formulas():
-    assert factors("constant", 0.2) == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 17])
-    cosine = [(1 + math.cos(math.pi * k / 20)) / 2 for k in range(20)]
-    assert factors("cosine", 0.0) == pytest.approx(cosine)
-    one_cycle = factors("one_cycle", 0.25)
-    assert one_cycle[0] == pytest.approx(1 / 25 + 24 / 25 / 5)
-    assert max(one_cycle) == one_cycle[4] == one_cycle[5] == pytest.approx(1.0)
-    assert 1e-4 <= one_cycle[-1] < 0.02
-
-
-@pytest.mark.parametrize(
-    ("kind", "warmup", "message"),
-    [("triangle", 0.1, r"optim\.schedule=triangle"), ("cosine", 1.0, r"optim\.warmup=1\.0")],
-)
-def test_schedule_refuses(kind: str, warmup: float, message: str):
-    with pytest.raises(UserError, match=message):
-        Schedule(kind, warmup, 10)
+from normexp.training.optim import parameter_groups, stacking_obstacle_of
 
 
 class TableNorm(nn.Module):
@@ -117,3 +91,44 @@ def test_replica_at_the_common_rate_is_the_run_alone_to_the_bit(tmp_path: Path):
     for index, run in enumerate(runs):
         train(run, tmp_path / f"{index}.ckpt", precision="32-true")
     assert_same_state(*runs, 0)
+
+
+class LayerWise(torch.optim.SGD):
+    """Steps of one length per parameter."""
+
+    def step(self, closure=None):  # noqa: ARG002
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        return super().step()
+
+
+class OneLength(torch.optim.SGD):
+    """Steps of one length over all parameters."""
+
+    def step(self, closure=None):  # noqa: ARG002
+        own = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(own, 0.1)
+        return super().step()
+
+
+class RateSquared(torch.optim.SGD):
+    """Not linear in the learning rate, so one optimizer cannot train at several."""
+
+    def step(self, closure=None):  # noqa: ARG002
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= group["lr"]
+        return super().step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_that_acts_on_each_value_trains_a_stack(name: str):
+    assert stacking_obstacle_of(OPTIMIZERS[name]) is None
+
+
+@pytest.mark.parametrize(
+    "optimizer", [LayerWise, OneLength, RateSquared, torch.optim.Adafactor, torch.optim.Muon]
+)
+def test_optimizer_that_looks_at_other_values_does_not(optimizer):
+    assert stacking_obstacle_of(optimizer) is not None

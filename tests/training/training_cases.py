@@ -23,9 +23,10 @@ from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import fit
-from normexp.training.module import Recipe, TrainingModule
-from normexp.training.optim import Schedule
+from normexp.training.module import TrainingModule
+from normexp.training.recipe import Recipe
 from normexp.training.recorder import Recorder
+from normexp.training.schedule import Schedule, named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
 
 Row = tuple[int, int, int, dict[str, float]]
@@ -130,6 +131,7 @@ def build_module(
     lr_scales: tuple[float, ...] | None = None,
     compile: bool = False,
     ema: float | None = None,
+    schedule: Schedule | None = None,
     plan: EvaluationPlan = RUNNING_ONLY,
 ) -> TrainingModule:
     """Two epochs of five steps by default; everything but the tested choice has a default."""
@@ -145,7 +147,7 @@ def build_module(
     recipe = Recipe(
         sizes=sizes,
         optimizer=optimizer,
-        schedule=Schedule("cosine", 0.1, EPOCHS * batches.steps_per_epoch),
+        schedule=schedule or named_schedule("cosine", 0.1, EPOCHS * batches.steps_per_epoch),
         lr=lr,
         weight_decay=1e-3,
         max_grad_norm=max_grad_norm,
@@ -220,14 +222,19 @@ class StopAt(pl.Callback):
 
 
 def stopped_and_resumed(
-    build: Callable[[], TrainingModule], stop_at: int, checkpoint: Path, precision: str
+    build: Callable[[], TrainingModule],
+    stop_at: int,
+    checkpoint: Path,
+    precision: str,
+    callbacks: Callable[[], list[pl.Callback]] = list,
 ) -> TrainingModule:
     """A training that was stopped once `stop_at` steps were done, then resumed."""
     first, second, stopper = build(), build(), StopAt(stop_at)
     with pytest.raises(Interrupted):
-        train(first, checkpoint, [stopper], precision=precision, stop=stopper.request)
+        own = [*callbacks(), stopper]
+        train(first, checkpoint, own, precision=precision, stop=stopper.request)
     assert stop_at <= first.step < 10
     for sink, old in zip(second.recorder.sinks, first.recorder.sinks, strict=True):
         beyond = (first.step + 1, 0, 0, {"train/loss": 0.0})  # of a kill after the checkpoint
         sink[0].rows = [*old[0].rows, beyond]
-    return train(second, checkpoint, precision=precision)
+    return train(second, checkpoint, callbacks(), precision=precision)

@@ -1,0 +1,91 @@
+"""The user's own Lightning callbacks: which ones fit, and what they ask of a training.
+
+Lightning calls them at the start and end of training, of each epoch, of each validation and of the
+test, and as a checkpoint is written or read. A callback that acts on training batches gets one
+optimizer step per batch; `module.step` counts them. `trainer.callback_metrics` has the metrics of
+the last validation, as means over the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytorch_lightning as pl
+from pytorch_lightning import callbacks as shipped
+
+from normexp.errors import UserError
+
+# Callbacks of Lightning whose work normexp does itself.
+INSTEAD: dict[type, str] = {
+    shipped.Checkpoint: "normexp writes checkpoints and weights.pt itself, and resumes from them",
+    shipped.ProgressBar: "normexp shows its own progress",
+    shipped.ModelSummary: "the result and the report have the number of parameters",
+    shipped.GradientAccumulationScheduler: "set micro_batch_size=...",
+    shipped.StochasticWeightAveraging: "set ema=...",
+    shipped.WeightAveraging: "set ema=...",
+    shipped.BatchSizeFinder: "set micro_batch_size=...",
+    shipped.LearningRateFinder: "python -m normexp.tune searches it",
+    shipped.Timer: "set steps=... or epochs=...",
+    shipped.BaseFinetuning: "its parameters would leave the optimizer's groups",
+    shipped.ModelPruning: "it renames parameters, so that no checkpoint would fit",
+    shipped.BasePredictionWriter: "nothing is predicted",
+}
+ON_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+NEVER_CALLED = (
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+)
+
+
+def check_callback(callback: object, name: str, metrics: Sequence[str]) -> None:
+    """Raises UserError for a callback that cannot work here.
+
+    Args:
+        name: its key and class, for the message.
+        metrics: of the validation, which it may monitor.
+    """
+    if not isinstance(callback, pl.Callback):
+        kind = type(callback).__name__
+        raise UserError(f"{name} makes a {kind}, not a pytorch_lightning.Callback")
+    for kind, instead in INSTEAD.items():
+        if isinstance(callback, kind):
+            raise UserError(f"{name} cannot be used: {instead}")
+    never = _own_hooks(callback, NEVER_CALLED)
+    if never:
+        raise UserError(
+            f"{name}: {never[0]} is never called, since normexp takes the optimizer steps itself; "
+            "try on_train_batch_end"
+        )
+    monitor = getattr(callback, "monitor", None)
+    if monitor is not None and monitor not in metrics:
+        raise UserError(
+            f"{name}: monitor={monitor} is not a metric of the validation; try {', '.join(metrics)}"
+        )
+
+
+def monitored(callbacks: Iterable[pl.Callback]) -> str | None:
+    """`EarlyStopping looks at val/loss`, of the first callback with a `monitor`; None if none."""
+    for callback in callbacks:
+        if (metric := getattr(callback, "monitor", None)) is not None:
+            return f"{type(callback).__name__} looks at {metric}"
+    return None
+
+
+def act_on_batches(callbacks: Iterable[pl.Callback]) -> bool:
+    """True if a callback acts on training batches, which must then be single steps."""
+    return any(_own_hooks(callback, ON_BATCHES) for callback in callbacks)
+
+
+def why_stopped(trainer: pl.Trainer) -> str | None:
+    """Why an EarlyStopping ended the training; None if none did."""
+    for callback in trainer.early_stopping_callbacks:
+        if trainer.should_stop and callback.stopping_reason_message:
+            told = callback.stopping_reason_message.partition(" Signaling")[0]
+            return f"{type(callback).__name__}: {told}"
+    return None
+
+
+def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
+    """The hooks that a callback defines, in its class or on the instance."""
+    found = {hook: getattr(getattr(callback, hook), "__func__", None) for hook in hooks}
+    return [hook for hook, own in found.items() if own is not getattr(pl.Callback, hook)]
