@@ -30,7 +30,6 @@ from normexp.cells.plan import (
     plan_evaluation,
     plan_training,
 )
-from normexp.cells.recorded import digest_of_data, with_weights
 from normexp.cells.refusals import (
     WatchedConfig,
     check_memory,
@@ -46,6 +45,7 @@ from normexp.cells.refusals import (
 from normexp.checks.preflight import Traits, examine
 from normexp.data.dataset import Data
 from normexp.norms.slots import changed
+from normexp.records.identity import digest_of_data, with_weights
 from normexp.training.evaluation import EvaluationPlan, criterion_of
 
 logger = logging.getLogger(__name__)

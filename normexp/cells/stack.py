@@ -170,7 +170,7 @@ def _record(stack: Stack, module: TrainingModule) -> None:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
             if module.averaged is not None:
                 _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
-        if cell.evaluation.adds:
+        if cell.evaluation.kinds:
             write_evaluation(run_dir, module.evaluator.content(module.metrics, index))
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
         results.append(_result_of(stack, module, index, environment, timing))

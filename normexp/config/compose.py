@@ -235,6 +235,17 @@ def _plain(config: DictConfig) -> Any:
         raise UserError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
 
 
+def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping of a config, at any depth, that names something to build."""
+    if isinstance(tree, dict):
+        if isinstance(tree.get("_target_"), str):
+            yield tree
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for value in tree:
+            yield from parts_with_target(value)
+
+
 def _select(tree: Any, key: str) -> Any:
     """The value at a dotted key of nested dicts; None if there is none."""
     for name in key.split("."):

@@ -55,14 +55,20 @@ def build_torchvision_model(
     known = inspect.signature(network_class).parameters
     knobs = {key: value for key, value in offered.items() if key in known} | knobs
     key = f"model.name={name}"
-    try:
+
+    def build() -> nn.Module:
         network = builder(weights=None, num_classes=num_outputs, **knobs)
+        adapt_channels(network, channels)
+        return network
+
+    try:
+        trial = build()  # keeps its draws: recorded weights are those of the second network
     except MISFITS as error:
         raise cannot_take(key, input_shape, image_size, error) from error
     except TypeError as error:
         raise UserError(f"{key} cannot be built: {first_line(error)}") from error
-    adapt_channels(network, channels)
-    return taking_images(network, input_shape, image_size, key=key)
+    taking_images(trial, input_shape, image_size, key=key)
+    return resizing(build(), image_size)
 
 
 def find_builder(name: str) -> Callable[..., nn.Module]:
@@ -139,13 +145,19 @@ def taking_images(
     network: nn.Module, input_shape: tuple[int, ...], image_size: int | None, *, key: str
 ) -> nn.Module:
     """The network, resizing its images if asked to. Raises UserError if it cannot take them."""
-    if image_size is not None:
-        network.register_forward_pre_hook(partial(_resize, image_size))
+    resizing(network, image_size)
     try:
         with torch.no_grad():  # a copy: no forward of the network itself has run
             copy.deepcopy(network).eval()(torch.zeros(2, *input_shape))
     except MISFITS as error:
         raise cannot_take(key, input_shape, image_size, error) from error
+    return network
+
+
+def resizing(network: nn.Module, image_size: int | None) -> nn.Module:
+    """The network, with its images resized if `image_size` is given."""
+    if image_size is not None:
+        network.register_forward_pre_hook(partial(_resize, image_size))
     return network
 
 

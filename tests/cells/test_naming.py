@@ -137,6 +137,8 @@ def test_an_edited_module_of_the_users_is_another_training(
     before = id_of_words(*words)
     assert before.startswith("own-convnet-digits-b32-lr0.1-")
     file.write_text(file.read_text() + "\n# edited\n")
+    assert id_of_words(*words) == before  # what this process has imported
+    sys.modules.pop(name)
     assert id_of_words(*words) != before
     folder = tmp_path / "conf" / "norm"
     folder.mkdir(parents=True)
