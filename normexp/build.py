@@ -16,6 +16,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import Logger
 from torch import nn
 
 from normexp.batching.draws import derive_seed
@@ -404,3 +405,34 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
         first = (str(cause).splitlines() or [""])[0]
         reason = f"importing it fails with {type(cause).__name__}: {first}"
     return f"{key}._target_={target}: {reason}"
+
+
+def logger_maker(cfg: DictConfig) -> Callable[..., Any]:
+    """What `logger.custom` names, with its knobs. Raises UserError for no logger, or a bad knob."""
+    values = plain(cfg.logger.custom)
+    values.pop("per")
+    make = _maker(values, "logger.custom")
+    own = make.func if isinstance(make, partial) else make
+    if isinstance(own, type) and not issubclass(own, Logger):
+        raise UserError(
+            f"logger.custom._target_={values['_target_']} is no logger; name a class of "
+            "pytorch_lightning.loggers, or a subclass of its Logger"
+        )
+    return make
+
+
+def build_logger(cfg: DictConfig, place: Mapping[str, Any]) -> Logger:
+    """A new instance of the logger that `logger.custom` names.
+
+    Args:
+        place: what its run is called and where it may write, given by name where its signature
+            has the name and the config does not set it.
+
+    Raises:
+        UserError: an error of its own code, or no Lightning logger.
+    """
+    name = f"logger.custom._target_={cfg.logger.custom['_target_']}"
+    own = _call(_offer(logger_maker(cfg), place), name)
+    if not isinstance(own, Logger):
+        raise UserError(f"{name} makes a {type(own).__name__}, not a pytorch_lightning Logger")
+    return own

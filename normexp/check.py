@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from normexp.cli import parse_command, read_options, run_entry, split_options
 from normexp.config.imports import importing_torch
+
+if TYPE_CHECKING:
+    from normexp.checks.card import Card
+    from normexp.config.spec import NormSpec
+
+PIPE_WIDTH = 120  # characters, without a terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,11 +31,40 @@ def _check(words: list[str]) -> int:
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported
 
     with importing_torch():
-        from normexp.cells.cards import measure_cards, show_cards
+        from normexp.checks.card import as_json, as_markdown, print_cards
 
-    cards = measure_cards(norms, contract_only=options["part"] == "contract")
-    show_cards(cards, options["format"])
+    cards = _measure(norms, contract_only=options["part"] == "contract")
+    if options["format"] == "table":
+        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        print_cards(Console(highlight=False, width=width), cards)
+    else:
+        print(as_json(cards) if options["format"] == "json" else as_markdown(cards))
     return 1 if any(card.failures for card in cards) else 0
+
+
+def _measure(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
+    """The card of each norm, in order; says on stderr which one is being measured."""
+    from normexp.batching.speed import suitable_threads
+    from normexp.build import norm_maker
+    from normexp.checks.card import measure_card
+    from normexp.norms.slots import resolve
+
+    cards = []
+    made = [norm_maker(one.config) for one in norms]  # fails first if a target does not import
+    for one, (make, reserved) in zip(norms, made, strict=True):
+        if sys.stderr.isatty():
+            print(f"measuring {one.name} ...", file=sys.stderr)
+        with suitable_threads(0):  # probes are too small for a second thread to pay
+            card = measure_card(
+                make,
+                name=one.name,
+                target=str(one.config.norm["_target_"]),
+                eps=one.config.eps,
+                slots=resolve({}, reserved),
+                contract_only=contract_only,
+            )
+        cards.append(card)
+    return cards
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from normexp.cli import ask_hydra, parse_command, run_entry
 
@@ -21,18 +22,19 @@ def _train(words: list[str]) -> int:
     from normexp.config.grid import compose_cells, launcher_of
     from normexp.config.spec import place_of_command
 
-    if (launcher := launcher_of(command)) is not None:
-        from normexp.sweeps.launch import launch
-
-        return launch(command, launcher, line)
+    launcher = launcher_of(command)
     cells = compose_cells(command)  # mistakes are refused before torch is imported
+    from normexp.sweeps.sweep import conclude, run_cells
+
+    if launcher is not None:
+        from normexp.sweeps.launch import launch_cells
+
+        return conclude(cells, launch_cells(command, launcher, cells, line), line)
     place = place_of_command(cells)
     if place is not None:  # one of the processes of srun or torchrun
-        from normexp.sweeps.together import run_together
+        from normexp.cells.devices import run_together
 
-        return run_together(cells, line, place)
-    from normexp.sweeps.sweep import run_cells
-
+        return run_together(cells, place, partial(run_cells, cells, line))
     return run_cells(cells, line)
 
 

@@ -64,6 +64,15 @@ def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: 
     assert f'"{name}"'.encode() in result
 
 
+def test_own_logger_gets_the_losses_of_every_run(folder: Path):
+    (command,) = commands("Your logger")
+    assert main([*shlex.split(command)[3:], "replicas=2"]) == 0
+    logged = [
+        t for path, t in files(folder / "runs").items() if "/seed-" in path and b"val/loss" in t
+    ]
+    assert len([text for text in logged if b"train/loss" in text and b"train/lr" not in text]) >= 2
+
+
 def test_a_yaml_gives_a_norm_its_name_and_its_line_in_the_help(folder: Path):
     text = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)[0]
     path = folder / "my_conf" / "norm" / "mine.yaml"

@@ -70,6 +70,10 @@ class Replicas(nn.Module, ABC):
     def clip_gradients(self, max_norm: float) -> None:
         """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
 
+    @abstractmethod
+    def gradient_norms(self) -> Tensor:
+        """The 2-norm of each replica's gradient over its parameters, (S,)."""
+
     @torch.no_grad()
     def make_channels_last(self) -> None:
         """Stores parameters (O, I, H, W) in the memory order (O, H, W, I); no value changes.
@@ -151,6 +155,9 @@ class InTurn(Replicas):
         for network in self.trees:
             nn.utils.clip_grad_norm_(network.parameters(), max_norm)
 
+    def gradient_norms(self) -> Tensor:
+        return torch.stack([nn.utils.get_total_norm(_gradients(own)) for own in self.trees])
+
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
         for index, modules in enumerate(self._dropouts):
             for key, dropout in zip(keys, modules, strict=True):
@@ -193,17 +200,23 @@ class Stacked(Replicas):
         return own
 
     def clip_gradients(self, max_norm: float) -> None:
-        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        squares = [g.reshape(len(g), -1).square().sum(dim=1) for g in gradients]  # each (S,)
-        norm = torch.stack(squares).sum(dim=0).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of clip_grad_norm_
-        for gradient in gradients:
+        # The formula of clip_grad_norm_.
+        scale = (max_norm / (self.gradient_norms() + 1e-6)).clamp(max=1.0)
+        for gradient in _gradients(self.network):
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
+
+    def gradient_norms(self) -> Tensor:
+        squares = [g.reshape(len(g), -1).square().sum(dim=1) for g in _gradients(self.network)]
+        return torch.stack(squares).sum(dim=0).sqrt()
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
         for key, dropout in zip(keys, self._dropouts[0], strict=True):
             dropout.key.copy_(key)
             dropout.first_sample.fill_(first_sample)
+
+
+def _gradients(network: nn.Module) -> list[Tensor]:
+    return [p.grad for p in network.parameters() if p.grad is not None]
 
 
 def backward(losses: Tensor, weight: float) -> Tensor:

@@ -21,6 +21,7 @@ from normexp.build import (
     build_network,
     build_norm,
     check_trainer,
+    logger_maker,
 )
 from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import (
@@ -29,7 +30,6 @@ from normexp.cells.plan import (
     plan_evaluation,
     plan_training,
 )
-from normexp.cells.recorded import digest_of_data, with_weights
 from normexp.cells.refusals import (
     WatchedConfig,
     check_memory,
@@ -45,6 +45,7 @@ from normexp.cells.refusals import (
 from normexp.checks.preflight import Traits, examine
 from normexp.data.dataset import Data
 from normexp.norms.slots import changed
+from normexp.records.identity import digest_of_data, with_weights
 from normexp.training.evaluation import EvaluationPlan, criterion_of
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,8 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     """
     asked, cfg = cfg, WatchedConfig(cfg)
     check_trainer(cfg)
+    if "custom" in cfg.logger:
+        logger_maker(cfg)  # refuses what the target does not take
     data, data_digest = load_data(cfg)
     files_digest = with_weights(data_digest, cfg.model)
     plan = plan_training(cfg, len(data.train))

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ from normexp.cells.naming import choices_in
 from normexp.cells.plan import num_devices_of
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.place import place_among
-from normexp.config.spec import one_line
-from normexp.errors import UserError
+from normexp.config.spec import CellSpec, one_line
+from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord
 from normexp.training.fit import device_type, quiet_lightning
@@ -233,3 +233,35 @@ def started_ranks(cfg: DictConfig) -> StartedRanks:
     """Waits for all processes that were started for a cell with this config."""
     trainer = cfg.trainer
     return _connect(device_type(trainer.accelerator), trainer.devices, trainer.num_nodes)
+
+
+def run_together(cells: Sequence[CellSpec], index: int, train: Callable[[], int]) -> int:
+    """Trains one cell by `train`, which the first process calls; the others help it to train.
+
+    Args:
+        index: of this process.
+
+    Raises:
+        UserError: several cells; one process says so.
+    """
+    cfg = cells[0].cfg
+    if len(cells) > 1 or cfg is None:
+        if index > 0:
+            return USER_MISTAKE
+        raise UserError(
+            f"{len(cells)} cells in one srun or torchrun: start one cell each, or drop srun; "
+            "trainer=ddp starts its processes itself"
+        )
+    if cfg.dry_run:
+        return 0 if index > 0 else train()
+    ranks = started_ranks(cfg)
+    if index > 0:
+        try:
+            ranks.follow()
+        except Interrupted:
+            return INTERRUPTED
+        return 0
+    try:
+        return train()
+    finally:
+        ranks.dismiss()

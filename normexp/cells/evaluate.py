@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join
@@ -12,9 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from normexp.build import plain
 from normexp.cells.assembly import arrange_replicas, build_module
@@ -23,7 +19,7 @@ from normexp.cells.load import load_config, load_weights
 from normexp.cells.naming import choices_in
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
-from normexp.config.rules import OPTIONS, counted
+from normexp.config.rules import OPTIONS
 from normexp.errors import UserError
 from normexp.records.files import read_json, refusing_denied, write_evaluation
 from normexp.records.paths import (
@@ -36,6 +32,7 @@ from normexp.records.paths import (
 )
 from normexp.records.result import Result, read_records, read_run
 from normexp.records.samples import read_samples, write_samples
+from normexp.reporting.evaluations import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
 from normexp.training.recorder import Recorder
@@ -77,7 +74,8 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
-    print_evaluations(cell, contents)
+    why = why_nothing(cell.evaluation)
+    print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
     save_evaluations(cell_dir, contents, samples)
 
 
@@ -128,29 +126,7 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     )
 
 
-def print_evaluations(cell: Cell, contents: Contents) -> None:
-    """Prints a table with a row per kind of statistics: mean and standard deviation over seeds."""
-    found = dict.fromkeys(kind for c in contents.values() for kind in c)
-    kinds = [kind for kind in found if kind not in ("asked", "gap")]
-    names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
-    names.pop("num_samples", None)
-    console = Console(highlight=False)
-    if cell.invalid:
-        console.print(f"INVALID, every number below: {cell.invalid}", markup=False, soft_wrap=True)
-    if not kinds:
-        reason = _why_nothing(cell.evaluation)
-        console.print(f"{cell.title}: {reason}", markup=False, soft_wrap=True)
-        return
-    console.print(f"{cell.title}: n = {counted(len(contents), 'seed')}, mean (sd)", markup=False)
-    table = Table("statistics", box=None)
-    for name in names:
-        table.add_column(Text(name))  # Text, because a name may hold brackets
-    for kind in kinds:
-        table.add_row(Text(kind), *(Text(_cell(contents, kind, name)) for name in names))
-    console.print(table)
-
-
-def _why_nothing(plan: EvaluationPlan) -> str:
+def why_nothing(plan: EvaluationPlan) -> str:
     """Says why the statistics that were asked for gave no number."""
     lacks = {"batch": "does not mix samples", "precise": "keeps no running moments"}
     reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in plan.statistics)
@@ -158,12 +134,3 @@ def _why_nothing(plan: EvaluationPlan) -> str:
         reason = "none of the numbers is finite"
     asked = f"evaluate_with=[{','.join(plan.statistics)}]"
     return f"nothing to evaluate with {asked}: {reason}; try evaluate_with=[running]"
-
-
-def _cell(contents: Contents, kind: str, name: str) -> str:
-    values = [c[kind][name] for c in contents.values() if name in c.get(kind, {})]
-    if not values:
-        return "-"
-    spread = f" ({statistics.stdev(values):.4f})" if len(values) > 1 else ""
-    fewer = f" n={len(values)}" if len(values) < len(contents) else ""
-    return f"{statistics.mean(values):.4f}{spread}{fewer}"

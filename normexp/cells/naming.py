@@ -15,8 +15,12 @@ from omegaconf import DictConfig
 from normexp.batching.sizes import Sizes
 from normexp.build import plain
 from normexp.cells.plan import Plan, num_devices_of
-from normexp.cells.recorded import parts_with_target
-from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
+from normexp.config.compose import (
+    parts_with_target,
+    shipped_config,
+    shipped_defaults,
+    shipped_targets,
+)
 from normexp.config.rules import OPTIONAL_GROUPS, in_identity
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS

@@ -13,23 +13,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from normexp.config.compose import parts_with_target
 from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import read_json
 from normexp.records.history import KeyEntry, read_history
-from normexp.records.identity import digest_of_source, loaded_sources, source_root
+from normexp.records.identity import (
+    digest_of_data,
+    digest_of_source,
+    loaded_sources,
+    source_root,
+    with_weights,
+)
 from normexp.records.paths import EVALUATION_FILE, LOCK_FILE, seed_dir
 from normexp.records.result import Result, read_records
 from normexp.records.stacks import list_stacks
@@ -38,9 +43,8 @@ from normexp.records.stacks import list_stacks
 APART = {
     *("seed", "replicas", "study", "runs_dir", "data_dir", "workers", "fail_fast", "retry_failed"),
     *("max_attempts", "dry_run", "logger", "tune", "experiment"),
+    *("tags", "notes"),
 }
-DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's own files
-DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
 
 
 # --- The key -------------------------------------------------------------------------------------
@@ -58,36 +62,6 @@ def key_entry(
     loaded = loaded_sources()
     key = _key_of(spec, files_digest, [*loaded], loaded)
     return None if key is None else KeyEntry(spec.digest, key, cell_id, [*loaded], kinds)
-
-
-def digest_of_data(data: DictConfig | Mapping[str, Any]) -> str | None:
-    """Digest of the user's own files that a data set is read from; None for a user's own loader and
-    for folders behind links.
-
-    Size and time stand for the content of a file. One that was only touched costs a preparation.
-    """
-    if not str(data["_target_"]).startswith("normexp."):
-        return None
-    sha = hashlib.sha256(f"{sys.version_info[:3]}{[*map(version, DATA_PACKAGES)]}".encode())
-    try:
-        for root in (Path(data[key]) for key in DATA_PATHS if data.get(key) is not None):
-            for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-                if path != root and path.is_symlink() and path.is_dir():
-                    return None  # rglob does not look behind it
-                stat = path.stat()
-                sha.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    except OSError:  # a file that has just gone
-        return None
-    return sha.hexdigest()[:16]
-
-
-def with_weights(data_digest: str | None, model: DictConfig | Mapping[str, Any]) -> str | None:
-    """The digest of the user's own data files, and of the file of weights that a model names."""
-    name = model.get("weights")
-    if data_digest is None or name is None or not Path(name).is_file():
-        return data_digest
-    stat = Path(name).stat()
-    return f"{data_digest} {stat.st_size} {stat.st_mtime_ns}"
 
 
 def _key_of(
@@ -114,17 +88,6 @@ def _key_of(
     content = [config, dict(spec.choices), code_version(), files_digest, digests]
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping of a config, at any depth, that names something to build."""
-    if isinstance(tree, dict):
-        if isinstance(tree.get("_target_"), str):
-            yield tree
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for value in tree:
-            yield from parts_with_target(value)
 
 
 # --- The user's own modules ----------------------------------------------------------------------

@@ -98,21 +98,18 @@ class TaskCell:
 
     def outcome(self, status: CellStatus, error: str = "", holder: int | None = None) -> Outcome:
         """The outcome with the present records; an ended cell with a failed run has failed."""
-        records = self.records()
+        records, cell = self.records(), self.cell
         if records.failed and status in ("finished", "skipped"):
             status, error = "failed", error or self._last_failure(records)
-        kinds = self.cell.evaluation.kinds
-        ended = status in ("finished", "skipped") and has_evaluations(
-            self.cell.directory, records.ended, kinds
-        )
+        is_evaluated = has_evaluations(cell.directory, records.ended, cell.evaluation.kinds)
         return Outcome(
-            *(status, self.cell.title, self.cell.id, self.cell.directory, self.cell.record),
+            *(status, cell.title, cell.id, cell.directory, cell.record),
             error=error,
-            invalid=self.cell.invalid,
+            invalid=cell.invalid,
             missing=self.missing(),
             memory=self.cell.memory,
             holder=holder,
-            key=self.key if ended else None,
+            key=self.key if status in ("finished", "skipped") and is_evaluated else None,
         )
 
     def _last_failure(self, records: CellRecords) -> str:
@@ -199,9 +196,8 @@ def _mates_of(task: Sequence[TaskCell], records: Iterable[StackRecord]) -> list[
         template = next(known[cell_id] for cell_id in ids if cell_id in known).cell
         for cell_id in sorted(ids - {*known, *mates}):
             cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
-            choices = choices_in(template.record)
             with collected_messages():
-                cell = prepare_cell(cfg, choices)
+                cell = prepare_cell(cfg, choices_in(template.record))
             if cell.id != cell_id:
                 raise UserError(
                     f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
@@ -356,11 +352,9 @@ def _skip(each: TaskCell) -> Outcome:
 
 def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outcome]:
     full = full_disk(error, specs[0].study_dir)
-    if full is not None:
-        return [Outcome("failed", name_of(spec), error=full, halts=True) for spec in specs]
-    if isinstance(error, UserError):
-        return [Outcome("refused", name_of(spec), error=str(error)) for spec in specs]
-    if not isinstance(error, RankDied):  # which has no traceback worth reading
-        told = "".join(traceback.format_exception(error))
-        logger.error("%s: %s", specs[0].title, told)
-    return [Outcome("failed", name_of(spec), error=one_line(error)) for spec in specs]
+    status, reason = "failed", full or one_line(error)
+    if not full and isinstance(error, UserError):
+        status, reason = "refused", str(error)
+    elif not full and not isinstance(error, RankDied):  # which has no traceback worth reading
+        logger.error("%s: %s", specs[0].title, "".join(traceback.format_exception(error)))
+    return [Outcome(status, name_of(spec), error=reason, halts=bool(full)) for spec in specs]

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from pytorch_lightning.loggers import Logger
 from torch import nn
 
 from normexp.batching.speed import suitable_threads
 from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
 from normexp.cells.cell import Cell
-from normexp.config.place import is_under_agent
-from normexp.errors import UserError
+from normexp.cells.loggers import run_loggers, stack_loggers
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
 from normexp.records.logs import messages_to_file
@@ -38,7 +35,7 @@ from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.callbacks import why_stopped
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.recorder import Recorder, RunSink, WandbRun
+from normexp.training.recorder import Recorder, RunSink
 from normexp.training.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -116,63 +113,19 @@ def follow_stack(stack: Stack, stop: StopRequest) -> None:
 def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
     if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
         torch.cuda.reset_peak_memory_stats()
-    has_wandb = stack.cell.cfg.logger.get("wandb") is not None and not is_under_agent()
-    run = None
-    with ExitStack() as wandb_runs:
+    with ExitStack() as opened:
         sinks: list[list[RunSink]] = []
+        trackers: list[list[RunSink]] = []
         for cell, seed in stack.runs:
             file = seed_dir(cell.directory, seed) / METRICS_FILE
             # A run that ended before its process was killed keeps its files.
             sinks.append([] if stack.has_ended(cell, seed) else [MetricsWriter(file)])
-            if has_wandb:
-                run = wandb_runs.enter_context(_wandb_run(cell, seed))
-                sinks[-1].append(run)
-        recorder = Recorder(sinks, _open_loggers(stack.cell, stack.seeds))
-        module, is_stopped = _fit(stack, recorder, stop, on_steps)
+            trackers.append(opened.enter_context(run_loggers(cell, seed)))
+        loggers = stack_loggers(stack.cell, stack.seeds)
+        module, is_stopped = _fit(stack, Recorder(sinks, loggers, trackers), stop, on_steps)
         _record(stack, module)
-    if run is not None and run.mode == "offline":
-        folder = stack.cell.study_dir / "wandb"
-        logger.info("W&B was offline; upload its runs later: wandb sync %s/offline-run-*", folder)
     if is_stopped:
         raise Interrupted
-
-
-@contextmanager
-def _wandb_run(cell: Cell, seed: int) -> Iterator[WandbRun]:
-    """A W&B run that is finished at the end, as a failed one if the block raises."""
-    chosen = cell.cfg.logger.wandb
-    invalid = ["INVALID"] if cell.invalid else []
-    run = WandbRun(
-        project=chosen.project,
-        entity=chosen.entity,
-        mode=chosen.mode,
-        directory=cell.study_dir,
-        group=cell.id,
-        seed=seed,
-        id_file=seed_dir(cell.directory, seed) / "wandb-id",
-        tags=[cell.record["norm"], cell.record["model"], cell.record["data"], *invalid],
-        config=cell.record | {"seed": seed},
-    )
-    has_failed = True
-    try:
-        yield run
-        has_failed = False
-    finally:
-        run.finish(failed=has_failed)
-
-
-def _open_loggers(cell: Cell, seeds: list[int]) -> list[Logger]:
-    """The Lightning loggers of a stack, which get the mean over its runs."""
-    if "tensorboard" not in cell.cfg.logger:
-        return []
-    from pytorch_lightning.loggers import TensorBoardLogger
-
-    if find_spec("tensorboard") is None:
-        raise UserError(
-            "logger=tensorboard needs the package tensorboard; pip install 'normexp[tensorboard]'"
-        )
-    version = f"{seeds[0]}-{seeds[-1]}"
-    return [TensorBoardLogger(cell.directory, name="tensorboard", version=version)]
 
 
 def _fit(
@@ -217,7 +170,7 @@ def _record(stack: Stack, module: TrainingModule) -> None:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
             if module.averaged is not None:
                 _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
-        if cell.evaluation.adds:
+        if cell.evaluation.kinds:
             write_evaluation(run_dir, module.evaluator.content(module.metrics, index))
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
         results.append(_result_of(stack, module, index, environment, timing))

@@ -72,6 +72,8 @@ def compose_cell(
             _refuse_other_target(key, _select(defaults, key), choices)
     if config.get("cells") is not None:
         raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
+    with open_dict(config):
+        config.experiment = choices.get("experiment")  # for the loggers
     if isinstance(config.get("study"), int | float):  # study=2026 names a folder
         config.study = str(config.study)
     return config, names_of(config, choices)
@@ -149,6 +151,9 @@ def register_custom() -> None:
     - optim: the parameters, lr and weight_decay.
     - schedule: step and total_steps; a scheduler class: the optimizer.
     - callback: nothing else.
+    - logger (as logger.custom): save_dir, name, version, experiment_name and run_name, each if its
+      signature names it; `per` is not passed on: run for an instance per run, cell for one that
+      gets the mean over the seeds.
     """
     store = ConfigStore.instance()
     for group in CUSTOM_GROUPS:
@@ -161,6 +166,8 @@ def register_custom() -> None:
             node |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
             node |= DEFAULT_SCHEDULE
         store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")
+    own = DictConfig({"_target_": "???", "per": "run"}, flags={"struct": False})
+    store.store("custom", own, "logger", package="logger.custom", provider="normexp")
 
 
 @lru_cache(maxsize=256)
@@ -226,6 +233,17 @@ def _plain(config: DictConfig) -> Any:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
+
+
+def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping of a config, at any depth, that names something to build."""
+    if isinstance(tree, dict):
+        if isinstance(tree.get("_target_"), str):
+            yield tree
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for value in tree:
+            yield from parts_with_target(value)
 
 
 def _select(tree: Any, key: str) -> Any:
@@ -307,7 +325,8 @@ def _refuse_unread(config: DictConfig, choices: Mapping[str, str | None]) -> Non
             "`# @package _global_`"
         )
     for key in known:
-        if key.partition(".")[0] not in (*OPEN_GROUPS, *OPTIONAL_GROUPS) and key not in READ:
+        is_open = key.partition(".")[0] in (*OPEN_GROUPS, *OPTIONAL_GROUPS)
+        if not is_open and not key.startswith("logger.custom.") and key not in READ:
             raise _unknown_key(key, [name for name in known if name in READ])
 
 

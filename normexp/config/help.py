@@ -35,7 +35,7 @@ def conf_dir() -> Path:
 
 def group_choices(group: str, config_dirs: Sequence[str] = ()) -> list[str]:
     """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`."""
-    names = {"custom"} if group in CUSTOM_GROUPS else set()
+    names = {"custom"} if group in (*CUSTOM_GROUPS, "logger") else set()
     return sorted(names | choice_files(group, config_dirs).keys())
 
 
@@ -70,6 +70,10 @@ normexp trains one model with any norm and says how the result depends on the ba
   python -m normexp.train norm=group             one cell: a norm, a model, data, sizes; 4 seeds
   python -m normexp.train -m norm=batch,group    a sweep over values; the same line again resumes it
   python -m normexp.train -m experiment=NAME     a recipe of conf/experiment
+  python -m normexp.train 'cells=[{norm:batch,lr:1},{norm:group,lr:0.3}]'   keys that vary together
+
+Cells are multiplied by the grid. A recipe may list them too, below `cells:`, and name its launcher,
+below `defaults:` as `- override /hydra/launcher: submitit_slurm`.
 """,
     "tune": """\
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.

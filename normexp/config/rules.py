@@ -150,6 +150,8 @@ KEYS = {
         identity=False,
     ),
     "study": Key(NAME, identity=False),
+    "tags": Key(list_of(TEXT).or_null(), identity=False),
+    "notes": Key(TEXT.or_null(), identity=False),
     "cells": Key(CELLS.or_null(), identity=False),
     "dry_run": Key(FLAG, identity=False),
     "workers": Key(INDEX.or_null(), identity=False),
@@ -202,6 +204,10 @@ KEYS = {
     "trainer.precision": Key(one_of("32-true", "bf16-mixed", "64-true")),
     "logger.wandb.project": Key(TEXT, identity=False),
     "logger.wandb.entity": Key(TEXT.or_null(), identity=False),
+    "logger.wandb.name": Key(TEXT.or_null(), identity=False),
+    "logger.wandb.group": Key(TEXT.or_null(), identity=False),
+    "logger.custom._target_": Key(TEXT, identity=False),
+    "logger.custom.per": Key(one_of("run", "cell"), identity=False),
     "logger.wandb.mode": Key(one_of("auto", "online", "offline", "disabled"), identity=False),
 }
 OUTSIDE = ("hydra", "experiment", "logger", "tune")  # groups that define no training
@@ -230,6 +236,7 @@ ELSEWHERE = {
     **dict.fromkeys(("scheduler", "lr_scheduler"), "set optim.schedule=... or schedule=custom"),
     **dict.fromkeys(("callbacks", "early_stopping"), "set callback=early_stopping or custom"),
     **dict.fromkeys(("ema_decay", "swa"), "set ema=..."),
+    **dict.fromkeys(("tags", "notes"), "set tags=[...] or notes=...; every logger gets them"),
     "log_every_n_steps": "set log_every=...",
     "sync_batchnorm": "set norm=sync",
     "optimizer": "set optim=...",

@@ -1,4 +1,4 @@
-"""The environment of a result: versions, processor, and the code itself."""
+"""The environment of a result: versions, the code itself, the cores and GPUs of the machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from normexp.records.identity import digest_of_source, is_installed
 PACKAGE = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = ("normexp", "torch", "pytorch-lightning", "torchvision", "numpy", "hydra-core")
 
+CGROUP_LIMITS = (  # quota and period in microseconds: cgroups 2, then 1
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+
 
 def describe_environment(gpu: str | None = None) -> dict[str, Any]:
     """Returns plain values for result.json; unknown ones are absent.
@@ -26,7 +31,7 @@ def describe_environment(gpu: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_model(),
-        "cpu_count": _cpu_count(),
+        "cpu_count": usable_cores(),
         "gpu": gpu,
         **{name: _version(name) for name in DISTRIBUTIONS},
         "git_commit": git_commit(),
@@ -74,8 +79,33 @@ def _cpu_model() -> str | None:
     return names[0] if names else platform.machine() or None
 
 
-def _cpu_count() -> int | None:
-    """Cores that this process may use; a container or scheduler may have limited them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+def usable_cores() -> int:
+    """The number of cores that this process may use, by its affinity and its container's quota."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    for files in CGROUP_LIMITS:
+        try:
+            words = " ".join(Path(file).read_text() for file in files).split()
+            quota, period = int(words[0]), int(words[1])
+        except (OSError, ValueError, IndexError):  # no such file, or "max": no limit
+            continue
+        if quota > 0:
+            cores = min(cores, max(1, quota // period))
+    return cores
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs as CUDA_VISIBLE_DEVICES names them; none if torch was built without CUDA."""
+    if (_version("torch") or "").endswith("+cpu"):  # None if built from source
+        return []
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        run = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = [line for line in run.stdout.splitlines() if line.startswith("GPU ")]
+    if asked is None:
+        return [str(index) for index in range(len(found))]
+    return [name.strip() for name in asked.split(",") if name.strip() not in ("", "-1")]

@@ -81,7 +81,7 @@ class KeyEntry:
     key: str
     cell_id: str
     sources: Sequence[str]
-    evaluated: Mapping[str, int]
+    evaluated: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

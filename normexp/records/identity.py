@@ -1,4 +1,4 @@
-"""The id of a cell, and digests of a user's own source.
+"""The id of a cell, and digests of a user's own source and data.
 
 An id is a readable slug and a hash of the training's canonical config. The hash leaves out shipped
 keys at their defaults and names a shipped class by its choice, so a new key or a moved class does
@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ MAX_LENGTH = 80  # characters of a cell id: readable in a listing, short enough 
 HASH_DIGITS = 10
 NAME_LENGTH = 16
 OF_PYTHON = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's own files
+DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
 
 # The user's own loaded modules: the spec, and the content of the file when it was first seen.
 _seen: dict[str, tuple[object, bytes]] = {}
@@ -131,6 +134,36 @@ def loaded_sources() -> dict[str, str]:
         roots.add(root)
         contents[path] = _seen[name][1]
     return {str(root): digest_of_source(root, contents) for root in sorted(roots)}
+
+
+def digest_of_data(data: Mapping[str, Any]) -> str | None:
+    """Digest of the user's own files that a data set is read from; None for a user's own loader and
+    for folders behind links.
+
+    Size and time stand for the content of a file. One that was only touched costs a preparation.
+    """
+    if not str(data["_target_"]).startswith("normexp."):
+        return None
+    sha = hashlib.sha256(f"{sys.version_info[:3]}{[*map(version, DATA_PACKAGES)]}".encode())
+    try:
+        for root in (Path(data[key]) for key in DATA_PATHS if data.get(key) is not None):
+            for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+                if path != root and path.is_symlink() and path.is_dir():
+                    return None  # rglob does not look behind it
+                stat = path.stat()
+                sha.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    except OSError:  # a file that has just gone
+        return None
+    return sha.hexdigest()[:16]
+
+
+def with_weights(data_digest: str | None, model: Mapping[str, Any]) -> str | None:
+    """The digest of the user's own data files, and of the file of weights that a model names."""
+    name = model.get("weights")
+    if data_digest is None or name is None or not Path(name).is_file():
+        return data_digest
+    stat = Path(name).stat()
+    return f"{data_digest} {stat.st_size} {stat.st_mtime_ns}"
 
 
 def is_installed(path: Path) -> bool:

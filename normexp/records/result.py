@@ -177,3 +177,10 @@ def read_records(cell_dir: Path, seeds: Sequence[int]) -> CellRecords:
 def values_of(results: Sequence[Result], name: str) -> list[float]:
     """The values of a metric over the runs that have it."""
     return [result.metrics[name] for result in results if name in result.metrics]
+
+
+def hyperparameters(config: Mapping[str, Any], **names: str | None) -> dict[str, Any]:
+    """A result's config for dashboards: every size is a number, and `names` stand beside it."""
+    micro = config["micro_batch_size"] or config["batch_size"]
+    sizes = {"micro_batch_size": micro, "norm_batch_size": config["norm_batch_size"] or micro}
+    return {**config, **sizes, "identity": {**config.get("identity", {}), **sizes}, **names}

@@ -14,7 +14,7 @@ from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE, seed_dir
-from normexp.records.result import Result
+from normexp.records.result import Result, hyperparameters
 from normexp.reporting.metric import describe_metric
 
 
@@ -45,7 +45,10 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
         mode=resolve_mode("auto" if logger is None else logger.mode),  # type: ignore[arg-type]
         dir=study,
         name=outcome.cell_id,
-        config={**outcome.record, "seeds": [result.seed for result in outcome.results]},
+        config={
+            **hyperparameters(outcome.record, study=study.name),
+            "seeds": [result.seed for result in outcome.results],
+        },
         settings=wandb.Settings(silent=True, console="off"),
     )
     is_whole = outcome.status in ("finished", "skipped")

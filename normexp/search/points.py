@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.compose import compose_cell, parse_overrides
 from normexp.config.grid import expand_overrides, is_searched, read_grid
@@ -204,32 +204,16 @@ class Search:
         """The study of the search's runs; fresh seeds go to the study that was asked for."""
         return f"{self.base.study}-search"
 
-    @property
-    def seeds(self) -> range:
-        tune = self.base.tune
-        return range(tune.first_seed, tune.first_seed + tune.seeds)
-
     @cached_property
     def points(self) -> list[dict[str, str]]:
         return self.space.points(self.base.tune.points)
 
-    def search_cell(self, point: Point) -> CellSpec:
-        """The cell of a point, with the seeds and the study of the search."""
-        tune = self.base.tune
-        own = {"study": self.study, "seed": tune.first_seed, "replicas": tune.seeds}
-        if tune.metric is None or "@" not in tune.metric:
-            own["evaluate_with"] = ["running"]
-        return self._compose(point, own)
-
-    def report_cell(self, point: Point) -> CellSpec:
-        """The cell that trains fresh seeds at a point."""
-        return self._compose(point, {})
-
-    def _compose(self, point: Point, own: Mapping[str, object]) -> CellSpec:
-        own_words = words_of(point)
-        title = " ".join([*self.grid, *own_words])
-        overrides = (*self.fixed, *own_words)
-        values = parse_overrides(own_words)
+    def cell(self, point: Point, *, is_report: bool) -> CellSpec:
+        """The cell of a point: of the report, or with the seeds and the study of the search."""
+        words = words_of(point)
+        title = " ".join([*self.grid, *words])
+        overrides = (*self.fixed, *words)
+        values = parse_overrides(words)
         try:
             if all(value.key_or_group in KEYS for value in values):  # ten times faster
                 cfg, choices = copy.deepcopy(self.base), self.choices
@@ -239,9 +223,11 @@ class Search:
                 cfg, choices = compose_cell(overrides, self.config_dirs)
         except UserError as error:
             return CellSpec(None, {}, title, str(error), overrides)
-        with open_dict(cfg):
-            for key, value in own.items():
-                cfg[key] = value
+        if not is_report:
+            tune = self.base.tune
+            cfg.study, cfg.seed, cfg.replicas = self.study, tune.first_seed, tune.seeds
+            if tune.metric is None or "@" not in tune.metric:
+                cfg.evaluate_with = ["running"]
         return CellSpec(cfg, choices, title, overrides=overrides)
 
     def command(self, point: Point) -> str:
@@ -270,30 +256,21 @@ def plan_searches(command: Command) -> list[Search]:
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
     rest = [override for override in grid.overrides if not is_searched(override)]
-    searches = [
-        _plan(listed, line, rest, space, command.config_dirs)
+    lines = [
+        [*listed, *line]
         for listed in grid.cells
         for line in expand_overrides(rest, command.config_dirs)
     ]
+    shared = set(lines[0]).intersection(*map(set, lines))
+    searches = []
+    for line in lines:
+        base, choices = compose_cell([*line, *words_of(space.first)], command.config_dirs)
+        check_settings(base)
+        own = tuple(word for word in line if word not in shared)
+        search = Search(tuple(line), own, space, base, choices, tuple(command.config_dirs))
+        searches.append(search)
     _check_values(searches[0])
     return searches
-
-
-def _plan(
-    listed: list[str],
-    line: list[str],
-    rest: Sequence[Override],
-    space: Space,
-    config_dirs: Sequence[str],
-) -> Search:
-    base, choices = compose_cell([*listed, *line, *words_of(space.first)], config_dirs)
-    check_settings(base)
-    varied = [
-        text for text, override in zip(line, rest, strict=True) if override.is_sweep_override()
-    ]
-    grid = [word for word in listed if word != "cells=null"] + varied
-    fixed = (*listed, *line)
-    return Search(fixed, tuple(grid), space, base, choices, tuple(config_dirs))
 
 
 def _check_values(search: Search) -> None:

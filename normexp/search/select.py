@@ -107,7 +107,9 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         UserError: all points are refused, or no run has the metric.
         Halted, KeyboardInterrupt: as `check_ended`.
     """
-    cells = [[search.search_cell(point) for point in search.points] for search in searches]
+    cells = [
+        [search.cell(point, is_report=False) for point in search.points] for search in searches
+    ]
     flat = [cell for own in cells for cell in own]
     if searches[0].base.dry_run:
         return run_cells(flat, words)
@@ -159,10 +161,10 @@ def _record(findings: Sequence[Finding]) -> None:
 
 def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:
     """Trains fresh seeds at the best point of each search."""
-    chosen = [each for each in findings if each.best_point is not None]
-    cells = [each.search.report_cell(each.best_point) for each in chosen if each.best_point]
+    chosen = [(each, point) for each in findings if (point := each.best_point) is not None]
+    cells = [each.search.cell(point, is_report=True) for each, point in chosen]
     outcomes = _train(cells, words, train) if cells else []
-    for each, outcome in zip(chosen, outcomes, strict=True):
+    for (each, _), outcome in zip(chosen, outcomes, strict=True):
         each.fresh = outcome
 
 

@@ -21,28 +21,17 @@ from omegaconf import DictConfig
 
 from normexp.cells.recorded import passed_over, recorded_outcome
 from normexp.config.compose import VERSION_BASE, quoted
-from normexp.config.grid import compose_cells
 from normexp.config.help import conf_dir
 from normexp.config.spec import CellSpec, Command, Outcome, name_of
 from normexp.records.history import read_history
 from normexp.records.logs import messages_to_stderr
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import environment, shared_value
-from normexp.sweeps.sweep import conclude, train_cells
+from normexp.sweeps.sweep import train_cells
 from normexp.sweeps.tasks import group_cells
 
 OF_LAUNCHER = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that say how jobs are launched
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
-
-
-def launch(command: Command, launcher: str, words: Sequence[str]) -> int:
-    """Trains every task of a command in a job, waits for all; returns the exit code.
-
-    Raises:
-        UserError: a mistake as in `run_cells`.
-    """
-    cells = compose_cells(command)
-    return conclude(cells, launch_cells(command, launcher, cells, words), words)
 
 
 def launch_cells(

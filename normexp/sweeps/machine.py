@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from normexp.errors import UserError
+from normexp.records.environment import usable_cores, visible_gpus
 from normexp.records.files import FileLock
-
-CGROUP_LIMITS = (  # quota and period in microseconds: cgroups 2, then 1
-    ("/sys/fs/cgroup/cpu.max",),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-)
 
 _own_gpu: str | None = None  # that this process has trained on
 
@@ -149,38 +143,3 @@ def shared_value(cfgs: Sequence[DictConfig], key: str) -> Any:
 def needs_whole_machine(cfg: DictConfig) -> bool:
     """True if a cell is trained by several processes, one for each device."""
     return cfg.trainer.get("devices", 1) not in (1, "1") or cfg.trainer.get("num_nodes", 1) != 1
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may use, by its affinity and its container's quota."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    for files in CGROUP_LIMITS:
-        try:
-            words = " ".join(Path(file).read_text() for file in files).split()
-            quota, period = int(words[0]), int(words[1])
-        except (OSError, ValueError, IndexError):  # no such file, or "max": no limit
-            continue
-        if quota > 0:
-            cores = min(cores, max(1, quota // period))
-    return cores
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs as CUDA_VISIBLE_DEVICES names them; none if torch was built without CUDA."""
-    try:
-        if version("torch").endswith("+cpu"):
-            return []
-    except PackageNotFoundError:  # built from source
-        pass
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        run = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = [line for line in run.stdout.splitlines() if line.startswith("GPU ")]
-    if asked is None:
-        return [str(index) for index in range(len(found))]
-    return [name.strip() for name in asked.split(",") if name.strip() not in ("", "-1")]

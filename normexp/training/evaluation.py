@@ -141,11 +141,6 @@ class EvaluationPlan:
     every_epoch: bool
 
     @property
-    def adds(self) -> bool:
-        """True if there is more to record than metrics with running statistics."""
-        return any(name != "running" for name in self.statistics)
-
-    @property
     def kinds(self) -> dict[str, int]:
         """What evaluation.json holds as `asked`: precise or batch<k> to its number of samples."""
         precise = {"precise": self.precise_samples} if "precise" in self.statistics else {}

@@ -152,7 +152,10 @@ class TrainingModule(pl.LightningModule):
             self.recorder.record(self.position(step), {"train/loss": losses})
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here and by ChunkLoader
-        self.train_seconds += time.perf_counter() - started
+        elapsed = time.perf_counter() - started
+        self.train_seconds += elapsed
+        if self.recorder.tracks:
+            self._track(chunk, elapsed, optimizer.param_groups[0]["lr"])
 
     def _take_step(self, step: int, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
         assert self._gradient is not None
@@ -175,6 +178,18 @@ class TrainingModule(pl.LightningModule):
     def _step_scheduler(self, *metrics: float) -> None:
         scheduler: Any = self.lr_schedulers()
         scheduler.step(*metrics)
+
+    def _track(self, chunk: slice, elapsed: float, lr: float) -> None:
+        """Passes on, for the last step of a chunk, what only loggers get."""
+        num_samples = self.batches.num_samples_before
+        speed = (num_samples(self.step) - num_samples(chunk.start)) / max(elapsed, 1e-9)
+        count = self.replicas.num_replicas
+        values = {
+            "train/lr": [lr * scale for scale in self.recipe.lr_scales or [1.0] * count],
+            "train/grad_norm": self.replicas.gradient_norms().tolist(),  # clipped, if it is
+            "train/samples_per_second": [speed * count] * count,  # of the whole stack
+        }
+        self.recorder.track(self.position(self.step), values)
 
     def on_train_end(self) -> None:
         self.losses.finish()

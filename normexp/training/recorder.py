@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import netrc
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -39,17 +37,41 @@ class Recorder:
     """Passes each run's values to its sinks, and the mean over the stack to Lightning's loggers.
 
     Args:
-        sinks: of each replica's run.
-        loggers: Lightning loggers of the whole stack.
+        sinks: of each replica's run; they get what is recorded.
+        trackers: of each replica's run; they also get what is only `track`ed.
+        loggers: Lightning loggers of the whole stack; they too get everything.
     """
 
-    def __init__(self, sinks: Sequence[Sequence[RunSink]], loggers: Sequence[Logger] = ()) -> None:
-        self.sinks = sinks
+    def __init__(
+        self,
+        sinks: Sequence[Sequence[RunSink]],
+        loggers: Sequence[Logger] = (),
+        trackers: Sequence[Sequence[RunSink]] | None = None,
+    ) -> None:
+        self.trackers = trackers or [[] for _ in sinks]
+        self.sinks = [[*own, *more] for own, more in zip(sinks, self.trackers, strict=True)]
         self.loggers = loggers
+
+    @property
+    def tracks(self) -> bool:
+        """True if anything looks at what is only tracked."""
+        return bool(self.loggers) or any(self.trackers)
 
     def record(self, position: Position, values: dict[str, list[float]]) -> None:
         """Records a number per replica by metric; leaves out what is not finite."""
-        for index, run_sinks in enumerate(self.sinks):
+        self._pass_on(self.sinks, position, values)
+
+    def track(self, position: Position, values: dict[str, list[float]]) -> None:
+        """Like `record`, but not in metrics.csv, which holds what a repetition would reproduce."""
+        self._pass_on(self.trackers, position, values)
+
+    def _pass_on(
+        self,
+        sinks: Sequence[Sequence[RunSink]],
+        position: Position,
+        values: dict[str, list[float]],
+    ) -> None:
+        for index, run_sinks in enumerate(sinks):
             row = {name: column[index] for name, column in values.items()}
             finite = {name: value for name, value in row.items() if math.isfinite(value)}
             for sink in run_sinks:
@@ -152,64 +174,6 @@ class LossHistory:
         self.num_steps = state["num_steps"]
         self._pending = [losses.to(device) for losses in state["pending"]]
         self.diverged_at = list(state["diverged_at"])
-
-
-class WandbRun:
-    """A sink that logs one run to Weights & Biases.
-
-    Args:
-        mode: auto, online, offline or disabled; see `resolve_mode`.
-        directory: for W&B's own files.
-        group: the cell, so that W&B's grouping shows mean and spread over seeds.
-        id_file: keeps the W&B id of this run, so that a resumed run continues in W&B.
-    """
-
-    def __init__(
-        self,
-        *,
-        project: str,
-        entity: str | None,
-        mode: str,
-        directory: Path,
-        group: str,
-        seed: int,
-        id_file: Path,
-        tags: list[str],
-        config: Mapping[str, Any],
-    ) -> None:
-        import wandb
-
-        directory.mkdir(parents=True, exist_ok=True)
-        self.mode = resolve_mode(mode)
-        if not id_file.is_file():
-            id_file.write_text(secrets.token_hex(8))
-        self.run = wandb.init(
-            project=project,
-            entity=entity,
-            mode=self.mode,  # type: ignore[arg-type]
-            dir=directory,
-            name=f"{group}/seed-{seed}",
-            group=group,
-            tags=tags,
-            config=dict(config),
-            id=id_file.read_text(),
-            resume="allow",
-            reinit="create_new",
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-
-    def add(self, step: int, epoch: int, samples_seen: int, metrics: Mapping[str, float]) -> None:
-        self.run.log({**metrics, "epoch": epoch, "samples_seen": samples_seen}, step=step)
-
-    def flush(self) -> None:
-        """W&B writes on its own."""
-
-    def truncate_after(self, step: int) -> None:
-        """W&B itself ignores a second value of a step, so nothing needs removing."""
-
-    def finish(self, *, failed: bool) -> None:
-        """Ends the run; otherwise W&B would merge the next run of this process into it."""
-        self.run.finish(exit_code=1 if failed else 0)
 
 
 def resolve_mode(mode: str) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from normexp.cells import evaluate as evaluating
 from normexp.errors import UserError
+from normexp.reporting.evaluations import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
 
 
 def test_names_with_brackets_are_text(capsys: pytest.CaptureFixture[str]):
-    cell = cast("Any", SimpleNamespace(invalid=None, title="batch [on] digits"))
-    evaluating.print_evaluations(cell, {0: {"batch [2]": {"test/[/x]": 0.5}}})
+    contents = {0: {"batch [2]": {"test/[/x]": 0.5}}}
+    print_evaluations(contents, "batch [on] digits", why_nothing="", invalid=None)
     out = capsys.readouterr().out
     assert "batch [2]" in out and "test/[/x]" in out
 
@@ -35,8 +34,8 @@ def test_evaluation_without_a_number_says_why_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ):
     plan = EvaluationPlan(asked, 32, 2, sizes, every_epoch=False)
-    cell = cast("Any", SimpleNamespace(invalid=None, title="group on digits", evaluation=plan))
-    evaluating.print_evaluations(cell, {0: {}, 1: {}})
+    why = evaluating.why_nothing(plan)
+    print_evaluations({0: {}, 1: {}}, "group on digits", why_nothing=why, invalid=None)
     (line,) = capsys.readouterr().out.splitlines()
     assert f"evaluate_with=[{','.join(asked)}]" in line
     assert reason in line and "evaluate_with=[running]" in line

@@ -156,24 +156,3 @@ def test_optimizer_that_looks_at_other_values_trains_each_seed_by_itself(
         assert len(list(tmp_path.glob("runs/default/*/seed-0"))) == 2  # an edited one is a new cell
     finally:
         sys.modules.pop("own_optimizer_of_a_test", None)
-
-
-def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path, monkeypatch):
-    finished = []
-
-    class Run:
-        def __init__(self, *, seed: int, **_: object) -> None:
-            if seed == 2:
-                raise OSError("no connection")
-            self.seed = seed
-
-        def finish(self, *, failed: bool) -> None:
-            finished.append((self.seed, failed))
-
-    monkeypatch.setattr("normexp.cells.stack.WandbRun", Run)
-    words = ["norm=none", "steps=1", "replicas=3", "logger=wandb", f"runs_dir={tmp_path}"]
-    assert main(words) == 1
-    assert sorted(finished[:2]) == [
-        (0, True),
-        (1, True),
-    ]  # of the stack; then each run is tried alone

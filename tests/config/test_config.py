@@ -45,7 +45,7 @@ REFUSED = {
     "+btch_size=4": "btch_size: unknown key; did you mean batch_size?",
     "+scheduler=step": "scheduler: unknown key; set optim.schedule=...",
     "+logger.x=1": "logger.x: unknown key (logger has csv)",
-    "logger=wandb +logger.wandb.tags=[a]": "logger.wandb.tags: unknown key (logger.wandb has",
+    "logger=wandb +logger.wandb.tags=[a]": "logger.wandb.tags: unknown key; set tags=[...]",
     "+tune.x=1": "tune.x: unknown key (tune has",
     "+trainer.fast_dev_run=true": "trainer.fast_dev_run: unknown key; set steps=...",
     "++trainer.gradient_clip_val=1": "unknown key; set max_grad_norm=...",

@@ -161,6 +161,8 @@ KEEPS = {
     "replicas": "2",
     "study": "other",
     "cells": "null",
+    "tags": "[a]",
+    "notes": "first",
     "dry_run": "true",
     "workers": "2",
     "fail_fast": "true",
@@ -194,6 +196,10 @@ KEEPS = {
     "trainer.strategy": "ddp",
     "logger.wandb.project": "mine logger=wandb",
     "logger.wandb.entity": "me logger=wandb",
+    "logger.wandb.name": "short logger=wandb",
+    "logger.wandb.group": "short logger=wandb",
+    "logger.custom._target_": "a.B logger=custom",
+    "logger.custom.per": "cell logger=custom logger.custom._target_=a.B",
     "logger.wandb.mode": "offline logger=wandb",
 }
 

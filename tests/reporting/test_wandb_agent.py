@@ -113,8 +113,9 @@ def test_cell_with_a_failed_seed_has_no_mean_and_an_exit_code(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     ended = "failed" if status == "failed" else "finished"
     results = [result(0, "finished", val_accuracy=0.5), result(1, ended, val_accuracy=0.6)]
+    sizes = {"batch_size": 8, "micro_batch_size": None, "norm_batch_size": None}
     cell = CellSpec(OmegaConf.create({"logger": {"wandb": {"mode": "offline"}}}), {}, "a")
-    log_to_agent(cell, Outcome(status, "a", "a", tmp_path / "a", results=results))
+    log_to_agent(cell, Outcome(status, "a", "a", tmp_path / "a", sizes, results))
     assert run.exit_code == code
     assert ("val/accuracy" in run.logged) == (code == 0)
 

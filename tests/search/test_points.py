@@ -28,7 +28,7 @@ def test_grid_is_one_search_for_each_of_its_points():
 
 def test_search_and_report_differ_in_study_and_seeds_alone():
     (plan,) = searches_of(LR, "tune.seeds=2", "replicas=5", "study=mine")
-    search, report = plan.search_cell({"lr": "0.02"}), plan.report_cell({"lr": "0.02"})
+    search, report = (plan.cell({"lr": "0.02"}, is_report=report) for report in (False, True))
     assert search.cfg is not None and report.cfg is not None
     assert (search.cfg.study, search.seeds) == ("mine-search", [1000, 1001])
     assert (report.cfg.study, report.seeds) == ("mine", [0, 1, 2, 3, 4])
@@ -42,8 +42,8 @@ def test_cell_of_a_point_is_the_cell_of_the_same_line(key: str):
     value, other = ("4", "2") if key in ("batch_size", "norm.num_groups") else (value, other)
     (search,) = searches_of(f"{key}=choice({other},{value})", "norm=group")
     (cell,) = compose_cells(parse_command([f"{key}={value}", "norm=group"]))
-    assert search.report_cell({key: value}).digest == cell.digest
-    assert search.report_cell({key: value}).choices == cell.choices
+    assert search.cell({key: value}, is_report=True).digest == cell.digest
+    assert search.cell({key: value}, is_report=True).choices == cell.choices
 
 
 def test_command_repeats_the_report_and_quotes_for_the_shell():

@@ -10,8 +10,10 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.spec import CellSpec
+from normexp.records import environment
+from normexp.records.environment import usable_cores, visible_gpus
 from normexp.sweeps import machine
-from normexp.sweeps.machine import Place, own_place, places_for, usable_cores, visible_gpus
+from normexp.sweeps.machine import Place, own_place, places_for
 from normexp.sweeps.tasks import group_cells
 
 
@@ -101,7 +103,7 @@ def test_commands_share_the_slots_of_a_machine(tmp_path: Path, monkeypatch: pyte
 
 def test_a_containers_quota_cuts_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "cpu.max"
-    monkeypatch.setattr(machine, "CGROUP_LIMITS", ((str(file),),))
+    monkeypatch.setattr(environment, "CGROUP_LIMITS", ((str(file),),))
     affinity = len(os.sched_getaffinity(0))
     assert usable_cores() == affinity  # no such file
     file.write_text("max 100000\n")
@@ -119,7 +121,7 @@ def test_gpus_are_named_as_the_environment_names_them(
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(machine, "version", lambda _: "2.11.0+cu128")
+    monkeypatch.setattr(environment, "version", lambda _: "2.11.0+cu128")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -127,7 +129,7 @@ def test_gpus_are_named_as_the_environment_names_them(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(machine, "version", lambda _: "2.11.0+cpu")
+    monkeypatch.setattr(environment, "version", lambda _: "2.11.0+cpu")
     assert visible_gpus() == []
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cells.recorded import digest_of_data, passed_over
+from normexp.cells.recorded import passed_over
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
 from normexp.evaluate import main as evaluate
 from normexp.records import history
 from normexp.records.history import read_history
+from normexp.records.identity import digest_of_data
 from normexp.train import main
 
 QUICK = ["steps=4", "replicas=2", "workers=0", "norm=none"]

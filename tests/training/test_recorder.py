@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from pytorch_lightning.loggers import Logger
 from training_cases import MemorySink
 
-from normexp.training.recorder import Position, Recorder, WandbRun, finite_mean, resolve_mode
+from normexp.training.recorder import Position, Recorder, finite_mean, resolve_mode
 
 
 class MeanLogger(Logger):
@@ -52,42 +48,3 @@ def test_wandb_is_offline_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert resolve_mode("auto") == "online"
     assert resolve_mode("disabled") == "disabled"
-
-
-def read_offline_run(folder: Path) -> list[dict]:
-    """The records of an offline W&B run, by W&B's own reader."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    answer = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ
-    )
-    assert answer.returncode == 0, answer.stderr
-    return [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
-
-
-@pytest.mark.slow
-def test_two_wandb_runs_of_one_process_stay_apart(tmp_path: Path):
-    runs = [
-        WandbRun(
-            project="normexp",
-            entity=None,
-            mode="offline",
-            directory=tmp_path,
-            group="group-convnet-digits-b32",
-            seed=seed,
-            id_file=tmp_path / f"id-{seed}",
-            tags=["group"],
-            config={"norm": "group", "seed": seed},
-        )
-        for seed in (0, 1)
-    ]
-    for step in (1, 2):
-        for seed, run in enumerate(runs):
-            run.add(step, 0, 8 * step, {"train/loss": 10.0 * seed + step})
-    for run in runs:
-        run.finish(failed=False)
-    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    assert len(folders) == 2
-    text = [json.dumps(read_offline_run(folder)) for folder in folders]
-    for seed in (0, 1):
-        (mine,) = [t for t in text if f"group-convnet-digits-b32/seed-{seed}" in t]
-        assert f'"train/loss": {10 * seed + 2}' in mine

@@ -1,0 +1,149 @@
+"""Loggers besides metrics.csv, as a training leaves them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from normexp.train import main
+
+CSV_LOGGER = "pytorch_lightning.loggers.CSVLogger"
+WORDS = ("steps=4", "replicas=2", "batch_size=16", "workers=0", "log_every=2")
+
+
+def train(folder: Path, *words: str, norm: str = "group") -> int:
+    return main([f"norm={norm}", *WORDS, f"runs_dir={folder}", *words])
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open() as lines:
+        return list(csv.DictReader(lines))
+
+
+@pytest.fixture(scope="module")
+def own_loggers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of two seeds with a logger for each run, and its folder."""
+    folder = tmp_path_factory.mktemp("own")
+    words = ("logger=[csv,custom]", f"logger.custom._target_={CSV_LOGGER}", "tags=[a]", "study=s")
+    assert train(folder, *words, "logger.custom.flush_logs_every_n_steps=1") == 0
+    return folder
+
+
+def test_a_logger_of_ones_own_gets_every_run(own_loggers: Path):
+    (cell,) = (own_loggers / "s").glob("group-*")
+    for seed in (0, 1):
+        (file,) = (cell / f"seed-{seed}").glob(f"**/seed-{seed}/metrics.csv")
+        rows = rows_of(file)
+        losses = [row["train/loss"] for row in rows if row["train/loss"]]
+        own = [row for row in rows_of(cell / f"seed-{seed}" / "metrics.csv")]
+        assert len(losses) == 2
+        assert [float(v) for v in losses] == [
+            pytest.approx(float(row["value"])) for row in own if row["name"] == "train/loss"
+        ]
+        for name in ("train/lr", "train/grad_norm", "train/samples_per_second"):
+            values = [float(row[name]) for row in rows if row[name]]
+            assert values and min(values) > 0
+        params = yaml.safe_load((file.parent / "hparams.yaml").read_text())
+        assert [params[f"{key}batch_size"] for key in ("", "micro_", "norm_")] == [16, 16, 16]
+        assert params["seed"] == seed and params["study"] == "s"
+
+
+def test_what_is_no_part_of_a_repetition_is_not_in_metrics_csv(own_loggers: Path):
+    (cell,) = (own_loggers / "s").glob("group-*")
+    names = {row["name"] for row in rows_of(cell / "seed-0" / "metrics.csv")}
+    assert "train/loss" in names and not any("second" in name for name in names)
+
+
+def test_a_logger_per_cell_gets_the_mean_and_says_so(tmp_path: Path):
+    words = ("logger=custom", f"logger.custom._target_={CSV_LOGGER}", "logger.custom.per=cell")
+    assert train(tmp_path, *words) == 0
+    (file,) = tmp_path.glob("default/*/*/mean-of-seeds-0-to-1/metrics.csv")
+    mean = [float(row["train/loss"]) for row in rows_of(file) if row["train/loss"]]
+    single = [
+        [float(row["value"]) for row in rows_of(path) if row["name"] == "train/loss"]
+        for path in sorted(tmp_path.glob("default/*/seed-*/metrics.csv"))
+    ]
+    assert mean == pytest.approx([sum(pair) / 2 for pair in zip(*single, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["logger.custom._target_=collections.OrderedDict"], "logger.custom._target_"),
+        ([f"logger.custom._target_={CSV_LOGGER}", "logger.custom.nam=x"], "logger.custom.nam"),
+        (["logger.custom._target_=no.such.Logger"], "no.such.Logger"),
+        ([f"logger.custom._target_={CSV_LOGGER}", "logger.custom.per=seed"], "logger.custom.per"),
+    ],
+    ids=["no_logger", "knob", "missing", "per"],
+)
+def test_what_is_no_logger_is_refused_before_training(tmp_path: Path, capsys, words, said: str):
+    assert train(tmp_path, "logger=custom", *words) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert not list(tmp_path.glob("default/*/seed-*"))
+
+
+def test_tensorboard_has_hyperparameters_and_says_what_a_curve_is_the_mean_of(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert train(tmp_path, "logger=tensorboard", "norm_batch_size=8", norm="batch") == 0
+    (folder,) = tmp_path.glob("default/*/tensorboard/mean-of-seeds-0-to-1")
+    events = EventAccumulator(str(folder)).Reload()
+    assert {"train/loss", "train/lr", "train/grad_norm"} <= set(events.Tags()["scalars"])
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    params = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert params["norm_batch_size"] == 8 and params["curves"] == "mean of seeds 0 to 1"
+
+
+def read_offline_run(folder: Path) -> str:
+    """An offline W&B run as JSON lines, by W&B's own reader."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    answer = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ
+    )
+    assert answer.returncode == 0, answer.stderr
+    rows = [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
+    return json.dumps(rows)
+
+
+@pytest.mark.slow
+def test_wandb_runs_of_one_process_stay_apart_and_know_their_study(tmp_path: Path):
+    words = ("logger=wandb", "logger.wandb.mode=offline", "tags=[baseline]", "notes=first try")
+    assert train(tmp_path, *words, "study=mine", "logger.wandb.name=short") == 0
+    folders = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*"))
+    texts = [read_offline_run(folder) for folder in folders]
+    assert len(texts) == 2
+    for seed in (0, 1):
+        (own,) = [text for text in texts if f"short/seed-{seed}" in text]
+        for said in ("baseline", "first try", "mine", "train/lr", "train/samples_per_second"):
+            assert said in own
+        assert "norm_batch_size" in own and '"norm_batch_size": null' not in own
+
+
+def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path, monkeypatch):
+    finished = []
+
+    class Run:
+        mode = "disabled"
+
+        def __init__(self, _: object, seed: int, *__: object) -> None:
+            if seed == 2:
+                raise OSError("no connection")
+            self.seed = seed
+
+        def finish(self, *, failed: bool) -> None:
+            finished.append((self.seed, failed))
+
+    monkeypatch.setattr("normexp.cells.loggers.WandbRun", Run)
+    words = ["norm=none", "steps=1", "replicas=3", "logger=wandb", f"runs_dir={tmp_path}"]
+    assert main(words) == 1
+    # Those of the stack; then each run is tried alone.
+    assert sorted(finished[:2]) == [(0, True), (1, True)]
