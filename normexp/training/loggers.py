@@ -43,7 +43,7 @@ class WandbRun:
         id_file: Path,
         tags: Sequence[str],
         config: Mapping[str, Any],
-        **names: str | None,
+        **names: Any,
     ) -> None:
         import wandb
 
