@@ -405,6 +405,10 @@ def _unknown_key(
     if key.startswith("hydra."):
         return UserError(f"{key}: unknown key")
     parent, _, leaf = key.rpartition(".")
+    if key in OPTIONAL_GROUPS:  # `key` itself or a key below it was set
+        others = " or ".join(name for name in names if _leaf(name) == key)
+        rest = f", or did you mean {others}?" if others else ""
+        return UserError(f"{key}: this training has none; choose one, as {key}=custom{rest}")
     if leaf in ELSEWHERE:
         return UserError(f"{key}: unknown key; {ELSEWHERE[leaf]}")
     siblings = [name for name in names if name.rpartition(".")[0] == parent]
@@ -413,7 +417,7 @@ def _unknown_key(
     elsewhere = [name for name in names if _leaf(name) == leaf]
     alike = [name for name in names if suggest(leaf, [_leaf(name)], cutoff=0.8)]
     prefix = f"{parent}." if parent else ""
-    hint = suggest(leaf, map(_leaf, siblings), prefix=prefix)
+    hint = "" if elsewhere else suggest(leaf, map(_leaf, siblings), prefix=prefix)
     if not hint and (elsewhere or alike):
         hint = f"did you mean {either(elsewhere or alike)}?"
     if hint:

@@ -228,7 +228,7 @@ ELSEWHERE = {
         ("limit_train_batches", "overfit_batches"), "set steps=... or data.limit_train=..."
     ),
     **dict.fromkeys(("limit_val_batches", "limit_test_batches"), "both are always whole"),
-    **dict.fromkeys(("gradient_clip_val", "grad_clip"), "set max_grad_norm=..."),
+    **dict.fromkeys(("gradient_clip_val", "grad_clip", "clip"), "set max_grad_norm=..."),
     **dict.fromkeys(("accumulate_grad_batches", "grad_accum"), "set micro_batch_size=..."),
     **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval"), "set val_every_epochs=..."),
     **dict.fromkeys(("ckpt_path", "resume"), "the same command resumes by itself"),
@@ -238,6 +238,8 @@ ELSEWHERE = {
     **dict.fromkeys(("ema_decay", "swa"), "set ema=..."),
     **dict.fromkeys(("tags", "notes"), "set tags=[...] or notes=...; every logger gets them"),
     "log_every_n_steps": "set log_every=...",
+    "debug": "set experiment=debug",
+    "precision": "set trainer.precision=...",
     "sync_batchnorm": "set norm=sync",
     "optimizer": "set optim=...",
     "learning_rate": "set lr=...",

@@ -246,6 +246,8 @@ def _parse(line: str) -> Entry:
     content = json.loads(line)
     if not isinstance(content, dict):
         raise TypeError
+    if isinstance(content.get("evaluated"), bool):  # as it once was; no such key is current
+        del content["evaluated"]
     entry = next((kind for key, kind in _KINDS.items() if key in content), CellEntry)(**content)
     if any(not isinstance(getattr(entry, part.name), _TYPES[part.name]) for part in fields(entry)):
         raise TypeError

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import netrc
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -174,21 +172,3 @@ class LossHistory:
         self.num_steps = state["num_steps"]
         self._pending = [losses.to(device) for losses in state["pending"]]
         self.diverged_at = list(state["diverged_at"])
-
-
-def resolve_mode(mode: str) -> str:
-    """Resolves `auto` to `online` if there is a login, else to `offline`."""
-    if mode != "auto":
-        return mode
-    return "online" if has_login() else "offline"
-
-
-def has_login() -> bool:
-    """True if W&B would find an API key, in the environment or in the user's netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        hosts = netrc.netrc().hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any("wandb" in host for host in hosts)

@@ -134,10 +134,10 @@ def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path,
     class Run:
         mode = "disabled"
 
-        def __init__(self, _: object, seed: int, *__: object) -> None:
-            if seed == 2:
+        def __init__(self, *, config: dict, **_: object) -> None:
+            self.seed = config["seed"]
+            if self.seed == 2:
                 raise OSError("no connection")
-            self.seed = seed
 
         def finish(self, *, failed: bool) -> None:
             finished.append((self.seed, failed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from datetime import datetime
@@ -71,6 +72,14 @@ def test_command_comes_back_with_every_value(tmp_path: Path):
     assert first.cells == {"d1": [0, 1]}
     assert datetime.fromisoformat(first.time).utcoffset() is not None
     assert second.command == []
+
+
+@pytest.mark.parametrize("evaluated", [{}, {"evaluated": True}, {"evaluated": False}])
+def test_key_of_an_earlier_version_is_read(tmp_path: Path, evaluated: dict[str, bool]):
+    line = {"digest": "d1", "key": "k", "cell_id": "a", "sources": [], **evaluated}
+    (tmp_path / "study.jsonl").write_text(json.dumps(line) + "\n")
+    (key,) = read_history(tmp_path).keys["d1"]
+    assert (key.key, key.cell_id, key.evaluated) == ("k", "a", {})
 
 
 @pytest.mark.parametrize("value", [float("nan"), object(), {1, 2}])

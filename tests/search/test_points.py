@@ -10,8 +10,9 @@ from normexp.cli import parse_command
 from normexp.config.compose import parse_overrides
 from normexp.config.grid import compose_cells, is_searched, list_cells
 from normexp.config.help import help_text
+from normexp.config.space import Choice, Range, Space, read_space
 from normexp.errors import UserError
-from normexp.search.points import Choice, Range, Search, Space, plan_searches, read_space
+from normexp.search.points import Search, plan_searches
 
 LR = "lr=interval(1e-3,1)"
 
