@@ -76,7 +76,7 @@ class CellSpec:
             plain = OmegaConf.to_container(self.cfg, resolve=True)
             assert isinstance(plain, dict)
             content = {key: value for key, value in plain.items() if in_identity(str(key))}
-            if sees_validations(plain):
+            if sees_validations(self.cfg):
                 content["val_every_epochs"] = plain["val_every_epochs"]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
