@@ -17,8 +17,9 @@ from normexp.models.foreign_norms import ForeignNorm, describe, kind_of, recogni
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 
+COUNT = "num_batches_tracked"
 # First values of a norm's tensors.
-STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 MOST_NAMES = 4  # that a line of the log spells out
 
 
@@ -78,14 +79,14 @@ class Surgery:
         for role, own, value in old.values():
             if own not in carried.values():
                 self.dropped.append(f"{name}.{own}")
-                if bool((value != STARTS[role]).any()):
+                if role != COUNT and bool((value != STARTS[role]).any()):
                     self.lost.append(f"{name}.{own}")
 
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
         classes = ", ".join(f"{n} {name}" for name, n in Counter(self.classes.values()).items())
-        yield f"{len(self.classes)} sites in place of {classes}: {', '.join(self.classes)}"
-        settings = ", ".join(f"{each} at {count} sites" for each, count in self.settings.items())
+        yield f"{_sites(len(self.classes))} in place of {classes}: {', '.join(self.classes)}"
+        settings = ", ".join(f"{each} at {_sites(count)}" for each, count in self.settings.items())
         yield f"sites keep settings of the old norms that the config leaves at default: {settings}"
         if self.left:
             left = ", ".join(f"{name} ({why})" for name, why in self.left.items())
@@ -190,9 +191,12 @@ def _build_site(old: ForeignNorm, factory: NormFactory) -> tuple[nn.Module, Site
 def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
     """Copies weight, bias and running statistics; returns the old name by the new one.
 
-    A weight is carried over to one that starts at one, and a bias to one that starts at zero.
+    A weight is carried over to one that starts at one, and a bias to one that starts at zero. The
+    count of batches is not carried over to a norm whose warm-up or ramp counts those of a training.
     """
     tensors = {**dict(site.norm.named_parameters()), **dict(site.norm.named_buffers())}
+    if hasattr(site.norm, "num_training_steps"):
+        tensors.pop(COUNT, None)
     carried = {}
     for role, own, value in old.values():
         fitting = [
@@ -206,6 +210,10 @@ def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
             tensors[fitting[0]].copy_(value)
             carried[fitting[0]] = own
     return carried
+
+
+def _sites(count: int) -> str:
+    return f"{count} site{'s' * (count != 1)}"
 
 
 def shorten(names: Iterable[str]) -> str:
