@@ -104,7 +104,8 @@ normexp.evaluate evaluates the finished runs of a cell again, from the weights t
 
   python -m normexp.evaluate run=runs/<study>/<cell_id>
 
-Results go to evaluation.json beside each run's result.json, and to a table.
+Results go to evaluation.json beside each run's result.json, and to a table. Averaged weights
+(ema=...) are evaluated by the training alone; normexp.load(run, ema=True) returns them.
 """,
     "report": """\
 normexp.report turns a study into tables, figures, a page and a verdict.
