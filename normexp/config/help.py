@@ -124,6 +124,7 @@ Options:
   -m, --multirun        several values per key (a,b or range(1,4)), every combination
   --config-dir FOLDER   your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
   --cfg job             show the config instead of training; --info shows where it comes from
+  TAB                   completes in bash, once it has run: eval "$(python -m normexp.complete)"
 
 Examples:
   python -m normexp.train norm=batch norm_batch_size=2

@@ -84,8 +84,8 @@ class Surgery:
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
         classes = ", ".join(f"{n} {name}" for name, n in Counter(self.classes.values()).items())
-        yield f"{len(self.classes)} sites in place of {classes}: {', '.join(self.classes)}"
-        settings = ", ".join(f"{each} at {count} sites" for each, count in self.settings.items())
+        yield f"{_sites(len(self.classes))} in place of {classes}: {', '.join(self.classes)}"
+        settings = ", ".join(f"{each} at {_sites(count)}" for each, count in self.settings.items())
         yield f"sites keep settings of the old norms that the config leaves at default: {settings}"
         if self.left:
             left = ", ".join(f"{name} ({why})" for name, why in self.left.items())
@@ -206,6 +206,10 @@ def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
             tensors[fitting[0]].copy_(value)
             carried[fitting[0]] = own
     return carried
+
+
+def _sites(count: int) -> str:
+    return f"{count} site{'s' * (count != 1)}"
 
 
 def shorten(names: Iterable[str]) -> str:

@@ -96,7 +96,8 @@ def _centre_prefixes(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     mean = total.cumsum(dim=-1) / count
     # Negates the smaller tensor: the backward of a difference would negate the larger one.
     centred = zero_padding(x + (-mean).unsqueeze(2), mask)
-    steps = torch.linalg.vecdot(centred, centred, dim=2)
+    with torch.autocast(x.device.type, enabled=False):  # it would round to half precision
+        steps = torch.linalg.vecdot(centred, centred, dim=2)
     if size == 1:  # sum(c)^2 is sum(c^2)
         steps = steps * (count / before)
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
@@ -178,9 +177,11 @@ class ModeNorm(RunningNorm):
         weights = gates * own.count.flatten(2) if isinstance(own.count, Tensor) else gates
         shares = weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
         means, variances = own.mean.flatten(2), own.var.flatten(2)  # (G, N, C)
-        mean = torch.einsum("gnk,gnc->gkc", shares, means)
-        between = (means.unsqueeze(2) - mean.unsqueeze(1)).square()  # (G, N, K, C)
-        var = torch.einsum("gnk,gnkc->gkc", shares, variances.unsqueeze(2) + between)
+        # Sums and not matrix products, which autocast would take in half precision.
+        means, shares = means.unsqueeze(2), shares.unsqueeze(3)
+        mean = (shares * means).sum(dim=1)  # (G, K, C)
+        between = (means - mean.unsqueeze(1)).square()  # (G, N, K, C)
+        var = (shares * (variances.unsqueeze(2) + between)).sum(dim=1)
         count = count_values(x, real, group_dims(x))
         count = count.flatten(2) if isinstance(count, Tensor) else count  # (G, 1, 1)
         self.move_averages(count, mode_mean=mean, mode_var=var)
@@ -195,7 +196,8 @@ class ModeNorm(RunningNorm):
         """Returns the moments of each sample's channels, and its gates (G, N, K)."""
         own = measure(x, real, tuple(range(3, x.ndim)))  # (G, N, C, 1, ...)
         weight, bias = self.gates.weight.to(x.dtype), self.gates.bias.to(x.dtype)
-        return own, F.linear(own.mean.flatten(2), weight, bias).softmax(dim=-1)
+        logits = (own.mean.flatten(2).unsqueeze(2) * weight).sum(dim=3) + bias
+        return own, logits.softmax(dim=-1)
 
     def _standardize(
         self, x: Tensor, own: Tensor, gates: Tensor, mean: Tensor, var: Tensor, affine: Affine

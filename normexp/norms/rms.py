@@ -58,6 +58,7 @@ class GatedRMSNorm(RMSNorm):
     D (rank, C) is `down.weight`, U (C, rank) `up.weight`. arXiv:2601.22966, which does not say
     where they start; as in kubotadaichi/gated-norm-experiment it is torch's default for linear
     layers, so that all gates begin near 1/2. They count as parameters of a norm for weight decay.
+    Under autocast D and U are applied in half precision, as any linear layer is.
 
     Args:
         rank: numbers between D and U; 16 in the paper.

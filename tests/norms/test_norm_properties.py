@@ -58,6 +58,18 @@ def test_half_precision_far_from_zero_is_the_float32_result_rounded(name, traini
             assert_close(out, expected.to(dtype), rtol=0, atol=0)
 
 
+@MODES
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "gated_rms"])
+def test_autocast_does_not_take_statistics_in_half_precision(name, training):
+    for num_dims in num_dims_of(name):
+        x = random_tensor(*SHAPES[num_dims], dtype=torch.float) + 30
+        norm, plain = (make(name, torch.float).train(training) for _ in range(2))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = norm(x)
+        assert_close(out, plain(x), rtol=0, atol=0)
+        assert_close(state_of(norm), state_of(plain), rtol=0, atol=0)
+
+
 @ALL
 def test_a_norm_cast_to_bf16_as_a_whole_still_runs(name):
     norm = make_fresh(name, torch.bfloat16)
