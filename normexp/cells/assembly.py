@@ -115,6 +115,14 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     return obstacle is None
 
 
+def scales_with_lr(cell: Cell) -> bool:
+    """True if every step's rate is a share of `lr`, so that a stack may have several `lr`.
+
+    A scheduler may set rates of its own, such as the `max_lr` of OneCycleLR.
+    """
+    return build_schedule(cell.cfg, cell.plan.num_steps).build is None
+
+
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
     """A new network per seed, in the form of a usable checkpoint, whose weights Lightning loads."""
     found = fitting_replicas(cell, seeds, checkpoint)

@@ -13,7 +13,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from normexp.batching.sizes import Sizes
-from normexp.build import plain
+from normexp.build import build_schedule, plain
 from normexp.cells.plan import Plan, num_devices_of
 from normexp.config.compose import (
     parts_with_target,
@@ -21,7 +21,7 @@ from normexp.config.compose import (
     shipped_defaults,
     shipped_targets,
 )
-from normexp.config.rules import OPTIONAL_GROUPS, in_identity
+from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS
 from normexp.records.identity import (
@@ -93,6 +93,10 @@ def identity_of(
     # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.
     sizes = [getattr(plan.sizes, key) for key in SIZES]
     identity |= canonical_sizes(*sizes, mixes_samples=mixes_samples)
+    if sees_validations(cfg) and (
+        "callback" in identity or build_schedule(cfg, plan.num_steps).monitor is not None
+    ):
+        identity["val_every_epochs"] = cfg.val_every_epochs
     if "schedule" in identity:
         for name in OPTIM_SCHEDULE:
             del identity["optim"][name]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.cells.assembly import OnSteps, will_stack
+from normexp.cells.assembly import OnSteps, scales_with_lr, will_stack
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.evaluate import suggest_evaluation
@@ -127,7 +127,8 @@ def _prepare_task(specs: Sequence[CellSpec]) -> list[TaskCell] | None:
     """Prepares the cells of a task; None if several do not stack, or one cannot be prepared."""
     try:
         first = _prepare(specs[0])
-        if len(specs) > 1 and not will_stack(first.cell, sum(len(spec.seeds) for spec in specs)):
+        num_runs = sum(len(spec.seeds) for spec in specs)
+        if len(specs) > 1 and not (scales_with_lr(first.cell) and will_stack(first.cell, num_runs)):
             return None
         return [first, *map(_prepare, specs[1:])]
     except Exception:

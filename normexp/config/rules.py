@@ -253,6 +253,12 @@ def in_identity(key: str) -> bool:
     return known.identity if known else key.partition(".")[0] not in OUTSIDE
 
 
+def sees_validations(config: Mapping[str, Any]) -> bool:
+    """True if a callback or schedule may act on validations, which are not at every epoch."""
+    acts = config.get("callback") is not None or config.get("schedule") is not None
+    return acts and config["val_every_epochs"] != 1
+
+
 REQUIRED = object()  # marks an option without a default
 
 

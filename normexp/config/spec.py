@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from normexp.config.place import place_among
-from normexp.config.rules import in_identity
+from normexp.config.rules import in_identity, sees_validations
 from normexp.records.result import Result
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class CellSpec:
             plain = OmegaConf.to_container(self.cfg, resolve=True)
             assert isinstance(plain, dict)
             content = {key: value for key, value in plain.items() if in_identity(str(key))}
+            if sees_validations(self.cfg):
+                content["val_every_epochs"] = plain["val_every_epochs"]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from normexp.config.rules import in_identity
+from normexp.config.rules import in_identity, sees_validations
 from normexp.config.spec import CellSpec
 
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
@@ -22,7 +22,9 @@ def title_of(cell: CellSpec) -> str:
     said = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
     words = [f"{key}={value}" for key, value in said.items() if value is not None]
     typed = [text for text in cell.overrides if _key_of(text) not in said]
-    return " ".join([*words, *(text for text in typed if not _is_apart(text))])
+    own = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
+    typed = [text for text in typed if _key_of(text) in own or not _is_apart(text)]
+    return " ".join([*words, *typed])
 
 
 def _key_of(text: str) -> str:

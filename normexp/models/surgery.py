@@ -17,8 +17,9 @@ from normexp.models.foreign_norms import ForeignNorm, describe, kind_of, recogni
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 
+COUNT = "num_batches_tracked"
 # First values of a norm's tensors.
-STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 MOST_NAMES = 4  # that a line of the log spells out
 
 
@@ -78,7 +79,7 @@ class Surgery:
         for role, own, value in old.values():
             if own not in carried.values():
                 self.dropped.append(f"{name}.{own}")
-                if bool((value != STARTS[role]).any()):
+                if role != COUNT and bool((value != STARTS[role]).any()):
                     self.lost.append(f"{name}.{own}")
 
     def notes(self) -> Iterator[str]:
@@ -190,9 +191,12 @@ def _build_site(old: ForeignNorm, factory: NormFactory) -> tuple[nn.Module, Site
 def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
     """Copies weight, bias and running statistics; returns the old name by the new one.
 
-    A weight is carried over to one that starts at one, and a bias to one that starts at zero.
+    A weight is carried over to one that starts at one, and a bias to one that starts at zero. The
+    count of batches is not carried over to a norm whose warm-up or ramp counts those of a training.
     """
     tensors = {**dict(site.norm.named_parameters()), **dict(site.norm.named_buffers())}
+    if hasattr(site.norm, "num_training_steps"):
+        tensors.pop(COUNT, None)
     carried = {}
     for role, own, value in old.values():
         fitting = [

@@ -24,7 +24,7 @@ from normexp.reporting.tables import show
 
 MOST_POINTS = 40  # of the curve of one run
 DIGITS = 5  # of the values of a curve
-RUN_COLUMNS = ["seed", "status", "diverged_at_step", "error"]
+RUN_COLUMNS = ["seed", "status", "diverged_at_step", "steps", "stopped", "error"]
 # Keys of the typed command that say where, when and how often; this cell has its own.
 NOT_REPEATED = ("tune", "hydra", "dry_run", "workers", "seed", "replicas", "study", "runs_dir")
 

@@ -31,8 +31,9 @@ def count_words(point: Row, metric: Metric, n: int, noun: str) -> str:
 
 
 def lost_words(point: Row, metric: Metric) -> str:
-    """`2 of 8 diverged, 1 of 8 missing`."""
+    """`2 of 8 diverged, 1 of 8 missing`; and runs that a callback ended before their last step."""
     lost = {word: point[word] for word in ("diverged", "failed", "missing")}
+    lost["ended early"] = point["early"]
     lost[f"without {metric.name}"] = point["finished"] - point["recorded"]
     parts = [f"{count} of {point['expected']} {word}" for word, count in lost.items() if count]
     return ", ".join(parts)

@@ -32,6 +32,8 @@ FIELDS = (
     "status",
     "diverged_at_step",
     "error",
+    "steps",
+    "stopped",
     "attempts",
     "invalid",
     "num_parameters",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from normexp.norms.slots import SLOTS, Slots
 from normexp.reporting.frame import (
     SIZES,
     Row,
@@ -31,9 +32,7 @@ AXIS_TITLES = {
 }
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 # Config keys that belong to the norm, so they may differ between norms that are compared.
-NORM_KEYS = (
-    *("norm", "act", "conv", "residual_scale", "layer_scale", "placement", "qk_norm", "v_norm"),
-)
+NORM_KEYS = ("norm", *SLOTS)
 # Measured, derived from the sizes, or without effect on a result.
 IGNORED = ("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every", "split")
 # The length of a training in three units; cells are told apart by the one with the fewest values.
@@ -153,7 +152,7 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     settings: what must be equal for cells to be compared; `setting`: how it differs from others, in
         words; `title`: model, data and `setting`
     budget: `epochs=12`; `recipe`: the settings without the budget
-    expected, diverged, failed, missing: numbers of seeds
+    expected, diverged, failed, missing, early (ended before the planned steps): numbers of seeds
     """
     runs = records.runs
     first = runs.drop_duplicates("cell").set_index("cell", drop=False)
@@ -232,6 +231,7 @@ def _measured_columns(
         .astype(bool),
         invalid=by_cell["invalid"].first(),
         error=by_cell["error"].first(),
+        early=by_cell["stopped"].count(),
         expected=expected,
         missing=expected - by_cell.size(),
     )
@@ -294,8 +294,17 @@ def _knob_words(cells: pd.DataFrame, config: pd.DataFrame) -> pd.Series:
         for key in varying_columns(own):
             if key == "norm.momentum" and _follows_from_size(same, own[key]):
                 continue
-            words[same.index] += own[key].map(f" {key.removeprefix('norm.')}={{}}".format)
+            default = getattr(Slots(), key, None)  # of a slot, which is recorded if it is changed
+            values = [default if value is None else value for value in own[key]]
+            words[same.index] += [f" {key.removeprefix('norm.')}={_typed(x)}" for x in values]
     return words
+
+
+def _typed(value: Any) -> str:
+    """As on the command line: `null`, `true`."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _protocol_words(cells: pd.DataFrame) -> pd.Series:

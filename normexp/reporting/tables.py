@@ -274,7 +274,8 @@ def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:
         "norm_batch_size",
         "mixes_samples",
     ]
-    recorded = ["study", "cell", "lr", "seed", "status", "diverged_at_step", "error", "invalid"]
+    recorded = ["study", "cell", "lr", "seed", "status", "diverged_at_step", "steps", "stopped"]
+    recorded += ["error", "invalid"]
     metrics = metric_names(runs)
     known = [name for name in recorded if name in runs]
     frame = cells[labels].merge(runs[[*known, *metrics, "directory"]], on="cell")
@@ -284,7 +285,8 @@ def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:
     frame = frame.rename(columns=renamed | {"diverged_at_step": "diverged at step"})
     columns = [
         *("study", "norm", "model", "data", "setting", "batch size", "norm batch size", "lr"),
-        *("seed", "status", "diverged at step", "error", "invalid", *metrics, "directory"),
+        *("seed", "status", "diverged at step", "steps", "stopped", "error", "invalid"),
+        *(*metrics, "directory"),
     ]
     return Table("runs", "Runs", columns, frame.reindex(columns=columns))
 
@@ -326,6 +328,8 @@ def _note(row: Row, interval: Interval, metric: Metric) -> str:
     notes = [f"INVALID: {row['invalid']}"] if row["invalid"] else []
     if row["error"]:
         notes.append(f"failed: {row['error']}")
+    if row["early"]:
+        notes.append(f"{row['early']} of {row['expected']} ended early")
     if row["finished"] and not interval.n:
         notes.append(f"no {metric.name} recorded")
     if interval.n == 1:

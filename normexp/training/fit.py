@@ -14,6 +14,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
@@ -25,9 +26,8 @@ from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0
-# Parts of the Trainer that are not used: checkpoints, progress and results are our own.
+# Parts of the Trainer that are not used: progress and results are our own.
 BARE: dict[str, Any] = {
-    "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
@@ -97,7 +97,7 @@ def evaluate(module: TrainingModule, *, accelerator: str, precision: str) -> Non
     """Validates and tests a module without training; fills `module.metrics`."""
     options = placed({"accelerator": accelerator, "precision": precision})
     with quiet_lightning():
-        trainer = pl.Trainer(devices=1, logger=False, **BARE, **options)
+        trainer = pl.Trainer(devices=1, logger=False, enable_checkpointing=False, **BARE, **options)
         trainer.validate(module, verbose=False)
         trainer.test(module, verbose=False)
 
@@ -124,12 +124,15 @@ class Reason(IntEnum):
     STOP = 2
 
 
-class Checkpointer(pl.Callback):
+class Checkpointer(Checkpoint):
     """Saves a checkpoint every SECONDS_BETWEEN_SAVES, and when a stop is requested.
 
     It does not save after the last chunk of an epoch but only after the validation that follows,
     which a resumed run would otherwise skip. Nor does it save at the end of training: what comes
     after is short, and a resumed run would skip it too.
+
+    It is one of Lightning's checkpoint callbacks because these act last, after EarlyStopping
+    too, whose state it saves.
     """
 
     def __init__(self, path: Path, stop: StopRequest) -> None:

@@ -118,6 +118,25 @@ def test_what_cannot_work_is_refused_in_one_line(source: Path, line: str, messag
     assert "\n" not in str(caught.value)
 
 
+PLATEAU = "schedule=custom schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
+
+
+@pytest.mark.parametrize(
+    ("line", "differs"),
+    [
+        ("callback=early_stopping", True),
+        (PLATEAU, True),
+        ("schedule=custom schedule._target_=torch.optim.lr_scheduler.ConstantLR", False),
+        ("optim.schedule=cosine", False),
+    ],
+)
+def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them(
+    line: str, differs: bool
+):
+    each, third = (id_of(*line.split(), *more) for more in ([], ["val_every_epochs=3"]))
+    assert (each != third) == differs
+
+
 def results_in(folder: Path) -> list[Result]:
     return [read_result(file) for file in sorted(folder.glob("default/*/seed-*/result.json"))]
 
@@ -154,3 +173,11 @@ def test_callback_that_raises_fails_the_run_with_the_line(
     (result,) = results_in(tmp_path / "runs")
     assert result.error == f"KeyError: 'trees' ({MODULE}.py, line 13)"
     assert "KeyError: 'trees'" in capsys.readouterr().err
+
+
+def test_rates_that_a_scheduler_sets_do_not_depend_on_the_cells_beside(tmp_path: Path):
+    target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
+    words = ["schedule=custom", target, "schedule.max_lr=0.5", "steps=3", "stack=true", "workers=0"]
+    assert main(["-m", "lr=0.5,0.05", *QUICK, *words, f"runs_dir={tmp_path}"]) == 0
+    first, _, second, _ = results_in(tmp_path)
+    assert first.metrics["val/loss"] == second.metrics["val/loss"]  # max_lr takes the place of lr

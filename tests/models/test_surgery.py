@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from normexp.models.surgery import ChannelsLast, replace_norms
 from normexp.models.timm import build_timm_model
 from normexp.models.torchvision import adapt_channels, build_torchvision_model
 from normexp.norms.factory import NormFactory
+from normexp.norms.renorm import BatchRenorm
 from normexp.norms.site import named_sites
 
 LAYER_NORM = taking_settings(layer_norm)
@@ -166,6 +168,17 @@ def test_settings_values_and_statistics_follow_the_old_norm() -> None:
     assert surgery.dropped == [
         f"0.{s}" for s in ("running_mean", "running_var", "num_batches_tracked")
     ]
+
+
+def test_batches_of_an_earlier_training_do_not_count_for_a_ramp() -> None:
+    old = nn.BatchNorm2d(6)
+    assert old.num_batches_tracked is not None
+    old.num_batches_tracked.fill_(9)
+    network = nn.Sequential(old)
+    bounds = {"r_max": 3.0, "d_max": 5.0, "warmup": 0.1, "r_ramp_end": 0.4, "d_ramp_end": 0.3}
+    surgery = replace_norms(network, taking_settings(partial(BatchRenorm, **bounds)))
+    ((_, site),) = named_sites(network)
+    assert site.norm.num_batches_tracked == 0 and surgery.lost == []
 
 
 def test_activation_of_a_norm_is_kept() -> None:

@@ -181,7 +181,7 @@ def test_a_norm_that_leaks_is_stamped(tmp_path: Path):
         ({}, {"data": {"digest": "b7"}}, "data.digest=b7"),
         ({}, {"optim": {"momentum": 0.5}}, "optim.momentum=0.5"),
         ({}, {"norm": {"source_digest": "b7"}}, "layer source_digest=b7"),
-        ({}, {"norm": {"affine": False}}, "layer affine=False"),
+        ({}, {"norm": {"affine": False}}, "layer affine=false"),
     ],
 )
 def test_cells_that_differ_in_anything_show_it_in_titles_and_tables(

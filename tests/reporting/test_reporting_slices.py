@@ -33,6 +33,29 @@ def test_along_the_batch_size_every_norm_has_cells_of_its_own(tmp_path: Path):
     assert part.points["cell"].nunique() == 4 and not part.points["independent"].any()
 
 
+@pytest.mark.parametrize(
+    ("key", "changed", "labels"),
+    [
+        ("placement", "post", {"rms placement=pre", "rms placement=post"}),
+        ("qk_norm", True, {"rms qk_norm=false", "rms qk_norm=true"}),
+        ("residual_scale", 0.0, {"rms residual_scale=null", "rms residual_scale=0.0"}),
+    ],
+)
+def test_norms_that_differ_in_a_slot_are_named_as_it_is_typed(tmp_path: Path, key, changed, labels):
+    """The record of a cell lacks a slot that has its default."""
+    write_cell(tmp_path, "rms", {0: 0.8})
+    write_cell(tmp_path, "rms", {0: 0.9}, identity={key: changed})
+    (part,) = slices_of(tmp_path)
+    assert set(part.norms) == labels
+
+
+def test_knobs_of_numbers_are_not_named_as_flags(tmp_path: Path):
+    for groups in (1, 2):
+        write_cell(tmp_path, "group", {0: 0.8}, knobs={"num_groups": groups})
+    (part,) = slices_of(tmp_path)
+    assert set(part.norms) == {"group num_groups=1", "group num_groups=2"}
+
+
 def test_models_and_data_sets_have_slices_of_their_own(tmp_path: Path):
     for data in ("cifar10", "digits"):
         for size in (2, 128):

@@ -15,8 +15,10 @@ from synthetic_study import slices_of, write_cell, write_study
 
 from normexp.records.metrics import MetricsWriter
 from normexp.records.samples import write_samples
+from normexp.reporting.frame import read_studies
 from normexp.reporting.ratios import answer_over_data
-from normexp.reporting.slices import Slice
+from normexp.reporting.slices import Slice, build_cells
+from normexp.reporting.tables import cell_table, run_table
 from normexp.reporting.verdict import (
     DECIDED,
     Answer,
@@ -232,6 +234,21 @@ def test_runs_without_the_metric_are_named_and_not_taken_for_unfinished(tmp_path
     write_cell(tmp_path, "group", {0: 0.8, 1: 0.9}, metrics={"val/loss": 1.0})
     one = comparisons_of(tmp_path)["group"]
     assert one.kind == "no data" and "2 of 2 without test/accuracy" in one.text
+
+
+def test_runs_that_a_callback_has_ended_are_counted_in_sentences_and_tables(tmp_path: Path):
+    write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9}, norm_batch_size=2)
+    early = {"steps": 40, "stopped": "EarlyStopping: val/loss did not improve"}
+    write_cell(tmp_path, "group", {0: 0.8, 1: 0.9}, result=early)
+    one = comparisons_of(tmp_path)["group"]
+    assert "2 of 2 ended early" in one.text and one.text.count("ended early") == 1
+    records = read_studies(tmp_path, ["synthetic"])
+    cells = build_cells(records)
+    notes = cell_table(cells, records.runs, None, None).frame.set_index("norm")["note"]
+    assert notes.to_dict() == {"batch": "", "group": "2 of 2 ended early"}
+    runs = run_table(cells, records.runs).rows
+    found = {(run["norm"], run["steps"], run["stopped"]) for run in runs}
+    assert found == {("batch", None, None), ("group", 40, early["stopped"])}
 
 
 # Scope: test samples, learning rates, convergence and budget

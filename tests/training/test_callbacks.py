@@ -52,7 +52,8 @@ def test_training_that_early_stopping_ends_is_complete_and_says_why(tmp_path: Pa
     assert "val/loss" in (why_stopped(module.trainer) or "")
 
 
-def test_state_of_a_callback_is_resumed(tmp_path: Path):
+@pytest.mark.parametrize("stop_at", [5, 7])  # at the end of an epoch, and within one
+def test_state_of_a_callback_is_resumed(tmp_path: Path, stop_at: int):
     counts: list[int] = []
 
     class Watches(shipped.EarlyStopping):
@@ -67,8 +68,8 @@ def test_state_of_a_callback_is_resumed(tmp_path: Path):
         return [Watches("val/loss", patience=9, min_delta=100.0)]
 
     whole = train(build(), tmp_path / "whole.ckpt", watching())
-    resumed = stopped_and_resumed(build, 7, tmp_path / "a.ckpt", "64-true", watching)
-    assert counts == [0, 1, 0, 1]  # the second training did not begin again
+    resumed = stopped_and_resumed(build, stop_at, tmp_path / "a.ckpt", "64-true", watching)
+    assert counts == [0, 1, 0, 1]  # the second training neither began again nor missed a check
     assert_same_state(whole, resumed, 0)
 
 
