@@ -294,6 +294,7 @@ class GroupedAct(nn.Module):
         return torch.relu(out * self.weight + self.bias)
 
 
+@pytest.mark.slow
 def test_group_norm_with_an_activation_is_measured_where_it_shows_what_it_is():
     assert subject_of(GroupedAct).num_features >= 64
     names = ("mixes samples", "pools channels", "pools positions", "ignores input scale")

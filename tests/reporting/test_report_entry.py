@@ -178,6 +178,7 @@ def test_the_command_of_a_cell_is_the_typed_one_with_its_own_values(typed, title
     assert "runs_dir=/else " in repeat_command(history, Path("/else/new/cell"), [0, 1])
 
 
+@pytest.mark.slow
 def test_a_report_is_replaced_while_the_study_goes_on(tmp_path: Path, capsys):
     cell = write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=2)
     (cell / "seed-1").mkdir()

@@ -48,6 +48,7 @@ def test_loss_that_diverged_counts_until_a_draw_must_hold_another_point():
     assert expected_best(scores, -scores).tolist() == pytest.approx([math.inf, 0.7 / 3, 0.2])
 
 
+@pytest.mark.slow
 def test_band_covers_the_expected_best_of_the_distribution_that_points_come_from():
     """E[max of 3 uniform values] = 3/4; a percentile bootstrap of 20 points is a little narrow."""
     rng, hits = np.random.default_rng(0), 0

@@ -56,6 +56,7 @@ hydra:
 """
 
 
+@pytest.mark.slow
 def test_launcher_of_an_experiment_runs_its_cells_with_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -98,6 +99,7 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -208,6 +208,7 @@ def test_evaluation_asked_for_anew_is_named_and_one_that_is_gone_too(
     assert not is_passed(tmp_path, *words, "study=with")
 
 
+@pytest.mark.slow
 def test_evaluation_with_other_samples_is_another_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -230,6 +231,7 @@ def test_evaluation_with_other_samples_is_another_one(
     assert is_passed(tmp_path, *words, "precise_samples=96")
 
 
+@pytest.mark.slow
 def test_norm_that_an_evaluation_gives_nothing_is_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -242,6 +244,7 @@ def test_norm_that_an_evaluation_gives_nothing_is_passed_over(
     assert "normexp.evaluate" not in capsys.readouterr().err  # known: it mixes no samples
 
 
+@pytest.mark.slow
 def test_history_is_read_no_more_often_for_more_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -72,6 +72,7 @@ def only_run(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("broken_norm")
 def test_failed_runs_are_tried_again_up_to_the_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
