@@ -47,6 +47,7 @@ def test_a_sweep_returns_each_run_once(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_raised_after_the_other_cells(tmp_path: Path):
     with pytest.raises(UserError, match="norm_batch_size=5 does not divide"):
         run(tmp_path, "-m", "norm_batch_size=5,8")

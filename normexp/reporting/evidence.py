@@ -98,6 +98,15 @@ def optimism_words(one: Contrast) -> str:
     return f"learning rates chosen on these seeds: optimism {', '.join(found)}" if found else ""
 
 
+def rate_words(one: Contrast) -> str:
+    """`learning rate 0.1 of group, 0.05 of batch`, where the two differ."""
+    rates = [row["lr"] for row in (one.first, one.second)]
+    if rates[0] == rates[1]:
+        return ""
+    said = [f"{rate:g} {name}" for rate, name in zip(rates, one.names, strict=True)]
+    return f"learning rate {', '.join(said)}"
+
+
 def training_words(one: Contrast) -> str:
     """`train loss at 2: 0.67 (still falling), at 128: 0.05 (converged)`."""
     runs, found = one.part.runs, []

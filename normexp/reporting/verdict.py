@@ -17,6 +17,7 @@ from normexp.reporting.evidence import (
     gap_over_samples,
     lost_words,
     optimism_words,
+    rate_words,
     seed_words,
     training_words,
 )
@@ -152,6 +153,7 @@ def _claim(one: Contrast, family_size: int, everything: Sequence[Contrast]) -> C
         "diverged runs count as the worst run" if one.has_diverged else "",
         f"over test samples too {_shown(one, kind, over_samples)}" if over_samples else "",
         seed_words(one),
+        rate_words(one),
         optimism_words(one),
         training_words(one) if is_decided else "",
     ]

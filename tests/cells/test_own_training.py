@@ -53,6 +53,7 @@ def id_of(*words: str) -> str:
     return prepare_cell(*compose_cell(words)).id
 
 
+@pytest.mark.slow
 def test_schedule_and_callback_are_part_of_the_id_with_their_source(source: Path):
     early = ["callback=early_stopping"]
     lines = [

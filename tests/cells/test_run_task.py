@@ -229,6 +229,7 @@ def test_what_a_process_leaves_that_is_killed_at_its_end_is_removed_by_the_next_
     assert (cell / "seed-0/result.json").stat().st_ino == before
 
 
+@pytest.mark.slow
 def test_run_of_a_stack_that_has_its_result_keeps_it(tmp_path: Path):
     """As after a kill between the first and the last result.json of a stack."""
     specs = specs_of(tmp_path)
@@ -249,6 +250,7 @@ def test_run_of_a_stack_that_has_its_result_keeps_it(tmp_path: Path):
     assert not list_stacks(study, ids)
 
 
+@pytest.mark.slow
 def test_recorded_cell_names_the_command_that_adds_an_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -112,6 +112,7 @@ def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(
     assert "the first values of fc.weight, fc.bias" in log
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_fine_tuned_with_another_norm(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:

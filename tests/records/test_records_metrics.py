@@ -43,6 +43,7 @@ def test_header_is_written_once_by_several_writers_in_turn(path: Path):
     assert [row.step for row in read_metrics(path)] == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_history_of_a_resumed_run_is_the_undisturbed_one_byte_for_byte(tmp_path: Path):
     with MetricsWriter(tmp_path / "undisturbed.csv") as writer:
         write_steps(writer, 1, 9)

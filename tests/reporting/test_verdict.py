@@ -286,6 +286,16 @@ def test_samples_of_some_runs_alone_are_not_used(tmp_path: Path):
     assert loss_of(tmp_path).over_samples is None
 
 
+def test_rates_that_differ_are_said(tmp_path: Path):
+    accuracies = {0: 0.90, 1: 0.91, 2: 0.92}
+    write_cell(tmp_path, "batch", accuracies, lr=0.05)
+    write_cell(tmp_path, "group", accuracies, lr=0.1)
+    write_cell(tmp_path, "layer", accuracies, lr=0.05)
+    found = comparisons_of(tmp_path)
+    assert "learning rate 0.1 of group, 0.05 of batch" in found["group"].text
+    assert "learning rate" not in found["layer"].text
+
+
 def test_a_learning_rate_chosen_on_the_same_seeds_is_said_with_its_optimism(tmp_path: Path):
     rng = np.random.default_rng(0)
     for lr in (0.01, 0.03, 0.1, 0.3):

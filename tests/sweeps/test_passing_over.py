@@ -132,6 +132,7 @@ def test_edited_norm_is_trained_again_and_is_found_without_importing_it(
     assert is_passed(tmp_path, *OWN)
 
 
+@pytest.mark.slow
 def test_process_that_has_imported_a_norm_does_not_train_an_edit_of_it(
     tmp_path: Path, own_norm: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -191,6 +192,7 @@ def test_digest_of_a_folder_changes_with_a_file_in_it(tmp_path: Path):
     assert digest_of_data({"_target_": "my_data.load", "root": str(tmp_path)}) is None
 
 
+@pytest.mark.slow
 def test_evaluation_asked_for_anew_is_named_and_one_that_is_gone_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
