@@ -23,6 +23,7 @@ CHOICES = [c for c in CHOICES if c not in SEARCHES and not c.startswith("norm=")
 FILES = sorted(conf_dir().rglob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 def test_choice_composes_and_validates(choice: str):
     group, _, name = choice.partition("=")

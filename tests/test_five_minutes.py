@@ -45,6 +45,7 @@ def test_the_norm_keeps_the_contract():
     assert_contract(names["AbsNorm"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "name"),
     [
@@ -64,6 +65,7 @@ def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: 
     assert f'"{name}"'.encode() in result
 
 
+@pytest.mark.slow
 def test_own_logger_gets_the_losses_of_every_run(folder: Path):
     (command,) = commands("Your logger")
     assert main([*shlex.split(command)[3:], "replicas=2"]) == 0

@@ -83,6 +83,7 @@ def test_two_ways_to_ask_for_one_training_have_one_id(one: str, other: str):
     assert id_of_line(*one.split()) == id_of_line(*other.split())
 
 
+@pytest.mark.slow
 def test_another_placement_or_start_is_another_training():
     lines = ((), ("placement=parallel",), ("model.init=unscaled",))
     assert len({id_of_line("model=vit", *line) for line in lines}) == 3
@@ -97,6 +98,7 @@ def test_a_raised_number_changes_the_ids_of_its_choice_alone(monkeypatch: pytest
     assert id_of_words("norm=batch") != batch
 
 
+@pytest.mark.slow
 def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
     """So a new knob, or a class that moves, leaves their ids as they are."""
     own = ("custom", "text_file", "image_folder")

@@ -122,6 +122,7 @@ def test_what_cannot_work_is_refused_in_one_line(source: Path, line: str, messag
 PLATEAU = "schedule=custom schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "differs"),
     [
@@ -176,6 +177,7 @@ def test_callback_that_raises_fails_the_run_with_the_line(
     assert "KeyError: 'trees'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rates_that_a_scheduler_sets_do_not_depend_on_the_cells_beside(tmp_path: Path):
     target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
     words = ["schedule=custom", target, "schedule.max_lr=0.5", "steps=3", "stack=true", "workers=0"]

@@ -210,6 +210,7 @@ def train_one(tmp_path: Path, *words: str) -> Path:
     return cell
 
 
+@pytest.mark.slow
 def test_what_a_process_leaves_that_is_killed_at_its_end_is_removed_by_the_next_command(
     tmp_path: Path,
 ):

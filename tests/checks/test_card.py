@@ -232,6 +232,7 @@ def told(norm: Callable[..., Any], name: str) -> Any:
     return line.value if line.status == "value" else line.status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deviation", "sound", "name", "expected"),
     TOLD_BY,

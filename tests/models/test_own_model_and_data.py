@@ -58,6 +58,7 @@ CUSTOM_DATA = ["data._target_=my_data.load_stripes", "data.num_samples=64", "dat
 CUSTOM_DATA += ["data.val_fraction=0.25"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "num_parameters"),
     [

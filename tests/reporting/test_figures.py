@@ -78,6 +78,7 @@ def labels_of(panel: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["norm"]: row for row in text["data"]["values"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "outside"),
     [
@@ -120,6 +121,7 @@ def test_labels_stand_at_their_lines_and_keep_apart(tmp_path: Path):
     assert order == list(near)
 
 
+@pytest.mark.slow
 def test_the_paper_has_figures_without_titles_and_strip(figures: dict[str, Figure]):
     for figure in figures.values():
         bare = vl_convert.vegalite_to_svg(json.dumps(figure.for_paper))

@@ -195,6 +195,7 @@ def test_a_report_is_replaced_while_the_study_goes_on(tmp_path: Path, capsys):
         assert words in printed and any(words in item for item in page.texts["li"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_text_from_configs_and_errors_is_escaped_everywhere(tmp_path: Path):
     for norm in ("batch", "=cmd()"):

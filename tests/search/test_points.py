@@ -37,6 +37,7 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
     assert search.cfg.lr == 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["batch_size", "optim", "optim.momentum", "norm.num_groups"])
 def test_cell_of_a_point_is_the_cell_of_the_same_line(key: str):
     value, other = ("adamw", "sgd") if key == "optim" else ("0.5", "0.9")

@@ -186,6 +186,7 @@ def test_failure_under_fail_fast_trains_no_fresh_seeds(
     assert "fail_fast" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_at_another_point_in_the_study_of_the_report_are_told_apart(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):

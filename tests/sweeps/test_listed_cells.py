@@ -46,6 +46,7 @@ def test_listed_cells_are_multiplied_by_the_grid(recipe: list[str]):
     assert typed[3].cfg is not None and typed[3].cfg.cells is None
 
 
+@pytest.mark.slow
 def test_dry_run_shows_the_listed_cells(
     tmp_path: Path, recipe: list[str], capsys: pytest.CaptureFixture[str]
 ):

@@ -169,6 +169,7 @@ def test_module_that_takes_the_place_of_another_is_not_passed_over(
     assert not is_passed(tmp_path, *OWN)
 
 
+@pytest.mark.slow
 def test_changed_text_is_trained_again(tmp_path: Path):
     text = tmp_path / "text.txt"
     words = ["data=text_file", f"data.path={text}", "data.block_size=8", "model.depth=1"]

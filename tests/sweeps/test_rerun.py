@@ -94,6 +94,7 @@ def test_failed_runs_are_tried_again_up_to_the_limit(
     assert read_result(only_run(tmp_path)).status == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("broken_norm")
 @pytest.mark.parametrize(("fail_fast", "num_trained"), [("true", 0), ("false", 1)])
 def test_fail_fast_begins_nothing_after_a_failure(tmp_path: Path, fail_fast: str, num_trained: int):
@@ -117,6 +118,7 @@ def test_cell_that_does_not_compose_is_a_row_and_recorded_with_its_reason(
     assert asked[1].error.startswith("refused: norm=gruop: no such norm")
 
 
+@pytest.mark.slow
 def test_other_code_is_told_once_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     study = tmp_path / "runs" / "default"
     study.mkdir(parents=True)
