@@ -209,7 +209,8 @@ class TrainingModule(pl.LightningModule):
             self._record_metrics(self.evaluator.others(["val"]))
         self.validated_at = self.step
         means = {name: _mean(column) for name, column in self.metrics.items()}
-        self.log_dict(means, logger=False, batch_size=1)  # for callbacks: loggers have `recorder`
+        # For callbacks, as loggers have `recorder`; the means of all processes are equal.
+        self.log_dict(means, logger=False, batch_size=1, sync_dist=True)
         if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
             self._step_scheduler(means[self.recipe.schedule.monitor])
 
