@@ -43,21 +43,23 @@ ELEMENTS_PER_SAMPLE = 16 * 8 * 8 + 2 * 32 * 4 * 4  # values that reach the convn
 def seconds_per_step(num_steps: int, run: Callable[[], object]) -> float:
     """Wall time of an optimizer step of the training `run`, without the first quarter of the steps.
 
-    If `run` trains several times `num_steps` steps, one after another, their times are added.
+    Adds the times of several trainings of `num_steps`; optimizers are tried before: no training.
     """
-    first, ends = max(1, num_steps // 4), []
+    first = max(1, num_steps // 4)
+    ends: dict[torch.optim.Optimizer, list[float]] = {}
 
-    def on_step(*_: object) -> None:
-        if torch.cuda.is_available() and (len(ends) + 1) % num_steps in (0, first):
+    def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        own = ends.setdefault(optimizer, [])
+        if torch.cuda.is_available() and len(own) + 1 in (num_steps, first):
             torch.cuda.synchronize()
-        ends.append(time.perf_counter())
+        own.append(time.perf_counter())
 
     hook = register_optimizer_step_post_hook(on_step)
     try:
         run()
     finally:
         hook.remove()
-    per_training = np.reshape(ends, (-1, num_steps))
+    per_training = np.array([own for own in ends.values() if len(own) == num_steps])
     return float((per_training[:, -1] - per_training[:, first - 1]).sum() / (num_steps - first))
 
 

@@ -152,6 +152,7 @@ def test_optimizer_that_looks_at_other_values_trains_each_seed_by_itself(
         (run,) = tmp_path.glob("runs/default/*/seed-0")
         assert read_result(run).timing["stack_size"] == 1
         (tmp_path / "own_optimizer_of_a_test.py").write_text(source + "# edited\n")
+        del sys.modules["own_optimizer_of_a_test"]
         assert main(["--config-dir", str(folder.parent), *words]) == 0
         assert len(list(tmp_path.glob("runs/default/*/seed-0"))) == 2  # an edited one is a new cell
     finally:
