@@ -181,7 +181,7 @@ def test_a_failure_is_a_row_with_its_error_and_is_tried_again(
     (cell,) = cells(tmp_path)
     result = read_result(cell / "seed-0")
     assert result.status == "failed"
-    assert result.error == "RuntimeError: no more"
+    assert result.error == "RuntimeError: no more (own_norms_of_a_test.py, line 19)"
     assert "RuntimeError: no more" in capsys.readouterr().err
     assert "Traceback" in (cell / "stacks" / "0-1" / "run.log").read_text()
     sys.modules["own_norms_of_a_test"].Failing.calls = -100_000
