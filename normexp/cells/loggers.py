@@ -15,7 +15,7 @@ from normexp.cells.cell import Cell
 from normexp.config.place import is_under_agent
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
-from normexp.training.loggers import OwnRun, WandbRun, tensorboard
+from normexp.training.loggers import OwnRun, WandbRun, resolve_mode, tensorboard
 from normexp.training.recorder import RunSink
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,6 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
     finally:
         for run in opened:
             run.finish(failed=has_failed)
-        if opened and isinstance(opened[0], WandbRun) and opened[0].mode == "offline":
-            logger.info(
-                "W&B was offline; upload: wandb sync %s/wandb/offline-run-*", cell.study_dir
-            )
 
 
 def _wandb_run(cell: Cell, seed: int) -> WandbRun:
@@ -64,16 +60,21 @@ def _wandb_run(cell: Cell, seed: int) -> WandbRun:
 
 
 def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
-    """The Lightning loggers of a stack, which get the mean over its runs and say so."""
+    """The Lightning loggers of a stack, which get the mean over its runs; says what gets what."""
     first, last = seeds[0], seeds[-1]
     version = f"seed-{first}" if first == last else f"mean-of-seeds-{first}-to-{last}"
     params = _params(cell) | {"curves": version.replace("-", " ")}
-    opened: list[Logger] = []
-    if "tensorboard" in cell.cfg.logger:
+    chosen, opened = cell.cfg.logger, list[Logger]()
+    if "wandb" in chosen and not is_under_agent() and resolve_mode(chosen.wandb.mode) == "offline":
+        folder = cell.study_dir / "wandb"
+        logger.info("W&B is offline; upload its runs later: wandb sync %s/offline-run-*", folder)
+    if "tensorboard" in chosen:
         opened.append(tensorboard(cell.directory, version))
-    if "custom" in cell.cfg.logger and cell.cfg.logger.custom.per == "cell":
-        opened.append(build_logger(cell.cfg, _place(cell, version, cell.directory)))
-        logger.info("logger=custom gets one instance per cell: %s", params["curves"])
+    if "custom" in chosen:
+        per_cell = chosen.custom.per == "cell"
+        logger.info("logger=custom gets %s", params["curves"] if per_cell else "each run by itself")
+        if per_cell:
+            opened.append(build_logger(cell.cfg, _place(cell, version, cell.directory)))
     for one in opened:
         one.log_hyperparams(params)
     return opened

@@ -18,6 +18,7 @@ from normexp.errors import UserError
 LAYOUT = {
     "loss": ["train/loss", "val/loss", "test/loss"],
     "accuracy": ["val/accuracy", "test/accuracy"],
+    "bits per byte": ["val/bits_per_byte", "test/bits_per_byte"],
     "optimizer": ["train/lr"],
     "gradient": ["train/grad_norm"],
     "speed": ["train/samples_per_second"],
@@ -48,11 +49,10 @@ class WandbRun:
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
-        self.mode = resolve_mode(mode)
         if not id_file.is_file():
             id_file.write_text(secrets.token_hex(8))
         self.run = wandb.init(
-            mode=self.mode,  # type: ignore[arg-type]
+            mode=resolve_mode(mode),  # type: ignore[arg-type]
             dir=directory,
             tags=list(tags),
             config=dict(config),

@@ -49,6 +49,12 @@ def test_clipping_of_a_stack_is_clipping_of_each_replica():
     for replicas in (stacked, in_turn):
         replicas.eval()  # torch's batch norm cannot write its running mean under vmap
         replicas.add_gradient(whole, loss, 1.0)
+    by_hand = [
+        torch.cat([p.grad.flatten() for p in own.parameters() if p.grad is not None]).norm()
+        for own in in_turn.trees
+    ]
+    for replicas in (stacked, in_turn):
+        torch.testing.assert_close(replicas.gradient_norms(), torch.stack(by_hand))
         replicas.clip_gradients(0.5)
     for index, network in enumerate(in_turn.trees):
         for name, parameter in network.named_parameters():

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from normexp.train import main
+from normexp.training.schedule import named_schedule
 
 CSV_LOGGER = "pytorch_lightning.loggers.CSVLogger"
 WORDS = ("steps=4", "replicas=2", "batch_size=16", "workers=0", "log_every=2")
@@ -47,9 +48,13 @@ def test_a_logger_of_ones_own_gets_every_run(own_loggers: Path):
         assert [float(v) for v in losses] == [
             pytest.approx(float(row["value"])) for row in own if row["name"] == "train/loss"
         ]
-        for name in ("train/lr", "train/grad_norm", "train/samples_per_second"):
+        rates = {int(row["step"]): float(row["train/lr"]) for row in rows if row["train/lr"]}
+        factor = named_schedule("cosine", 0.1, 4).factor
+        assert factor is not None and max(rates) == 4  # a rate is of the step that was just made
+        assert rates == {step: pytest.approx(0.1 * factor(step - 1)) for step in rates}
+        for name in ("train/grad_norm", "train/samples_per_second"):
             values = [float(row[name]) for row in rows if row[name]]
-            assert values and min(values) > 0
+            assert len(values) == len(rates) and min(values) > 0
         params = yaml.safe_load((file.parent / "hparams.yaml").read_text())
         assert [params[f"{key}batch_size"] for key in ("", "micro_", "norm_")] == [16, 16, 16]
         assert params["seed"] == seed and params["study"] == "s"
@@ -58,7 +63,8 @@ def test_a_logger_of_ones_own_gets_every_run(own_loggers: Path):
 def test_what_is_no_part_of_a_repetition_is_not_in_metrics_csv(own_loggers: Path):
     (cell,) = (own_loggers / "s").glob("group-*")
     names = {row["name"] for row in rows_of(cell / "seed-0" / "metrics.csv")}
-    assert "train/loss" in names and not any("second" in name for name in names)
+    assert "train/loss" in names
+    assert not names & {"train/lr", "train/grad_norm", "train/samples_per_second"}
 
 
 def test_a_logger_per_cell_gets_the_mean_and_says_so(tmp_path: Path):
@@ -115,9 +121,12 @@ def read_offline_run(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_wandb_runs_of_one_process_stay_apart_and_know_their_study(tmp_path: Path):
+def test_wandb_runs_of_one_process_stay_apart_and_know_their_study(tmp_path: Path, capsys):
     words = ("logger=wandb", "logger.wandb.mode=offline", "tags=[baseline]", "notes=first try")
     assert train(tmp_path, *words, "study=mine", "logger.wandb.name=short") == 0
+    assert capsys.readouterr().err.count("wandb sync") == 1
+    (log,) = tmp_path.glob("mine/*/stacks/*/run.log")
+    assert log.read_text().count("wandb sync") == 1
     folders = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*"))
     texts = [read_offline_run(folder) for folder in folders]
     assert len(texts) == 2
