@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from train_cases import files
@@ -73,6 +74,21 @@ def test_own_logger_gets_the_losses_of_every_run(folder: Path):
         t for path, t in files(folder / "runs").items() if "/seed-" in path and b"val/loss" in t
     ]
     assert len([text for text in logged if b"train/loss" in text and b"train/lr" not in text]) >= 2
+
+
+@pytest.mark.slow
+def test_the_python_of_the_guide_prints_the_recorded_accuracy(folder: Path, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS["From Python"], flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    results, table = names["results"], names["table"]
+    assert [(run.config["norm"], run.seed) for run in results] == [
+        (norm, seed) for norm in ("batch", "group") for seed in range(4)
+    ]
+    assert len(table) == 8
+    printed = re.search(r"tensor\((.+?)\)", capsys.readouterr().out.splitlines()[-1])
+    assert float(printed[1]) == pytest.approx(results[0].metrics["test/accuracy"], abs=1e-4)
+    assert folder == Path.cwd()
 
 
 def test_a_yaml_gives_a_norm_its_name_and_its_line_in_the_help(folder: Path):
