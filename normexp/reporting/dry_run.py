@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -14,10 +15,10 @@ from rich.text import Text
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
 from normexp.config.titles import spoken
-from normexp.records.paths import STUDY_FILE
-from normexp.records.result import Result, values_of
+from normexp.errors import UserError
+from normexp.records.paths import STUDY_FILE, Study
+from normexp.records.result import Result, read_result, values_of
 from normexp.records.state import shared_words
-from normexp.records.timing import expected_seconds, read_timed
 from normexp.reporting.contrast import pairs_of
 from normexp.reporting.frame import StudyRecords, config_row, run_frame
 from normexp.reporting.metric import choose_metric, describe_metric
@@ -27,6 +28,13 @@ from normexp.stats import seeds_for, smallest_difference
 
 MIB = 2**20
 ALIKE = ("model", "data", "num_steps")  # trainings whose spread over seeds may be compared
+# Config keys that must agree for a recorded run to predict the time of a planned one; strictest
+# first.
+TIMED_ALIKE = (
+    ("model", "data", "norm", "batch_size", "micro_batch_size", "norm_batch_size"),
+    ("model", "data", "norm", "batch_size"),
+    ("model", "data", "batch_size"),
+)
 
 
 def print_plan(
@@ -65,6 +73,41 @@ def _expected_seconds(outcome: Outcome, read: Callable[[Path], list[Result]]) ->
         runs = [run for other in others if other != study_dir for run in read(other)]
         found = expected_seconds(outcome.record, count, runs)
     return found
+
+
+def read_timed(study_dir: Path) -> list[Result]:
+    """The runs of a study that have a timing; unreadable ones are skipped."""
+    timed = []
+    for run_dir in Study(study_dir).list_runs():
+        try:
+            result = read_result(run_dir)
+        except UserError:
+            continue
+        if result.timing.get("step_ms") and result.timing.get("stack_size"):
+            timed.append(result)
+    return timed
+
+
+def expected_seconds(
+    config: Mapping[str, Any], num_runs: int, timed: Sequence[Result]
+) -> float | None:
+    """Expected training time of some runs of a cell; None without a similar recorded run.
+
+    Median step time per replica of the most similar runs, times steps and replicas.
+
+    Args:
+        config: of the cell, as its results will record it.
+    """
+    for keys in TIMED_ALIKE:
+        step_ms = [
+            run.timing["step_ms"] / run.timing["stack_size"]
+            for run in timed
+            if all(run.config.get(key) == config.get(key) for key in keys)
+        ]
+        if step_ms:
+            steps = config["num_steps"] * num_runs
+            return statistics.median(step_ms) * steps / 1000
+    return None
 
 
 def _planned(outcome: Outcome, seconds: float | None) -> list[str]:

@@ -9,8 +9,7 @@ import pytest
 
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result, write_result
-from normexp.records.timing import expected_seconds
-from normexp.reporting.dry_run import family_size, power_words, print_plan
+from normexp.reporting.dry_run import expected_seconds, family_size, power_words, print_plan
 from normexp.stats import seeds_for, smallest_difference
 
 RECORD: dict[str, Any] = {"norm": "batch", "model": "vit", "data": "digits", "batch_size": 32}
