@@ -154,6 +154,10 @@ class NetworkBuilder:
     weights: Weights | None = None
     told: set[str] = field(default_factory=set)
 
+    @property
+    def weights_digest(self) -> str | None:
+        return None if self.weights is None else self.weights.digest
+
     def __call__(self, seed: int) -> nn.Module:
         """Raises UserError if the model's own code fails, or makes something else."""
         with torch.random.fork_rng(devices=[]):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from normexp.batching.speed import suitable_threads
 from normexp.build import (
@@ -152,12 +152,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     check_slots(cfg, norm, model=choices["model"])
     check_placement(norm, network, choice=choices["norm"])
     check_outputs(cfg, network, data)
-    start = time.perf_counter()
-    traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
-    if (seconds := time.perf_counter() - start) > LONG_PROBE:
-        logger.info("probing the network before training took %.0f s", seconds)
-    if traits.mixes_samples:
-        check_norm_batch_size(cfg, plan.sizes)
+    traits = _probe(cfg, plan, network, data)
     check_optimizer(cfg, plan, network)
     metrics = [f"val/{name}" for name in criterion_of(data).metrics]
     check_own_schedule(cfg, choices["optim"], metrics)
@@ -185,7 +180,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         plan,
         slots,
         mixes_samples=traits.mixes_samples,
-        weights_digest=build.weights.digest if build.weights else None,
+        weights_digest=build.weights_digest,
     )
     return Cell(
         cfg=asked,
@@ -193,7 +188,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         record=record_of(choices, plan, identity, cfg)
         | slots
         | {name: getattr(traits, name) for name in RECORDED_TRAITS}
-        | _chance_of(data),
+        | ({} if data.chance_accuracy is None else {"chance_accuracy": data.chance_accuracy}),
         plan=plan,
         data=data,
         files_digest=files_digest,
@@ -206,9 +201,12 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     )
 
 
-def _chance_of(data: Data) -> dict[str, float]:
-    """The test accuracy of always naming the most frequent class; only for classification."""
-    if data.task != "classification":
-        return {}
-    targets = data.test.tensors[1]
-    return {"chance_accuracy": torch.bincount(targets).max().item() / len(targets)}
+def _probe(cfg: DictConfig, plan: Plan, network: nn.Module, data: Data) -> Traits:
+    """What the network mixes and leaks. Raises UserError for what must not be trained."""
+    start = time.perf_counter()
+    traits = examine(network, data, plan.sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak)
+    if (seconds := time.perf_counter() - start) > LONG_PROBE:
+        logger.info("probing the network before training took %.0f s", seconds)
+    if traits.mixes_samples:
+        check_norm_batch_size(cfg, plan.sizes)
+    return traits

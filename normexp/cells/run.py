@@ -230,7 +230,7 @@ class Claim:
     """The cells of a task while their locks are held."""
 
     task: Sequence[TaskCell]
-    cells: Mapping[str, Cell]  # by id, with those of begun stacks
+    cells: Mapping[str, Cell]  # by id, including those of begun stacks
     on_begin: OnBegin
     on_steps: OnSteps | None
     stop: StopRequest

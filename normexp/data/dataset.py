@@ -125,6 +125,14 @@ class Data:
         if not self.digest:
             self.digest = content_digest((self.train, self.val, self.test), self.symbols)
 
+    @property
+    def chance_accuracy(self) -> float | None:
+        """Test accuracy of always naming the most frequent class; None for language models."""
+        if self.task != "classification":
+            return None
+        targets = self.test.tensors[1]
+        return torch.bincount(targets).max().item() / len(targets)
+
     @cached_property
     def _scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """Factor and summand of (x / 255 - mean) / std, float64 (C, 1, 1), on the data's device."""

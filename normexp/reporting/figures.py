@@ -247,8 +247,8 @@ def draw_statistics(part: Slice) -> Figure | None:
     chart = in_panels(panel, part).resolve_axis(x="independent")
     caption = (
         "The same trained networks evaluated with running averages, with precise statistics and "
-        "with those of the evaluation batch (batch: the size used in training). Where they differ "
-        "by more than their intervals, running averages mislead."
+        "with the statistics of the evaluation batch (batch: the size used in training). Where the "
+        "results differ by more than their intervals, running averages mislead."
     )
     title = "Evaluation statistics"
     return make_figure("evaluation_statistics", title, caption, chart, rows, part, fit="facet")

@@ -114,7 +114,7 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def _marked(self, lines: list[list[str]], mark: str) -> list[list[str]]:
-        """The texts of the rows with those in bold marked."""
+        """The rows as texts, with `mark` around what is best."""
         return [
             [
                 mark.format(text) if (row, column) in self.bold else text
