@@ -236,8 +236,9 @@ class Task:
                 self._record_failure(stack, error)
 
     def _arrange(self, begun: Sequence[Stack]) -> list[Stack]:
-        """Begun stacks with a missing run, then failed runs one by one, then the new ones."""
+        """Begun stacks with a missing run; runs that failed or train alone; all others in one."""
         stacks: list[Stack] = []
+        new: list[Run] = []
         missing = {(each.cell, seed) for each in self.cells for seed in each.missing()}
         for stack in begun:
             still_open = stack.open_runs()
@@ -246,17 +247,17 @@ class Task:
             elif missing & set(still_open):
                 stacks.append(stack)
             missing -= set(stack.runs)
-        new: list[Run] = []
         for each in self.cells:
-            records = each.records()
-            for failed in records.failed:
-                if (run := (each.cell, failed.seed)) in missing:
-                    stacks.append(new_stack([run], apart=failed.apart, attempts=failed.attempts))
-            own = [run for seed in records.new if (run := (each.cell, seed)) in missing]
-            if each.cell.alone is None:
-                new += own
-            else:
-                stacks += [new_stack([run]) for run in own]
+            failed = {run.seed: run for run in each.records().failed}
+            for seed in each.seeds:
+                if (run := (each.cell, seed)) not in missing:
+                    continue
+                if (last := failed.get(seed)) is not None:
+                    stacks.append(new_stack([run], apart=last.apart, attempts=last.attempts))
+                elif each.cell.alone is not None:
+                    stacks.append(new_stack([run]))
+                else:
+                    new.append(run)
         return [*stacks, new_stack(new)] if new else stacks
 
     def _earlier_failure(self, record: StackRecord) -> str | None:
