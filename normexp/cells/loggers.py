@@ -15,8 +15,7 @@ from normexp.cells.cell import Cell
 from normexp.config.place import is_under_agent
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
-from normexp.training.loggers import OwnRun, WandbRun, resolve_mode, tensorboard
-from normexp.training.recorder import RunSink
+from normexp.training.recorder import OwnRun, RunSink, WandbRun, resolve_mode, tensorboard
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from normexp.errors import UserError
-from normexp.training.budget import (
+from normexp.training.schedule import (
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,

@@ -6,8 +6,7 @@ import time
 
 import torch
 
-from normexp.training.chunks import ChunkLoader
-from normexp.training.recorder import LossHistory
+from normexp.training.chunks import ChunkLoader, LossHistory
 
 
 def steps_of(loader: ChunkLoader) -> list[int]:

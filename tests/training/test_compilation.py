@@ -12,7 +12,7 @@ from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.models.convnet import ConvNet
 from normexp.training import step
-from normexp.training.fit import set_matmul_precision
+from normexp.training.devices import set_matmul_precision
 
 
 def test_channels_last_changes_memory_and_no_result(tmp_path: Path):

@@ -66,7 +66,7 @@ def trained(**choices) -> TrainingModule:
         indices = torch.randint(0, len(module.batches.data.train), (8,), generator=source)
         batch = gather(module.replicas, module.batches.data, "train", indices)
         with torch.no_grad():
-            module.replicas.measure(batch, module.criterion.measure, shared=True)
+            module.replicas.measure(batch, module.criterion.each_sample, shared=True)
     return module
 
 

@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from training_cases import build_module, train
 
 from normexp.errors import UserError
-from normexp.training.fit import placed
+from normexp.training.devices import placed
 from normexp.training.stopping import StopRequest
 
 

@@ -7,8 +7,7 @@ import pytest
 from pytorch_lightning.loggers import Logger
 from training_cases import MemorySink
 
-from normexp.training.loggers import resolve_mode
-from normexp.training.recorder import Position, Recorder, finite_mean
+from normexp.training.recorder import Position, Recorder, finite_mean, resolve_mode
 
 
 class MeanLogger(Logger):

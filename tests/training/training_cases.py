@@ -24,7 +24,7 @@ from normexp.norms.factory import NormFactory
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.recipe import Recipe
+from normexp.training.optim import Recipe
 from normexp.training.recorder import Recorder
 from normexp.training.schedule import Schedule, named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
