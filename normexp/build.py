@@ -32,7 +32,7 @@ from normexp.models.surgery import replace_norms
 from normexp.models.weights import Download, Weights, open_weights
 from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
-from normexp.norms.ramps import NUM_TRAINING_STEPS
+from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
 from normexp.records.identity import place_of
 from normexp.training.callbacks import check_callback
