@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.rules import counted
-from normexp.config.spec import CellSpec, Outcome
-from normexp.config.titles import spoken
+from normexp.config.spec import CellSpec, Outcome, spoken
 from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, Study
 from normexp.records.result import Result, read_result, values_of
