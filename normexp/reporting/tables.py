@@ -10,29 +10,25 @@ from typing import Any
 
 import pandas as pd
 
-from normexp.reporting.contrast import paired_values
-from normexp.reporting.frame import Row, metric_names, plain_rows, summarize, values_of
+from normexp.reporting.frame import (
+    Row,
+    metric_names,
+    paired_values,
+    plain_rows,
+    summarize,
+    values_of,
+)
 from normexp.reporting.metric import (
     Metric,
     choose_metric,
     describe_metric,
     format_interval,
-    negated,
 )
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.verdict import Answer, Claim
-from normexp.stats import (
-    ALPHA,
-    Interval,
-    Sensitivity,
-    Threshold,
-    iqm,
-    mean,
-    median,
-    p_value,
-    paired_difference,
-    smallest_step,
-)
+from normexp.stats.family import ALPHA, p_value
+from normexp.stats.interval import Interval, iqm, mean, median, paired_difference, smallest_step
+from normexp.stats.sensitivity import Sensitivity, Threshold
 
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
@@ -347,7 +343,7 @@ def _sensitivity_row(loss: Claim, found: Sensitivity, metric: Metric) -> Row:
         "from": largest,
         "to": smallest,
         "drop": format_interval(found.drop, metric.digits),
-        "drop over test samples too": _over_samples(over and negated(over), metric),
+        "drop over test samples too": _over_samples(over and -over, metric),
         "best size": found.best_size,
         "regret at the smallest size": format_interval(found.regret, metric.digits),
         "threshold": metric.tolerance_words,
