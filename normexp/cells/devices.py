@@ -31,7 +31,7 @@ from normexp.cells.cell import prepare_cell
 from normexp.cells.naming import choices_in
 from normexp.cells.plan import num_devices_of
 from normexp.cells.stack import Stack, follow_stack, train_together
-from normexp.config.place import place_among
+from normexp.config.process import place_among
 from normexp.config.spec import CellSpec, one_line
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
 from normexp.records.logs import messages_to_stderr

@@ -26,7 +26,7 @@ from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
-from normexp.norms.none import NoNorm
+from normexp.norms.pointwise import NoNorm
 from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, without_place
 from normexp.records.identity import place_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.config.place import is_under_agent
+from normexp.config.process import is_under_agent
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from normexp.config.imports import importing_torch
+from normexp.config.process import importing_torch
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import INTERRUPTED
 from normexp.records.files import is_held
