@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from normexp.config.spec import CellSpec, Outcome
-from normexp.config.titles import title_of
+from normexp.config.spec import CellSpec, Outcome, title_of
 from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied

@@ -10,7 +10,7 @@ from functools import partial
 from multiprocessing.connection import wait
 
 from normexp.cells.recorded import passed_over
-from normexp.config.place import is_under_agent
+from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.errors import Halted, UserError

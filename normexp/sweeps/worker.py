@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from normexp.config.imports import importing_torch
+from normexp.config.process import importing_torch
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.files import is_held
 from normexp.records.paths import LOCK_FILE

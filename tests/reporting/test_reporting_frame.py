@@ -223,3 +223,13 @@ def test_two_studies_share_settings_where_only_the_study_tells_them_apart(tmp_pa
     cells = cells_of(tmp_path, "a", "b")
     assert cells["norm"].tolist() == ["batch · a", "batch · b"]
     assert cells["base"].tolist() == ["batch", "batch"] and cells["settings"].nunique() == 1
+
+
+def test_a_run_that_a_callback_has_ended_is_named_in_the_tables(tmp_path: Path):
+    early = {"steps": 40, "stopped": "EarlyStopping: val/loss did not improve"}
+    write_cell(tmp_path, "group", {0: 0.8, 1: 0.9}, result=early)
+    records = read_studies(tmp_path, ["synthetic"])
+    cells = build_cells(records)
+    assert cell_table(cells, records.runs, None, None).rows[0]["note"] == "2 of 2 ended early"
+    runs = run_table(cells, records.runs).rows
+    assert {(run["steps"], run["stopped"]) for run in runs} == {(40, early["stopped"])}
