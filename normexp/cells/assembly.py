@@ -19,20 +19,25 @@ from normexp.build import build_callbacks as build_own_callbacks
 from normexp.build import build_logger, build_optimizer, build_schedule, synchronized
 from normexp.cells.cell import Cell
 from normexp.cells.plan import num_devices_of
-from normexp.config.place import is_under_agent
+from normexp.config.process import is_under_agent
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
-from normexp.training.callbacks import act_on_batches
+from normexp.training.callbacks import StepReports, TrainingProgress, act_on_batches
+from normexp.training.devices import device_type, set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
 from normexp.training.evaluation import criterion_of
-from normexp.training.fit import device_type, set_matmul_precision
-from normexp.training.loggers import OwnRun, WandbRun, resolve_mode, tensorboard
 from normexp.training.module import TrainingModule
-from normexp.training.progress import StepReports, TrainingProgress
-from normexp.training.recipe import Recipe
-from normexp.training.recorder import Recorder, RunSink
+from normexp.training.optim import Recipe
+from normexp.training.recorder import (
+    OwnRun,
+    Recorder,
+    RunSink,
+    WandbRun,
+    resolve_mode,
+    tensorboard,
+)
 
 logger = logging.getLogger(__name__)
 

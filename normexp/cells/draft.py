@@ -36,13 +36,13 @@ from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
-from normexp.norms.none import NoNorm
+from normexp.norms.pointwise import NoNorm
 from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, without_place
 from normexp.records.identity import digest_of_data, place_of, with_weights
 from normexp.training.callbacks import monitored
 from normexp.training.evaluation import criterion_of
-from normexp.training.fit import device_type
+from normexp.training.devices import device_type
 from normexp.training.optim import parameter_groups, stacking_obstacle_of
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,14 @@ from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
-from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
-from normexp.records.history import KeyEntry, append_attempt, read_history
+from normexp.records.files import (
+    ensure_writable,
+    file_lock,
+    full_disk,
+    holder_of,
+    remove_leftovers,
+)
+from normexp.records.history import AttemptEntry, KeyEntry, append_entries, read_history
 from normexp.records.identity import place_of
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
 from normexp.records.result import CellRecords, Result, read_records, write_result
@@ -291,7 +297,8 @@ class Task:
             with open(record.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
             reason, at = one_line(error) + place_of(error), record.checkpointed_at
-            append_attempt(self.study_dir, record.id, reason, died=False, checkpointed_at=at)
+            attempt = AttemptEntry(record.id, reason, died=False, checkpointed_at=at)
+            append_entries(self.study_dir, [attempt])
             return reason
         return None
 
@@ -319,9 +326,9 @@ def _claimed(cells: Iterable[Cell]) -> Iterator[Outcome | None]:
     with ExitStack() as held:
         for _, cell in sorted(by_id.items()):  # one order for all processes
             cell.directory.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(cell.directory / LOCK_FILE)
-            if not held.enter_context(lock):
+            lock = cell.directory / LOCK_FILE
+            if not held.enter_context(file_lock(lock)):
                 held.close()
-                yield Outcome("busy", cell.title, cell.id, cell.directory, holder=lock.holder())
+                yield Outcome("busy", cell.title, cell.id, cell.directory, holder=holder_of(lock))
                 return
         yield None
