@@ -26,7 +26,7 @@ from normexp.checks.subject import (
     smallest,
 )
 from normexp.errors import UserError
-from normexp.norms.layout import PROBED_DIMS
+from normexp.norms.adapt import PROBED_DIMS
 
 BUILT = "can be built"
 

@@ -32,7 +32,7 @@ from normexp.reporting.frame import Row, interval_row, plain_rows
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED
-from normexp.stats import mean
+from normexp.stats.interval import mean
 
 WILD = 1.5  # times the highest first loss; a diverging norm leaves the scale there
 MOST_POINTS = 60  # of one curve; more cannot be told apart at the width of a figure

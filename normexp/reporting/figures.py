@@ -32,13 +32,19 @@ from normexp.reporting.charts import (
     tooltip,
     visible,
 )
-from normexp.reporting.contrast import paired_values
 from normexp.reporting.curves import draw_history
-from normexp.reporting.frame import Row, metric_names, plain_rows, summarize, values_of
+from normexp.reporting.frame import (
+    Row,
+    metric_names,
+    paired_values,
+    plain_rows,
+    summarize,
+    values_of,
+)
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES
-from normexp.stats import paired_improvement
+from normexp.stats.interval import paired_improvement
 
 SUMMARY = [
     *("norm", "model", "data", "mean", "low", "high", "n", "text", "expected", "diverged"),

@@ -14,6 +14,7 @@ from normexp.reporting.figures import draw_figures
 from normexp.reporting.frame import StudyRecords, metric_names, read_studies
 from normexp.reporting.metric import require_metric
 from normexp.reporting.ratios import answer_over_data
+from normexp.reporting.sentences import Answer, answer_slices
 from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.style import assign_styles
 from normexp.reporting.tables import (
@@ -25,7 +26,6 @@ from normexp.reporting.tables import (
     size_table,
 )
 from normexp.reporting.tuning import draw_tuning
-from normexp.reporting.verdict import Answer, answer_slices
 
 
 @dataclass(frozen=True)

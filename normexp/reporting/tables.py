@@ -10,29 +10,25 @@ from typing import Any
 
 import pandas as pd
 
-from normexp.reporting.contrast import paired_values
-from normexp.reporting.frame import Row, metric_names, plain_rows, summarize, values_of
+from normexp.reporting.frame import (
+    Row,
+    metric_names,
+    paired_values,
+    plain_rows,
+    summarize,
+    values_of,
+)
 from normexp.reporting.metric import (
     Metric,
     choose_metric,
     describe_metric,
     format_interval,
-    negated,
 )
+from normexp.reporting.sentences import Answer, Claim
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.reporting.verdict import Answer, Claim
-from normexp.stats import (
-    ALPHA,
-    Interval,
-    Sensitivity,
-    Threshold,
-    iqm,
-    mean,
-    median,
-    p_value,
-    paired_difference,
-    smallest_step,
-)
+from normexp.stats.family import ALPHA, p_value
+from normexp.stats.interval import Interval, iqm, mean, median, paired_difference, smallest_step
+from normexp.stats.sensitivity import Sensitivity, Threshold
 
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
@@ -225,8 +221,8 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
         for loss in answer.losses:
             setting = [loss.norm, part.heading, AXIS_WORDS[part.axis], part.metric.label, loss.kind]
             row = dict(zip(columns, setting, strict=False))
-            if loss.sensitivity is not None:
-                row |= _sensitivity_row(loss, loss.sensitivity, part.metric)
+            if loss.contrast is not None:
+                row |= _sensitivity_row(loss, part.sensitivity(loss.norm), part.metric)
             rows.append(row)
     frame = pd.DataFrame(rows, columns=columns, dtype=object)
     return Table("sensitivity", "Batch-size sensitivity", columns, frame)
@@ -240,18 +236,18 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
             "reference": one.reference,
             "setting": answer.heading,
             "at": f"{AXIS_WORDS[part.axis]} {part.sizes[0]}",
-            "difference (positive: better)": format_interval(one.gap, part.metric.digits),
+            "difference (positive: better)": format_interval(one.contrast.gap, part.metric.digits),
             "over test samples too": _over_samples(one.over_samples, part.metric),
             "unit": part.metric.unit,
-            "probability of improvement": format_interval(one.improvement, 2),
+            "probability of improvement": format_interval(one.contrast.improvement, 2),
             "p in the family": one.p,
-            "n": one.gap.n,
+            "n": one.contrast.gap.n,
             "verdict": one.kind,
         }
         for answer in answers
         for part in answer.parts
         for one in answer.comparisons
-        if one.gap is not None and one.improvement is not None
+        if one.contrast is not None
     ]
     columns = [
         *("norm", "reference", "setting", "at", "difference (positive: better)"),
@@ -347,7 +343,7 @@ def _sensitivity_row(loss: Claim, found: Sensitivity, metric: Metric) -> Row:
         "from": largest,
         "to": smallest,
         "drop": format_interval(found.drop, metric.digits),
-        "drop over test samples too": _over_samples(over and negated(over), metric),
+        "drop over test samples too": _over_samples(over and -over, metric),
         "best size": found.best_size,
         "regret at the smallest size": format_interval(found.regret, metric.digits),
         "threshold": metric.tolerance_words,

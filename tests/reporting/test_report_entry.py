@@ -23,7 +23,7 @@ from normexp.reporting import publish
 from normexp.reporting.detail import repeat_command
 from normexp.reporting.export import find_project
 from normexp.reporting.report import build_report
-from normexp.reporting.verdict import answer_slices
+from normexp.reporting.sentences import answer_slices
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
