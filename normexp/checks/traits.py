@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,7 +154,7 @@ def _tells_apart(
     inputs: list[Tensor], subject: Subject, shape: Shape, training: bool
 ) -> str | None:
     """Uses a tiny eps, because a larger eps slightly breaks invariance to scale."""
-    knobs = {} if subject.eps_name is None else {subject.eps_name: TINY_EPS}
+    knobs: dict[str, Any] = {subject.eps_name: TINY_EPS} if subject.eps_name else {}
     norm = subject.trained(shape, **knobs).train(training)
     for module in norm.modules():  # also of norms whose signature has no eps
         for name in EPS_NAMES:
