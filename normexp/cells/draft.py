@@ -41,8 +41,8 @@ from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, without_place
 from normexp.records.identity import digest_of_data, place_of, with_weights
 from normexp.training.callbacks import monitored
-from normexp.training.evaluation import criterion_of
 from normexp.training.devices import device_type
+from normexp.training.evaluation import criterion_of
 from normexp.training.optim import parameter_groups, stacking_obstacle_of
 
 logger = logging.getLogger(__name__)
