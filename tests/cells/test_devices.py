@@ -47,6 +47,8 @@ def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_t
         check_norm_batch_size(cfg, sizes_of(cfg))
     assert sizes_of(compose_config([*DDP, "norm=batch"])).norm == 16
     assert sizes_of(compose_config([*DDP, "norm=sync"])).norm == 32
+    place_on_one_device(cfg := compose_config([*DDP, "norm=batch"]))  # to evaluate it
+    assert (cfg.norm_batch_size, cfg.trainer.devices, cfg.trainer.strategy) == (16, 1, "auto")
     with pytest.raises(UserError, match="over all 2 devices; try norm_batch_size=null"):
         sizes_of(compose_config([*DDP, "norm=sync", "norm_batch_size=8"]))
 
@@ -57,12 +59,6 @@ def test_last_batch_that_leaves_a_device_idle_is_refused_where_its_peers_would_w
         plan_training(compose_config(words), 72)
     assert plan_training(compose_config(words), 96).steps_per_epoch == 3
     assert plan_training(compose_config([*words, "norm=batch"]), 72).steps_per_epoch == 3
-
-
-def test_cell_of_two_devices_is_evaluated_on_one_as_what_it_is():
-    cfg = compose_config([*DDP, "norm=batch"])
-    place_on_one_device(cfg)
-    assert (cfg.norm_batch_size, cfg.trainer.devices, cfg.trainer.strategy) == (16, 1, "auto")
 
 
 def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
@@ -78,10 +74,7 @@ def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     assert place_among(4) == 3
-
-
-def test_devices_that_are_no_number_are_no_place_and_left_to_be_refused():
-    config = compose_config(["trainer.num_nodes=null"])
+    config = compose_config(["trainer.num_nodes=null"])  # which is refused later
     assert place_of_command([CellSpec(config, {}, "")]) is None
 
 
