@@ -15,7 +15,6 @@ import pytest
 from normexp.cells.plan import check_norm_batch_size, place_on_one_device, plan_training, sizes_of
 from normexp.config.compose import compose_config
 from normexp.config.process import place_among
-from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, place_of_command
 from normexp.errors import UserError
 from normexp.records.result import Result, read_result
@@ -23,22 +22,6 @@ from normexp.records.samples import read_samples
 from normexp.train import main
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["trainer.devices=2"], "trainer=ddp"),
-        ([*DDP, "trainer.devices=3"], "batch_size=32 cannot be shared evenly by 3 devices; try 2"),
-        ([*DDP, "trainer.num_nodes=2"], "as 4"),
-        ([*DDP, "trainer.strategy=fsdp"], "trainer.strategy=fsdp: must be one of auto, ddp"),
-        ([*DDP, "trainer.devices=0"], "trainer.devices=0: must be a whole number above 0"),
-    ],
-)
-def test_devices_that_do_not_fit_are_refused_before_any_work(words: list[str], message: str):
-    with pytest.raises(UserError) as error:
-        validate(compose_config(words))
-    assert message in str(error.value)
 
 
 def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_them():

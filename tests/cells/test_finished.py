@@ -236,24 +236,6 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line_and_changes_nothing(
     assert evaluation(copy) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["data=manual", "norm=batch", "model.depth=1"], "try evaluate_with=[running,precise]"),
-        (
-            ["data=langid", "norm=batch_per_position", "evaluate_batch_sizes=[1]"],
-            "evaluate_batch_sizes=1 leaves one value per statistic at blocks.0.attn_norm",
-        ),
-    ],
-)
-def test_statistics_that_mean_nothing_are_refused_before_training(
-    tmp_path: Path, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
-):
-    assert train([*words, ALL, "model.width=16", "epochs=1", f"runs_dir={tmp_path}"]) == 2
-    assert part in capsys.readouterr().err.splitlines()[-1]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_finished_runs_are_evaluated_with_the_defaults_of_newer_keys(cell_dir: Path, copy: Path):
     lines = (copy / "config.yaml").read_text().splitlines()
     newer = ("  affine:", "  nesterov:", "max_grad_norm:", "residual_scale:")
