@@ -211,6 +211,7 @@ class Task:
     # --- Training: begun stacks as they were, then the other runs
 
     def _train_claimed(self, begun: Sequence[Stack]) -> list[Outcome]:
+        """Trains what is still missing, now that no other process does."""
         missing = [each for each in self.cells if each.missing()]
         try:
             with self.stop.listening():
@@ -306,7 +307,7 @@ class Task:
 
 @contextmanager
 def _claimed(cells: Iterable[Cell]) -> Iterator[Outcome | None]:
-    """Yields None holding the locks of all cells, or a `busy` outcome holding none of them."""
+    """Yields None with the locks of all cells, or a `busy` outcome if one of them is taken."""
     by_id = {cell.id: cell for cell in cells}
     ensure_writable(next(iter(by_id.values())).study_dir)
     with ExitStack() as held:
@@ -314,7 +315,6 @@ def _claimed(cells: Iterable[Cell]) -> Iterator[Outcome | None]:
             cell.directory.mkdir(parents=True, exist_ok=True)
             lock = cell.directory / LOCK_FILE
             if not held.enter_context(file_lock(lock)):
-                held.close()
                 yield Outcome("busy", cell.title, cell.id, cell.directory, holder=holder_of(lock))
                 return
         yield None
