@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ WIDTH, HEIGHT = 560, 320
 SQUARE = (74, 40)  # pixels; wide enough for `0.88` over `[0.47, 1.00]`
 LINE, LABEL = 14, 150  # pixels: height of a label at the end of a line, and its greatest width
 DARK, LIGHT = "#111111", "#ffffff"  # text on a coloured square
+ROWS = alt.NamedData("rows")
 VISIBLE = "indexof(hidden_norms, datum.norm) < 0 && indexof(hidden_sizes, '' + datum.size) < 0"
 TIP_TITLES = {
     "text": "mean [95 % interval]",
@@ -83,8 +84,7 @@ class Figure:
     @property
     def spec(self) -> dict[str, Any]:
         """Vega-Lite as JSON; the page replaces the values of its two parameters."""
-        return self.chart.to_dict(validate=False) | {
-            "data": {"name": "rows"},
+        return self.chart.properties(data=ROWS).to_dict(validate=False) | {
             "datasets": {"rows": plain_rows(self.table)},
             "transform": [{"filter": VISIBLE}],
             "title": {"text": self.title, "subtitle": self.subtitle},
@@ -189,7 +189,7 @@ def encode_style(
         for channel, values in ranges.items()
     )
     if legend:
-        return colour, shape, dash
+        return colour.legend(symbolStrokeWidth=0), shape, dash
     return colour.legend(None), shape.legend(None), dash.legend(None)
 
 
@@ -265,7 +265,9 @@ def label_ends(
     pixel = (high - low) / height
     wanted = np.clip((high - last["mean"].to_numpy(float)) / pixel, 0, height)
     beyond = {
-        norm: f"{norm} ↓ {means.max():.3g}" if means.iloc[0] < low else f"{norm} ↑ {means.min():.3g}"
+        norm: f"{norm} ↓ {means.max():.3g}"
+        if means.iloc[0] < low
+        else f"{norm} ↑ {means.min():.3g}"
         for norm, means in known.groupby("norm")["mean"]
         if norm in outside
     }
@@ -330,5 +332,5 @@ def draw_squares(
 def in_panels(panel: Any, part: Slice, **independent: str) -> Any:
     """A panel per norm, each with its own x-axis, else the last row has axes without a panel."""
     facet = alt.Facet("norm:N", title=None, sort=part.norms)
-    panels = panel.facet(facet, columns=3, data=alt.NamedData("rows"))
+    panels = panel.facet(facet, columns=3, data=ROWS)
     return panels.resolve_axis(x="independent", **independent)

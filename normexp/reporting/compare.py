@@ -11,11 +11,16 @@ from typing import Any
 
 import pandas as pd
 
-from normexp.reporting.contrast import paired_values
-from normexp.reporting.frame import config_columns, metric_names, values_of, varying_columns
+from normexp.reporting.frame import (
+    config_columns,
+    metric_names,
+    paired_values,
+    values_of,
+    varying_columns,
+)
 from normexp.reporting.metric import choose_metric, describe_metric, format_interval
 from normexp.reporting.tables import Table, show
-from normexp.stats import paired_difference
+from normexp.stats.interval import paired_difference
 
 COLUMNS = [
     "before",

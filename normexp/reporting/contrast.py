@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
-from normexp.reporting.frame import Row
-from normexp.reporting.metric import Metric, negated
+from normexp.reporting.frame import Row, paired_values
 from normexp.reporting.slices import Slice
 from normexp.reporting.style import base_of
-from normexp.stats import Interval, Verdict, decide, paired_difference, paired_improvement
+from normexp.stats.family import Verdict, decide
+from normexp.stats.interval import Interval, paired_difference, paired_improvement
 
 REFERENCE = "batch"  # the reference norm; a slice without it takes its first norm
 # Kinds of a contrast by verdict: of a norm along the sizes, and of a norm with the reference.
@@ -108,7 +107,9 @@ def contrasts_of(part: Slice) -> Iterator[Contrast]:
     for first, second, is_primary in pairs_of(part):
         a, b = paired_values(first["cell"], second["cell"], part.outcomes)
         gap = paired_difference(a, b, step=part.step, limit=part.metric.limit)
-        yield Contrast(part, first, second, oriented(gap, part.metric), is_primary)
+        yield Contrast(
+            part, first, second, gap if part.metric.higher_is_better else -gap, is_primary
+        )
 
 
 def pairs_of(part: Slice) -> Iterator[tuple[Row, Row, bool]]:
@@ -130,15 +131,3 @@ def pairs_of(part: Slice) -> Iterator[tuple[Row, Row, bool]]:
 def reference_of(norms: Sequence[str]) -> str:
     """The norm that the others are compared with."""
     return next((norm for norm in norms if base_of(norm) == REFERENCE), norms[0])
-
-
-def paired_values(a: str, b: str, values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Values of two cells at the seeds that have both, in order of seed."""
-    first, second = values[a].to_numpy(), values[b].to_numpy()
-    is_both = np.isfinite(first) & np.isfinite(second)
-    return first[is_both], second[is_both]
-
-
-def oriented(interval: Interval, metric: Metric) -> Interval:
-    """A difference turned so that positive means better."""
-    return interval if metric.higher_is_better else negated(interval)

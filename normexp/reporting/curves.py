@@ -30,7 +30,7 @@ from normexp.reporting.frame import Row, interval_row, plain_rows
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED
-from normexp.stats import mean
+from normexp.stats.interval import mean
 
 WILD = 1.5  # times the highest first loss; a diverging norm leaves the scale there
 MOST_POINTS = 60  # of one curve; more cannot be told apart at the width of a figure
@@ -62,7 +62,7 @@ def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["cell", "seed", "name", "samples", "value"])
 
 
-def _thinned(curve: Sequence[Any], most: int) -> Any:
+def _thinned(curve: Any, most: int) -> Any:
     """At most so many points in equal steps, the last always among them."""
     every = math.ceil(len(curve) / most)
     return curve[(len(curve) - 1) % every :: every]
@@ -85,7 +85,9 @@ def _draw_curves(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[
     leaking = part.points["norm"][part.points["leaks_in_training"]].unique()
     for name in dict.fromkeys(["train/loss", part.metric.selection_name]):
         metric, own = describe_metric(name), values[values["name"] == name]
-        curves = [_mean_curve(curve, metric) for _, curve in own.groupby(["norm", "size"], sort=False)]
+        curves = [
+            _mean_curve(curve, metric) for _, curve in own.groupby(["norm", "size"], sort=False)
+        ]
         if max(map(len, curves), default=0) < 2:  # a single validation is a point, not a curve
             continue
         table = pd.DataFrame(sum(curves, []))
@@ -102,7 +104,9 @@ def _draw_curves(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[
                 "earlier outputs of these norms, so this loss is meaningless."
             )
         title = f"{metric.label} during training"
-        yield Figure(f"curves_{name.replace('/', '_')}", title, caption, alt.vconcat(*panels), table)
+        yield Figure(
+            f"curves_{name.replace('/', '_')}", title, caption, alt.vconcat(*panels), table
+        )
 
 
 def _mean_curve(curve: pd.DataFrame, metric: Metric) -> list[Row]:

@@ -24,7 +24,7 @@ from normexp.reporting.frame import StudyRecords, config_row, run_frame
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.summary import by_cell, wide_console
-from normexp.stats import seeds_for, smallest_difference
+from normexp.stats.family import seeds_for, smallest_difference
 
 MIB = 2**20
 ALIKE = ("model", "data", "num_steps")  # trainings whose spread over seeds may be compared

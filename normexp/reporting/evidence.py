@@ -14,10 +14,10 @@ from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE, seed_dir
 from normexp.records.samples import read_samples
-from normexp.reporting.contrast import Contrast, oriented
+from normexp.reporting.contrast import Contrast
 from normexp.reporting.frame import Row
 from normexp.reporting.metric import Metric, format_signed
-from normexp.stats import Interval, crossed_mean
+from normexp.stats.interval import Interval, crossed_mean
 
 ROUNDED = 1e-4  # a mean over float32 samples may differ from the metric by this share
 STILL_FALLING = 0.01  # share of the first training loss, from one fifth of the steps to the next
@@ -69,7 +69,8 @@ def gap_over_samples(one: Contrast) -> Interval | None:
     if len(paired) < 2 or len(sizes) > 1 or 0 in sizes:
         return None
     gaps = np.array(found[0]) - np.array(found[1])
-    return oriented(crossed_mean(gaps, limit=metric.limit), metric)
+    gap = crossed_mean(gaps, limit=metric.limit)
+    return gap if metric.higher_is_better else -gap
 
 
 def _samples_of(cell: str, seed: object, value: float, metric: Metric) -> np.ndarray:

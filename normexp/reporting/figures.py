@@ -30,13 +30,12 @@ from normexp.reporting.charts import (
     size_axis,
     tooltip,
 )
-from normexp.reporting.contrast import paired_values
 from normexp.reporting.curves import draw_history
-from normexp.reporting.frame import metric_names, summarize, values_of
+from normexp.reporting.frame import metric_names, paired_values, summarize, values_of
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, order_norms
-from normexp.stats import paired_improvement
+from normexp.stats.interval import paired_improvement
 
 GREY = "#808080"  # readable on light and dark
 SUMMARY = [
@@ -169,8 +168,10 @@ def _gradient(colour: alt.Color) -> alt.Color:
 
 def _with_square_text(table: pd.DataFrame, metric: Metric) -> pd.DataFrame:
     """With `value`, and `under`: the interval, or the counts where runs are lost."""
-    lost = table["diverged"].map("×{}".format).where(
-        table["diverged"] > 0, table["failed"].map("{} failed".format)
+    lost = (
+        table["diverged"]
+        .map("×{}".format)
+        .where(table["diverged"] > 0, table["failed"].map("{} failed".format))
     )
     is_whole = table["n"] == table["expected"]
     value = table["mean"].map(f"{{:.{metric.digits}f}}".format, na_action="ignore").fillna(lost)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from normexp.errors import UserError
@@ -16,7 +17,7 @@ from normexp.records.files import read_json
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, find_study, seed_of
 from normexp.records.result import read_run
 from normexp.reporting.metric import Metric, format_interval
-from normexp.stats import Interval, mean, smallest_step
+from normexp.stats.interval import Interval, mean, smallest_step
 
 Row = dict[Any, Any]  # column to plain value
 PARTS = ("norm", "model", "data", "optim")
@@ -125,6 +126,13 @@ def values_of(runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
     shown = metric.scale * found.where(runs["status"] == "finished")
     table = runs[["seed", "cell"]].assign(value=shown)
     return table.pivot(index="seed", columns="cell", values="value")
+
+
+def paired_values(a: str, b: str, values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Values of two cells at the seeds that have both, in order of seed."""
+    first, second = values[a].to_numpy(), values[b].to_numpy()
+    is_both = np.isfinite(first) & np.isfinite(second)
+    return first[is_both], second[is_both]
 
 
 def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.DataFrame:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from normexp.errors import UserError
 
 if TYPE_CHECKING:
-    from normexp.stats import Interval
+    from normexp.stats.interval import Interval
 
 # The main metric is the first of these that was recorded.
 PREFERRED = (
@@ -128,15 +128,6 @@ def format_interval(interval: Interval, digits: int) -> str:
 def format_signed(value: float, digits: int) -> str:
     """`+1.2`; `+0.0` also for a negative value that rounds to 0."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"
-
-
-def negated(interval: Interval) -> Interval:
-    """The interval of the opposite sign."""
-    if interval.estimate is None:
-        return interval
-    low = None if interval.high is None else -interval.high
-    high = None if interval.low is None else -interval.low
-    return replace(interval, estimate=-interval.estimate, low=low, high=high)
 
 
 def _digits_of(low: float, high: float, digits: int) -> int:

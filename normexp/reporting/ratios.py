@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from normexp.reporting.contrast import paired_values, reference_of
+from normexp.reporting.contrast import reference_of
 from normexp.reporting.evidence import lost_words
-from normexp.reporting.frame import Row
+from normexp.reporting.frame import Row, paired_values
 from normexp.reporting.metric import format_interval
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.verdict import Answer, Claim
-from normexp.stats import Interval, log_ratio, stratified_mean
+from normexp.stats.interval import Interval, log_ratio, stratified_mean
 
 
 def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:

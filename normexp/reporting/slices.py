@@ -24,7 +24,8 @@ from normexp.reporting.frame import (
 )
 from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
 from normexp.reporting.style import order_norms
-from normexp.stats import selection_optimism, smallest_step
+from normexp.stats.interval import smallest_step
+from normexp.stats.sensitivity import selection_optimism
 
 AXIS_TITLES = {
     "norm_batch_size": "norm batch size (samples that share statistics)",

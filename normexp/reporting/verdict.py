@@ -22,9 +22,10 @@ from normexp.reporting.evidence import (
     training_words,
 )
 from normexp.reporting.frame import measured_on
-from normexp.reporting.metric import negated
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.stats import Interval, Sensitivity, batch_size_sensitivity, p_value
+from normexp.stats.family import p_value
+from normexp.stats.interval import Interval
+from normexp.stats.sensitivity import Sensitivity, batch_size_sensitivity
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _words(one: Contrast, kind: str) -> str:
 def _shown(one: Contrast, kind: str, gap: Interval) -> str:
     """The gap as its sentence shows it: losses and `worse by` are positive."""
     is_turned = kind == "worse" or (one.is_along_sizes and kind != "gains")
-    return one.part.metric.format(negated(gap) if is_turned else gap)
+    return one.part.metric.format(-gap if is_turned else gap)
 
 
 def _budget_words(

@@ -22,7 +22,7 @@ from normexp.errors import UserError
 from normexp.records.history import SearchEntry, append_cells, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
 from normexp.search.points import VALIDATION, Point, Search, words_of
-from normexp.stats import mean
+from normexp.stats.interval import mean
 from normexp.sweeps.sweep import check_ended, run_cells
 
 WIDTH = 200  # columns of a log file

@@ -61,6 +61,12 @@ class Interval:
         if (self.low is None) != (self.high is None):
             raise ValueError("an interval has both bounds or neither")
 
+    def __neg__(self) -> Interval:
+        if self.estimate is None:
+            return self
+        low, high = (None if x is None else -x for x in (self.high, self.low))
+        return replace(self, estimate=-self.estimate, low=low, high=high)
+
 
 def smallest_step(values: ArrayLike) -> float:
     """Smallest positive gap between any two of the finite values if some are equal; otherwise 0.

@@ -10,7 +10,7 @@ import pytest
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.result import Result, write_result
 from normexp.reporting.dry_run import expected_seconds, family_size, power_words, print_plan
-from normexp.stats import seeds_for, smallest_difference
+from normexp.stats.family import seeds_for, smallest_difference
 
 RECORD: dict[str, Any] = {"norm": "batch", "model": "vit", "data": "digits", "batch_size": 32}
 RECORD |= {"num_steps": 1000, "micro_batch_size": None, "norm_batch_size": None}

@@ -20,10 +20,9 @@ from synthetic_study import slices_of, write_cell, write_study
 from normexp.records.history import CellHistory, CommandEntry, History
 from normexp.report import main
 from normexp.reporting import publish
-from normexp.reporting.detail import repeat_command
-from normexp.reporting.export import find_project
-from normexp.reporting.report import build_report
+from normexp.reporting.report import build_report, repeat_command
 from normexp.reporting.verdict import answer_slices
+from normexp.reporting.wandb_runs import find_project
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

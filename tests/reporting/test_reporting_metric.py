@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from normexp.reporting.metric import describe_metric, format_interval, format_signed, negated
-from normexp.stats import Interval
+from normexp.reporting.metric import describe_metric, format_interval, format_signed
+from normexp.stats.interval import Interval
 
 
 def interval(estimate: float, low: float, high: float) -> Interval:
@@ -37,7 +37,7 @@ def test_no_bounds_are_made_up():
 
 def test_signs():
     assert [format_signed(x, 1) for x in (1.0, -0.04, -1.0)] == ["+1.0", "+0.0", "-1.0"]
-    assert negated(interval(1.0, 0.5, 2.0)) == interval(-1.0, -2.0, -0.5)
+    assert -interval(1.0, 0.5, 2.0) == interval(-1.0, -2.0, -0.5)
 
 
 @pytest.mark.parametrize(

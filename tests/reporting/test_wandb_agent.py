@@ -19,7 +19,7 @@ from normexp.config.spec import CellSpec, CellStatus, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
-from normexp.reporting.agent import (
+from normexp.reporting.wandb_runs import (
     log_to_agent,
     mean_metrics,
     mean_rows,

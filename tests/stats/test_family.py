@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats import (
-    Interval,
-    decide,
-    equivalence_p,
-    mean,
-    p_value,
-    seeds_for,
-    smallest_difference,
-)
-from normexp.stats.interval import t_interval
+from normexp.stats.family import decide, equivalence_p, p_value, seeds_for, smallest_difference
+from normexp.stats.interval import Interval, mean, t_interval
 
 
 def member(estimate: float, error: float = 0.1, n: int = 8) -> Interval:

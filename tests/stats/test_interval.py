@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats import (
+from normexp.stats.family import p_value
+from normexp.stats.interval import (
     Interval,
+    as_sample,
     crossed_mean,
     iqm,
     log_ratio,
     mean,
     median,
-    p_value,
     paired_difference,
     paired_improvement,
     smallest_step,
     stratified_mean,
 )
-from normexp.stats.interval import as_sample
 
 # rliable 1.2.0: metrics.aggregate_iqm and aggregate_mean of SCORES[:, None].
 SCORES = np.array([71.2, 70.4, 72.9, 69.8, 73.5, 70.4, 74.1, 72.0])

@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats import (
-    Interval,
-    batch_size_sensitivity,
-    mean,
-    selection_optimism,
-    size_threshold,
-)
+from normexp.stats.interval import Interval, mean
+from normexp.stats.sensitivity import batch_size_sensitivity, selection_optimism, size_threshold
 
 SIZES = [2, 8, 32, 128]
 NAN = float("nan")

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats import (
-    batch_size_sensitivity,
+from normexp.stats.interval import (
     crossed_mean,
     iqm,
     mean,
@@ -16,6 +15,7 @@ from normexp.stats import (
     paired_improvement,
     stratified_mean,
 )
+from normexp.stats.sensitivity import batch_size_sensitivity
 
 SIMULATIONS = 4000
 LOW, HIGH = 0.93, 0.97  # 4,000 simulations have a standard error of .0034
