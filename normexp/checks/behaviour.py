@@ -30,8 +30,7 @@ from normexp.checks.subject import (
     values,
 )
 from normexp.errors import first_line
-from normexp.norms.adapt import FEATURE_NAMES
-from normexp.norms.layout import PROBED_DIMS
+from normexp.norms.adapt import FEATURE_NAMES, PROBED_DIMS
 from normexp.norms.state import read_state
 
 CLOSE = 1e-4  # relative, of float32

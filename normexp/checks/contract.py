@@ -21,7 +21,7 @@ from normexp.checks.subject import (
     skipped,
 )
 from normexp.errors import UserError
-from normexp.norms.layout import PROBED_DIMS
+from normexp.norms.adapt import PROBED_DIMS
 
 BUILT = "can be built"
 

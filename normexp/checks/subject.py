@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from normexp.checks.probe import Probe, fixed_draws, moved_places, moves, normal
 from normexp.errors import UserError, first_line
-from normexp.norms.adapt import EPS_NAMES, adapt, bind_eps
-from normexp.norms.layout import PROBED_DIMS, Layout, find_layout
+from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, bind_eps, find_layout
 from normexp.norms.slots import Slots
 
 Shape = tuple[int, ...]

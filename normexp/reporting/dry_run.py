@@ -13,17 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.rules import counted
-from normexp.config.spec import CellSpec, Outcome
-from normexp.config.titles import spoken
+from normexp.config.spec import CellSpec, Outcome, spoken
 from normexp.errors import UserError
-from normexp.records.paths import STUDY_FILE, Study
+from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, read_result, values_of
 from normexp.records.state import shared_words
-from normexp.reporting.contrast import pairs_of
 from normexp.reporting.frame import StudyRecords, config_row, run_frame
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.summary import by_cell, wide_console
+from normexp.reporting.verdict import contrasts_of
 from normexp.stats.family import seeds_for, smallest_difference
 
 MIB = 2**20
@@ -78,7 +77,7 @@ def _expected_seconds(outcome: Outcome, read: Callable[[Path], list[Result]]) ->
 def read_timed(study_dir: Path) -> list[Result]:
     """The runs of a study that have a timing; unreadable ones are skipped."""
     timed = []
-    for run_dir in Study(study_dir).list_runs():
+    for run_dir in list_runs(study_dir):
         try:
             result = read_result(run_dir)
         except UserError:
@@ -190,4 +189,4 @@ def family_size(planned: Sequence[Outcome]) -> int:
     runs = run_frame([row | ended | {"cell": cell} for cell, row in cells.items()])
     records = StudyRecords(runs, {"": 1}, 0, [], [])
     slices = build_slices(build_cells(records), runs, metric=None, tolerance=None)
-    return sum(is_primary for part in slices for _, _, is_primary in pairs_of(part))
+    return sum(one.is_primary for part in slices for one in contrasts_of(part))

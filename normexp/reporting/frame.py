@@ -14,7 +14,7 @@ import pandas as pd
 
 from normexp.errors import UserError
 from normexp.records.files import read_json
-from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, find_study, seed_of
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list_runs, seed_of
 from normexp.records.result import read_run
 from normexp.reporting.metric import Metric, format_interval
 from normexp.stats.interval import Interval, mean, smallest_step
@@ -22,7 +22,6 @@ from normexp.stats.interval import Interval, mean, smallest_step
 Row = dict[Any, Any]  # column to plain value
 PARTS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
-PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
 IN_BOTH = (*SIZES, "trainer")  # of the identity, but recorded beside it as well
 # Columns of the table of runs that come neither from the config nor from the metrics.
 FIELDS = (
@@ -74,7 +73,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
         root = find_study(runs_dir, name)
         own, broken, begun = [], [], []
         seeds[name] = set()
-        for run_dir in Study(root).list_runs():
+        for run_dir in list_runs(root):
             if not (run_dir / RESULT_FILE).exists():
                 begun.append(run_dir)
                 continue
@@ -166,21 +165,6 @@ def interval_row(interval: Interval, digits: int) -> dict[str, Any]:
     }
 
 
-def measured_on(runs: pd.DataFrame) -> str:
-    """`CPU (AMD EPYC, 2 cores), float32, 14,458 parameters`; what is not recorded is left out."""
-    columns = ("environment.gpu", "environment.cpu", "environment.cpu_count", "devices")
-    columns = (*columns, "precision", "matmul_precision")
-    known = runs.reindex(columns=[*columns, "num_parameters"]).astype(object)
-    known = known.where(known.notna(), None)
-    places = [_place_words(*row) for row in known[list(columns)].itertuples(index=False)]
-    parts = list(dict.fromkeys(filter(None, places)))
-    counts = sorted({int(count) for count in known["num_parameters"].dropna()})
-    if counts:
-        ends = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
-        parts.append(f"{ends} parameters")
-    return ", ".join(parts)
-
-
 def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> list[Row]:
     """The rows as dicts of plain Python values; missing is None."""
     chosen = table if columns is None else table[list(columns)]
@@ -214,28 +198,6 @@ def config_row(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     known = {key: value for key, value in identity.items() if key not in IN_BOTH}
     return _flatten(known) | _flatten(own) | names
-
-
-def _place_words(
-    gpu: str | None,
-    cpu: str | None,
-    cores: int | None,
-    devices: int | None,
-    precision: str | None,
-    matmul_precision: str | None,
-) -> str:
-    """`GPU (4 x NVIDIA H100), float32 with matmul_precision=high`."""
-    count = f"{devices} x " if devices and devices > 1 else ""
-    if gpu:
-        place = f"GPU ({count}{gpu})"
-    elif cpu:
-        place = f"{count}CPU ({cpu}" + (f", {cores} cores)" if cores else ")")
-    else:
-        place = ""
-    numbers = PRECISIONS.get(precision or "", precision or "")
-    if gpu and precision == "32-true" and matmul_precision:
-        numbers += f" with matmul_precision={matmul_precision}"
-    return ", ".join(filter(None, (place, numbers)))
 
 
 def _own_name(choice: str, part: Mapping[str, Any]) -> str:

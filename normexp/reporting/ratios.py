@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from normexp.reporting.contrast import reference_of
-from normexp.reporting.evidence import lost_words
 from normexp.reporting.frame import Row, paired_values
 from normexp.reporting.metric import format_interval
+from normexp.reporting.sentences import Answer, Claim, lost_words
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.reporting.verdict import Answer, Claim
+from normexp.reporting.verdict import reference_of
 from normexp.stats.interval import Interval, log_ratio, stratified_mean
 
 

@@ -22,6 +22,7 @@ from normexp.reporting.figures import draw_figures
 from normexp.reporting.frame import StudyRecords, config_columns, metric_names, read_studies
 from normexp.reporting.metric import choose_metric, describe_metric, require_metric
 from normexp.reporting.ratios import answer_over_data
+from normexp.reporting.sentences import Answer, answer_slices
 from normexp.reporting.slices import build_cells, build_slices
 from normexp.reporting.style import assign_styles
 from normexp.reporting.tables import (
@@ -34,7 +35,6 @@ from normexp.reporting.tables import (
     size_table,
 )
 from normexp.reporting.tuning import draw_tuning
-from normexp.reporting.verdict import Answer, answer_slices
 
 RUN_COLUMNS = ["seed", "status", "diverged_at_step", "steps", "stopped", "error"]
 # Keys of the typed command that say where, when and how often; this cell has its own.

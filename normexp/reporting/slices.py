@@ -25,7 +25,11 @@ from normexp.reporting.frame import (
 from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
 from normexp.reporting.style import order_norms
 from normexp.stats.interval import smallest_step
-from normexp.stats.sensitivity import selection_optimism
+from normexp.stats.sensitivity import (
+    Sensitivity,
+    batch_size_sensitivity,
+    selection_optimism,
+)
 
 AXIS_TITLES = {
     "norm_batch_size": "norm batch size (samples that share statistics)",
@@ -120,6 +124,18 @@ class Slice:
         for row in plain_rows(self.points):
             lines.setdefault(row["norm"], []).append(row)
         return lines
+
+    def sensitivity(self, norm: str) -> Sensitivity:
+        """What a norm of two or more sizes loses between them."""
+        rows = self.lines[norm]
+        return batch_size_sensitivity(
+            self.outcomes[[row["cell"] for row in rows]].dropna(how="all"),
+            [row["size"] for row in rows],
+            higher_is_better=self.metric.higher_is_better,
+            tolerance=self.metric.tolerance,
+            step=self.step,
+            limit=self.metric.limit,
+        )
 
     def optimism(self, cell: str) -> float | None:
         """`selection_optimism` of a cell whose learning rate was chosen; None for another cell.

@@ -22,8 +22,8 @@ from normexp.reporting.metric import (
     describe_metric,
     format_interval,
 )
+from normexp.reporting.sentences import Answer
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.reporting.verdict import Answer
 from normexp.stats.family import ALPHA, p_value
 from normexp.stats.interval import Interval, iqm, mean, median, paired_difference, smallest_step
 from normexp.stats.sensitivity import Sensitivity, Threshold
@@ -136,7 +136,9 @@ def to_csv(frame: pd.DataFrame) -> str:
         is_formula = isinstance(value, str) and value[:1] in ("=", "+", "@", "\t", "\r")
         return f"'{value}" if is_formula else value
 
-    return frame.map(without_formula).to_csv(index=False, lineterminator="\n")
+    rows = [list(map(without_formula, row.values())) for row in plain_rows(frame)]
+    safe = pd.DataFrame(rows, columns=list(frame), dtype=object)
+    return safe.to_csv(index=False, lineterminator="\n")
 
 
 def show(value: Any) -> str:
@@ -275,8 +277,8 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
     for part, loss in [(answer.parts[0], loss) for answer in answers for loss in answer.losses]:
         setting = (loss.norm, part.heading, AXIS_WORDS[part.axis], part.metric.label, loss.kind)
         row = dict(zip(columns, setting, strict=False))
-        if found := loss.sensitivity:
-            row |= _sensitivity_row(found, loss.over_samples, part.metric)
+        if loss.contrast is not None:
+            row |= _sensitivity_row(part.sensitivity(loss.norm), loss.over_samples, part.metric)
         rows.append(row)
     return Table.of_rows("sensitivity", "Batch-size sensitivity", columns, rows)
 
@@ -321,15 +323,15 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
     for answer in answers:
         part, metric = answer.parts[0], answer.parts[0].metric
         for one in answer.comparisons:
-            if one.gap is None or one.improvement is None:
+            if one.contrast is None:
                 continue
-            over = one.over_samples
+            gap, chance = one.contrast.gap, one.contrast.improvement
             values = (
                 *(one.norm, one.reference, answer.heading),
                 f"{AXIS_WORDS[part.axis]} {part.sizes[0]}",
-                format_interval(one.gap, metric.digits),
-                over and format_interval(over, metric.digits),
-                *(metric.unit, format_interval(one.improvement, 2), one.p, one.gap.n, one.kind),
+                format_interval(gap, metric.digits),
+                one.over_samples and format_interval(one.over_samples, metric.digits),
+                *(metric.unit, format_interval(chance, 2), one.p, gap.n, one.kind),
             )
             rows.append(dict(zip(columns, values, strict=True)))
     return Table.of_rows("comparisons", "Norms against the reference", columns, rows)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.rules import counted
-from normexp.config.titles import tell_apart
+from normexp.config.spec import tell_apart
 from normexp.records.history import CommandEntry
 from normexp.records.state import STATES, StudyStatus, is_search
 

@@ -1,266 +1,159 @@
-"""The sentences of a report: what each says of a contrast, and which of them have a verb.
+"""What a report may claim: the differences that it tests, and the verdict on each.
 
-Only the primary family of `normexp.reporting.contrast` has verdicts. Everything else is shown with
-its interval and without a verb.
+A report has one primary family (normexp.stats.family): in every slice, each norm that mixes samples
+at the smallest size against itself at the largest, and each norm at the smallest size against the
+reference norm. Both are declared by this rule before any result is known. Only they are said to
+lose, to gain, to hold their level, or to be better, worse or tied, and the probability that any of
+these sentences is false is at most 5 % for the whole report. Everything else is shown with its
+interval and without a verb.
+
+The reference is batch norm. Norms that are compared without it have the first in the order of
+figures as their reference, whatever the results: layer, instance, group, rms, then others by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import pandas as pd
+import numpy as np
 
-from normexp.reporting.contrast import DECIDED, Contrast, contrasts_of
-from normexp.reporting.evidence import (
-    count_words,
-    gap_over_samples,
-    lost_words,
-    optimism_words,
-    rate_words,
-    seed_words,
-    training_words,
-)
-from normexp.reporting.frame import measured_on
-from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.stats.family import p_value
-from normexp.stats.interval import Interval
-from normexp.stats.sensitivity import Sensitivity, batch_size_sensitivity
+from normexp.reporting.frame import Row, paired_values
+from normexp.reporting.slices import Slice
+from normexp.reporting.style import base_of
+from normexp.stats.family import Verdict, decide, p_value
+from normexp.stats.interval import Interval, paired_difference, paired_improvement
+
+REFERENCE = "batch"
+# What the verdicts are called: on a norm along the sizes, and on a norm beside the reference.
+ALONG_SIZES = {"above": "gains", "below": "loses", "within": "holds"}
+WITH_REFERENCE = {"above": "better", "below": "worse", "within": "tie"}
+DECIDED = (*ALONG_SIZES.values(), *WITH_REFERENCE.values())
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One sentence: `claim`, details in brackets, and what the contrast is at other budgets.
+class Contrast:
+    """The difference between two cells of a slice, paired by seed.
 
-    norms: those that it is about; several if all of them are independent of the size
-    reference: the norm that it compares with; empty for a norm along the sizes
-    sizes: those that it is about
-    kind: see `Contrast.kind`; or `independent` (of the norm batch size, by measurement), `one
-        size`, `invalid`
-    gap: positive if the norm is better than the reference, or better at the smallest size
-    over_samples: the gap over new test samples as well as new seeds; None without samples.npz
-    p: of the gap, times the size of the family; None outside it
+    first, second: their points: the smallest and the largest size of one norm, or a norm and the
+        reference norm at the smallest size
+    is_primary: in the family, if the seeds allow an interval
     """
 
-    norms: Sequence[str]
-    kind: str
-    claim: str
-    details: str = ""
-    elsewhere: str = ""
-    sizes: Sequence[int] = ()
-    reference: str = ""
-    gap: Interval | None = None
-    over_samples: Interval | None = None
-    improvement: Interval | None = None
-    p: float | None = None
-    sensitivity: Sensitivity | None = None
+    part: Slice
+    first: Row
+    second: Row
+    is_primary: bool
 
     @property
-    def norm(self) -> str:
-        return ", ".join(self.norms)
+    def is_along_sizes(self) -> bool:
+        return self.first["norm"] == self.second["norm"]
 
     @property
-    def mentions(self) -> list[str]:
-        return [*self.norms, *([self.reference] if self.reference else [])]
+    def has_diverged(self) -> bool:
+        return bool(self.first["diverged"] or self.second["diverged"])
+
+    @cached_property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The outcomes of both cells at the seeds that have both."""
+        return paired_values(self.first["cell"], self.second["cell"], self.part.outcomes)
+
+    @cached_property
+    def gap(self) -> Interval:
+        """first - second, positive if the first is better.
+
+        A diverged run counts as the worst run of the slice, so that the gap is a bound: the cell of
+        the diverged run is at most this good.
+        """
+        metric = self.part.metric
+        gap = paired_difference(*self.pairs, step=self.part.step, limit=metric.limit)
+        return gap if metric.higher_is_better else -gap
 
     @property
-    def text(self) -> str:
-        return f"{self.claim}{self.details and f' ({self.details})'}.{self.elsewhere}"
+    def improvement(self) -> Interval:
+        """Probability that the first cell beats the second under one seed."""
+        return paired_improvement(*self.pairs, higher_is_better=self.part.metric.higher_is_better)
+
+    @property
+    def is_judged(self) -> bool:
+        return self.is_primary and self.gap.low is not None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for contrasts that differ only in the budget."""
+        ends = [(end["recipe"], end["base"], end["size"]) for end in (self.first, self.second)]
+        return (self.part.axis, self.part.fixed, self.part.metric.name, *ends)
+
+    @property
+    def budget(self) -> str:
+        """`epochs=12`; empty if the two cells differ in it, as they may along the batch size."""
+        budgets = {end["budget"] for end in (self.first, self.second)}
+        return budgets.pop() if len(budgets) == 1 else ""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """All sentences about one slice, or about several that differ only in data set."""
+class Family:
+    """The verdicts of a report on the contrasts of all its slices."""
 
-    heading: str
-    parts: list[Slice]
-    sentences: list[Claim]
-    note: str
+    contrasts: Sequence[Contrast]
 
-    @property
-    def measured_on(self) -> str:
-        return measured_on(pd.concat([part.runs for part in self.parts]))
+    @cached_property
+    def size(self) -> int:
+        """The number of differences that have a verdict, decided or not."""
+        return sum(one.is_judged for one in self.contrasts)
 
-    @property
-    def headline(self) -> Claim | None:
-        """The first verdict; without one, the first sentence that has a number."""
-        order = [*DECIDED, "open", "interval", "no interval", "one size", "invalid", "no data"]
-        ranks = {kind: max(0, place + 1 - len(DECIDED)) for place, kind in enumerate(order)}
-        return min(self.sentences, key=lambda one: ranks.get(one.kind, len(order)), default=None)
+    def kind(self, one: Contrast) -> str:
+        """One of DECIDED; `open` (undecided), `interval` (not in the family), `no interval` or
+        `no data`."""
+        if one.gap.estimate is None:
+            return "no data"
+        if one.gap.low is None:
+            return "no interval"
+        if not one.is_primary:
+            return "interval"
+        verdict = decide(one.gap, margin=one.part.metric.tolerance, family_size=self.size)
+        names = ALONG_SIZES if one.is_along_sizes else WITH_REFERENCE
+        return "open" if verdict in _ruled_out(one) else names.get(verdict, "open")
 
-    @property
-    def losses(self) -> list[Claim]:
-        return [one for one in self.sentences if not one.reference]
+    def p(self, one: Contrast) -> float | None:
+        """p of the gap, times the size of the family; None outside it."""
+        return min(1.0, self.size * p_value(one.gap)) if one.is_judged else None
 
-    @property
-    def comparisons(self) -> list[Claim]:
-        return [one for one in self.sentences if one.reference]
+    def at_other_budgets(self, one: Contrast) -> list[Contrast]:
+        return [c for c in self.contrasts if c.key == one.key and c.budget != one.budget]
 
-
-def answer_slices(slices: Sequence[Slice]) -> list[Answer]:
-    """The sentences about the slices of one report, which are one family."""
-    found = [list(contrasts_of(part)) for part in slices]
-    everything = [contrast for own in found for contrast in own]
-    size = sum(one.is_primary and one.gap.low is not None for one in everything)
-    answers = []
-    for part, own in zip(slices, found, strict=True):
-        claims = [_claim(one, size, everything) for one in own]
-        claims = [*_plain_claims(part), *claims]
-        claims.sort(key=lambda one: (bool(one.reference), one.kind == "independent"))
-        answers.append(Answer(part.heading, [part], claims, _note(own, size)))
-    return answers
+    def survives(self, one: Contrast) -> bool:
+        """True if the contrast has the same verdict at every budget, and was tried at several."""
+        kinds = {self.kind(other) for other in self.at_other_budgets(one)}
+        return kinds == {self.kind(one)}
 
 
-def _plain_claims(part: Slice) -> Iterator[Claim]:
-    """Norms that are not followed along the sizes, and why; independent ones in one sentence."""
-    axis, metric = AXIS_WORDS[part.axis], part.metric
-    alike: dict[str, list[str]] = {}
+def _ruled_out(one: Contrast) -> set[Verdict]:
+    """Verdicts that diverged runs could turn, since they may be worse than they count."""
+    above: set[Verdict] = {"above", "within"} if one.first["diverged"] else set()
+    below: set[Verdict] = {"below", "within"} if one.second["diverged"] else set()
+    return above | below
+
+
+def contrasts_of(part: Slice) -> Iterator[Contrast]:
+    """Each norm along the sizes, then each against the reference at the smallest size, by study."""
+    smallest: dict[str, dict[str, Row]] = {}  # by study and norm
     for norm, rows in part.lines.items():
-        first = rows[0]
-        invalid = next((row["invalid"] for row in rows if row["invalid"]), None)
-        if invalid:
-            yield Claim([norm], "invalid", f"{norm} is not compared: {invalid}")
-        elif first["independent"]:
-            alike.setdefault(count_words(first, metric, first["recorded"], "seeds"), []).append(
-                norm
-            )
-        elif len(rows) < 2:
-            text = f"{norm} was run at one {axis} only ({first['size']})"
-            yield Claim([norm], "one size", text, sizes=[first["size"]])
-    if alike:
-        norms = [norm for own in alike.values() for norm in own]
-        is_one = len(norms) == 1
-        claim = f"{_listed(norms)} {'does' if is_one else 'do'} not depend on the {axis}"
-        counts = "; ".join(
-            count if len(alike) == 1 else f"{_listed(own)}: {count}" for count, own in alike.items()
-        )
-        why = f"measured: {'it does' if is_one else 'they do'} not mix samples; {counts}"
-        yield Claim(norms, "independent", claim, why)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """`layer, instance and group`."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def _claim(one: Contrast, family_size: int, everything: Sequence[Contrast]) -> Claim:
-    kind, along, metric = one.kind(family_size), one.is_along_sizes, one.part.metric
-    is_decided = kind in DECIDED
-    over_samples = gap_over_samples(one)
-    lost = lost_words(one.second, metric)
-    details = [
-        count_words(one.first, metric, one.gap.n, "seeds" if along else "pairs"),
-        f"{one.second['norm']} at {one.second['size']}: {lost}" if lost else "",
-        "diverged runs count as the worst run" if one.has_diverged else "",
-        f"over test samples too {_shown(one, kind, over_samples)}" if over_samples else "",
-        seed_words(one),
-        rate_words(one),
-        optimism_words(one),
-        training_words(one) if is_decided else "",
-    ]
-    scope, elsewhere = _budget_words(one, kind, family_size, everything)
-    is_judged = one.is_primary and one.gap.low is not None
-    return Claim(
-        [one.first["norm"]],
-        kind,
-        _words(one, kind) + (scope if is_decided else ""),
-        "; ".join(filter(None, details)),
-        elsewhere,
-        sizes=sorted({one.first["size"], one.second["size"]}),
-        reference="" if along else one.second["norm"],
-        gap=one.gap,
-        over_samples=over_samples,
-        improvement=None if along else one.improvement,
-        p=min(1.0, family_size * p_value(one.gap)) if is_judged else None,
-        sensitivity=_sensitivity(one) if along else None,
-    )
-
-
-def _words(one: Contrast, kind: str) -> str:
-    """The sentence without its scope and details."""
-    metric, axis = one.part.metric, AXIS_WORDS[one.part.axis]
-    (norm, small), (reference, large) = (
-        (row["norm"], row["size"]) for row in (one.first, one.second)
-    )
-    shown = _shown(one, kind, one.gap)
-    limit = metric.tolerance_words
-    missing = "too few seeds for an" if one.gap.n < 2 else "all seeds are equal, so no"
-    end = {"no interval": f"; {missing} interval", "open": "; undecided"}.get(kind, "")
-    if one.is_along_sizes:
-        where = f"from {axis} {large} to {small}"
-        return {
-            "loses": f"{norm} loses {shown} {where}",
-            "gains": f"{norm} gains {shown} {where}",
-            "holds": f"{norm} holds its level within {limit} {where}: loss {shown}",
-            "no data": f"{norm} has no seed with a result at both ends, {where}",
-        }.get(kind, f"{norm}: loss {shown} {where}{end}")
-    where = f"At {axis} {small}, {norm}"
-    return {
-        "better": f"{where} is better than {reference} by {shown}",
-        "worse": f"{where} is worse than {reference} by {shown}",
-        "tie": f"{where} and {reference} are tied within {limit}: difference {shown}",
-        "no data": f"{where} and {reference} have no seed in common",
-    }.get(kind, f"{where} minus {reference}: {shown}{end}")
-
-
-def _shown(one: Contrast, kind: str, gap: Interval) -> str:
-    """The gap as its sentence shows it: losses and `worse by` are positive."""
-    is_turned = kind == "worse" or (one.is_along_sizes and kind != "gains")
-    return one.part.metric.format(-gap if is_turned else gap)
-
-
-def _budget_words(
-    one: Contrast, kind: str, family_size: int, everything: Sequence[Contrast]
-) -> tuple[str, str]:
-    """`, at this budget (epochs=12)`, and what the same contrast is at other budgets.
-
-    The first is empty if every other budget has the same verdict.
-    """
-    others = [c for c in everything if c.key == one.key and c.budget != one.budget]
-    told, survives = "", bool(others)
-    for other in others:
-        found = other.kind(family_size)
-        shown = _shown(other, kind, other.gap)
-        if other.gap.estimate is None or one.gap.estimate is None:
-            told += f" {other.budget}: no result."
-            survives = False
+        if any(row["invalid"] for row in rows):
             continue
-        is_same_sign = (other.gap.estimate > 0) == (one.gap.estimate > 0)
-        survives = survives and found == kind
-        both = "sign and verdict survive" if is_same_sign else "the verdict survives"
-        verdict = both if found == kind else "the verdict does not survive"
-        turned = "" if is_same_sign else ", the sign turns"
-        told += f" At {other.budget}: {shown}" + (
-            f": {verdict}{turned}." if kind in DECIDED else "."
-        )
-    budget = f" ({one.budget})" if one.budget else ""
-    return ("" if survives else f", at this budget{budget}"), told
+        first, last = rows[0], rows[-1]
+        if len(rows) > 1 and not first["independent"]:
+            yield Contrast(part, first, last, is_primary=first["mixes_samples"])
+        if first["size"] == part.sizes[0]:
+            smallest.setdefault(first["study"], {})[norm] = first
+    for points in smallest.values():
+        reference = points[reference_of(list(points))]
+        for point in points.values():
+            if point is not reference:
+                yield Contrast(part, point, reference, is_primary=True)
 
 
-def _sensitivity(one: Contrast) -> Sensitivity:
-    part, metric = one.part, one.part.metric
-    rows = part.lines[one.first["norm"]]
-    return batch_size_sensitivity(
-        part.outcomes[[row["cell"] for row in rows]].dropna(how="all"),
-        [row["size"] for row in rows],
-        higher_is_better=metric.higher_is_better,
-        tolerance=metric.tolerance,
-        step=part.step,
-        limit=metric.limit,
-    )
-
-
-def _note(own: Sequence[Contrast], family_size: int) -> str:
-    """What the verdicts of a slice promise, and what their intervals are about."""
-    if not any(one.gap.low is not None for one in own):
-        return ""
-    references = dict.fromkeys(one.second["norm"] for one in own if not one.is_along_sizes)
-    compared = f", and each norm with {' and '.join(references)}" if references else ""
-    return (
-        "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. The "
-        f"number of differences that this report gives a verdict on is {family_size}: each norm "
-        f"that mixes samples, from its largest to its smallest size{compared} at the smallest "
-        "size. The probability that any of these verdicts is false is at most 5 %. Training counts "
-        "as converged where its loss changed by less than 1 % of its first value over the last "
-        "fifth of the steps."
-    )
+def reference_of(norms: Sequence[str]) -> str:
+    """The norm that the others are compared with; norms: in the order of figures."""
+    return next((norm for norm in norms if base_of(norm) == REFERENCE), norms[0])

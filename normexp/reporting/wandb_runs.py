@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from normexp.config.place import is_under_agent
+from normexp.config.process import is_under_agent
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
@@ -27,7 +27,7 @@ def _start(mode: str, **words: Any) -> Any:
     """A silent W&B run; `auto` is online if logged in."""
     import wandb
 
-    from normexp.training.loggers import resolve_mode  # torch
+    from normexp.training.recorder import resolve_mode  # torch
 
     settings = wandb.Settings(silent=True, console="off")
     return wandb.init(mode=resolve_mode(mode), settings=settings, **words)  # type: ignore[arg-type]

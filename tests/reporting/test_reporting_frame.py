@@ -10,7 +10,7 @@ import pytest
 from synthetic_study import write_cell
 
 from normexp.errors import UserError
-from normexp.records.files import write_evaluation
+from normexp.records.files import write_json
 from normexp.reporting.frame import read_studies, values_of
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.slices import build_cells
@@ -54,7 +54,7 @@ def test_evaluations_become_metrics_with_a_suffix(tmp_path: Path, cell: Path):
         "precise": {"test/accuracy": 0.85, "num_samples": 4096},
         "gap": {"norm1": {"mean_shift": {"mean": 0.1}}},
     }
-    write_evaluation(cell / "seed-0", content)
+    write_json(cell / "seed-0" / "evaluation.json", content)
     runs = read_studies(tmp_path, ["synthetic"]).runs
     assert runs.loc[0, ["test/accuracy", "test/accuracy@precise"]].tolist() == [0.8, 0.85]
     assert not [name for name in runs if "num_samples" in name or "gap" in name]
@@ -223,3 +223,13 @@ def test_two_studies_share_settings_where_only_the_study_tells_them_apart(tmp_pa
     cells = cells_of(tmp_path, "a", "b")
     assert cells["norm"].tolist() == ["batch · a", "batch · b"]
     assert cells["base"].tolist() == ["batch", "batch"] and cells["settings"].nunique() == 1
+
+
+def test_a_run_that_a_callback_has_ended_is_named_in_the_tables(tmp_path: Path):
+    early = {"steps": 40, "stopped": "EarlyStopping: val/loss did not improve"}
+    write_cell(tmp_path, "group", {0: 0.8, 1: 0.9}, result=early)
+    records = read_studies(tmp_path, ["synthetic"])
+    cells = build_cells(records)
+    assert cell_table(cells, records.runs, None, None).rows[0]["note"] == "2 of 2 ended early"
+    runs = run_table(cells, records.runs).rows
+    assert {(run["steps"], run["stopped"]) for run in runs} == {(40, early["stopped"])}

@@ -9,6 +9,7 @@ import pytest
 from synthetic_study import slices_of, write_cell
 
 from normexp.reporting.frame import read_studies
+from normexp.reporting.sentences import answer_slices
 from normexp.reporting.slices import build_cells
 from normexp.reporting.tables import (
     Table,
@@ -17,7 +18,6 @@ from normexp.reporting.tables import (
     sensitivity_table,
     size_table,
 )
-from normexp.reporting.verdict import answer_slices
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,384 @@
+"""The sentences of a report: what they claim, with details in brackets.
+
+Which of them have a verb is decided in `normexp.reporting.verdict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from normexp.errors import UserError
+from normexp.records.metrics import read_metrics
+from normexp.records.paths import METRICS_FILE, seed_dir
+from normexp.records.samples import read_samples
+from normexp.reporting.frame import Row, plain_rows
+from normexp.reporting.metric import Metric, format_signed
+from normexp.reporting.slices import AXIS_WORDS, Slice
+from normexp.reporting.verdict import DECIDED, Contrast, Family, contrasts_of
+from normexp.stats.interval import Interval, crossed_mean
+
+ROUNDED = 1e-4  # a mean over float32 samples may differ from the metric by this share
+STILL_FALLING = 0.01  # share of the first training loss, from one fifth of the steps to the next
+PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
+# The headline of an answer has the first of these kinds that there is.
+HEADLINES = (*DECIDED, "open", "interval", "no interval", "one size", "invalid", "no data")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence: `claim`, details in brackets, and what the contrast is at other budgets.
+
+    norms: those that it is about; several if all of them are independent of the size
+    kind: see `Family.kind`; or `independent` (of the norm batch size, by measurement), `one size`,
+        `invalid`
+    sizes: those that it is about
+    reference: the norm that it compares with; empty for a norm along the sizes
+    contrast: the difference that it states
+    over_samples: the gap over new test samples as well as new seeds; None without samples.npz
+    p: of the gap, times the size of the family; None outside it
+    """
+
+    norms: Sequence[str]
+    kind: str
+    claim: str
+    details: str = ""
+    elsewhere: str = ""
+    sizes: Sequence[int] = ()
+    reference: str = ""
+    contrast: Contrast | None = None
+    over_samples: Interval | None = None
+    p: float | None = None
+
+    @property
+    def norm(self) -> str:
+        return ", ".join(self.norms)
+
+    @property
+    def mentions(self) -> list[str]:
+        return [*self.norms, *([self.reference] if self.reference else [])]
+
+    @property
+    def text(self) -> str:
+        return f"{self.claim}{self.details and f' ({self.details})'}.{self.elsewhere}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All sentences about one slice, or about several that differ only in data set."""
+
+    heading: str
+    parts: list[Slice]
+    sentences: list[Claim]
+    note: str
+
+    @property
+    def measured_on(self) -> str:
+        """`CPU (AMD EPYC, 2 cores), float32, 14,458 parameters`, without what is not recorded."""
+        runs = pd.concat([part.runs for part in self.parts])
+        columns = ("gpu", "cpu", "cpu_count")
+        columns = [*(f"environment.{name}" for name in columns), "devices", "precision"]
+        rows = plain_rows(runs.reindex(columns=[*columns, "matmul_precision", "num_parameters"]))
+        parts = dict.fromkeys(filter(None, map(_place_words, rows)))
+        counts = {int(row["num_parameters"]) for row in rows if row["num_parameters"] is not None}
+        if counts:
+            ends = dict.fromkeys((min(counts), max(counts)))
+            parts[f"{' to '.join(f'{count:,}' for count in ends)} parameters"] = None
+        return ", ".join(parts)
+
+    @property
+    def headline(self) -> Claim | None:
+        """The first verdict; without one, the first sentence that has a number."""
+        ranks = {kind: place for place, kind in enumerate(HEADLINES, start=1)}
+        ranks |= dict.fromkeys(DECIDED, 0)
+        return min(
+            self.sentences, key=lambda one: ranks.get(one.kind, len(HEADLINES) + 1), default=None
+        )
+
+    @property
+    def losses(self) -> list[Claim]:
+        return [one for one in self.sentences if not one.reference]
+
+    @property
+    def comparisons(self) -> list[Claim]:
+        return [one for one in self.sentences if one.reference]
+
+
+def answer_slices(slices: Sequence[Slice]) -> list[Answer]:
+    """The sentences about the slices of one report, which are one family."""
+    found = [list(contrasts_of(part)) for part in slices]
+    family = Family([contrast for own in found for contrast in own])
+    answers = []
+    for part, own in zip(slices, found, strict=True):
+        claims = [*_plain_claims(part), *(_claim(one, family) for one in own)]
+        claims.sort(key=lambda one: (bool(one.reference), one.kind == "independent"))
+        answers.append(Answer(part.heading, [part], claims, _note(own, family)))
+    return answers
+
+
+def _plain_claims(part: Slice) -> Iterator[Claim]:
+    """Norms that are not followed along the sizes, and why; independent ones in one sentence."""
+    axis, metric = AXIS_WORDS[part.axis], part.metric
+    alike: dict[str, list[str]] = {}
+    for norm, rows in part.lines.items():
+        first = rows[0]
+        invalid = next((row["invalid"] for row in rows if row["invalid"]), None)
+        if invalid:
+            yield Claim([norm], "invalid", f"{norm} is not compared: {invalid}")
+        elif first["independent"]:
+            count = _count_words(first, metric, first["recorded"], "seed")
+            alike.setdefault(count, []).append(norm)
+        elif len(rows) < 2:
+            text = f"{norm} was run at one {axis} only ({first['size']})"
+            yield Claim([norm], "one size", text, sizes=[first["size"]])
+    if alike:
+        norms = [norm for own in alike.values() for norm in own]
+        they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
+        counts = [f"{_listed(own)}: {count}" for count, own in alike.items()]
+        told = "; ".join(alike if len(alike) == 1 else counts)
+        claim = f"{_listed(norms)} {do} not depend on the {axis}"
+        yield Claim(norms, "independent", claim, f"measured: {they} not mix samples; {told}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`layer, instance and group`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _claim(one: Contrast, family: Family) -> Claim:
+    kind, along, metric = family.kind(one), one.is_along_sizes, one.part.metric
+    is_decided = kind in DECIDED
+    over_samples = _gap_over_samples(one)
+    lost = lost_words(one.second, metric)
+    details = [
+        _count_words(one.first, metric, one.gap.n, "seed" if along else "pair"),
+        f"{one.second['norm']} at {one.second['size']}: {lost}" if lost else "",
+        "diverged runs count as the worst run" if one.has_diverged else "",
+        f"over test samples too {_shown(one, kind, over_samples)}" if over_samples else "",
+        _seed_words(one),
+        _rate_words(one),
+        _optimism_words(one),
+        _training_words(one) if is_decided else "",
+    ]
+    budget = f" ({one.budget})" if one.budget else ""
+    scope = f", at this budget{budget}" if is_decided and not family.survives(one) else ""
+    return Claim(
+        [one.first["norm"]],
+        kind,
+        _words(one, kind) + scope,
+        "; ".join(filter(None, details)),
+        "".join(_budget_words(one, kind, other, family) for other in family.at_other_budgets(one)),
+        sizes=sorted({one.first["size"], one.second["size"]}),
+        reference="" if along else one.second["norm"],
+        contrast=one,
+        over_samples=over_samples,
+        p=family.p(one),
+    )
+
+
+def _words(one: Contrast, kind: str) -> str:
+    """The sentence without its scope and details."""
+    metric, axis = one.part.metric, AXIS_WORDS[one.part.axis]
+    norm, small = one.first["norm"], one.first["size"]
+    reference, large = one.second["norm"], one.second["size"]
+    shown, limit = _shown(one, kind, one.gap), metric.tolerance_words
+    missing = "too few seeds for an" if one.gap.n < 2 else "all seeds are equal, so no"
+    end = {"no interval": f"; {missing} interval", "open": "; undecided"}.get(kind, "")
+    if one.is_along_sizes:
+        where = f"from {axis} {large} to {small}"
+        return {
+            "loses": f"{norm} loses {shown} {where}",
+            "gains": f"{norm} gains {shown} {where}",
+            "holds": f"{norm} holds its level within {limit} {where}: loss {shown}",
+            "no data": f"{norm} has no seed with a result at both ends, {where}",
+        }.get(kind, f"{norm}: loss {shown} {where}{end}")
+    where = f"At {axis} {small}, {norm}"
+    return {
+        "better": f"{where} is better than {reference} by {shown}",
+        "worse": f"{where} is worse than {reference} by {shown}",
+        "tie": f"{where} and {reference} are tied within {limit}: difference {shown}",
+        "no data": f"{where} and {reference} have no seed in common",
+    }.get(kind, f"{where} minus {reference}: {shown}{end}")
+
+
+def _shown(one: Contrast, kind: str, gap: Interval) -> str:
+    """The gap as its sentence shows it: losses and `worse by` are positive."""
+    is_turned = kind == "worse" or (one.is_along_sizes and kind != "gains")
+    return one.part.metric.format(-gap if is_turned else gap)
+
+
+def _budget_words(one: Contrast, kind: str, other: Contrast, family: Family) -> str:
+    """` At epochs=48: -0.8 [-1.3, -0.3] points: the verdict does not survive, the sign turns.`"""
+    if other.gap.estimate is None or one.gap.estimate is None:
+        return f" {other.budget}: no result."
+    told = f" At {other.budget}: {_shown(other, kind, other.gap)}"
+    if kind not in DECIDED:
+        return f"{told}."
+    turns = (other.gap.estimate > 0) != (one.gap.estimate > 0)
+    end = "the verdict survives" if turns else "sign and verdict survive"
+    if family.kind(other) != kind:
+        end = "the verdict does not survive"
+    return f"{told}: {end}{', the sign turns' if turns else ''}."
+
+
+def _note(own: Sequence[Contrast], family: Family) -> str:
+    """What the verdicts of a slice promise, and what their intervals are about."""
+    if not any(one.gap.low is not None for one in own):
+        return ""
+    references = dict.fromkeys(one.second["norm"] for one in own if not one.is_along_sizes)
+    compared = f", and each norm with {' and '.join(references)}" if references else ""
+    return (
+        "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. The "
+        f"number of differences that this report gives a verdict on is {family.size}: each norm "
+        f"that mixes samples, from its largest to its smallest size{compared} at the smallest "
+        "size. The probability that any of these verdicts is false is at most 5 %. Training counts "
+        "as converged where its loss changed by less than 1 % of its first value over the last "
+        "fifth of the steps."
+    )
+
+
+# Details
+
+
+def _count_words(point: Row, metric: Metric, n: int, noun: str) -> str:
+    """`n = 5 seeds; 2 of 8 diverged, 1 of 8 missing`."""
+    lost = lost_words(point, metric)
+    return f"n = {n} {noun}{'s' * (n != 1)}" + (f"; {lost}" if lost else "")
+
+
+def lost_words(point: Row, metric: Metric) -> str:
+    """`2 of 8 diverged, 1 of 8 missing`; and runs that a callback ended before their last step."""
+    lost = {word: point[word] for word in ("diverged", "failed", "missing")}
+    lost["ended early"] = point["early"]
+    lost[f"without {metric.name}"] = point["finished"] - point["recorded"]
+    parts = [f"{count} of {point['expected']} {word}" for word, count in lost.items() if count]
+    return ", ".join(parts)
+
+
+def _seed_words(one: Contrast) -> str:
+    """`ahead with 7 of 8 seeds`, where a tie counts one half; and equality that is no chance."""
+    a, b = one.pairs
+    if len(a) > 1 and (a == b).all() and not one.has_diverged:
+        return "equal under every seed: is the norm used?"
+    chance = one.improvement
+    if one.is_along_sizes or chance.estimate is None:
+        return ""
+    ties = " (a tie counts half)" if (a == b).any() else ""
+    return f"ahead with {chance.estimate * chance.n:g} of {chance.n} seeds{ties}"
+
+
+def _ends(one: Contrast) -> list[tuple[str, Row]]:
+    """Both cells as details call them: `at 2` and `at 128`, or `of group` and `of batch`."""
+    word, key = ("at", "size") if one.is_along_sizes else ("of", "norm")
+    return [(f"{word} {end[key]}", end) for end in (one.first, one.second)]
+
+
+def _rate_words(one: Contrast) -> str:
+    """`learning rate 0.1 of group, 0.05 of batch`, where the two differ."""
+    if one.first["lr"] == one.second["lr"]:
+        return ""
+    said = [f"{end['lr']:g} {name}" for name, end in _ends(one)]
+    return f"learning rate {', '.join(said)}"
+
+
+def _optimism_words(one: Contrast) -> str:
+    """`learning rates chosen on these seeds: optimism +0.14 points at 2, +0.20 points at 128`."""
+    found, metric = [], one.part.metric
+    for name, end in _ends(one):
+        if (one.part.searched["cell"] == end["cell"]).any():
+            optimism = one.part.optimism(end["cell"])
+            amount = "unknown"
+            if optimism is not None:
+                amount = f"{format_signed(optimism, metric.digits + 1)} {metric.unit}".rstrip()
+            found.append(f"{amount} {name}")
+    return f"learning rates chosen on these seeds: optimism {', '.join(found)}" if found else ""
+
+
+def _training_words(one: Contrast) -> str:
+    """`train loss at 2: 0.67 (still falling), at 128: 0.05 (converged)`."""
+    runs, found = one.part.runs, []
+    for name, row in _ends(one):
+        is_own = (runs["cell"] == row["cell"]) & (runs["status"] == "finished")
+        end = _training_end(runs["directory"][is_own])
+        found += [f"{name}: {end}"] if end else []
+    return f"train loss {', '.join(found)}" if found else "train loss not recorded"
+
+
+def _training_end(directories: Iterable[str]) -> str:
+    """`0.67 (still falling)`: the loss over the last fifth of the steps, as mean over the runs.
+
+    It falls if it is lower than over the fifth before, by more than STILL_FALLING of the first
+    loss. Empty if no run has recorded one.
+    """
+    losses, falls = [], []
+    for directory in directories:
+        rows = []
+        with suppress(UserError):  # a torn file does not fail the report
+            rows = read_metrics(Path(directory) / METRICS_FILE)
+        own = [row for row in rows if row.name == "train/loss" and math.isfinite(row.value)]
+        if not own:
+            continue
+        steps, values = np.array([(row.step, row.value) for row in own]).T
+        fifth = np.ceil(5 * steps / steps[-1])
+        last, before = values[fifth == 5], values[fifth == 4]
+        losses.append(last.mean())
+        if len(before):
+            falls.append((before.mean() - last.mean()) / values[0])
+    if not losses:
+        return ""
+    fall, end = np.mean(falls) if falls else math.nan, "converged"
+    if abs(fall) > STILL_FALLING:
+        end = "still falling" if fall > 0 else "rising"
+    return f"{np.mean(losses):.2g} ({end if falls else 'slope unknown'})"
+
+
+def _gap_over_samples(one: Contrast) -> Interval | None:
+    """The gap over seeds and test samples; None unless every run of the gap has its samples.
+
+    Samples are used where their mean is the metric, as it is for an accuracy.
+    """
+    if one.has_diverged:  # a diverged run has no samples
+        return None
+    metric = one.part.metric
+    cells = [one.first["cell"], one.second["cell"]]
+    paired = one.part.values[cells].dropna()
+    found = [
+        [_samples_of(cell, seed, value, metric) for seed, value in paired[cell].items()]
+        for cell in cells
+    ]
+    sizes = {len(samples) for own in found for samples in own}
+    if len(paired) < 2 or len(sizes) > 1 or 0 in sizes:
+        return None
+    gap = crossed_mean(np.array(found[0]) - np.array(found[1]), limit=metric.limit)
+    return gap if metric.higher_is_better else -gap
+
+
+def _samples_of(cell: str, seed: object, value: float, metric: Metric) -> np.ndarray:
+    """The metric of each test sample, scaled; empty if their mean is not the recorded value."""
+    kind = metric.name.partition("@")[2] or "running"
+    samples = np.empty(0)
+    with suppress(UserError):  # a torn file does not fail the report
+        recorded = read_samples(seed_dir(Path(cell), int(str(seed))))
+        samples = metric.scale * recorded.get(kind, samples)
+    is_metric = len(samples) and abs(samples.mean() - value) <= ROUNDED * abs(value)
+    return samples if is_metric else np.empty(0)
+
+
+def _place_words(run: Row) -> str:
+    """`GPU (4 x NVIDIA H100), float32 with matmul_precision=high`."""
+    gpu, cpu, cores = (run[f"environment.{name}"] for name in ("gpu", "cpu", "cpu_count"))
+    devices, precision, matmul = run["devices"], run["precision"], run["matmul_precision"]
+    count = f"{devices} x " if devices and devices > 1 else ""
+    place = f"GPU ({count}{gpu})" if gpu else ""
+    if cpu and not gpu:
+        place = f"{count}CPU ({cpu}" + (f", {cores} cores)" if cores else ")")
+    numbers = PRECISIONS.get(precision or "", precision or "")
+    if gpu and precision == "32-true" and matmul:
+        numbers += f" with matmul_precision={matmul}"
+    return ", ".join(filter(None, (place, numbers)))
