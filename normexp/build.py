@@ -15,7 +15,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Callback, EarlyStopping
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
@@ -23,7 +23,7 @@ from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
 from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
-from normexp.config.rules import as_typed, suggest
+from normexp.config.rules import INDEX, as_typed, check_value, suggest
 from normexp.config.spec import one_line
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
@@ -32,7 +32,7 @@ from normexp.models.surgery import replace_norms
 from normexp.models.weights import Download, Weights, open_weights
 from normexp.norms.adapt import adapt, foreign_factory
 from normexp.norms.factory import NormFactory
-from normexp.norms.ramps import NUM_TRAINING_STEPS
+from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
 from normexp.records.identity import place_of
 from normexp.training.callbacks import check_callback
@@ -297,6 +297,8 @@ def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
         name = f"{key}._target_={part['_target_']}"
         callback = _call(_maker(part, key), name)
         check_callback(callback, name, metrics)
+        if isinstance(callback, EarlyStopping):
+            check_value(f"{key}.patience", callback.patience, INDEX, "validations")
         callbacks.append(callback)
     if not callbacks:
         raise UserError(f"callback._target_ is missing: name a class, as in {EXAMPLE}")

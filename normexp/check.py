@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from normexp.cli import parse_command, read_options, run_entry, split_options
-from normexp.config.imports import importing_torch
+from normexp.config.process import importing_torch
 
 if TYPE_CHECKING:
     from normexp.checks.card import Card

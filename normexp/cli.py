@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -33,12 +34,15 @@ def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]],
     try:
         if {"--help", "-h"} & set(words):
             config_dirs = parse_command(words).config_dirs if entry in TAKES_OVERRIDES else ()
-            print(help_text(entry, config_dirs))
+            print(help_text(entry, config_dirs), flush=True)
             return 0
         return act(words)
     except UserError as error:
         print(f"normexp: {error}", file=sys.stderr)
         return USER_MISTAKE
+    except BrokenPipeError:  # as in `--help | head`; Python flushes stdout once more, at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except (Halted, OSError) as error:
         message = str(error) if isinstance(error, Halted) else full_disk(error, None)
         if message is None:

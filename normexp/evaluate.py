@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from normexp.cli import read_options, run_entry
-from normexp.config.imports import importing_torch
+from normexp.config.process import importing_torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -274,7 +274,7 @@ IMPORTS = ("-c", "import torch, pytorch_lightning")
 FIRST_STEP = """
 import os, sys, time
 from normexp.config import grid
-from normexp.config.imports import importing_torch
+from normexp.config.process import importing_torch
 from normexp.train import main
 
 def compose_cells(command, compose=grid.compose_cells):

@@ -19,13 +19,12 @@ from normexp.cells.cell import Cell
 from normexp.cells.plan import num_devices_of
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
-from normexp.training.callbacks import act_on_batches
+from normexp.training.callbacks import StepReports, TrainingProgress, act_on_batches
+from normexp.training.devices import device_type, set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
 from normexp.training.evaluation import criterion_of
-from normexp.training.fit import device_type, set_matmul_precision
 from normexp.training.module import TrainingModule
-from normexp.training.progress import StepReports, TrainingProgress
-from normexp.training.recipe import Recipe
+from normexp.training.optim import Recipe
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)

@@ -31,12 +31,13 @@ from normexp.cells.cell import prepare_cell
 from normexp.cells.naming import choices_in
 from normexp.cells.plan import num_devices_of
 from normexp.cells.stack import Stack, follow_stack, train_together
-from normexp.config.place import place_among
+from normexp.config.process import place_among
 from normexp.config.spec import CellSpec, one_line
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord
-from normexp.training.fit import device_type, quiet_lightning
+from normexp.training.devices import device_type
+from normexp.training.fit import quiet_lightning
 from normexp.training.stopping import Interrupted, StopRequest
 
 TICK = 0.1  # seconds between two looks at what other processes say

@@ -21,7 +21,7 @@ from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
 from normexp.config.rules import OPTIONS
 from normexp.errors import UserError
-from normexp.records.files import read_json, refusing_denied, write_evaluation
+from normexp.records.files import read_json, refusing_denied, write_json
 from normexp.records.paths import (
     EVALUATION_FILE,
     RESULT_FILE,
@@ -104,7 +104,7 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
             write_samples(path.parent, read_samples(path.parent) | samples[seed])
             before = read_json(path) if path.exists() else {}
             content["asked"] = before.get("asked", {}) | content["asked"]
-            write_evaluation(path.parent, before | content)
+            write_json(path, before | content)
 
 
 def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:

@@ -12,11 +12,10 @@ from pytorch_lightning.loggers import Logger
 
 from normexp.build import build_logger
 from normexp.cells.cell import Cell
-from normexp.config.place import is_under_agent
+from normexp.config.process import is_under_agent
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
-from normexp.training.loggers import OwnRun, WandbRun, resolve_mode, tensorboard
-from normexp.training.recorder import RunSink
+from normexp.training.recorder import OwnRun, RunSink, WandbRun, resolve_mode, tensorboard
 
 logger = logging.getLogger(__name__)
 

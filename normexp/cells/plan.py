@@ -15,13 +15,13 @@ from normexp.checks.sites import name_some
 from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.training.budget import (
+from normexp.training.evaluation import EvaluationPlan
+from normexp.training.schedule import (
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,
     scale_learning_rate,
 )
-from normexp.training.evaluation import EvaluationPlan
 
 logger = logging.getLogger(__name__)
 

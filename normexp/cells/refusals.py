@@ -26,12 +26,12 @@ from normexp.config.rules import as_typed, in_identity
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
-from normexp.norms.none import NoNorm
+from normexp.norms.pointwise import NoNorm
 from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, without_place
 from normexp.records.identity import place_of
 from normexp.training.callbacks import monitored
-from normexp.training.fit import device_type
+from normexp.training.devices import device_type
 from normexp.training.optim import parameter_groups, stacking_obstacle_of
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,14 @@ from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
-from normexp.records.files import FileLock, ensure_writable, full_disk, remove_leftovers
-from normexp.records.history import KeyEntry, append_attempt, read_history
+from normexp.records.files import (
+    ensure_writable,
+    file_lock,
+    full_disk,
+    holder_of,
+    remove_leftovers,
+)
+from normexp.records.history import AttemptEntry, KeyEntry, append_entries, read_history
 from normexp.records.identity import place_of
 from normexp.records.logs import collected_messages
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
@@ -214,10 +220,10 @@ def _claimed(cells: Sequence[TaskCell]) -> Iterator[Outcome | None]:
     with ExitStack() as held:
         for each in sorted(cells, key=lambda each: each.cell.id):  # one order for all processes
             each.cell.directory.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(each.cell.directory / LOCK_FILE)
-            if not held.enter_context(lock):
+            lock = each.cell.directory / LOCK_FILE
+            if not held.enter_context(file_lock(lock)):
                 held.close()
-                yield each.outcome("busy", holder=lock.holder())
+                yield each.outcome("busy", holder=holder_of(lock))
                 return
         yield None
 
@@ -315,7 +321,8 @@ class Claim:
             with open(stack.record.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
             reason, at = one_line(error) + place_of(error), stack.record.checkpointed_at
-            append_attempt(self.study_dir, stack.record.id, reason, died=False, checkpointed_at=at)
+            attempt = AttemptEntry(stack.record.id, reason, died=False, checkpointed_at=at)
+            append_entries(self.study_dir, [attempt])
             return reason
         return None
 

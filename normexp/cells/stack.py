@@ -19,11 +19,13 @@ from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resum
 from normexp.cells.cell import Cell
 from normexp.cells.loggers import run_loggers, stack_loggers
 from normexp.records.environment import describe_environment
-from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
+from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
 from normexp.records.logs import messages_to_file
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import (
+    CONFIG_FILE,
     EMA_WEIGHTS_FILE,
+    EVALUATION_FILE,
     LOG_FILE,
     METRICS_FILE,
     WEIGHTS_FILE,
@@ -95,7 +97,7 @@ def train_together(
     """
     remove_leftovers(stack.record.directory)
     for cell, seed in stack.runs:
-        write_config(cell.directory, OmegaConf.to_yaml(cell.cfg, resolve=True))
+        write_text(cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.cfg, resolve=True))
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
     with messages_to_file(stack.record.directory / LOG_FILE):
         for note in notes:
@@ -171,7 +173,8 @@ def _record(stack: Stack, module: TrainingModule) -> None:
             if module.averaged is not None:
                 _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
         if cell.evaluation.kinds:
-            write_evaluation(run_dir, module.evaluator.content(module.metrics, index))
+            content = module.evaluator.content(module.metrics, index)
+            write_json(run_dir / EVALUATION_FILE, content)
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
         results.append(_result_of(stack, module, index, environment, timing))
     for result in results:

@@ -1,11 +1,16 @@
-"""Composes configs from overrides with Hydra, and explains Hydra's errors."""
+"""Composes the config of a cell: Hydra composes its choices, then each value is set and checked.
+
+The cells of a sweep share the composed choices. A mistake is a UserError with a remedy.
+"""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,9 +28,9 @@ from normexp.config.rules import (
     KEYS,
     OPEN_GROUPS,
     OPTIONAL_GROUPS,
-    READ,
     check_value,
     either,
+    is_read,
     refuse_type_change,
     suggest,
 )
@@ -38,10 +43,11 @@ FEW = 12  # most choices that a message lists
 
 # Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
 LAUNCHERS = {"ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"}
+OF_GRID = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that say what a sweep trains
 
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """The config of one cell, without Hydra's own keys; see `compose_cell`."""
+    """The config of one cell; see `compose_cell`."""
     return compose_cell(overrides, config_dirs)[0]
 
 
@@ -59,27 +65,28 @@ def compose_cell(
     """
     parsed = parse_overrides(overrides)
     for override in parsed:
-        _refuse_lone_sweep(override)
-    config = compose(overrides, config_dirs)
-    choices = config.hydra.runtime.choices
-    values = _plain(without_hydra(config))
-    _refuse_unread(config, choices)
-    defaults = _plain(_compose_choices(_choice_words(overrides), tuple(config_dirs)))
-    for override in parsed:
-        if not _is_choice(override) and not override.is_delete():
-            key = override.key_or_group
-            refuse_type_change(key, _select(defaults, key), _select(values, key))
-            _refuse_other_target(key, _select(defaults, key), choices)
-    if config.get("cells") is not None:
+        if override.is_sweep_override():
+            raise _lone_sweep(override)
+    base = compose_choices(parsed, config_dirs)
+    config = copy.deepcopy(base.config)
+    values = [override for override in parsed if not _is_choice(override)]
+    for override in values:
+        _set_value(config, override, base)
+    plain = _plain(config)
+    _refuse_unread(plain, base)
+    for override in values:
+        key = override.key_or_group
+        refuse_type_change(key, _select(base.defaults, key), _select(plain, key))
+    if plain.get("cells") is not None:
         raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
     with open_dict(config):
-        config.experiment = choices.get("experiment")  # for the loggers
-    if isinstance(config.get("study"), int | float):  # study=2026 names a folder
+        config.experiment = base.choices.get("experiment")  # for the loggers
+    if isinstance(plain.get("study"), int | float):  # study=2026 names a folder
         config.study = str(config.study)
-    return config, names_of(config, choices)
+    return config, _names_of(config, base.choices)
 
 
-def names_of(config: DictConfig, choices: Mapping[str, str | None]) -> dict[str, str]:
+def _names_of(config: DictConfig, choices: Mapping[str, str | None]) -> dict[str, str]:
     """The name of what each group holds: its choice, or the user's own class if that is `custom`.
 
     `my_package.MyNorm` is MyNorm, `my_package.load_stripes` is stripes; a name that a shipped
@@ -94,18 +101,7 @@ def names_of(config: DictConfig, choices: Mapping[str, str | None]) -> dict[str,
     return names
 
 
-def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """The config of `overrides`, with Hydra's own keys under `hydra`. Raises UserError."""
-    parsed = parse_overrides(overrides)
-    for override in parsed:
-        _refuse_bad_choice(override, config_dirs)
-    known = _compose_choices(_choice_words(overrides), tuple(config_dirs))
-    for override in parsed:
-        _refuse_bad_sign(override, known)
-    config = _compose(overrides, config_dirs, known)
-    if config.hydra.runtime.choices["hydra/launcher"] == "basic":
-        _refuse_hydra_keys(parsed)
-    return config
+# --- words ---------------------------------------------------------------------------------------
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -113,19 +109,21 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
+        key, equals, value = text.partition("=")
+        if text.startswith("~"):
+            key = key.lstrip("~")
+            raise UserError(f"{text}: a key cannot be removed; give it a value, as {key}=...")
+        if not key or not equals:
+            raise UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
         try:
             parsed += parser.parse_overrides([text])
         except HydraException:
-            raise _explain_syntax(text) from None
-        if not parsed[-1].key_or_group:
-            raise _explain_syntax(text)
+            if key == "study":  # quoted it would be refused as well
+                check_value(key, value, KEYS["study"].rule)
+            raise UserError(
+                f"{text}: the value cannot be read; quote it, as in '{key}=\"{value}\"'"
+            ) from None
     return parsed
-
-
-def without_hydra(config: DictConfig) -> DictConfig:
-    with open_dict(config):
-        del config["hydra"]
-    return config
 
 
 def quoted(text: str) -> str:
@@ -134,40 +132,107 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
+def _is_choice(override: Override) -> bool:
+    """True for a word that Hydra composes: it picks a file of a group, or sets a key of Hydra."""
+    key = override.key_or_group
+    return key in GROUPS or key.startswith(("hydra.", "hydra/")) or override.package is not None
+
+
+def _lone_sweep(override: Override) -> UserError:
+    """The error for several values without -m."""
+    remedy = "add -m to run each"
+    key, _, value = str(override.input_line).partition("=")
+    if "," in value and "(" not in value and (key not in GROUPS or key == "logger"):
+        remedy += f", or write {key}=[{value}] for one list"
+    return UserError(f"{override.input_line} names several values: {remedy}")
+
+
+# --- choices -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the choices of a line compose to, before its values are set.
+
+    Attributes:
+        config: every key, at its default.
+        hydra: Hydra's own keys.
+        choices: of each group.
+    """
+
+    config: DictConfig
+    hydra: DictConfig
+    choices: Mapping[str, str | None]
+
+    @cached_property
+    def launcher(self) -> str | None:
+        """The Hydra launcher that runs the cells; None for normexp's own workers."""
+        name = str(self.choices["hydra/launcher"])
+        if name not in ("basic", *LAUNCHERS):
+            raise _unknown_launcher(name)
+        return None if name == "basic" else name
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The values of `config`, resolved."""
+        return _plain(self.config)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Every dotted key of `config`."""
+        return list(dotted_keys(OmegaConf.to_container(self.config)))
+
+
+def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ()) -> Base:
+    """The config of the choices among the words, but for those that are swept. Raises UserError."""
+    chosen = [each for each in parsed if _is_choice(each) and not each.is_sweep_override()]
+    for override in chosen:
+        _check_choice(override, config_dirs)
+    base = _compose(tuple(str(each.input_line) for each in chosen), tuple(config_dirs))
+    if base.launcher is not None:
+        return base
+    for key in [override.key_or_group for override in chosen]:
+        if key not in (*GROUPS, "hydra/launcher") and not re.match(OF_GRID, key):
+            raise UserError(f"{key}: nothing reads this key of Hydra without hydra/launcher=...")
+    return base
+
+
+@lru_cache(maxsize=64)
+def _compose(choices: tuple[str, ...], config_dirs: tuple[str, ...]) -> Base:
+    check_config_dirs(config_dirs)
+    register_custom()
+    folders = ", ".join(quoted(f"file://{Path(folder).resolve()}") for folder in config_dirs)
+    search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
+            config = hydra.compose("config", [*search, *choices], return_hydra_config=True)
+    except (HydraException, YAMLError, ValueError) as error:
+        raise _explain(error, config_dirs) from error
+    own = config.hydra
+    with open_dict(config):
+        del config["hydra"]
+    return Base(config, own, dict(own.runtime.choices))
+
+
 @lru_cache(maxsize=1)
 def register_custom() -> None:
     """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
 
-    A YAML file could not do this, since Hydra refuses unknown keys in configs from files. The
-    target is called with its knobs by name, and also with:
-    - norm: its number of features and eps, both found by name; a probe finds its layout. The key
-      norm.view=sequence is not passed on: it shows the norm (B, T, C) as (B, C, T), not token by
-      token.
-    - model: `norm`, a NormFactory, and any of input_shape, num_outputs, vocab_size and block_size
-      that its signature names. Without the argument `norm`, its norms are replaced (those of the
-      classes in model.replace), and num_classes, in_channels and in_chans are known names too. The
-      keys model.replace and model.weights are not passed on.
-    - data: nothing else; it returns a `normexp.data.Data`.
-    - optim: the parameters, lr and weight_decay.
-    - schedule: step and total_steps; a scheduler class: the optimizer.
-    - callback: nothing else.
-    - logger (as logger.custom): save_dir, name, version, experiment_name and run_name, each if its
-      signature names it; `per` is not passed on: run for an instance per run, cell for one that
-      gets the mean over the seeds.
+    A YAML file could not do this, since Hydra refuses unknown keys in configs from files.
+    conf/README.md says what each target is called with.
     """
-    store = ConfigStore.instance()
-    for group in CUSTOM_GROUPS:
-        node: dict[str, Any] = {"_target_": "???"}
-        if group != "data":
-            node["_partial_"] = True
-        if group == "callback":  # or several, each with a _target_ of its own
-            node = {}
-        if group == "optim":
-            node |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
-            node |= DEFAULT_SCHEDULE
-        store.store("custom", DictConfig(node, flags={"struct": False}), group, provider="normexp")
-    own = DictConfig({"_target_": "???", "per": "run"}, flags={"struct": False})
-    store.store("custom", own, "logger", package="logger.custom", provider="normexp")
+    nodes: dict[str, dict[str, Any]] = {
+        group: {"_target_": "???", "_partial_": True} for group in CUSTOM_GROUPS
+    }
+    nodes["data"] = {"_target_": "???"}
+    nodes["callback"] = {}  # or several, each with a _target_ of its own
+    nodes["optim"] |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
+    nodes["optim"] |= DEFAULT_SCHEDULE
+    nodes["logger"] = {"_target_": "???", "per": "run"}
+    for group, node in nodes.items():
+        package = "logger.custom" if group == "logger" else None
+        content = DictConfig(node, flags={"struct": False})
+        ConfigStore.instance().store("custom", content, group, package, provider="normexp")
 
 
 @lru_cache(maxsize=256)
@@ -197,34 +262,142 @@ def shipped_config() -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
 
 
-def _is_choice(override: Override) -> bool:
-    """True if an override picks a file of a group rather than a value."""
-    return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra/")
+def _check_choice(override: Override, config_dirs: Sequence[str]) -> None:
+    """Refuses a group without a name, or added with +."""
+    key, text = override.key_or_group, override.input_line
+    if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
+        raise UserError(f"{text}: name each folder with --config-dir")
+    if key not in GROUPS:
+        return
+    if override.is_add() or override.is_force_add():
+        raise UserError(f"{text}: {key} is always there, write it without the +")
+    value = override.value()
+    names = value if key == "logger" and isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"{text}: {key} takes one name ({_listed(key, config_dirs)})")
 
 
-def _choice_words(overrides: Sequence[str]) -> tuple[str, ...]:
-    pairs = zip(overrides, parse_overrides(overrides), strict=True)
-    return tuple(text for text, parsed in pairs if _is_choice(parsed))
+def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
+    """The UserError for an error of Hydra while it composes choices."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error.missing_cfg_file, config_dirs)
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
+        return UserError(f"{cause.full_key}: unknown key")
+    if isinstance(error, MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
+    lines = [*str(error).splitlines(), *str(cause or "").splitlines()]
+    said = [line.strip() for line in lines if line.strip()] or [repr(error)]
+    return UserError(" ".join(said[:2]) if said[0].endswith(":") else said[0])
 
 
-@lru_cache(maxsize=64)
-def _compose_choices(choices: tuple[str, ...], config_dirs: tuple[str, ...]) -> DictConfig:
-    """The config before values are overridden; cached, since the cells of a sweep share it."""
-    check_config_dirs(config_dirs)
-    return without_hydra(_compose(choices, config_dirs, known=None))
+def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
+    group, _, name = file.partition("/")
+    if group not in GROUPS:
+        group, _, name = file.rpartition("/")
+        if group == "hydra/launcher":
+            return _unknown_launcher(name)
+        return UserError(f"{group}={name}: no such config")
+    hint = suggest(name, group_choices(group, config_dirs), most=3, cutoff=0.5)
+    told = [_listed(group, config_dirs)]
+    if group == "schedule":
+        told.append("a shape by name: optim.schedule=...")
+    if group in CUSTOM_GROUPS:
+        told.append(f"your own: {group}=custom {group}._target_=...")
+    return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({'; '.join(told)})")
 
 
-def _compose(
-    overrides: Sequence[str], config_dirs: Sequence[str], known: DictConfig | None
-) -> DictConfig:
-    register_custom()
-    folders = ", ".join(quoted(f"file://{Path(folder).resolve()}") for folder in config_dirs)
-    search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
+def _unknown_launcher(name: str) -> UserError:
+    if name in LAUNCHERS:
+        remedy = f"pip install 'normexp[{LAUNCHERS[name]}]'"
+        return UserError(f"hydra/launcher={name} is not installed; {remedy}")
+    known = ", ".join(["basic", *LAUNCHERS])
+    return UserError(f"hydra/launcher={name}: no such launcher (choices: {known})")
+
+
+def _listed(group: str, config_dirs: Sequence[str]) -> str:
+    """The choices of a group, or where to find them if they are many."""
+    choices = group_choices(group, config_dirs)
+    if len(choices) > FEW:
+        return f"normexp.train --help lists all {len(choices)}"
+    return f"choices: {', '.join(choices) or 'none'}"
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _set_value(config: DictConfig, override: Override, base: Base) -> None:
+    """Sets the value of one word. Raises UserError for a key that cannot be set."""
+    key, text = override.key_or_group, override.input_line
+    if override.is_add() and key in base.keys:
+        raise UserError(f"{text}: the key exists, write it without the +")
+    group, _, leaf = key.partition(".")
+    is_shipped = group in CUSTOM_GROUPS and base.choices.get(group) != "custom"
+    if leaf == "_target_" and is_shipped and _select(base.defaults, key) is not None:
+        raise UserError(  # else records would name the other class as the choice
+            f"{key} is set, but {group}={base.choices.get(group)} has a target of its own; "
+            f"try {group}=custom {key}=..."
+        )
+    is_new = override.is_add() or override.is_force_add()
     try:
-        with hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
-            return hydra.compose("config", [*search, *overrides], return_hydra_config=True)
-    except (HydraException, YAMLError, ValueError) as error:
-        raise _explain(error, known, overrides, config_dirs) from error
+        OmegaConf.update(config, key, override.value(), force_add=is_new)
+    except (ConfigAttributeError, ConfigKeyError) as error:
+        raise _unknown_key(error.full_key or key, base) from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{text}: {str(error.msg).splitlines()[0]}") from error
+
+
+def _refuse_unread(plain: dict[str, Any], base: Base) -> None:
+    """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
+    if not plain.keys() >= {*OPEN_GROUPS}:  # a YAML put its keys at the top: `validate` says so
+        return
+    if "experiment" in plain and (recipe := base.choices.get("experiment")):
+        raise UserError(
+            f"experiment={recipe}: nothing reads its keys; let its YAML begin with the line "
+            "`# @package _global_`"
+        )
+    for key in dotted_keys(plain):
+        if not is_read(key):
+            raise _unknown_key(key, base)
+
+
+def _unknown_key(key: str, base: Base) -> UserError:
+    """The error for a key that is not there, with the key or the choice that may be meant."""
+    parent, _, leaf = key.rpartition(".")
+    names = [name for name in base.keys if is_read(name)]
+    same = [name for name in names if _leaf(name) == leaf]
+    if key in OPTIONAL_GROUPS:  # `key` itself or a key below it was set
+        rest = f", or did you mean {either(same)}?" if same else ""
+        return UserError(f"{key}: this training has none; choose one, as {key}=custom{rest}")
+    if remedy := ELSEWHERE.get(leaf) or _missing_line(key):
+        return UserError(f"{key}: unknown key; {remedy}")
+    siblings = [_leaf(name) for name in names if name.rpartition(".")[0] == parent]
+    if parent and not siblings:
+        return UserError(f"{key}: unknown key; {parent} has no keys below it")
+    hint = "" if same else suggest(leaf, siblings, prefix=f"{parent}." if parent else "")
+    alike = same or [name for name in names if suggest(leaf, [_leaf(name)], cutoff=0.8)]
+    if hint or alike:
+        return UserError(f"{key}: unknown key; {hint or f'did you mean {either(alike)}?'}")
+    if not parent:
+        return UserError(f"{key}: unknown key; --help lists the keys of a training")
+    listed = ", ".join(name for name in siblings if not name.startswith("_")) or "none"
+    if parent in CUSTOM_GROUPS:  # its keys depend on the choice, which the line may not name
+        parent = f"{parent}={base.choices.get(parent)}"
+        listed += f"; +{key}=... passes it on"
+    return UserError(f"{key}: unknown key ({parent} has {listed})")
+
+
+def _missing_line(key: str) -> str:
+    """Which of the two lines of a new knob is missing; empty if it has none."""
+    if key in dotted_keys(shipped_config()):
+        return "conf/config.yaml has it; add its rule to KEYS in normexp/config/rules.py"
+    if key in KEYS and key.partition(".")[0] in ("tune", key):
+        return "normexp/config/rules.py has its rule; add its default to conf/config.yaml"
+    return ""
+
+
+# --- trees ---------------------------------------------------------------------------------------
 
 
 def _plain(config: DictConfig) -> Any:
@@ -246,201 +419,19 @@ def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
             yield from parts_with_target(value)
 
 
+def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Every key of nested dicts, as `optim` and `optim.momentum`."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield f"{prefix}{name}"
+            yield from dotted_keys(value, f"{prefix}{name}.")
+
+
 def _select(tree: Any, key: str) -> Any:
     """The value at a dotted key of nested dicts; None if there is none."""
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
-
-
-# --- mistakes ---------------------------------------------------------------------------------
-
-
-def _explain_syntax(text: str) -> UserError:
-    """Returns the error for a word that Hydra's grammar cannot read."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        return UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
-    if key == "study":  # quoted it would be refused as well
-        check_value(key, value, KEYS["study"].rule)
-    return UserError(f"{text}: the value cannot be read; quote it, as in '{key}=\"{value}\"'")
-
-
-def _refuse_lone_sweep(override: Override) -> None:
-    """Refuses several values without -m."""
-    if not override.is_sweep_override():
-        return
-    remedy = "add -m to run each"
-    key, _, value = str(override.input_line).partition("=")
-    if "," in value and "(" not in value and (key not in GROUPS or key == "logger"):
-        remedy += f", or write {key}=[{value}] for one list"
-    raise UserError(f"{override.input_line} names several values: {remedy}")
-
-
-def _refuse_bad_choice(override: Override, config_dirs: Sequence[str]) -> None:
-    """Refuses a group without a name, and a group added with +."""
-    key, text = override.key_or_group, override.input_line
-    if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
-        raise UserError(f"{text}: name each folder with --config-dir")
-    if key not in GROUPS or override.is_sweep_override():
-        return
-    if override.is_add() or override.is_force_add():
-        raise UserError(f"{text}: {key} is always there, write it without the +")
-    if override.is_delete():
-        return
-    value = override.value()
-    names = value if key == "logger" and isinstance(value, list) else [value]
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"{text}: {key} takes one name ({_listed(key, config_dirs)})")
-
-
-def _refuse_bad_sign(override: Override, known: DictConfig) -> None:
-    """Refuses to add a key that exists, and to remove one: a missing key has its default."""
-    key, text = override.key_or_group, override.input_line
-    if override.is_add() and key in _walk(known):
-        raise UserError(f"{text}: the key exists, write it without the +")
-    if override.is_delete() and key != "experiment":
-        raise UserError(f"{text}: a key cannot be removed; give it a value, as {key}=...")
-
-
-def _refuse_hydra_keys(parsed: Sequence[Override]) -> None:
-    """Refuses Hydra's own keys that are not read, as no launcher runs the cells."""
-    for key in [override.key_or_group for override in parsed]:
-        if (
-            key != "hydra/launcher"
-            and re.match(r"hydra[./]", key)
-            and not re.match(r"hydra\.(mode|sweeper\.params\b)", key)
-        ):
-            raise UserError(f"{key}: nothing reads this key of Hydra without hydra/launcher=...")
-
-
-def _refuse_unread(config: DictConfig, choices: Mapping[str, str | None]) -> None:
-    """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
-    known = list(_walk(config))
-    if not set(OPEN_GROUPS) <= set(known):  # a YAML put its keys at the top: `validate` says so
-        return
-    if "experiment" in known and (recipe := choices.get("experiment")):
-        raise UserError(
-            f"experiment={recipe}: nothing reads its keys; let its YAML begin with the line "
-            "`# @package _global_`"
-        )
-    for key in known:
-        is_open = key.partition(".")[0] in (*OPEN_GROUPS, *OPTIONAL_GROUPS)
-        if not is_open and not key.startswith("logger.custom.") and key not in READ:
-            raise _unknown_key(key, [name for name in known if name in READ])
-
-
-def _refuse_other_target(key: str, default: Any, choices: Mapping[str, str]) -> None:
-    """Refuses `norm=batch norm._target_=...`: records would name the other norm `batch`."""
-    group, _, leaf = key.partition(".")
-    if leaf != "_target_" or group not in CUSTOM_GROUPS or choices.get(group) == "custom":
-        return
-    if default not in (None, "???"):
-        raise UserError(
-            f"{key} is set, but {group}={choices.get(group)} has a target of its own; "
-            f"try {group}=custom {key}=..."
-        )
-
-
-def _explain(
-    error: Exception,
-    known: DictConfig | None,
-    overrides: Sequence[str],
-    config_dirs: Sequence[str],
-) -> UserError:
-    """Returns the UserError for an error of Hydra; `known` is the config without overrides."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _unknown_choice(error.missing_cfg_file, config_dirs)
-    cause = error.__cause__
-    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-        if known is None:
-            return _unknown_key(cause.full_key, [])
-        chosen = _compose(_choice_words(overrides), config_dirs, known=None).hydra.runtime.choices
-        return _unknown_key(cause.full_key, list(_walk(known)), chosen)
-    if isinstance(error, MarkedYAMLError) and error.problem_mark:
-        mark = error.problem_mark
-        return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
-    lines = [*str(error).splitlines(), *str(cause or "").splitlines()]
-    said = [line.strip() for line in lines if line.strip()] or [repr(error)]
-    return UserError(" ".join(said[:2]) if said[0].endswith(":") else said[0])
-
-
-def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
-    group, _, name = PurePosixPath(file).as_posix().partition("/")
-    if group not in GROUPS:
-        group, _, name = file.rpartition("/")
-        if group == "hydra/launcher":
-            return unknown_launcher(name)
-        return UserError(f"{group}={name}: no such config")
-    choices = group_choices(group, config_dirs)
-    hint = suggest(name, choices, most=3, cutoff=0.5)
-    listed = _listed(group, config_dirs)
-    own = f"; your own: {group}=custom {group}._target_=..." if group in CUSTOM_GROUPS else ""
-    if group == "schedule":
-        own = f"; a shape by name: optim.schedule=...{own}"
-    return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({listed}{own})")
-
-
-def unknown_launcher(name: str) -> UserError:
-    """The error for a launcher that is not installed, or not known."""
-    if name in LAUNCHERS:
-        remedy = f"pip install 'normexp[{LAUNCHERS[name]}]'"
-        return UserError(f"hydra/launcher={name} is not installed; {remedy}")
-    known = ", ".join(["basic", *LAUNCHERS])
-    return UserError(f"hydra/launcher={name}: no such launcher (choices: {known})")
-
-
-def _listed(group: str, config_dirs: Sequence[str]) -> str:
-    """The choices of a group, or where to find them if they are many."""
-    choices = group_choices(group, config_dirs)
-    if len(choices) > FEW:
-        return f"normexp.train --help lists all {len(choices)}"
-    return f"choices: {', '.join(choices) or 'none'}"
-
-
-def _unknown_key(
-    key: str, names: Sequence[str], choices: Mapping[str, str] | None = None
-) -> UserError:
-    """Names the nearest keys on the same level, otherwise similar keys on other levels."""
-    if key.startswith("hydra."):
-        return UserError(f"{key}: unknown key")
-    parent, _, leaf = key.rpartition(".")
-    if key in OPTIONAL_GROUPS:  # `key` itself or a key below it was set
-        others = " or ".join(name for name in names if _leaf(name) == key)
-        rest = f", or did you mean {others}?" if others else ""
-        return UserError(f"{key}: this training has none; choose one, as {key}=custom{rest}")
-    if leaf in ELSEWHERE:
-        return UserError(f"{key}: unknown key; {ELSEWHERE[leaf]}")
-    siblings = [name for name in names if name.rpartition(".")[0] == parent]
-    if parent and not siblings:
-        return UserError(f"{key}: unknown key; {parent} has no keys below it")
-    elsewhere = [name for name in names if _leaf(name) == leaf]
-    alike = [name for name in names if suggest(leaf, [_leaf(name)], cutoff=0.8)]
-    prefix = f"{parent}." if parent else ""
-    hint = "" if elsewhere else suggest(leaf, map(_leaf, siblings), prefix=prefix)
-    if not hint and (elsewhere or alike):
-        hint = f"did you mean {either(elsewhere or alike)}?"
-    if hint:
-        return UserError(f"{key}: unknown key; {hint}")
-    if not parent:
-        return UserError(f"{key}: unknown key; --help lists the keys of a training")
-    listed = ", ".join(_leaf(name) for name in siblings if not _leaf(name).startswith("_"))
-    own = parent in CUSTOM_GROUPS  # its keys depend on the choice, which the line may not name
-    more = f"; +{key}=... passes it on" if own else ""
-    group = f"{parent}={choices[parent]}" if own and choices else parent
-    return UserError(f"{key}: unknown key ({group} has {listed or 'none'}{more})")
-
-
-def _walk(config: DictConfig) -> Iterator[str]:
-    """Every dotted key of a config."""
-
-    def below(tree: Any, prefix: str) -> Iterator[str]:
-        if isinstance(tree, dict):
-            for name, value in tree.items():
-                yield f"{prefix}{name}"
-                yield from below(value, f"{prefix}{name}.")
-
-    return below(OmegaConf.to_container(config), "")
 
 
 def _leaf(name: str) -> str:

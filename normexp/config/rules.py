@@ -1,7 +1,7 @@
 """Every key of the command line: its values, its unit, and whether it defines a training.
 
-A new knob takes a line in conf/config.yaml (default and meaning) and a line in `KEYS`. `OPTIONS`
-has the keys of the entries without a config (check, evaluate, report, status).
+A new knob takes a line in conf/config.yaml (default and meaning), a line in `KEYS`, and code that
+reads it. `OPTIONS` has the keys of the entries without a config (check, evaluate, report, status).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from normexp.batching.sizes import Sizes
-from normexp.config.place import place_among
+from normexp.config.process import place_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
@@ -215,11 +215,8 @@ REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warm
 
 OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
 OPEN_GROUPS = ("norm", "model", "data", "optim")  # their targets' signatures say what they take
-# Every other key that something reads, and the groups that hold them.
-READ = {
-    *(key[: found.start()] for key in KEYS for found in re.finditer(r"\.|$", key)),
-    *("logger.csv", "logger.tensorboard"),
-}
+LOGGERS = ("logger.csv", "logger.tensorboard")  # without a key of their own
+
 # Keys of Lightning and of other tools, and what does the same here.
 ELSEWHERE = {
     **dict.fromkeys(("max_epochs", "num_epochs", "min_epochs"), "set epochs=..."),
@@ -245,6 +242,13 @@ ELSEWHERE = {
     "learning_rate": "set lr=...",
     "gpus": "set trainer=gpu",
 }
+
+
+def is_read(key: str) -> bool:
+    """True if something reads a dotted key: one of `KEYS`, a group of them, or a target."""
+    if key.partition(".")[0] in (*OPEN_GROUPS, *OPTIONAL_GROUPS) or key in (*KEYS, *LOGGERS):
+        return True
+    return key.startswith("logger.custom.") or any(name.startswith(f"{key}.") for name in KEYS)
 
 
 def in_identity(key: str) -> bool:
@@ -388,29 +392,23 @@ def check_value(key: str, value: Any, rule: Rule, unit: str = "") -> None:
 
 
 def refuse_type_change(key: str, default: Any, value: Any) -> None:
-    """Refuses a value of another type than its default: bool, number, list or group.
+    """Refuses a value of another type than its default: bool, number, list or group of keys.
 
     A null or text default allows any type.
     """
-    kind = next((kind for kind in _KINDS if isinstance(default, kind)), None)
-    if kind is None or value is None:
-        return
-    if isinstance(value, bool):
-        fits = kind is bool
-    else:
-        fits = isinstance(value, int | float if kind is float else kind)
-    if not fits:
-        like = "" if kind is dict else f", as its default {as_typed(default)}"
-        raise UserError(f"{key}={as_typed(value)}: must be {_KINDS[kind]}{like}")
+    like = next((rule for kind, rule in LIKE_DEFAULT.items() if isinstance(default, kind)), None)
+    if like is not None and value is not None and not like.holds(value):
+        shown = "" if isinstance(default, dict) else f", as its default {as_typed(default)}"
+        raise UserError(f"{key}={as_typed(value)}: must be {like.wanted}{shown}")
 
 
-# In this order, since a bool is an int to Python.
-_KINDS: dict[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    list: "a list",
-    dict: "a group of keys",
+# The values of a knob without a rule, by the type of its default; first bool, which is an int.
+LIKE_DEFAULT: dict[type, Rule] = {
+    bool: FLAG,
+    int: Rule(_is_whole, "a whole number"),
+    float: Rule(lambda v: _is_whole(v) or isinstance(v, float), "a number"),
+    list: Rule(lambda v: isinstance(v, list), "a list"),
+    dict: Rule(lambda v: isinstance(v, dict), "a group of keys"),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.config.place import is_under_agent
+from normexp.config.process import is_under_agent
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
@@ -35,7 +35,7 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
     """
     import wandb
 
-    from normexp.training.loggers import resolve_mode  # torch
+    from normexp.training.recorder import resolve_mode  # torch
 
     if outcome.directory is None or not outcome.results:
         return

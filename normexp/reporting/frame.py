@@ -14,7 +14,7 @@ import pandas as pd
 
 from normexp.errors import UserError
 from normexp.records.files import read_json
-from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, Study, find_study, seed_of
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list_runs, seed_of
 from normexp.records.result import read_run
 from normexp.reporting.metric import Metric
 
@@ -72,7 +72,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
         root = find_study(runs_dir, name)
         own, broken, begun = [], [], []
         seeds[name] = set()
-        for run_dir in Study(root).list_runs():
+        for run_dir in list_runs(root):
             if not (run_dir / RESULT_FILE).exists():
                 begun.append(run_dir)
                 continue

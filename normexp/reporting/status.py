@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.titles import tell_apart
+from normexp.config.spec import tell_apart
 from normexp.records.history import CommandEntry
 from normexp.records.state import STATES, CellState, StudyStatus, is_search
 

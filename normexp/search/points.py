@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from normexp.config.compose import compose_cell, parse_overrides
-from normexp.config.grid import expand_overrides, is_searched, read_grid
-from normexp.config.place import place_among
+from normexp.config.compose import compose_cell, compose_config
+from normexp.config.grid import is_searched, read_grid
+from normexp.config.process import place_among
 from normexp.config.rules import KEYS, either, in_identity, validate_keys
 from normexp.config.space import Space, read_space
 from normexp.config.spec import CellSpec, Command, config_dir_words
@@ -33,14 +32,13 @@ class Search:
     Attributes:
         fixed: the overrides of every cell, including `grid`.
         grid: the overrides that distinguish this search from the others of the command.
-        base: the config at the first value of each key, and the name chosen in each group.
+        base: the config at the first value of each key.
     """
 
     fixed: tuple[str, ...]
     grid: tuple[str, ...]
     space: Space
     base: DictConfig
-    choices: Mapping[str, str]
     config_dirs: tuple[str, ...]
 
     @property
@@ -61,14 +59,8 @@ class Search:
         words = words_of(point)
         title = " ".join([*self.grid, *words])
         overrides = (*self.fixed, *words)
-        values = parse_overrides(words)
         try:
-            if all(value.key_or_group in KEYS for value in values):  # ten times faster
-                cfg, choices = copy.deepcopy(self.base), self.choices
-                for value in values:
-                    OmegaConf.update(cfg, value.key_or_group, value.value())
-            else:
-                cfg, choices = compose_cell(overrides, self.config_dirs)
+            cfg, choices = compose_cell(overrides, self.config_dirs)
         except UserError as error:
             return CellSpec(None, {}, title, str(error), overrides)
         if not is_report:
@@ -91,7 +83,7 @@ def plan_searches(command: Command) -> list[Search]:
     Raises:
         UserError: nothing to search, a value that cannot be used, overlapping seeds.
     """
-    grid = read_grid(command.overrides, command.config_dirs)
+    grid = read_grid(command)
     searched = [override for override in grid.overrides if is_searched(override)]
     if not searched:
         raise UserError(
@@ -104,18 +96,14 @@ def plan_searches(command: Command) -> list[Search]:
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
     rest = [override for override in grid.overrides if not is_searched(override)]
-    lines = [
-        [*listed, *line]
-        for listed in grid.cells
-        for line in expand_overrides(rest, command.config_dirs)
-    ]
+    lines = grid.lines(rest)
     shared = set(lines[0]).intersection(*map(set, lines))
     searches = []
     for line in lines:
-        base, choices = compose_cell([*line, *words_of(space.first)], command.config_dirs)
+        base = compose_config([*line, *words_of(space.first)], command.config_dirs)
         check_settings(base)
         own = tuple(word for word in line if word not in shared)
-        search = Search(tuple(line), own, space, base, choices, tuple(command.config_dirs))
+        search = Search(tuple(line), own, space, base, tuple(command.config_dirs))
         searches.append(search)
     _check_values(searches[0])
     return searches

@@ -12,8 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from normexp.config.spec import Outcome
-from normexp.config.titles import spoken
+from normexp.config.spec import Outcome, spoken
 from normexp.records.logs import OnceFilter, messages_to
 from normexp.sweeps.crew import Seat
 
@@ -69,10 +68,12 @@ class Display(logging.Handler):
         done = sum(self.counts.values())
         count = f"[{done}/{len(self.titles)}]"
         duration = f" in {spoken(outcome.seconds)}" if outcome.status == "finished" else ""
-        error = f": {outcome.error}" if outcome.error else ""
+        word, _, rest = outcome.error.partition(": ")  # a refused word, which the title may have
+        told = rest if word in title.split() else outcome.error
+        error = f": {told}" if told else ""
         left = self.time_left(len(self.titles) - done)
-        rest = f", {left} left" if left and self.live is None else ""
-        self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{rest}")
+        time_left = f", {left} left" if left and self.live is None else ""
+        self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{time_left}")
 
     def time_left(self, num_cells: int, at_work: Sequence[Seat] = ()) -> str:
         """The time left, estimated from the mean time of finished cells.

@@ -14,7 +14,7 @@ import pytest
 
 from normexp.cells.plan import check_norm_batch_size, place_on_one_device, plan_training, sizes_of
 from normexp.config.compose import compose_config
-from normexp.config.place import place_among
+from normexp.config.process import place_among
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, place_of_command
 from normexp.errors import UserError

@@ -107,6 +107,7 @@ def test_a_default_that_is_typed_has_the_id_of_one_that_is_not():
         (f"callback=custom callback._target_={MODULE}.Step", "fails: TypeError|argument"),
         ("callback=custom", "^callback._target_ is missing"),
         ("callback=early_stopping callback.monitor=loss", "monitor=loss is not a metric"),
+        ("callback=early_stopping callback.patience=-1", "^callback.patience=-1: must be a whole"),
         ("schedule=wsd", "optim.schedule="),
     ],
 )

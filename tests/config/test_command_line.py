@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from normexp.cli import ask_hydra, parse_command, read_options, run_entry
 from normexp.complete import complete
 from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_text
-from normexp.config.imports import importing_torch
+from normexp.config.process import importing_torch
 from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
 from normexp.norms.slots import PLACEMENTS
@@ -116,6 +117,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     out, err = capsys.readouterr()
     assert err.startswith("normexp: ") and err.count("\n") == 1 and out == ""
     assert part in err
+
+
+def test_a_reader_that_goes_is_no_traceback():
+    """As in `--help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", "normexp.status", "--help"]
+    with os.fdopen(writer) as stdout:
+        done = subprocess.run(run, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == ""
 
 
 def raises(error: BaseException):

@@ -107,7 +107,7 @@ def test_defaults_are_those_of_the_design():
 @pytest.mark.parametrize(
     ("line", "values"),
     [
-        ("eps=0 max_grad_norm=1 stack=true ~experiment", (0, 1, True)),
+        ("eps=0 max_grad_norm=1 stack=true", (0, 1, True)),
         ("optim=adamw batch_size=6 norm_batch_size=3", (1e-5, None, "auto")),
     ],
 )

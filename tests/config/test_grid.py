@@ -42,8 +42,14 @@ def test_each_kind_of_sweep_is_listed(sweep: str, values: list[str]):
     assert expand_grid([sweep]) == [[f"{key}={value}"] for value in values]
 
 
-def test_deletion_and_addition_keep_their_sign():
-    assert expand_grid(["~experiment", "+optim.extra=1"]) == [["~experiment", "+optim.extra=1"]]
+def test_addition_keeps_its_sign():
+    assert expand_grid(["+optim.extra=1"]) == [["+optim.extra=1"]]
+
+
+def test_a_knob_is_that_of_the_swept_choice():
+    words = ["-m", "norm=group,group_ws", "norm.num_groups=4"]
+    groups = [cell.cfg.norm.num_groups for cell in compose_cells(parse_command(words)) if cell.cfg]
+    assert groups == [4, 4]
 
 
 def test_glob_lists_the_users_own_norm_but_not_custom(tmp_path: Path):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from normexp.records.files import write_config
-from normexp.records.history import append_command
+from normexp.records.files import write_text
+from normexp.records.history import CommandEntry, append_entries
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result, write_result
 from normexp.reporting.cells import build_cells
@@ -87,7 +87,7 @@ def write_cell(
         write_result(
             folder, Result(cell_id=cell.name, seed=seed, status=status, config=record, **content)
         )
-    write_config(cell, f"norm: {norm}\n")
+    write_text(cell / "config.yaml", f"norm: {norm}\n")
     return cell
 
 
@@ -111,7 +111,7 @@ def write_study(
         return dict(enumerate((level + effect + rng.normal(0, 0.004, num_seeds)).tolist()))
 
     (root / study).mkdir(parents=True)
-    append_command(root / study, ["normexp-train", "-m"], {}, "one")
+    append_entries(root / study, [CommandEntry(["normexp-train", "-m"], "one", {})])
     largest, smallest = max(sizes), min(sizes)
     place: dict[str, Any] = {"study": study, "with_history": True}
     for size in sizes:

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
-from normexp.config.spec import Outcome
-from normexp.config.titles import spoken, tell_apart, title_of
+from normexp.config.spec import Outcome, spoken, tell_apart, title_of
 from normexp.records.state import shared_words
 from normexp.sweeps import display as module
 from normexp.sweeps.display import Display
@@ -37,9 +36,11 @@ def test_a_line_counts_the_cells_and_says_why(capsys: pytest.CaptureFixture[str]
     with Display(["norm=a", "norm=b", "norm=c"]) as display:
         display.ended("norm=a", Outcome("finished", "a", seconds=12.0))
         display.ended("norm=b", Outcome("failed", "b", error="killed by signal 9"))
+        display.ended("norm=c lr=x", Outcome("refused", "c", error="lr=x: must be a number"))
     assert capsys.readouterr().err.splitlines() == [
         "[1/3] finished norm=a in 12 s, 24 s left",
         "[2/3] failed   norm=b: killed by signal 9, 12 s left",
+        "[3/3] refused  norm=c lr=x: must be a number",
     ]
 
 
