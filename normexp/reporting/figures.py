@@ -10,6 +10,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
+from normexp.reporting.cells import summarize
 from normexp.reporting.charts import (
     DARK,
     HEIGHT,
@@ -31,7 +32,7 @@ from normexp.reporting.charts import (
     tooltip,
 )
 from normexp.reporting.curves import draw_history
-from normexp.reporting.frame import metric_names, paired_values, summarize, values_of
+from normexp.reporting.frame import metric_names, paired_values, values_of
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, order_norms

@@ -15,6 +15,7 @@ import pandas as pd
 from normexp.config.rules import counted
 from normexp.errors import UserError
 from normexp.records.history import History, read_history
+from normexp.reporting.cells import build_cells
 from normexp.reporting.charts import Figure
 from normexp.reporting.compare import Change, compare_studies, difference_table
 from normexp.reporting.curves import read_curves, seed_curves
@@ -23,7 +24,7 @@ from normexp.reporting.frame import StudyRecords, config_columns, metric_names, 
 from normexp.reporting.metric import choose_metric, describe_metric, require_metric
 from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.sentences import Answer, answer_slices
-from normexp.reporting.slices import build_cells, build_slices
+from normexp.reporting.slices import build_slices
 from normexp.reporting.style import assign_styles
 from normexp.reporting.tables import (
     Table,

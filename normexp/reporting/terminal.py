@@ -42,17 +42,11 @@ def open_console() -> Console:
     return console
 
 
-def text_table(
-    columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    *,
-    wrapped: Iterable[str] = (),
-    **options: Any,
-) -> Table:
-    """A table without rules whose texts may hold brackets."""
+def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> Table:
+    """A table without rules, whose texts may hold brackets."""
     table = Table(box=None, **options)
     for column in columns:
-        table.add_column(Text(column), no_wrap=column not in wrapped)
+        table.add_column(Text(column))
     for row in rows:
         table.add_row(*map(Text, row))
     return table
