@@ -21,7 +21,7 @@ from normexp.build import (
     build_network,
     build_norm,
     check_trainer,
-    logger_maker,
+    logger_target,
 )
 from normexp.cells.naming import id_of, identity_of, record_of
 from normexp.cells.plan import (
@@ -142,7 +142,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
     asked, cfg = cfg, WatchedConfig(cfg)
     check_trainer(cfg)
     if "custom" in cfg.logger:
-        logger_maker(cfg)  # refuses what the target does not take
+        logger_target(cfg)  # refuses what the target does not take
     data, data_digest = load_data(cfg)
     files_digest = with_weights(data_digest, cfg.model)
     plan = plan_training(cfg, len(data.train))

@@ -25,7 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from normexp.build import plain
 from normexp.cells.assembly import OnSteps, fitting_replicas
 from normexp.cells.cell import prepare_cell
 from normexp.cells.naming import choices_in
@@ -33,6 +32,7 @@ from normexp.cells.plan import num_devices_of
 from normexp.cells.stack import Stack, follow_stack, train_together
 from normexp.config.process import place_among
 from normexp.config.spec import CellSpec, one_line
+from normexp.config.target import plain
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.build import plain
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.load import load_config, load_weights
@@ -20,6 +19,7 @@ from normexp.cells.naming import choices_in
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
 from normexp.config.rules import OPTIONS
+from normexp.config.target import plain
 from normexp.errors import UserError
 from normexp.records.files import read_json, refusing_denied, write_evaluation
 from normexp.records.paths import (

@@ -13,7 +13,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from normexp.batching.sizes import Sizes
-from normexp.build import build_schedule, plain
+from normexp.build import build_schedule
 from normexp.cells.plan import Plan, num_devices_of
 from normexp.config.compose import (
     parts_with_target,
@@ -22,6 +22,7 @@ from normexp.config.compose import (
     shipped_targets,
 )
 from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
+from normexp.config.target import plain
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS
 from normexp.records.identity import (

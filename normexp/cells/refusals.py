@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normexp.batching.replicas import model_arguments
 from normexp.batching.speed import stacks
-from normexp.build import build_callbacks, build_optimizer, build_schedule, plain
+from normexp.build import build_callbacks, build_optimizer, build_schedule
 from normexp.cells.naming import OPTIM_SCHEDULE
 from normexp.cells.plan import Plan
 from normexp.checks.integrity import check_optimizer as check_covered
@@ -23,6 +23,7 @@ from normexp.checks.probe import fixed_draws
 from normexp.checks.sites import probe_batch
 from normexp.config.compose import DEFAULT_SCHEDULE, shipped_config, shipped_defaults
 from normexp.config.rules import as_typed, in_identity
+from normexp.config.target import plain
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory

@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from normexp.batching.speed import suitable_threads
-from normexp.build import plain
 from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
 from normexp.cells.cell import Cell
 from normexp.cells.loggers import run_loggers, stack_loggers
+from normexp.config.target import plain
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_config, write_evaluation
 from normexp.records.logs import messages_to_file

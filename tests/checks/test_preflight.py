@@ -38,6 +38,7 @@ from normexp.checks.preflight import (
 )
 from normexp.checks.sites import enter_sites, measure_reaches, probe_batch
 from normexp.config.compose import compose_cell
+from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
@@ -200,7 +201,7 @@ def test_modules_that_sites_share_are_noted_and_seeds_do_not_share_them(
     def make(norm: NormFactory) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), norm(WIDTH), norm(WIDTH))
 
-    build = NetworkBuilder(partial(make, NormFactory(lambda _: shared)), "make")
+    build = NetworkBuilder(Target("model", "make", partial(make, NormFactory(lambda _: shared))))
     first, second = build(0), build(1)
     traits_of(nn.Sequential(first, nn.Linear(WIDTH, 3)), image_data())
     assert "0.2, 0.3 are one module" in caplog.text
