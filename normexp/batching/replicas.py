@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -89,7 +89,6 @@ class Replicas(nn.Module, ABC):
         """Active dropout modules in one network."""
         return len(self._dropouts[0])
 
-    @abstractmethod
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
         """Sets the noise of the next forward.
 
@@ -97,6 +96,10 @@ class Replicas(nn.Module, ABC):
             keys: one per dropout and replica, int64 (num_dropouts, S).
             first_sample: index of the forward's first sample within the optimizer step.
         """
+        for index, modules in enumerate(self._dropouts):
+            for key, dropout in zip(keys, modules, strict=True):
+                dropout.key.copy_(key if self.is_stacked else key[index])
+                dropout.first_sample.fill_(first_sample)
 
     def read_buffers(self) -> list[State]:
         """Copies of the buffers of each tree."""
@@ -126,23 +129,25 @@ class InTurn(Replicas):
         self._foreign_seeds: Sequence[int] | None = None
 
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
-        parts = [batch if shared else _batch_of(batch, i) for i in range(self.num_replicas)]
-        rows = [function(self._run(i, part), part) for i, part in enumerate(parts)]
-        return _stack_rows(rows)
+        every = range(self.num_replicas)
+        rows = [self._measure_one(i, batch, function, shared=shared) for i in every]
+        if isinstance(rows[0], Tensor):
+            return torch.stack(rows)  # type: ignore[arg-type]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}  # type: ignore[index]
 
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """As the base class, but holds the activations of one network at a time."""
-        losses = []
-        for index in range(self.num_replicas):
-            own = _batch_of(batch, index)
-            losses.append(backward(loss(self._run(index, own), own), weight))
-        return torch.stack(losses)
+        every = range(self.num_replicas)
+        return torch.stack([backward(self._measure_one(i, batch, loss), weight) for i in every])
 
-    def _run(self, index: int, batch: Batch) -> Tensor:
+    def _measure_one(
+        self, index: int, batch: Batch, function: Measure[T], *, shared: bool = False
+    ) -> T:
         network = self.trees[index]
+        own = batch if shared else {name: value[index] for name, value in batch.items()}
         if self._foreign_seeds is not None and network.training:
             torch.manual_seed(self._foreign_seeds[index])
-        return network(*model_arguments(batch))
+        return function(network(*model_arguments(own)), own)
 
     def seed_foreign_draws(self, seeds: Sequence[int]) -> None:
         """Seeds torch's global generator before each training forward of replica r by seeds[r]."""
@@ -157,12 +162,6 @@ class InTurn(Replicas):
 
     def gradient_norms(self) -> Tensor:
         return torch.stack([nn.utils.get_total_norm(_gradients(own)) for own in self.trees])
-
-    def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        for index, modules in enumerate(self._dropouts):
-            for key, dropout in zip(keys, modules, strict=True):
-                dropout.key.copy_(key[index])
-                dropout.first_sample.fill_(first_sample)
 
 
 class Stacked(Replicas):
@@ -196,7 +195,8 @@ class Stacked(Replicas):
 
     def replica(self, index: int) -> nn.Module:
         own = copy.deepcopy(self.network)
-        _replace_tensors(own, lambda tensor: tensor[index].clone())
+        for _, tensor in _named_tensors(own):
+            tensor.data = tensor.detach()[index].clone()
         return own
 
     def clip_gradients(self, max_norm: float) -> None:
@@ -208,11 +208,6 @@ class Stacked(Replicas):
     def gradient_norms(self) -> Tensor:
         squares = [g.reshape(len(g), -1).square().sum(dim=1) for g in _gradients(self.network)]
         return torch.stack(squares).sum(dim=0).sqrt()
-
-    def set_dropout(self, keys: Tensor, first_sample: int) -> None:
-        for key, dropout in zip(keys, self._dropouts[0], strict=True):
-            dropout.key.copy_(key)
-            dropout.first_sample.fill_(first_sample)
 
 
 def _gradients(network: nn.Module) -> list[Tensor]:
@@ -227,40 +222,16 @@ def backward(losses: Tensor, weight: float) -> Tensor:
     return losses.detach()
 
 
-def _batch_of(batch: Batch, index: int) -> Batch:
-    return {name: value[index] for name, value in batch.items()}
-
-
-def _stack_rows(rows: list[T]) -> T:
-    first = rows[0]
-    if isinstance(first, Tensor):
-        return torch.stack(rows)  # type: ignore[arg-type]
-    return {name: torch.stack([row[name] for row in rows]) for name in first}  # type: ignore[index]
-
-
 def stack_networks(networks: list[nn.Module]) -> nn.Module:
     """One module with the networks' tensors stacked on a new first axis; parameters are leaves."""
     parameters, buffers = stack_module_state(networks)
-    stacked: Mapping[str, Tensor] = {**parameters, **buffers}
-    skeleton = copy.deepcopy(networks[0])
-    names = {id(t): name for name, t in _named_tensors(skeleton)}
-    _replace_tensors(skeleton, lambda tensor: stacked[names[id(tensor)]].detach())
-    return skeleton
+    tensors = {**parameters, **buffers}
+    stacked = copy.deepcopy(networks[0])
+    for name, tensor in _named_tensors(stacked):
+        tensor.data = tensors[name].detach()
+    return stacked
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def _replace_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
-    """Replaces every parameter and buffer of a module; shared parameters stay shared."""
-    done: dict[int, Tensor] = {}
-    for child in module.modules():
-        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in done:
-                new = nn.Parameter(replace(parameter).detach(), parameter.requires_grad)
-                done[id(parameter)] = new
-            child.register_parameter(name, done[id(parameter)])  # type: ignore[arg-type]
-        for name, buffer in list(child.named_buffers(recurse=False)):
-            setattr(child, name, replace(buffer))  # keeps a buffer's persistence

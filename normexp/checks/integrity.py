@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
-from normexp.checks.probe import Probe, fixed_draws, moves, normal
+from normexp.checks.probe import Probe, differ, fixed_draws, moves, normal
 from normexp.checks.sites import EnteredSite, name_some, naming
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
@@ -148,7 +148,7 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
     with fixed_draws():
         first = _run(trained, inputs, steps)
         _run(third, tuple(_other(x) for x in inputs), steps)
-        if _differ(first, _run(twin, inputs, steps)):
+        if differ(first, _run(twin, inputs, steps)):
             return "keeps state outside of the module, or draws numbers that torch does not seed"
         _move_parameters(trained)
         restored.load_state_dict(trained.state_dict())
@@ -157,9 +157,9 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
         named = name_some([*unlike, *unsaved]) or "an attribute"
         later = copy.deepcopy(trained) if unlike else trained
         before = _run(restored, inputs, 1)
-        if _differ(_run(trained, inputs, 1), before):
+        if differ(_run(trained, inputs, 1), before):
             return f"keeps state that its state_dict lacks: {named}"
-        if _set_counters(later, unlike) and _differ(_run(later, inputs, 1), before):
+        if _set_counters(later, unlike) and differ(_run(later, inputs, 1), before):
             return f"keeps a counter that its state_dict lacks: {named}"
     return None
 
@@ -213,10 +213,6 @@ def _other(x: Tensor, step: int = 5) -> Tensor:
     if x.dtype == torch.bool:
         return x
     return x * (1 + 0.2 * step) + 0.1 * step if x.is_floating_point() else x.roll(step, -1)
-
-
-def _differ(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) != len(after) or any(map(moves, before, after))
 
 
 def _set_counters(module: nn.Module, paths: Sequence[str]) -> bool:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
@@ -21,6 +20,7 @@ from normexp.checks.integrity import (
 )
 from normexp.checks.probe import Probe, moved_state, moves
 from normexp.checks.sites import (
+    EXTRA_POSITIONS,
     EnteredSite,
     Reach,
     SiteOnMaps,
@@ -40,7 +40,6 @@ from normexp.norms.site import Site, named_sites
 logger = logging.getLogger(__name__)
 
 PROBE_SAMPLES = 4
-EXTRA_POSITIONS = 3  # padding appended to a site's input
 MOST_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
 MOST_VALUES = 2**18  # of one site
 NETWORK_CUTS = 4  # of a text, into before and after
@@ -356,24 +355,7 @@ def site_reads_padding(entered: EnteredSite) -> bool:
     values = entered.values(num_positions=entered.shape[2] + EXTRA_POSITIONS)
     with naming(entered):
         probes = (entered.probe(training=training) for training in MODES)
-        return any(reads_padding(probe, values, entered.mask) for probe in probes)
-
-
-def reads_padding(probe: Probe, values: Tensor, mask: Tensor) -> bool:
-    """Like `site_reads_padding` for a probe, `values` (N, C, P + EXTRA_POSITIONS), mask (N, P)."""
-    length = mask.shape[1]
-    x, real = values[:, :, :length], mask.unsqueeze(1)
-    before = probe.observe(x, mask, upstream=real if probe.module.training else None)
-    if probe.influence(x, real, mask, before=before, state=True):
-        return True
-    longer = functional.pad(mask, (0, EXTRA_POSITIONS), value=False)
-    try:
-        after = probe.observe(values, longer)
-    except Exception:  # foreign code: a norm for one length
-        return False
-    plain = probe.observe(x, mask)
-    pair = (torch.where(real, o.output[:, :, :length], 0) for o in (plain, after))
-    return moves(*pair) or moved_state(plain.state, after.state) is not None
+        return any(probe.reads_padding(values, entered.mask) for probe in probes)
 
 
 def model_reads_padding(network: nn.Module, batch: Batch, data: Data) -> bool:

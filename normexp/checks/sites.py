@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.checks.probe import Probe, fixed_draws, moved_places, source
+from normexp.checks.probe import TOLERANCE, Probe, changes, fixed_draws, moves, source
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
@@ -25,6 +25,7 @@ from normexp.records.identity import place_of
 SHOWN_NAMES = 3  # sites that a message spells out
 FEW_POSITIONS = 4  # where many samples are probed
 SHORT_TEXT = 16  # positions
+EXTRA_POSITIONS = 3  # padding appended to a site's input
 
 
 def probe_batch(data: Data, num_samples: int) -> Batch:
@@ -247,7 +248,7 @@ def _measure_reach(entered: EnteredSite) -> Reach | None:
     for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
         changed = x.clone()
         changed[sample, channel, 0] += math.sqrt(x.numel())
-        moved = moved_places(before, probe.observe(changed).output)
+        moved = changes(before, probe.observe(changed).output) > TOLERANCE
         of_others = moved.flatten(1).sum(dim=1).float()
         own = int(of_others[sample])
         others = (of_others.sum() - own) / max(len(x) - 1, 1)
@@ -257,7 +258,7 @@ def _measure_reach(entered: EnteredSite) -> Reach | None:
     if counts:
         return max(counts, key=lambda reach: (reach.own, reach.other))
     small, large = (probe.observe(scale * x).output for scale in (0.1, 3.0))
-    return None if moved_places(small, large, tolerance=1e-2).any() else Reach(1, 0.0)
+    return None if moves(small, large, tolerance=1e-2) else Reach(1, 0.0)
 
 
 @contextmanager

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.adapt import EPS_NAMES, FEATURE_NAMES
-from normexp.norms.layout import Layout, find_layout
+from normexp.norms.adapt import EPS_NAMES, FEATURE_NAMES, Layout, find_layout
 
 CHANNELS_FIRST = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),

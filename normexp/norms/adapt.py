@@ -1,26 +1,36 @@
-"""Adapts norms from outside this package to a function of the number of features.
+"""Norms from outside this package, each as (N, C, *) -> same for a number of features.
 
-The number of features goes to the argument that is named for it. A required argument of another
-name gets it only if the norm then takes inputs of that many channels and no others. eps has one
-value for all norms, unless the user gives this one its own. How the norm takes its input is found
-in norms/layout.py.
+Arguments. The number of features goes to the argument that is named for it. A required argument of
+another name gets it only if the norm then takes inputs of that many channels and no others. eps has
+one value for all norms, unless the user gives this one its own.
+
+Layout. A fresh norm tries every layout, in training and evaluation, each on an input whose sizes
+all differ. It takes those that return the same shape without a warning. If it takes none, it is
+refused with the problem of the layout at which it came furthest.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from traceback import walk_tb
+from typing import Any, Literal, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from normexp.errors import UserError, first_line
-from normexp.norms.layout import Build, Layout, Probe, find_layout
 
 logger = logging.getLogger(__name__)
+
+Build = Callable[[int], nn.Module]
 
 # Argument names for the number of features, the least ambiguous first.
 FEATURE_NAMES = (
@@ -32,6 +42,8 @@ KNOWN_NAMES = (*FEATURE_NAMES, "_")  # an argument named _ is ignored
 AMBIGUOUS_NAMES = ("width", "dim")  # with a default, these may be an axis or a window
 EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+
+PROBED_DIMS = (2, 3, 4, 5)
 
 
 def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Build:
@@ -46,7 +58,13 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
         UserError: as `adapt`; when the first norm is built, as `find_layout`.
     """
     build = adapt(make, target=target, eps=eps)
-    log_replaced_eps(make, eps, target=target)
+    argument = _eps_argument(make)
+    if argument is not None and isinstance(argument.default, float) and argument.default != eps:
+        key, default = f"norm.{argument.name}", argument.default
+        logger.info(
+            "%s=%s replaces the default %s of %s; %s=%s keeps it",
+            *(key, eps, default, target, key, default),
+        )
     layout: Layout | None = None
 
     def norm(num_features: int) -> nn.Module:
@@ -72,10 +90,8 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
     call = _flatten(bind_eps(make, eps))
     free = _free_arguments(call)
     feature = _feature_argument(free)
-    missing = [p.name for p in free if p is not feature and _is_required(p)]
-    if missing:
+    if missing := [p.name for p in free if p is not feature and _is_required(p)]:
         raise UserError(_needs(target, missing[0]))
-    is_guess = feature is not None and _is_required(feature) and feature.name not in KNOWN_NAMES
 
     def construct(num_features: int) -> nn.Module:
         by_place, by_name = (), {}
@@ -93,19 +109,22 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
                 f"{first_line(error)}"
             ) from error
         if not isinstance(norm, nn.Module):
-            raise UserError(
-                f"norm._target_={target} made a {type(norm).__name__}, not an nn.Module"
-            )
+            kind = type(norm).__name__
+            raise UserError(f"norm._target_={target} made a {kind}, not an nn.Module")
         return norm
 
-    def build(num_features: int) -> nn.Module:
-        nonlocal is_guess
-        if is_guess and feature is not None:
-            is_guess = False
+    if feature is None or not _is_required(feature) or feature.name in KNOWN_NAMES:
+        return construct
+    is_checked = False
+
+    def construct_by_guess(num_features: int) -> nn.Module:
+        nonlocal is_checked
+        if not is_checked:
             _refuse_wrong_guess(construct, num_features, feature.name, target)
+            is_checked = True
         return construct(num_features)
 
-    return build
+    return construct_by_guess
 
 
 def _refuse_wrong_guess(build: Build, num_features: int, argument: str, target: str) -> None:
@@ -115,7 +134,7 @@ def _refuse_wrong_guess(build: Build, num_features: int, argument: str, target: 
         layout = find_layout(build, num_features, target=target)
     except UserError as error:
         raise UserError(f"{hint} ({argument}={num_features}: {error})") from error
-    probe = Probe(build, num_features, target)
+    probe = _Probe(build, num_features, target)
     x = probe.input(layout.num_dims[-1], channels_last=layout.channels_last, times=2)
     with torch.random.fork_rng(devices=[]):
         norm = probe.fresh()
@@ -137,23 +156,12 @@ def bind_eps(make: Callable[..., Any], eps: float | None) -> Callable[..., Any]:
     return make if eps is None or argument is None else partial(make, **{argument.name: eps})
 
 
-def log_replaced_eps(make: Callable[..., Any], eps: float, *, target: str) -> None:
-    """Logs that the eps of all norms replaces a norm's own default."""
-    argument = _eps_argument(make)
-    if argument is not None and isinstance(argument.default, float) and argument.default != eps:
-        key, default = f"norm.{argument.name}", argument.default
-        logger.info(
-            "%s=%s replaces the default %s of %s; %s=%s keeps it",
-            *(key, eps, default, target, key, default),
-        )
-
-
 def _eps_argument(make: Callable[..., Any]) -> inspect.Parameter | None:
     if not callable(make):
         raise UserError(f"norm._target_ names {make!r}, which cannot be called")
     free = _free_arguments(_flatten(make))
-    named = [p for p in free if p.name in EPS_NAMES and p.kind is not p.POSITIONAL_ONLY]
-    return named[0] if named else None
+    named = (p for p in free if p.name in EPS_NAMES and p.kind is not p.POSITIONAL_ONLY)
+    return next(named, None)
 
 
 def _flatten(make: Callable[..., Any]) -> partial[Any]:
@@ -198,10 +206,189 @@ def _feature_argument(free: list[inspect.Parameter]) -> inspect.Parameter | None
     optional = [p for p in free if p not in required and p.name not in AMBIGUOUS_NAMES]
     positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
     rest = [p for p in free if p.kind is p.VAR_POSITIONAL]
-    choices = [*known(required), *positional, *known(optional), *rest]
-    return choices[0] if choices else None
+    return next(iter([*known(required), *positional, *known(optional), *rest]), None)
 
 
 def _is_required(argument: inspect.Parameter) -> bool:
     variadic = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
     return argument.default is argument.empty and not variadic
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a norm expects its channels, and which numbers of dimensions it accepts."""
+
+    channels_last: bool
+    num_dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        where = "last" if self.channels_last else "first"
+        return f"channels {where}, {' '.join(f'{n}-D' for n in self.num_dims)} inputs"
+
+    def present(self, norm: nn.Module) -> nn.Module:
+        """Returns `norm` as (N, C, *) -> (N, C, *), wrapped only if necessary."""
+        fits = not self.channels_last and self.num_dims == PROBED_DIMS
+        return norm if fits else Presented(norm, self)
+
+
+class Presented(nn.Module):
+    """Wraps a norm of another layout, or with limited numbers of dimensions, as (N, C, *) -> same.
+
+    Adds missing position axes with size 1 and joins surplus ones; a norm that accepts only 2-D
+    inputs sees each position as a sample.
+    """
+
+    def __init__(self, norm: nn.Module, layout: Layout) -> None:
+        super().__init__()
+        self.norm = norm
+        self.layout = layout
+
+    def extra_repr(self) -> str:
+        return str(self.layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.layout.channels_last:
+            return self._fit_and_apply(x, first_position=2)
+        return self._fit_and_apply(x.movedim(1, -1), first_position=1).movedim(-1, 1)
+
+    def _fit_and_apply(self, x: Tensor, first_position: int) -> Tensor:
+        accepted = self.layout.num_dims
+        if larger := [n for n in accepted if n >= x.ndim]:
+            ones = [1] * (larger[0] - x.ndim)
+            shown = x.reshape([*x.shape[:first_position], *ones, *x.shape[first_position:]])
+        elif accepted[-1] == 2:
+            shown = x.flatten(0, -2)  # (N, *, C) -> (N * positions, C)
+        else:
+            surplus = x.ndim - accepted[-1]
+            shown = x.flatten(first_position, first_position + surplus)
+        return self.norm(shown).reshape(x.shape)
+
+
+def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
+    """Returns how the norm takes its input.
+
+    If both layouts are accepted, channels are first, unless a 4-D input shows that the norm pools
+    the last axis alone. The global random state is left unchanged.
+
+    Raises:
+        UserError: no input is accepted; or a fault that no other layout mends: no tensor or another
+            dtype comes back, two forwards in evaluation differ, a parameter is created in the first
+            forward.
+    """
+    probe = _Probe(build, num_features, target)
+    with torch.random.fork_rng(devices=[]):
+        # torch warns when it reads (N, C) as one sample without a batch axis, so a warning counts
+        # as a refusal, unless the norm warns at every input.
+        trials = probe.try_layouts("error")
+        if all(trial.problem for trial in trials):
+            trials = probe.try_layouts("ignore")
+        taken = [trial for trial in trials if trial.problem is None]
+        reshaped = [trial for trial in trials if trial.reshapes]
+        if not taken or (reshaped and {trial.num_dims for trial in taken} == {2}):
+            best = max(reshaped if taken else trials, key=lambda trial: trial.reached)
+            probe.refuse(f"does not fit: it {best.problem}")
+        first = tuple(trial.num_dims for trial in taken if not trial.channels_last)
+        last = tuple(trial.num_dims for trial in taken if trial.channels_last)
+        channels_last = first in ((), (2,))
+        if 4 in first and 4 in last:
+            channels_last = probe.pools_last_axis_alone()
+    return Layout(channels_last, last if channels_last else first)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What came of showing a fresh norm one input.
+
+    Attributes:
+        problem: None if the norm takes the input.
+        reached: the lines at which it failed, from the outermost call in, to compare layouts.
+    """
+
+    num_dims: int
+    channels_last: bool
+    problem: str | None = None
+    reached: tuple[int, ...] = (sys.maxsize,)  # the end
+    reshapes: bool = False
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Shows fresh norms small inputs; each norm starts from the same values and draws."""
+
+    build: Build
+    num_features: int
+    target: str
+
+    def fresh(self) -> nn.Module:
+        """Returns a norm in training mode; a copy, as `build` may hand out one module twice."""
+        torch.default_generator.manual_seed(0)
+        norm = self.build(self.num_features)
+        if not any(map(is_lazy, norm.parameters())):  # a lazy norm, refused later, has no copy
+            norm = copy.deepcopy(norm)
+        return norm.train()
+
+    def input(self, num_dims: int, *, channels_last: bool, times: int = 1) -> Tensor:
+        """Returns a random input with distinct sizes, with `times` as many channels."""
+        sizes = [size for size in (4, 5, 6, 7, 8) if size != self.num_features][: num_dims - 1]
+        sizes.insert(len(sizes) if channels_last else 1, times * self.num_features)
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+
+    def try_layouts(self, on_warning: Literal["error", "ignore"]) -> list[_Trial]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter(on_warning, UserWarning)
+            return [self.try_layout(n, last) for n in PROBED_DIMS for last in (False, True)]
+
+    def try_layout(self, num_dims: int, channels_last: bool) -> _Trial:
+        """Runs a norm in training, then in evaluation on another input."""
+        norm, x = self.fresh(), self.input(num_dims, channels_last=channels_last)
+        trial = partial(_Trial, num_dims, channels_last)
+        parameters = dict(norm.named_parameters())
+        self._refuse_late([name for name, p in parameters.items() if is_lazy(p)])
+        shapes, out, again, failure = _shapes_of_buffers(norm), None, [], None
+        try:
+            out = norm(x)
+            again = [norm.eval()(1 + 2 * x.flip(0)) for _ in range(2)]
+        except Exception as error:  # of foreign code, any kind
+            failure = error
+        self._refuse_late([n for n, p in norm.named_parameters() if p is not parameters.get(n)])
+        if failure is not None:
+            problem = f"fails on an input of shape {tuple(x.shape)}: {first_line(failure)}"
+            return trial(problem, tuple(line for _, line in walk_tb(failure.__traceback__)))
+        if not isinstance(out, Tensor):
+            self.refuse(f"returns a {type(out).__name__}, not a tensor")
+        if out.shape != x.shape:
+            problem = f"changes the shape, {tuple(x.shape)} to {tuple(out.shape)}"
+            return trial(problem, reshapes=True)
+        if _shapes_of_buffers(norm) != shapes:
+            return trial(f"changes the shape of its buffers on an input of shape {tuple(x.shape)}")
+        if out.dtype != x.dtype:  # this and the next would else show up far from their cause
+            self.refuse(
+                f"returns {out.dtype} for an input of {x.dtype}; end its forward with .to(x.dtype)"
+            )
+        if not torch.allclose(*again, rtol=0, atol=0, equal_nan=True):
+            self.refuse("is not deterministic: in evaluation mode two forwards of one input differ")
+        return trial()
+
+    def pools_last_axis_alone(self) -> bool:
+        """True if a value of a 4-D input influences others along the last axis alone."""
+        x = self.input(4, channels_last=False)
+        moved = x.clone()
+        moved[0, 0, 0, 0] += 1
+        changed = self.fresh()(x) != self.fresh()(moved)
+        others = changed[0, 1:, 0, 0].any() or changed[0, 0, 1:, 0].any()
+        return bool(changed[0, 0, 0, 1:].any()) and not bool(others)
+
+    def _refuse_late(self, names: list[str]) -> None:
+        if names:
+            self.refuse(
+                f"creates its parameter {names[0]} in its first forward, "
+                "too late for the optimizer; create it in __init__"
+            )
+
+    def refuse(self, fault: str) -> NoReturn:
+        raise UserError(f"norm._target_={self.target} {fault}")
+
+
+def _shapes_of_buffers(norm: nn.Module) -> dict[str, torch.Size]:
+    return {name: buffer.shape for name, buffer in norm.named_buffers()}

@@ -13,8 +13,8 @@ from normexp.norms.moments import widen, zero_padding
 
 
 def over_channels(vector: Tensor, x: Tensor, axis: int = 1) -> Tensor:
-    """Returns a vector (C,) shaped to broadcast along the channel axis of `x`."""
-    return vector.view(-1, *[1] * (x.ndim - axis - 1))
+    """Returns a vector (C,) in the dtype of `x`, shaped to broadcast along its channel axis."""
+    return vector.to(x.dtype).view(-1, *[1] * (x.ndim - axis - 1))
 
 
 class Affine(NamedTuple):
@@ -58,6 +58,9 @@ class AffineNorm(nn.Module):
         zero_centered: true scales by 1 + weight, the weight from 0, as Gemma's RMS norm does and
             Megatron's `zero_centered_gamma`. The same training, but for weight decay, which then
             pulls towards 1, and for the rounding of weights in half precision.
+
+    Raises, as every norm here:
+        UserError: a knob outside its range; in forward, an input that leaves nothing to pool.
     """
 
     num_features: int = field(kw_only=False)
@@ -65,6 +68,7 @@ class AffineNorm(nn.Module):
     affine: bool = True
     zero_centered: bool = False
     has_bias = True  # False: `affine` means a weight alone
+    channel_axis = 1  # of the values that `normalize` is given
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -76,18 +80,22 @@ class AffineNorm(nn.Module):
         self.add_state()
 
     def add_state(self) -> None:
-        """Registers parameters and buffers beyond weight and bias; the constructor calls it."""
+        """Checks the knobs, and registers parameters and buffers beyond weight and bias."""
+
+    def require_positive(self, knob: str, example: float) -> None:
+        """Raises UserError, which proposes `example`, unless the knob is above zero."""
+        value = getattr(self, knob)
+        if not value > 0:
+            raise UserError(f"{knob}={value} is not positive; try norm.{knob}={example}")
 
     def extra_repr(self) -> str:
-        """Lists the knobs."""
-        return ", ".join(
-            f"{knob.name}={getattr(self, knob.name)}" for knob in fields(self) if knob.init
-        )
+        knobs = [knob.name for knob in fields(self) if knob.init]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in knobs)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.numel() == 0:
             return self.pass_empty(x)
-        real = None if mask is None else mask.unsqueeze(1)  # (N, 1, *)
+        real = None if mask is None else mask.unsqueeze(self.channel_axis)  # (N, 1, *)
         wide = zero_padding(widen(x), real)
         return zero_padding(self.normalize(wide, real, self.affine_like(wide)), real).to(x.dtype)
 

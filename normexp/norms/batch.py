@@ -1,257 +1,46 @@
-"""Batch normalization, and the base of norms that pool samples and keep running averages.
+"""Batch normalization, and norms that change how its statistics are taken.
 
-    RunningNorm          abstract: running averages, counters, groups of samples, merging of parts
-    RunningMomentsNorm   abstract: the averages are mean and variance; evaluates as batch norm
-    BatchNorm            final
-
-Values come in groups, x (G, N, C, *): the samples of a group share statistics, and all groups of
-one forward move the running averages together, once. A plain forward is one group; a site that
-splits its batch into ghost sub-batches hands over several. `real` is the mask as (G, N, 1, *).
+BatchNorm        arXiv:1502.03167
+L1BatchNorm      the mean absolute deviation in place of the standard deviation
+EvalNorm         a sample's own moments count in evaluation as they did in training
+BatchRenorm      corrected towards the running averages in training
+GhostBatchNorm   over fewer samples than a forward has
+SyncBatchNorm    over the samples of all processes of a training
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.affine import Affine, AffineNorm, over_channels
+from normexp.norms.affine import NO_AFFINE, Affine, over_channels
 from normexp.norms.moments import (
     Moments,
+    at_least_one,
     centre,
-    measure,
-    pool,
-    pool_mean,
-    unbiased,
+    count_values,
+    measure_mean,
     widen,
-    zero_padding,
+)
+from normexp.norms.running import (
+    NUM_TRAINING_STEPS,
+    RunningMomentsNorm,
+    RunningNorm,
+    before_step,
+    group_dims,
+    measure_samples,
+    normalize_groups,
+    rise,
+    steps_of,
 )
 from normexp.norms.state import State
-
-# Above this number of elements, groups run one after another: a loop saves the two copies needed to
-# fold them. On a CPU these cost more than the loop's extra calls from about this size.
-LOOP_FROM_ELEMENTS = 2**16
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class RunningNorm(AffineNorm):
-    """Abstract: a norm that pools samples in training and uses running averages in evaluation.
-
-    A subclass defines `normalize_by_batch`, which also moves its averages by one step, and
-    `normalize_by_running`. Every floating-point buffer is an average. A batch without samples
-    counts as a step that moves no average, as in torch.nn.
-
-    Args:
-        momentum: weight of the new value in the running averages, as in torch; None gives all
-            steps equal weight.
-
-    Raises:
-        UserError: momentum outside (0, 1]; in forward, one value per channel in training.
-    """
-
-    momentum: float | None = 0.1
-    averages: ClassVar[dict[str, float]] = {}  # buffers (C,) to register, and their initial values
-    needs_momentum = False  # True: momentum=None is refused
-    num_batches_tracked: Tensor = field(init=False)
-    num_values: Tensor = field(init=False)  # of the last training forward: the weight of a part
-
-    def __post_init__(self) -> None:
-        if self.momentum is None and self.needs_momentum:
-            raise UserError(
-                f"momentum=null does not fit {type(self).__name__}; try norm.momentum=0.1"
-            )
-        if self.momentum is not None and not 0 < self.momentum <= 1:
-            raise UserError(
-                f"momentum={self.momentum} is not in (0, 1]; try norm.momentum=0.1, or null to "
-                "average all steps equally"
-            )
-        super().__post_init__()
-
-    def add_state(self) -> None:
-        for name, start in self.averages.items():
-            self.register_buffer(name, torch.full((self.num_features,), start))
-        self.register_buffer("num_batches_tracked", torch.tensor(0))
-        # An integer, so that casting the module to half precision does not round it.
-        self.register_buffer("num_values", torch.tensor(0), persistent=False)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        out = self.forward_groups(x[None], None if mask is None else mask[None])
-        return out.squeeze(0)  # out[0] would cost a tensor of zeros and a copy in the backward
-
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns the output for x (G, N, C, *), mask (G, N, *), each group by its own statistics.
-
-        In training the running averages move once, by the values of all groups together.
-        """
-        if x.numel() == 0:
-            return self.pass_empty(x)
-        real = None if mask is None else mask.unsqueeze(2)
-        wide = zero_padding(widen(x), real)
-        affine = self.affine_like(wide)
-        if self.training:
-            self.refuse(x.shape[1:])
-            out = self.normalize_by_batch(wide, real, affine)
-        else:
-            out = self.normalize_by_running(wide, real, affine)
-        return zero_padding(out, real).to(x.dtype)
-
-    def pass_empty(self, x: Tensor) -> Tensor:
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            self.num_values.fill_(0)
-        return super().pass_empty(x)
-
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        """Returns the output in training and moves the state by one step."""
-        raise NotImplementedError
-
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        """Returns the output in evaluation."""
-        raise NotImplementedError
-
-    def refuse(self, shape: torch.Size) -> None:
-        """Raises UserError if a training input of this shape (N, C, *) has too few values."""
-        refuse_one_value(shape)
-
-    @torch.no_grad()
-    def move_averages(self, count: int | Tensor, **values: Tensor) -> None:
-        """Moves running averages one step towards values (G, 1, C, 1, ...), pooled over the groups.
-
-        In place, by operations that vmap supports. `count` is the number of values behind each.
-        """
-        pooled = {name: pool_mean(value, count, dim=0) for name, value in values.items()}
-        mean, total = next(iter(pooled.values()))
-        weight = self.count_step(total, mean.dtype)
-        for name, (value, _) in pooled.items():
-            average = getattr(self, name)
-            average.mul_(1 - weight).add_(weight * value.reshape(average.shape))
-
-    def count_step(self, count: int | Tensor, dtype: torch.dtype) -> float | Tensor:
-        """Counts a step over `count` values; returns the weight of the new value in an average."""
-        self.num_batches_tracked.add_(1)
-        weight = self.new_weight(self.num_batches_tracked, dtype)
-        if not isinstance(count, Tensor):
-            self.num_values.fill_(count)
-            return weight
-        values = count.flatten()[0]
-        self.num_values.copy_(values)
-        return weight * (values > 0).to(dtype)  # padding alone moves nothing
-
-    def new_weight(self, step: Tensor, dtype: torch.dtype) -> float | Tensor:
-        """Returns the weight of the new value at the `step`-th update, counted from 1."""
-        return self.momentum if self.momentum is not None else 1 / step.to(dtype)
-
-    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """Returns each floating-point buffer averaged over the parts of a step; see `norms.state`.
-
-        The weights are the parts' own `num_values`, which count real positions, and not `shares`.
-        Without a real value in any part, the buffer keeps its start.
-        """
-        del shares
-        values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
-        merged = {"num_values": values.sum(dim=0)}
-        for name in [name for name, value in start.items() if value.is_floating_point()]:
-            ends = torch.stack([part[name] for part in parts])  # (parts, ..., C)
-            counts = values.view(*values.shape, *[1] * (ends.ndim - values.ndim)).to(ends.dtype)
-            total = counts.sum(dim=0)
-            mean = (counts / total.clamp(min=1) * ends).sum(dim=0)
-            merged[name] = torch.where(total > 0, mean, start[name])
-        return merged
-
-
-class RunningMomentsNorm(RunningNorm):
-    """Abstract: a `RunningNorm` that averages mean and variance, and evaluates as batch norm does.
-
-    Parts of a step merge exactly: into the moments of all their values.
-    """
-
-    averages = {"running_mean": 0.0, "running_var": 1.0}
-    running_mean: Tensor
-    running_var: Tensor
-    unbiased_running_var = True  # the running variance averages n / (n - 1) times the biased one
-
-    def normalize_as_batch_norm(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        """Returns batch norm's output in training and moves the state by one step.
-
-        One kernel does both where it computes the same.
-        """
-        if real is None and len(x) == 1 and self.kernel_moves_averages(x):
-            return self.normalize_in_kernel(x.squeeze(0), affine)[None]
-        out, moments = normalize_groups(x, real, affine, self.eps)
-        self.advance(moments)
-        return out
-
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
-        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        # Not of torch.nn.functional, which refuses eps=0 before torch 2.15.
-        rest = (False, 0.0, self.eps, torch.backends.cudnn.enabled)
-        out = torch.batch_norm(x.flatten(0, 1), *affine, mean, var, *rest)
-        return out.unflatten(0, x.shape[:2])
-
-    def averages_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns running mean and variance shaped for x (G, N, C, *), and in its dtype."""
-        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        return over_channels(mean, x, axis=2), over_channels(var, x, axis=2)
-
-    def kernel_moves_averages(self, x: Tensor) -> bool:
-        """True if torch's kernel can move the averages: it needs a fixed momentum and one dtype."""
-        if self.momentum is None or not self.unbiased_running_var:
-            return False
-        return self.running_mean.dtype == x.dtype
-
-    def normalize_in_kernel(self, x: Tensor, affine: Affine) -> Tensor:
-        """Returns batch norm of x (N, C, *); the kernel moves the averages in place."""
-        assert self.momentum is not None
-        self.num_batches_tracked.add_(1)
-        self.num_values.fill_(x.numel() // x.shape[1])
-        mean, var = self.running_mean, self.running_var
-        return F.batch_norm(x, mean, var, *affine, True, self.momentum, self.eps)
-
-    @torch.no_grad()
-    def advance(self, groups: Moments) -> None:
-        """Moves the state by one step, by the moments (G, 1, C, 1, ...) of all groups."""
-        mean, var, count = pool(groups, dim=0)
-        var = unbiased(var, count) if self.unbiased_running_var else var
-        self.move_averages(count, running_mean=mean, running_var=var)
-
-    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """Returns the state after one training forward on the values of all parts.
-
-        Each part was reached from `start` by one training forward. Its moments m_i, v_i follow from
-        running_i = (1 - f) * start + f * moment_i, f the momentum, and are pooled over n_i values:
-        m = sum w_i m_i, v = sum w_i (v_i + (m_i - m)^2), w_i = n_i / sum n_i. The weights are the
-        parts' own `num_values`, which count real positions, and not `shares`. All values may lead
-        with replica axes.
-        """
-        del shares
-        means, ends = (
-            torch.stack([part[name] for part in parts]) for name in ("running_mean", "running_var")
-        )  # (parts, ..., C)
-        values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
-        step = start["num_batches_tracked"] + 1
-        factor = self.new_weight(step[..., None], means.dtype)
-        counts = values[..., None].to(means.dtype)
-        total = counts.sum(dim=0)
-        weights = counts / total.clamp(min=1)
-        kept = (1 - factor) * start["running_var"]
-        mean = (weights * means).sum(dim=0)
-        # Both terms carry the factor: f * v_i, and f * (m_i - m)^2.
-        within, between = ends - kept, (means - mean).square() / factor
-        if self.unbiased_running_var:
-            within = within * (counts - 1).clamp(min=0) / counts.clamp(min=1)
-        var = (weights * (within + between)).sum(dim=0)
-        var = kept + (unbiased(var, total) if self.unbiased_running_var else var)
-        return {
-            "running_mean": torch.where(total > 0, mean, start["running_mean"]),
-            "running_var": torch.where(total > 0, var, start["running_var"]),
-            "num_batches_tracked": step,
-            "num_values": values.sum(dim=0),
-        }
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -267,14 +56,14 @@ class BatchNorm(RunningMomentsNorm):
 
     track_running_stats: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def add_state(self) -> None:
+        super().add_state()
         if not self.track_running_stats:
             for name, _ in list(self.named_buffers()):
                 setattr(self, name, None)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not (self.training and mask is None and self.track_running_stats and x.numel() > 0):
+        if not self.training or mask is not None or x.numel() == 0:
             return super().forward(x, mask)
         wide = widen(x)
         if not self.kernel_moves_averages(wide):
@@ -282,75 +71,267 @@ class BatchNorm(RunningMomentsNorm):
         self.refuse(x.shape)  # skips the axis of groups, which would slow small inputs
         return self.normalize_in_kernel(wide, self.affine_like(wide)).to(x.dtype)
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        if not self.track_running_stats:
-            return normalize_groups(x, real, affine, self.eps)[0]
-        return self.normalize_as_batch_norm(x, real, affine)
+    def kernel_moves_averages(self, x: Tensor) -> bool:
+        return self.track_running_stats and super().kernel_moves_averages(x)
+
+    def advance(self, groups: Moments) -> None:
+        if self.track_running_stats:
+            super().advance(groups)
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if self.track_running_stats:
             return super().normalize_by_running(x, real, affine)
-        whole = x.flatten(0, 1)[None]
-        self.refuse(whole.shape[1:])
-        real = None if real is None else real.flatten(0, 1)[None]
-        out, _ = normalize_groups(whole, real, affine, self.eps)
-        return out.squeeze(0).unflatten(0, x.shape[:2])
+        self.refuse(x.shape[1:])
+        return self.normalize_by_batch(x, real, affine)
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
         return super().merge_state(start, parts, shares) if self.track_running_stats else {}
 
 
-def group_dims(x: Tensor) -> tuple[int, ...]:
-    """Returns the axes of x (G, N, C, *) that batch statistics pool: samples and positions."""
-    return (1, *range(3, x.ndim))
+# For a normal distribution, the standard deviation over the mean absolute deviation.
+GAUSSIAN = math.sqrt(math.pi / 2)
 
 
-def normalize_groups(
-    x: Tensor, real: Tensor | None, affine: Affine, eps: float
-) -> tuple[Tensor, Moments]:
-    """Returns batch norm of each group of x (G, N, C, *), and the moments (G, 1, C, 1, ...)."""
-    if real is not None:
-        moments = measure(x, real, group_dims(x))
-        centred = centre(x, moments.mean, real)
-        return affine.apply(centred, torch.rsqrt(moments.var + eps), axis=2), moments
-    num_groups, num_samples, num_channels = x.shape[:3]
-    if num_groups == 1:
-        out, mean, scale = _batch_norm_kernel(x.squeeze(0), affine, eps)
-        out = out[None]
-    elif x.shape[1:].numel() > LOOP_FROM_ELEMENTS:
-        parts = [_batch_norm_kernel(part, affine, eps) for part in x]
-        out, mean, scale = (torch.stack(values) for values in zip(*parts, strict=True))
-    else:
-        folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels become channels of their own
-        repeated = Affine(*[None if v is None else v.repeat(num_groups) for v in affine])
-        out, mean, scale = _batch_norm_kernel(folded, repeated, eps)
-        out = out.unflatten(1, (num_groups, num_channels)).movedim(1, 0)
-    shape = (num_groups, 1, num_channels, *[1] * (x.ndim - 3))
-    var = (scale.detach().pow(-2) - eps).clamp(min=0)  # the kernel's scale is 1 / sqrt(var + eps)
-    count = num_samples * x.shape[3:].numel()
-    return out, Moments(mean.detach().view(shape), var.view(shape), count)
+class L1BatchNorm(RunningNorm):
+    """(x - mean) / (s + eps) * weight + bias, s = sqrt(pi / 2) * mean(|x - mean|), as batch norm.
 
+    Pools all samples and positions, without a square or a root. Evaluation uses the running
+    averages of mean and s, without a correction for the number of values. L1BN of arXiv:1802.09769;
+    arXiv:1803.01814 has the factor, with which s is the standard deviation of a normal distribution
+    (and does not mention eps); the former has it in its analysis alone, and leaves it to `weight`.
 
-def _batch_norm_kernel(x: Tensor, affine: Affine, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns batch norm of x (N, C, *), the means (C,) and 1 / sqrt(var + eps)."""
-    weight, bias = affine
-    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-
-
-def before_step(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `state` as it is before this step writes it, even in the backward of compiled code.
-
-    torch's partitioner takes a buffer that the forward writes for an unchanged input, and
-    recomputes what the backward needs, and a few cheap operations on it, from the new value. A
-    cumulative sum over an axis of size one changes nothing and is not recomputed.
+    For a step in parts or in ghost groups, s is averaged over the parts, each about its own mean.
     """
-    return state.to(dtype)[None].cumsum(dim=0)[0]
+
+    averages = {"running_mean": 0.0, "running_deviation": 1.0}
+    running_mean: Tensor
+    running_deviation: Tensor
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        dims = group_dims(x)
+        mean, count = measure_mean(x, real, dims)
+        centred = centre(x, mean, real)
+        absolute, _ = measure_mean(centred.abs(), real, dims)
+        deviation = GAUSSIAN * absolute
+        self.move_averages(count, running_mean=mean, running_deviation=deviation)
+        return affine.apply(centred, 1 / (deviation + self.eps), axis=2)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        mean = over_channels(self.running_mean, x, axis=2)
+        deviation = over_channels(self.running_deviation, x, axis=2)
+        return affine.apply(x - mean, 1 / (deviation + self.eps), axis=2)
 
 
-def refuse_one_value(shape: torch.Size) -> None:
-    """Raises UserError if x (N, C, *) has one value per channel, whose variance would be zero."""
-    if shape.numel() == shape[1]:
-        raise UserError(
-            f"batch norm got one value per channel, an input of shape {tuple(shape)}; it needs "
-            "2 or more: try a larger batch_size or norm_batch_size"
+class EvalNorm(RunningMomentsNorm):
+    """Batch norm in training; in evaluation a sample's own moments keep their training weight.
+
+    With m_i, v_i the moments of sample i over its positions, m, v the running averages and
+    a = 1/B, evaluation normalizes by
+
+        mean_i = a m_i + (1 - a) m,    var_i = a v_i + (1 - a) v + a (1 - a) (m_i - m)^2,
+
+    the moments of a batch of sample i and B - 1 average others, as in training. For large B it is
+    batch norm. B is measured, not set: a is the running average of 1 over the number of samples
+    that shared statistics in training, and 1/2 before training.
+
+    EvalNorm, arXiv:1904.06031, learns its weights per layer with an extra loss, to reproduce the
+    outputs of training; without noise this would give a = 1/B. epfml/ghost-noise uses 1/B^2, and
+    the biased variance in its running averages.
+    """
+
+    running_share: Tensor
+
+    def add_state(self) -> None:
+        super().add_state()
+        self.register_buffer("running_share", torch.tensor(0.5))
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        with torch.no_grad():
+            share = 1 / x.shape[1]
+            if real is not None:  # the samples with a real position in each group count
+                samples = real.flatten(2).any(dim=2).sum(dim=1)  # (G,)
+                share = (1 / samples.clamp(min=1).to(x.dtype)).mean()
+            weight = self.new_weight(self.num_batches_tracked + 1, self.running_share.dtype)
+            self.running_share.mul_(1 - weight).add_(weight * share)
+        return super().normalize_by_batch(x, real, affine)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        means, variances, _ = measure_samples(x, real)
+        mean, var = self.averages_like(x)
+        share = self.running_share.to(x.dtype).clamp(max=1)
+        between = share * (1 - share) * (means - mean).square()
+        var = share * variances + (1 - share) * var + between
+        centred = x - (share * means + (1 - share) * mean)
+        return affine.apply(centred, torch.rsqrt(var + self.eps), axis=2)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class BatchRenorm(RunningMomentsNorm):
+    """((x - mean) / std * r + d) * weight + bias, moments over all samples and positions.
+
+    With std = sqrt(var + eps), of the batch (B) and of the running averages before the step (R),
+
+        r = clip(std_B / std_R, 1 / r_max, r_max),  d = clip((mean_B - mean_R) / std_R, +-d_max),
+
+    through which no gradient flows. Where neither is clipped, training gives what evaluation with
+    those averages would. Up to the share `warmup` of the training r = 1 and d = 0, batch norm; then
+    the bounds grow linearly. Evaluation as batch norm. arXiv:1702.03275: batch norm for 5000 steps,
+    r_max to 3 at step 40000, d_max to 5 at 25000, momentum 0.01. The shares of conf/norm stand to
+    each other as these do, 1 : 8 : 5.
+
+    Implementations differ in what they average: the paper the biased std, ludvb/batchrenorm the std
+    with eps added outside the root; here it is the unbiased variance, as in batch norm, so that
+    precise statistics and the merging of parts hold here too.
+
+    Args:
+        r_max, d_max: final bounds.
+        warmup: share of the training with batch norm alone.
+        r_ramp_end, d_ramp_end: shares after which the bounds have their final values.
+    """
+
+    r_max: float
+    d_max: float
+    warmup: float
+    r_ramp_end: float
+    d_ramp_end: float
+    num_training_steps: int = NUM_TRAINING_STEPS
+
+    def add_state(self) -> None:
+        super().add_state()
+        if self.r_max < 1 or self.d_max < 0:
+            raise UserError(
+                f"r_max={self.r_max}, d_max={self.d_max}: r_max must be 1 or more, d_max 0 or "
+                "more; try norm.r_max=3 norm.d_max=5"
+            )
+        warmup, ends = self.warmup, {"r_ramp_end": self.r_ramp_end, "d_ramp_end": self.d_ramp_end}
+        self.warmup_steps, self.r_steps, self.d_steps = steps_of(
+            self.num_training_steps, warmup=warmup, **ends
         )
+        for key, end in ends.items():
+            if end < warmup:
+                raise UserError(
+                    f"{key}={end} lies before warmup={warmup}; try norm.{key}={warmup} or more"
+                )
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        out, moments = normalize_groups(x, real, NO_AFFINE, self.eps)
+        r, d = self._corrections(moments)
+        self.advance(moments)
+        return affine.apply(torch.addcmul(d, out, r), axis=2)
+
+    @torch.no_grad()
+    def _corrections(self, moments: Moments) -> tuple[Tensor, Tensor]:
+        """Returns r and d of the coming step, shaped as the moments (G, 1, C, 1, ...)."""
+        mean, var, _ = moments
+        averages = (self.running_mean, self.running_var)
+        old_mean, old_var = (before_step(old, mean.dtype).view(mean.shape[1:]) for old in averages)
+        step = before_step(self.num_batches_tracked, mean.dtype) + 1
+        r_bound = 1 + (self.r_max - 1) * rise(step, self.warmup_steps, self.r_steps)
+        d_bound = self.d_max * rise(step, self.warmup_steps, self.d_steps)
+        old_scale = torch.rsqrt(old_var + self.eps)
+        r = torch.sqrt(var + self.eps) * old_scale
+        d = (mean - old_mean) * old_scale
+        r = torch.minimum(torch.maximum(r, 1 / r_bound), r_bound)
+        return r, torch.minimum(torch.maximum(d, -d_bound), d_bound)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class GhostBatchNorm(RunningMomentsNorm):
+    """Batch norm whose statistics in training pool `ghost_size` samples and all positions.
+
+    Samples are split in order; the last sub-batch may be smaller. Evaluation as batch norm.
+    arXiv:1705.08741.
+
+    Implementations differ in the running averages. The authors' code (eladhoffer/bigBatch) and
+    TabNet's move them once per sub-batch, so that the last weighs most. Here they move once per
+    step, by the moments of all samples, as when a site splits its batch by norm_batch_size.
+
+    Args:
+        ghost_size: samples that share statistics; tokens in the view `token`.
+    """
+
+    ghost_size: int
+
+    def add_state(self) -> None:
+        super().add_state()
+        self.require_positive("ghost_size", 16)
+
+    def refuse(self, shape: torch.Size) -> None:
+        for size in (min(shape[0], self.ghost_size), shape[0] % self.ghost_size):
+            if size:
+                super().refuse(torch.Size((size, *shape[1:])))
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        num_samples = x.shape[1]
+        size = min(self.ghost_size, num_samples)
+        missing = -num_samples % size
+        if missing:  # fills the last sub-batch with padding
+            by_sample = (*[0, 0] * (x.ndim - 2), 0, missing)
+            real = torch.ones_like(x[:, :, :1], dtype=torch.bool) if real is None else real
+            x, real = F.pad(x, by_sample), F.pad(real, by_sample)
+        shape = x.shape[:2]
+        x = x.unflatten(1, (-1, size)).flatten(0, 1)  # (G * g, size, C, *)
+        real = None if real is None else real.unflatten(1, (-1, size)).flatten(0, 1)
+        out = super().normalize_by_batch(x, real, affine)
+        return out.flatten(0, 1).unflatten(0, shape)[:, :num_samples]
+
+
+class SyncBatchNorm(RunningMomentsNorm):
+    """Batch norm with moments over the samples and positions of all processes of a training.
+
+    Without torch.distributed, or with one process, it is batch norm. Otherwise all processes must
+    call it together, possibly with different numbers of samples, even with a single value per
+    channel. Gradients pass through its all-reduce: they belong to the sum of all processes' losses,
+    which DistributedDataParallel divides by the number of processes. Evaluation exchanges nothing.
+
+    torch.nn.SyncBatchNorm computes the same, but only on GPUs; this one also works on a CPU, with
+    gloo. The variance takes a second exchange, of squares about the common mean, because computing
+    E[x^2] - E[x]^2 in one exchange loses digits.
+    """
+
+    spans_devices = True  # a step that several devices share is not split between them
+
+    def refuse(self, shape: torch.Size) -> None:
+        if not _has_peers():
+            super().refuse(shape)
+
+    def pass_empty(self, x: Tensor) -> Tensor:
+        if self.training and _has_peers():  # the other processes wait for this one's sums
+            wide = widen(x)
+            return self.normalize_by_batch(wide, None, self.affine_like(wide)).to(x.dtype)
+        return super().pass_empty(x)
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        if not _has_peers():
+            return super().normalize_by_batch(x, real, affine)
+        dims = group_dims(x)
+        total = x.sum(dim=dims, keepdim=True)  # (G, 1, C, 1, ...)
+        own = torch.zeros_like(total[:, :, :1]) + count_values(x, real, dims)
+        both = _AddOverProcesses.apply(torch.cat([total, own], dim=2))
+        count = both[:, :, -1:].detach()
+        mean = both[:, :, :-1] / at_least_one(count)
+        centred = centre(x, mean, real)
+        squares = _AddOverProcesses.apply(centred.square().sum(dim=dims, keepdim=True))
+        var = squares / at_least_one(count)
+        self.advance(Moments(mean, var, count))
+        return affine.apply(centred, torch.rsqrt(var + self.eps), axis=2)
+
+
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class _AddOverProcesses(torch.autograd.Function):
+    """Sums a tensor over all processes; sums its gradient too, as each value is in every sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        total = x.contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _AddOverProcesses.forward(ctx, grads[0])

@@ -17,9 +17,6 @@ class CausalGroupNorm(ChannelGroupsNorm):
     Shape (N, C, T) in and out, or (N, C), which is one position. The last position equals group
     norm over the whole sequence; with G = C this is `CausalInstanceNorm`. The groups of
     arXiv:1803.08494, cumulative like cLN of Conv-TasNet (arXiv:1809.07454), which is G = 1.
-
-    Raises:
-        UserError: in forward, several position axes, or in training one value per group.
     """
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -35,10 +32,6 @@ class CausalInstanceNorm(AffineNorm):
     position of a sample pools one value, so its variance is 0 and its output is always the bias.
     Sequences of one position are therefore refused in training; in evaluation a text may start
     with one.
-
-    Raises:
-        UserError: in forward, an input without a positions axis or with several, or in training an
-            input with one position.
     """
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.norms.affine import Affine, AffineNorm
-from normexp.norms.batch import RunningMomentsNorm, group_dims
 from normexp.norms.moments import Moments, centre, measure, measure_mean, unbiased
 from normexp.norms.per_position import PositionwiseNorm
+from normexp.norms.running import RunningMomentsNorm, group_dims
 
 
 class DeviatingBatchNorm(RunningMomentsNorm):
@@ -76,9 +76,6 @@ class BatchNormBiasedAverage(RunningMomentsNorm):
 
     unbiased_running_var = False
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        return self.normalize_as_batch_norm(x, real, affine)
-
 
 class BatchNormNaiveVariance(DeviatingBatchNorm):
     """Batch norm with var = mean(x^2) - mean(x)^2, in float32 or wider.
@@ -115,7 +112,6 @@ class BatchNormFlattened(PositionwiseNorm):
 
     Batch norm over the first axis of (N, T, C) instead of over (N, T) per channel.
     `norm=batch_per_position` has these statistics too, but a weight and a bias per channel.
-    Arguments and errors as `PositionwiseNorm`.
 
     What it costs: 2 * C * T parameters instead of 2 * C, statistics over N values instead of N * T,
     and a fixed length. No position looks at another, but samples do.

@@ -71,8 +71,7 @@ class NormFactory:
 
     def act(self, num_features: int) -> nn.Module:
         """Returns the activation after a norm of `num_features`, on maps (N, C, *)."""
-        self.used.add("act")
-        return ACTIVATIONS[self.slots.act](num_features)
+        return ACTIVATIONS[self._use("act")](num_features)
 
     def conv(
         self,
@@ -85,8 +84,7 @@ class NormFactory:
         bias: bool = True,
     ) -> nn.Conv2d:
         """Returns a convolution over (N, C, H, W); arguments and defaults as nn.Conv2d."""
-        self.used.add("conv")
-        build = CONVOLUTIONS[self.slots.conv]
+        build = CONVOLUTIONS[self._use("conv")]
         return build(
             in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
         )
@@ -98,11 +96,9 @@ class NormFactory:
             shape: that of a number per channel, (C,) for tokens and (C, 1, 1) for maps; without it
                 the branch has no place for `layer_scale`.
         """
-        self.used.add("residual_scale")
-        starts: list[tuple[float | None, tuple[int, ...]]] = [(self.slots.residual_scale, ())]
+        starts: list[tuple[Any, tuple[int, ...]]] = [(self._use("residual_scale"), ())]
         if shape:
-            self.used.add("layer_scale")
-            starts.append((self.slots.layer_scale, shape))
+            starts.append((self._use("layer_scale"), shape))
         scales = [ResidualScale(start, own) for start, own in starts if start is not None]
         if len(scales) == 1:
             return scales[0]
@@ -111,17 +107,18 @@ class NormFactory:
     @property
     def placement(self) -> Placement:
         """Where norms sit in a transformer block."""
-        self.used.add("placement")
-        return self.slots.placement
+        return self._use("placement")
 
     @property
     def qk_norm(self) -> bool:
         """True if attention normalizes its queries and keys."""
-        self.used.add("qk_norm")
-        return self.slots.qk_norm
+        return self._use("qk_norm")
 
     @property
     def v_norm(self) -> bool:
         """True if attention normalizes its values."""
-        self.used.add("v_norm")
-        return self.slots.v_norm
+        return self._use("v_norm")
+
+    def _use(self, slot: str) -> Any:
+        self.used.add(slot)
+        return getattr(self.slots, slot)

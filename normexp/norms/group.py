@@ -29,8 +29,6 @@ from normexp.norms.moments import centre, measure
 
 logger = logging.getLogger(__name__)
 
-GroupsPolicy = Literal["strict", "nearest"]
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class ChannelGroupsNorm(AffineNorm):
@@ -38,18 +36,36 @@ class ChannelGroupsNorm(AffineNorm):
 
     Args:
         groups_policy: what to do if num_groups does not divide num_features: `strict` refuses,
-            `nearest` takes the nearest divisor and logs it.
-
-    Raises:
-        UserError: num_groups does not divide num_features.
+            `nearest` takes the nearest divisor and logs it. Of two the smaller, and never
+            num_features itself, since it would leave a token one value per group.
     """
 
     num_groups: int
-    groups_policy: GroupsPolicy = "strict"
+    groups_policy: Literal["strict", "nearest"] = "strict"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.num_groups = fit_groups(self.num_features, self.num_groups, self.groups_policy)
+    def add_state(self) -> None:
+        self.require_positive("num_groups", 1)
+        if self.groups_policy not in ("strict", "nearest"):
+            raise UserError(
+                f"norm.groups_policy={self.groups_policy} is neither strict nor nearest"
+            )
+        asked, num_features = self.num_groups, self.num_features
+        if num_features % asked == 0:
+            return
+        divisors = [d for d in range(1, num_features + 1) if num_features % d == 0]
+        if self.groups_policy == "strict":
+            around = [d for d in divisors if d < asked][-1:] + [d for d in divisors if d > asked][
+                :1
+            ]
+            raise UserError(
+                f"num_groups={asked} does not divide num_features={num_features}; try "
+                f"norm.num_groups={' or '.join(map(str, around))}, or norm.groups_policy=nearest"
+            )
+        self.num_groups = min(divisors[:-1] or [1], key=lambda d: abs(d - asked))
+        logger.info(
+            "num_groups=%d does not divide num_features=%d: using %d",
+            *(asked, num_features, self.num_groups),
+        )
 
     def refuse_one_value(self, x: Tensor) -> None:
         """Raises UserError if a group of x (N, C, *) holds one value: its variance is zero."""
@@ -65,9 +81,6 @@ class GroupNorm(ChannelGroupsNorm):
 
     The paper has 32 groups. Other implementations differ in the order of their arguments (torch
     takes num_groups first) and on tokens: torch on (N, C, T) pools positions too.
-
-    Raises:
-        UserError: in forward, one value per group.
     """
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -94,9 +107,6 @@ class InstanceNorm(AffineNorm):
     torch.nn's InstanceNorm has no weight and bias by default; this one and many tutorials have them
     per channel. torch's track_running_stats, for evaluation with averages over the training set,
     does not exist here.
-
-    Raises:
-        UserError: in forward, an input with one position.
     """
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -156,30 +166,3 @@ def refuse_one_position(shape: torch.Size, name: str, instead: str) -> None:
             f"{name} pools positions, but an input of shape {tuple(shape)} has one; "
             f"try {instead}, or norm.view=sequence for tokens"
         )
-
-
-def fit_groups(num_features: int, num_groups: int, policy: GroupsPolicy) -> int:
-    """Returns `num_groups`, or with policy `nearest` the divisor of num_features nearest to it.
-
-    Of two equally near divisors the smaller wins; num_features itself is never chosen, since it
-    would leave a token one value per group.
-    """
-    if policy not in ("strict", "nearest"):
-        raise UserError(f"norm.groups_policy={policy} is neither strict nor nearest")
-    if num_groups < 1:
-        raise UserError(f"num_groups={num_groups} is not positive; try norm.num_groups=1")
-    if num_features % num_groups == 0:
-        return num_groups
-    divisors = [d for d in range(1, num_features + 1) if num_features % d == 0]
-    if policy == "strict":
-        around = [d for d in divisors if d < num_groups][-1:]
-        around += [d for d in divisors if d > num_groups][:1]
-        raise UserError(
-            f"num_groups={num_groups} does not divide num_features={num_features}; try "
-            f"norm.num_groups={' or '.join(map(str, around))}, or norm.groups_policy=nearest"
-        )
-    nearest = min(divisors[:-1] or [1], key=lambda d: abs(d - num_groups))
-    logger.info(
-        "num_groups=%d does not divide num_features=%d: using %d", num_groups, num_features, nearest
-    )
-    return nearest

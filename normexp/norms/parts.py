@@ -7,12 +7,13 @@ them as a norm's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.norms.affine import Affine, over_channels
+from normexp.norms.affine import Affine
 from normexp.norms.slots import Act, Conv
 
 # Added to the variance of weights. The config's eps fits activations, which are far larger: at 1e-5
@@ -34,7 +35,7 @@ class TLU(nn.Module):
         self.tau = nn.Parameter(torch.zeros(num_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        tau = over_channels(self.tau, x)  # float32: x widens to it
+        tau = self.tau.view(-1, *[1] * (x.ndim - 2))  # float32: x widens to it
         # Equals torch.maximum, whose backward is slower; in this order a NaN in x is kept.
         return torch.where(x <= tau, tau, x).to(x.dtype)
 
@@ -114,18 +115,9 @@ class ScaledWeightStandardizedConv2d(WeightStandardizedConv2d):
 
     norm_parameters = ("gain",)
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        *,
-        stride: int = 1,
-        padding: int = 0,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
-        self.gain = nn.Parameter(torch.ones(out_channels))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.ones(self.out_channels))
 
     def filters(self) -> Tensor:
         fan_in = self.weight[0].numel()

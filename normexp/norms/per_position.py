@@ -10,8 +10,8 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.affine import Affine
-from normexp.norms.batch import RunningMomentsNorm, normalize_groups
 from normexp.norms.moments import Moments, pool, unbiased
+from normexp.norms.running import RunningMomentsNorm, normalize_groups
 from normexp.norms.state import State
 
 
@@ -34,16 +34,16 @@ class PositionwiseNorm(RunningMomentsNorm):
             positions are not real equally often.
 
     Raises:
-        UserError: momentum outside (0, 1]; in forward, one sample in training, an input that is not
-            (N, C, T), or real positions beyond `num_positions`.
+        UserError: in forward, one sample in training, an input that is not (N, C, T), or real
+            positions beyond `num_positions`.
     """
 
     num_positions: int
     momentum: float = 0.1
     needs_momentum = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def add_state(self) -> None:
+        super().add_state()
         self.running_mean = torch.zeros(self.num_positions, self.num_features)
         self.running_var = torch.ones(self.num_positions, self.num_features)
         self.num_values = torch.zeros(self.num_positions, dtype=torch.int64)

@@ -14,30 +14,28 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.affine import Affine, over_channels
-from normexp.norms.batch import RunningNorm, before_step, group_dims
 from normexp.norms.moments import at_least_one, measure_mean, pool_mean
-from normexp.norms.ramps import NUM_TRAINING_STEPS, steps_of
+from normexp.norms.running import (
+    NUM_TRAINING_STEPS,
+    RunningNorm,
+    before_step,
+    group_dims,
+    steps_of,
+)
 
 
 class SquareNorm(RunningNorm):
-    """Abstract: x * scale * weight + bias; evaluation scales by 1 / sqrt(running_square + eps).
+    """Abstract: x * scale * weight + bias; evaluation scales by 1 / sqrt(running_square + eps)."""
 
-    Raises:
-        UserError: as `RunningNorm`; no momentum, because these averages need one.
-    """
-
+    averages = {"running_square": 1.0}
     needs_momentum = True
     running_square: Tensor
     momentum: float
 
-    def add_state(self) -> None:
-        super().add_state()
-        self.register_buffer("running_square", torch.ones(self.num_features))
-
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
-        scale = torch.rsqrt(self.running_square.to(x.dtype) + self.eps)
-        return affine.apply(x, over_channels(scale, x, axis=2), axis=2)
+        square = over_channels(self.running_square, x, axis=2)
+        return affine.apply(x, torch.rsqrt(square + self.eps), axis=2)
 
 
 class ScaleByPast(torch.autograd.Function):
@@ -104,21 +102,17 @@ class PowerNorm(SquareNorm):
 
     Args:
         warmup: share of the training with the statistics of the batch.
-        num_training_steps: of the whole training.
-
-    Raises:
-        UserError: as `SquareNorm`; a warm-up that is no share.
     """
 
     warmup: float
     num_training_steps: int = NUM_TRAINING_STEPS
     momentum: float = 0.1
+    averages = {"running_square": 1.0, "running_product": 0.0}
     running_product: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def add_state(self) -> None:
+        super().add_state()
         (self.warmup_steps,) = steps_of(self.num_training_steps, warmup=self.warmup)
-        self.register_buffer("running_product", torch.zeros(self.num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         with torch.no_grad():
@@ -166,10 +160,6 @@ class MovingAverageBatchNorm(SquareNorm):
         memory: steps in the moving average.
         momentum: weight of the new value in Q.
         warmup: share of the training with the statistics of the batch.
-        num_training_steps: of the whole training.
-
-    Raises:
-        UserError: as `SquareNorm`; a warm-up that is no share; a memory or r_max below one.
     """
 
     memory: int
@@ -180,8 +170,8 @@ class MovingAverageBatchNorm(SquareNorm):
     past_squares: Tensor = field(init=False)
     past_products: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def add_state(self) -> None:
+        super().add_state()
         if self.memory < 1 or self.r_max < 1:
             raise UserError(
                 f"memory={self.memory}, r_max={self.r_max}: both must be 1 or more; "
@@ -197,7 +187,8 @@ class MovingAverageBatchNorm(SquareNorm):
             counts = torch.zeros_like(square[:, :, :1]) + count
             steps = before_step(self.num_batches_tracked, torch.int64)
             warm = steps < max(self.memory, self.warmup_steps)
-            newest = self._is_newest(steps)
+            rows = torch.arange(self.memory, device=x.device)
+            newest = (rows == steps % self.memory)[:, None]  # (memory, 1), the row to replace
             share = 1 / torch.where(warm, 1, self.memory).to(x.dtype)  # of the batch's own mean
             squares = self._keep(before_step(self.past_squares, x.dtype), newest, warm)
             products = self._keep(self.past_products.to(x.dtype), newest, warm)
@@ -211,21 +202,12 @@ class MovingAverageBatchNorm(SquareNorm):
             *(self.past_products, 1 - step, step),
         )
         assert isinstance(z, Tensor)
-        self._remember(pool_mean(square, count, dim=0)[0])
         self.move_averages(count, running_square=square)
+        with torch.no_grad():
+            pooled, _ = pool_mean(square, count, dim=0)
+            self.past_squares.copy_(torch.where(newest, pooled.flatten(), self.past_squares))
         return affine.apply(z, r, axis=2)
 
     def _keep(self, past: Tensor, newest: Tensor, warm: Tensor) -> Tensor:
         """Returns the share of all but the newest row of past (memory, C) in their mean, or 0."""
         return torch.where(warm, 0, torch.where(newest, 0, past).sum(dim=0) / self.memory)
-
-    def _is_newest(self, step: Tensor) -> Tensor:
-        """Returns (memory, 1), true in the row that step `step`, counted from 0, replaces."""
-        rows = torch.arange(self.memory, device=step.device)
-        return (rows == step % self.memory)[:, None]
-
-    @torch.no_grad()
-    def _remember(self, square: Tensor) -> None:
-        """Replaces the oldest of the remembered mean squares by that of this step."""
-        newest = self._is_newest(self.num_batches_tracked)
-        self.past_squares.copy_(torch.where(newest, square.flatten(), self.past_squares))

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.errors import UserError
 from normexp.norms.affine import Affine, AffineNorm, over_channels
 from normexp.norms.group import refuse_one_position
 from normexp.norms.moments import measure_mean
@@ -48,7 +47,7 @@ class PreAffineRMSNorm(RMSNorm):
         self.pre_weight = nn.Parameter(torch.ones(self.num_features))
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        return super().normalize(x * over_channels(self.pre_weight.to(x.dtype), x), real, affine)
+        return super().normalize(x * over_channels(self.pre_weight, x), real, affine)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -67,8 +66,7 @@ class GatedRMSNorm(RMSNorm):
     rank: int
 
     def add_state(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"rank={self.rank} is not positive; try norm.rank=16")
+        self.require_positive("rank", 16)
         self.down = nn.Linear(self.num_features, self.rank, bias=False)
         self.up = nn.Linear(self.rank, self.num_features, bias=False)
 
@@ -95,7 +93,7 @@ class SeeDNorm(AffineNorm):
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
-        alpha, beta = (over_channels(v.to(x.dtype), x) for v in (self.alpha, self.beta))
+        alpha, beta = (over_channels(v, x) for v in (self.alpha, self.beta))
         gain = alpha * torch.tanh((beta * x).sum(dim=1, keepdim=True))  # (N, C, *)
         gain = gain + (1 if affine.weight is None else over_channels(affine.weight, x))
         return x * inverse_rms(x, self.eps) * gain
@@ -122,8 +120,7 @@ class BHyT(AffineNorm):
     kappa: float = 10.0
 
     def add_state(self) -> None:
-        if not self.kappa > 0:
-            raise UserError(f"kappa={self.kappa} is not positive; try norm.kappa=10")
+        self.require_positive("kappa", 10)
         self.alpha = nn.Parameter(torch.tensor(float(self.alpha_init)))
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -205,9 +202,6 @@ class FilterResponseNorm(AffineNorm):
 
     Args:
         learn_eps: adds |learned_eps| to eps, a parameter () that starts at 1e-4.
-
-    Raises:
-        UserError: in forward, an input with one position, unless eps is learned.
     """
 
     learn_eps: bool = False
@@ -246,7 +240,7 @@ class GlobalResponseNorm(AffineNorm):
         positions = tuple(range(2, x.ndim))
         g = torch.linalg.vector_norm(x, dim=positions, keepdim=True) if positions else x.abs()
         g = g / (g.mean(dim=1, keepdim=True) + self.eps)
-        response, shift = (over_channels(v.to(x.dtype), x) for v in (self.response, self.shift))
+        response, shift = (over_channels(v, x) for v in (self.response, self.shift))
         return torch.addcmul(shift, x, 1 + response * g)
 
 

@@ -54,13 +54,18 @@ class Site(nn.Module):
             return self._apply_in_view(self.norm, x, mask)
         whole, rest = len(x) // size * size, len(x) % size
         in_groups = hasattr(self.norm, "forward_groups")
-        parts = [whole] if in_groups else [size] * (whole // size)
-        return self._apply_in_parts(x, mask, [*parts, rest] if rest else parts)
+        sizes = [whole] if in_groups else [size] * (whole // size)
+        if rest:
+            sizes.append(rest)
+        if len(sizes) > 1:
+            return self._apply_in_parts(x, mask, sizes)
+        groups = x.unflatten(0, (-1, size))  # (G, n, ...)
+        group_masks = None if mask is None else mask.unflatten(0, (-1, size))
+        forward_groups = cast(Any, self.norm).forward_groups
+        return self._apply_in_view(forward_groups, groups, group_masks).flatten(0, 1)
 
     def _apply_in_parts(self, x: Tensor, mask: Tensor | None, sizes: list[int]) -> Tensor:
         """Runs each part from the state before the first; the state ends merged by share."""
-        if len(sizes) == 1:
-            return self._apply_part(x, mask)
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
         masks = [None] * len(sizes) if mask is None else mask.split(sizes)
@@ -69,24 +74,13 @@ class Site(nn.Module):
             for part, part_mask in zip(x.split(sizes), masks, strict=True):
                 # Fresh tensors for each part, because a kernel may keep them for its backward.
                 install_state(self.norm, {name: value.clone() for name, value in start.items()})
-                outputs.append(self._apply_part(part, part_mask))
+                outputs.append(self.forward(part, part_mask))
                 ends.append(read_state(self.norm))
         finally:
             install_state(self.norm, originals)
         shares = [size / len(x) for size in sizes]
         write_state(self.norm, merge_state(self.norm, start, ends, shares))
         return torch.cat(outputs)
-
-    def _apply_part(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Applies the norm to one sub-batch, or to several whole ones in one call."""
-        size = self.norm_batch_size
-        assert size is not None
-        if len(x) <= size:
-            return self._apply_in_view(self.norm, x, mask)
-        groups = x.unflatten(0, (-1, size))  # (G, n, ...)
-        group_masks = None if mask is None else mask.unflatten(0, (-1, size))
-        forward_groups = cast(Any, self.norm).forward_groups
-        return self._apply_in_view(forward_groups, groups, group_masks).flatten(0, 1)
 
     def _apply_in_view(self, norm: Callable[..., Tensor], x: Tensor, mask: Tensor | None) -> Tensor:
         """Shows x, which may lead with an axis of groups, to the norm and turns the result back."""

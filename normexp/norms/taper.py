@@ -10,10 +10,16 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.norms.affine import Affine, over_channels
-from normexp.norms.batch import RunningNorm, before_step, group_dims
 from normexp.norms.moments import measure_mean
-from normexp.norms.ramps import NUM_TRAINING_STEPS, rise, steps_of
 from normexp.norms.rms import inverse_rms
+from normexp.norms.running import (
+    NUM_TRAINING_STEPS,
+    RunningNorm,
+    before_step,
+    group_dims,
+    rise,
+    steps_of,
+)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -35,11 +41,6 @@ class TaperNorm(RunningNorm):
 
     Args:
         warmup, taper_end: shares of the training.
-        momentum: weight of the new value in the running averages.
-        num_training_steps: of the whole training.
-
-    Raises:
-        UserError: shares that make no taper, a momentum outside (0, 1].
     """
 
     warmup: float

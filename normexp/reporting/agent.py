@@ -35,7 +35,7 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
     """
     import wandb
 
-    from normexp.training.loggers import resolve_mode  # torch
+    from normexp.training.recorder import resolve_mode  # torch
 
     if outcome.directory is None or not outcome.results:
         return

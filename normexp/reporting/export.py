@@ -27,7 +27,7 @@ def log_to_wandb(report: Report) -> str:
     """
     import wandb
 
-    from normexp.training.loggers import resolve_mode
+    from normexp.training.recorder import resolve_mode
 
     project, entity = find_project(Path(cell) for cell in report.cells["cell"])
     mode = resolve_mode(os.environ.get("WANDB_MODE", "auto"))

@@ -30,7 +30,7 @@ from normexp.norms.deviations import (
     LayerNormUnbiased,
 )
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
-from normexp.norms.none import NoNorm
+from normexp.norms.pointwise import NoNorm
 from normexp.norms.rms import RMSNorm
 from normexp.norms.slots import Slots
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from normexp.checks.probe import Probe, cuts, holds, moves
-from normexp.norms.batch import BatchNorm
+from normexp.norms.batch import BatchNorm, BatchRenorm
 from normexp.norms.causal import CausalGroupNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
-from normexp.norms.none import FrozenBatchNorm, NoNorm
-from normexp.norms.renorm import BatchRenorm
+from normexp.norms.pointwise import FrozenBatchNorm, NoNorm
 
 
 class Reads(nn.Module):

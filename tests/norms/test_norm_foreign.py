@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.errors import UserError
-from normexp.norms.adapt import adapt, foreign_factory
+from normexp.norms.adapt import adapt, find_layout, foreign_factory
 from normexp.norms.factory import NormFactory
-from normexp.norms.layout import find_layout
 from normexp.records.metrics import read_metrics
 from normexp.records.result import read_result
 from normexp.train import main

@@ -16,10 +16,9 @@ from torch.testing import assert_close
 
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
-from normexp.norms.evonorm import EvoNormB0, EvoNormS0
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, PositionNorm
-from normexp.norms.mixtures import BatchChannelNorm, ModeNorm
-from normexp.norms.none import FrozenBatchNorm
+from normexp.norms.mixtures import BatchChannelNorm, EvoNormB0, EvoNormS0, ModeNorm
+from normexp.norms.pointwise import FrozenBatchNorm
 from normexp.norms.rms import FilterResponseNorm, GlobalResponseNorm, RMSNorm, SimpleRMSNorm
 
 TOLERANCE = {torch.double: 1e-10, torch.float: 1e-5}

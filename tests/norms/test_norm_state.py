@@ -28,14 +28,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.errors import UserError
-from normexp.norms import batch
-from normexp.norms.batch import BatchNorm
-from normexp.norms.eval_norm import EvalNorm
+from normexp.norms import running
+from normexp.norms.batch import BatchNorm, BatchRenorm, EvalNorm, GhostBatchNorm, SyncBatchNorm
 from normexp.norms.mixtures import ModeNorm
 from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
-from normexp.norms.renorm import BatchRenorm
 from normexp.norms.rms import BHyT, GatedRMSNorm
-from normexp.norms.sharing import GhostBatchNorm, SyncBatchNorm
 from normexp.norms.site import Site
 from normexp.norms.state import merge_state, read_state, write_state
 from normexp.norms.taper import TaperNorm
@@ -82,7 +79,7 @@ def test_momentum_outside_its_range_is_refused_and_null_where_averages_need_one(
 @pytest.mark.parametrize("loop_from", [0, 2**16], ids=["looped", "folded"])
 def test_groups_in_one_call_equal_each_group_alone(monkeypatch, loop_from, masked, momentum):
     """One group, a mask's third, is of padding alone; it does not weigh."""
-    monkeypatch.setattr(batch, "LOOP_FROM_ELEMENTS", loop_from)
+    monkeypatch.setattr(running, "LOOP_FROM_ELEMENTS", loop_from)
     grouped = randomize(BatchNorm(C, momentum=momentum).double())
     start, alone = copy.deepcopy(grouped), copy.deepcopy(grouped)
     x = random_tensor(G, N, C, T) + 5 * torch.arange(G).view(G, 1, 1, 1)

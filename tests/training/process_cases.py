@@ -28,8 +28,8 @@ from training_cases import (
 )
 
 from normexp.batching.sizes import Sizes
+from normexp.norms.batch import SyncBatchNorm
 from normexp.norms.group import GroupNorm
-from normexp.norms.sharing import SyncBatchNorm
 from normexp.training import fit
 from normexp.training.module import TrainingModule
 

@@ -21,10 +21,11 @@ from normexp.models.resnet import ResNet
 from normexp.models.text_encoder import TextEncoder
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
+from normexp.norms.group import GroupNorm
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.recipe import Recipe
+from normexp.training.optim import Recipe
 from normexp.training.recorder import Recorder
 from normexp.training.schedule import Schedule, named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
@@ -97,6 +98,10 @@ def text_data(num_train: int = 24, length: int = 7) -> Data:
 
 def batch_norm(num_features: int) -> nn.Module:
     return BatchNorm(num_features, eps=1e-5, momentum=0.1)
+
+
+def group_norm(num_features: int) -> nn.Module:
+    return GroupNorm(num_features, eps=1e-5, num_groups=4)
 
 
 def convnet(norm: NormFactory) -> nn.Module:

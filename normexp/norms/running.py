@@ -1,0 +1,309 @@
+"""The base of norms that pool samples and keep running averages.
+
+    RunningNorm          running averages, counters, groups of samples, merging of parts
+    RunningMomentsNorm   the averages are mean and variance, used as batch norm uses them
+
+Values come in groups, x (G, N, C, *): the samples of a group share statistics, and all groups of
+one forward move the running averages together, once. A plain forward is one group; a site that
+splits its batch into ghost sub-batches hands over several. `real` is the mask as (G, N, 1, *).
+
+A norm that changes over its training has an argument `num_training_steps`, which is given the
+number of optimizer steps. Its other knobs are shares of it, like the warm-up of the learning rate,
+so that they mean the same in a training of any length; `+norm.num_training_steps=N` makes them
+shares of N steps. Outside a training, as for a card, the length is 1000 steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normexp.errors import UserError
+from normexp.norms.affine import Affine, AffineNorm, over_channels
+from normexp.norms.moments import Moments, centre, measure, pool, pool_mean, unbiased
+from normexp.norms.state import State
+
+NUM_TRAINING_STEPS = 1000  # of a norm that is built outside a training
+# Above this number of elements, groups run one after another: a loop saves the two copies needed to
+# fold them. On a CPU these cost more than the loop's extra calls from about this size.
+LOOP_FROM_ELEMENTS = 2**16
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RunningNorm(AffineNorm):
+    """Abstract: a norm that pools samples in training and uses running averages in evaluation.
+
+    A subclass defines `normalize_by_batch`, which also moves its averages by one step, and
+    `normalize_by_running`. Every floating-point buffer is an average. A batch without samples
+    counts as a step that moves no average, as in torch.nn.
+
+    Args:
+        momentum: weight of the new value in the running averages, as in torch; None gives all
+            steps equal weight.
+    """
+
+    momentum: float | None = 0.1
+    averages: ClassVar[dict[str, float]] = {}  # buffers (C,) to register, and their initial values
+    needs_momentum = False  # True: momentum=None is refused
+    channel_axis = 2
+    num_batches_tracked: Tensor = field(init=False)
+    num_values: Tensor = field(init=False)  # of the last training forward: the weight of a part
+
+    def add_state(self) -> None:
+        if self.momentum is None and self.needs_momentum:
+            raise UserError(
+                f"momentum=null does not fit {type(self).__name__}; try norm.momentum=0.1"
+            )
+        if self.momentum is not None and not 0 < self.momentum <= 1:
+            raise UserError(
+                f"momentum={self.momentum} is not in (0, 1]; try norm.momentum=0.1, or null to "
+                "average all steps equally"
+            )
+        for name, start in self.averages.items():
+            self.register_buffer(name, torch.full((self.num_features,), start))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+        # An integer, so that casting the module to half precision does not round it.
+        self.register_buffer("num_values", torch.tensor(0), persistent=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = self.forward_groups(x[None], None if mask is None else mask[None])
+        return out.squeeze(0)  # out[0] would cost a tensor of zeros and a copy in the backward
+
+    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Returns the output for x (G, N, C, *), mask (G, N, *), each group by its own statistics.
+
+        In training the running averages move once, by the values of all groups together.
+        """
+        return super().forward(x, mask)
+
+    def pass_empty(self, x: Tensor) -> Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            self.num_values.fill_(0)
+        return super().pass_empty(x)
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        if not self.training:
+            return self.normalize_by_running(x, real, affine)
+        self.refuse(x.shape[1:])
+        return self.normalize_by_batch(x, real, affine)
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        """Returns the output in training and moves the state by one step."""
+        raise NotImplementedError
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        """Returns the output in evaluation."""
+        raise NotImplementedError
+
+    def refuse(self, shape: torch.Size) -> None:
+        """Raises UserError if a training input (N, C, *) has one value per channel: no variance."""
+        if shape.numel() == shape[1]:
+            raise UserError(
+                f"batch norm got one value per channel, an input of shape {tuple(shape)}; it needs "
+                "2 or more: try a larger batch_size or norm_batch_size"
+            )
+
+    @torch.no_grad()
+    def move_averages(self, count: int | Tensor, **values: Tensor) -> None:
+        """Moves running averages one step towards values (G, 1, C, 1, ...), pooled over the groups.
+
+        In place, by operations that vmap supports. `count` is the number of values behind each.
+        """
+        pooled = {name: pool_mean(value, count, dim=0) for name, value in values.items()}
+        mean, total = next(iter(pooled.values()))
+        self.num_batches_tracked.add_(1)
+        weight = self.new_weight(self.num_batches_tracked, mean.dtype)
+        if isinstance(total, Tensor):
+            total = total.flatten()[0]
+            self.num_values.copy_(total)
+            weight = weight * (total > 0).to(mean.dtype)  # padding alone moves nothing
+        else:
+            self.num_values.fill_(total)
+        for name, (value, _) in pooled.items():
+            average = getattr(self, name)
+            average.mul_(1 - weight).add_(weight * value.reshape(average.shape))
+
+    def new_weight(self, step: Tensor, dtype: torch.dtype) -> float | Tensor:
+        """Returns the weight of the new value at the `step`-th update, counted from 1."""
+        return self.momentum if self.momentum is not None else 1 / step.to(dtype)
+
+    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
+        """Returns each floating-point buffer averaged over the parts of a step; see `norms.state`.
+
+        The weights are the parts' own `num_values`, which count real positions, and not `shares`.
+        Without a real value in any part, the buffer keeps its start.
+        """
+        del shares
+        values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
+        merged = {"num_values": values.sum(dim=0)}
+        for name in [name for name, value in start.items() if value.is_floating_point()]:
+            ends = torch.stack([part[name] for part in parts])  # (parts, ..., C)
+            counts = values.view(*values.shape, *[1] * (ends.ndim - values.ndim)).to(ends.dtype)
+            total = counts.sum(dim=0)
+            mean = (counts / total.clamp(min=1) * ends).sum(dim=0)
+            merged[name] = torch.where(total > 0, mean, start[name])
+        return merged
+
+
+class RunningMomentsNorm(RunningNorm):
+    """Batch norm, unless a subclass says otherwise: it averages mean and variance.
+
+    Parts of a step merge exactly: into the moments of all their values.
+    """
+
+    averages = {"running_mean": 0.0, "running_var": 1.0}
+    running_mean: Tensor
+    running_var: Tensor
+    unbiased_running_var = True  # the running variance averages n / (n - 1) times the biased one
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        # One kernel normalizes and moves the state where it computes the same.
+        if real is None and len(x) == 1 and self.kernel_moves_averages(x):
+            return self.normalize_in_kernel(x.squeeze(0), affine)[None]
+        out, moments = normalize_groups(x, real, affine, self.eps)
+        self.advance(moments)
+        return out
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        # Not of torch.nn.functional, which refuses eps=0 before torch 2.15.
+        rest = (False, 0.0, self.eps, torch.backends.cudnn.enabled)
+        out = torch.batch_norm(x.flatten(0, 1), *affine, mean, var, *rest)
+        return out.unflatten(0, x.shape[:2])
+
+    def averages_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns running mean and variance shaped for x (G, N, C, *), and in its dtype."""
+        return over_channels(self.running_mean, x, 2), over_channels(self.running_var, x, 2)
+
+    def kernel_moves_averages(self, x: Tensor) -> bool:
+        """True if torch's kernel can move the averages: it needs a fixed momentum and one dtype."""
+        if self.momentum is None or not self.unbiased_running_var:
+            return False
+        return self.running_mean.dtype == x.dtype
+
+    def normalize_in_kernel(self, x: Tensor, affine: Affine) -> Tensor:
+        """Returns batch norm of x (N, C, *); the kernel moves the averages in place."""
+        assert self.momentum is not None
+        self.num_batches_tracked.add_(1)
+        self.num_values.fill_(x.numel() // x.shape[1])
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(x, mean, var, *affine, True, self.momentum, self.eps)
+
+    @torch.no_grad()
+    def advance(self, groups: Moments) -> None:
+        """Moves the state by one step, by the moments (G, 1, C, 1, ...) of all groups."""
+        mean, var, count = pool(groups, dim=0)
+        var = unbiased(var, count) if self.unbiased_running_var else var
+        self.move_averages(count, running_mean=mean, running_var=var)
+
+    def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
+        """Returns the state after one training forward on the values of all parts.
+
+        Each part was reached from `start` by one training forward. Its moments m_i, v_i follow from
+        running_i = (1 - f) * start + f * moment_i, f the momentum, and are pooled over n_i values:
+        m = sum w_i m_i, v = sum w_i (v_i + (m_i - m)^2), w_i = n_i / sum n_i. The weights are the
+        parts' own `num_values`, which count real positions, and not `shares`. All values may lead
+        with replica axes.
+        """
+        del shares
+        means, ends = (
+            torch.stack([part[name] for part in parts]) for name in ("running_mean", "running_var")
+        )  # (parts, ..., C)
+        values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
+        step = start["num_batches_tracked"] + 1
+        factor = self.new_weight(step[..., None], means.dtype)
+        counts = values[..., None].to(means.dtype)
+        total = counts.sum(dim=0)
+        weights = counts / total.clamp(min=1)
+        kept = (1 - factor) * start["running_var"]
+        mean = (weights * means).sum(dim=0)
+        # Both terms carry the factor: f * v_i, and f * (m_i - m)^2.
+        within, between = ends - kept, (means - mean).square() / factor
+        if self.unbiased_running_var:
+            within = within * (counts - 1).clamp(min=0) / counts.clamp(min=1)
+        var = (weights * (within + between)).sum(dim=0)
+        var = kept + (unbiased(var, total) if self.unbiased_running_var else var)
+        return {
+            "running_mean": torch.where(total > 0, mean, start["running_mean"]),
+            "running_var": torch.where(total > 0, var, start["running_var"]),
+            "num_batches_tracked": step,
+            "num_values": values.sum(dim=0),
+        }
+
+
+def group_dims(x: Tensor) -> tuple[int, ...]:
+    """Returns the axes of x (G, N, C, *) that batch statistics pool: samples and positions."""
+    return (1, *range(3, x.ndim))
+
+
+def measure_samples(x: Tensor, real: Tensor | None) -> Moments:
+    """Returns the moments (G, N, C, 1, ...) over the positions of each channel of a sample."""
+    return measure(x, real, tuple(range(3, x.ndim)))
+
+
+def normalize_groups(
+    x: Tensor, real: Tensor | None, affine: Affine, eps: float
+) -> tuple[Tensor, Moments]:
+    """Returns batch norm of each group of x (G, N, C, *), and the moments (G, 1, C, 1, ...)."""
+    if real is not None:
+        moments = measure(x, real, group_dims(x))
+        centred = centre(x, moments.mean, real)
+        return affine.apply(centred, torch.rsqrt(moments.var + eps), axis=2), moments
+    num_groups, num_samples, num_channels = x.shape[:3]
+    if num_groups == 1:
+        out, mean, scale = _batch_norm_kernel(x.squeeze(0), affine, eps)
+        out = out[None]
+    elif x.shape[1:].numel() > LOOP_FROM_ELEMENTS:
+        parts = [_batch_norm_kernel(part, affine, eps) for part in x]
+        out, mean, scale = (torch.stack(values) for values in zip(*parts, strict=True))
+    else:
+        folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels become channels of their own
+        repeated = Affine(*[None if v is None else v.repeat(num_groups) for v in affine])
+        out, mean, scale = _batch_norm_kernel(folded, repeated, eps)
+        out = out.unflatten(1, (num_groups, num_channels)).movedim(1, 0)
+    shape = (num_groups, 1, num_channels, *[1] * (x.ndim - 3))
+    var = (scale.detach().pow(-2) - eps).clamp(min=0)  # the kernel's scale is 1 / sqrt(var + eps)
+    count = num_samples * x.shape[3:].numel()
+    return out, Moments(mean.detach().view(shape), var.view(shape), count)
+
+
+def _batch_norm_kernel(x: Tensor, affine: Affine, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns batch norm of x (N, C, *), the means (C,) and 1 / sqrt(var + eps)."""
+    weight, bias = affine
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+
+
+def before_step(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `state` as it is before this step writes it, even in the backward of compiled code.
+
+    torch's partitioner takes a buffer that the forward writes for an unchanged input, and
+    recomputes what the backward needs, and a few cheap operations on it, from the new value. A
+    cumulative sum over an axis of size one changes nothing and is not recomputed.
+    """
+    return state.to(dtype)[None].cumsum(dim=0)[0]
+
+
+def steps_of(num_training_steps: int, **shares: float) -> list[int]:
+    """Returns the whole number of steps that each share of a training stands for, rounded.
+
+    Raises:
+        UserError: a share outside [0, 1], under the name of its knob.
+    """
+    for key, share in shares.items():
+        if not 0 <= share <= 1:
+            raise UserError(
+                f"norm.{key}={share} must be a share of the training, from 0 to 1; try "
+                f"norm.{key}=0.1"
+            )
+    return [round(share * num_training_steps) for share in shares.values()]
+
+
+def rise(step: Tensor, start: int, end: int) -> Tensor:
+    """Returns 0 until the `start`-th step, counted from 1, rising linearly to 1 at the `end`-th."""
+    return ((step - start) / max(end - start, 1)).clamp(0, 1)
