@@ -23,7 +23,7 @@ def _evaluate(words: list[str]) -> int:
         options["evaluate_with"] = ["running", "precise", *batch]
 
     with importing_torch():
-        from normexp.cells.evaluate import evaluate_run
+        from normexp.cells.finished import evaluate_run
         from normexp.records.logs import messages_to_stderr
 
     with messages_to_stderr():
