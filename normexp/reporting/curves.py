@@ -13,6 +13,7 @@ import pandas as pd
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE
+from normexp.reporting.cells import interval_row
 from normexp.reporting.charts import (
     HEIGHT,
     LINE,
@@ -28,7 +29,7 @@ from normexp.reporting.charts import (
     tooltip,
     visible,
 )
-from normexp.reporting.frame import Row, interval_row, plain_rows
+from normexp.reporting.frame import Row, plain_rows
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.style import DIVERGED

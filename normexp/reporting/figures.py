@@ -7,6 +7,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
+from normexp.reporting.cells import summarize
 from normexp.reporting.charts import (
     DARK,
     GREY,
@@ -38,7 +39,6 @@ from normexp.reporting.frame import (
     metric_names,
     paired_values,
     plain_rows,
-    summarize,
     values_of,
 )
 from normexp.reporting.metric import Metric, describe_metric

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from normexp.reporting.cells import build_cells
 from normexp.reporting.charts import Figure
 from normexp.reporting.compare import Change, compare_studies, difference_table
 from normexp.reporting.figures import draw_figures
@@ -15,7 +16,7 @@ from normexp.reporting.frame import StudyRecords, metric_names, read_studies
 from normexp.reporting.metric import require_metric
 from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.sentences import Answer, answer_slices
-from normexp.reporting.slices import build_cells, build_slices
+from normexp.reporting.slices import build_slices
 from normexp.reporting.style import assign_styles
 from normexp.reporting.tables import (
     Table,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pandas as pd
 
+from normexp.reporting.cells import summarize
 from normexp.reporting.frame import (
     Row,
     metric_names,
     paired_values,
     plain_rows,
-    summarize,
     values_of,
 )
 from normexp.reporting.metric import (
