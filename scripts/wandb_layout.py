@@ -13,7 +13,7 @@ import argparse
 import sys
 from typing import Any
 
-from normexp.training.loggers import LAYOUT
+from normexp.training.recorder import LAYOUT
 
 GROUPS = ("norm", "norm_batch_size")
 

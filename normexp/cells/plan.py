@@ -15,13 +15,13 @@ from normexp.checks.sites import name_some
 from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.training.budget import (
+from normexp.training.evaluation import EvaluationPlan
+from normexp.training.schedule import (
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,
     scale_learning_rate,
 )
-from normexp.training.evaluation import EvaluationPlan
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,6 @@ class Plan:
     lr: float
     optimizer_momentum: float | None  # None for an optimizer without momentum
     norm_momentum: float | None  # of the running averages; None unless norm.half_life is set
-    max_grad_norm: float | None
-    ema: float | None
-    matmul_precision: str
     notes: tuple[str, ...] = ()  # for the user, once nothing is refused
 
     @property
@@ -97,9 +94,6 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
         lr=lr,
         optimizer_momentum=momentum,
         norm_momentum=_norm_momentum(cfg, sizes),
-        max_grad_norm=cfg.max_grad_norm,
-        ema=cfg.ema,
-        matmul_precision=cfg.matmul_precision,
         notes=tuple(notes),
     )
 

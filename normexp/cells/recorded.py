@@ -61,7 +61,7 @@ def key_entry(
     """
     loaded = loaded_sources()
     key = _key_of(spec, files_digest, [*loaded], loaded)
-    return None if key is None else KeyEntry(spec.digest, key, cell_id, [*loaded], kinds)
+    return None if key is None else KeyEntry(spec.digest, key, cell_id, [*loaded], dict(kinds))
 
 
 def _key_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,18 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from normexp.checks.integrity import find_unsaved_state
-from normexp.checks.probe import Probe
+from normexp.checks.probe import EVERYWHERE, MODES, differ, moves
 from normexp.checks.subject import (
     LADDER,
-    MODES,
     Answer,
-    Finding,
+    Line,
     Shape,
     Subject,
     arguments_of,
     measured,
-    mode_name,
-    relative_change,
     shape_at,
     show,
     skipped,
@@ -33,7 +29,6 @@ from normexp.errors import first_line
 from normexp.norms.adapt import FEATURE_NAMES, PROBED_DIMS
 from normexp.norms.state import read_state
 
-CLOSE = 1e-4  # relative, of float32
 STEPS = 3  # of training
 SAVED_STEPS = 20  # of training, in which state outside of the state_dict may show
 
@@ -66,10 +61,10 @@ def takes_dims(num_dims: int, subject: Subject) -> Answer:
             refusal = refusal or reason
             continue
         if not isinstance(out, Tensor):
-            return f"{show(tuple(x.shape))} in, a {type(out).__name__} out"
+            return f"{show(x.shape)} in, a {type(out).__name__} out"
         if out.shape == x.shape:
             return None
-        changed = f"{show(tuple(x.shape))} in, {show(tuple(out.shape))} out"
+        changed = f"{show(x.shape)} in, {show(out.shape)} out"
         return measured("reshaped", changed) if subject.with_dims(4) else changed
     return measured("refused", refusal)
 
@@ -95,22 +90,11 @@ def _apply_bare(subject: Subject, shape: Shape, x: Tensor) -> tuple[object, str]
     return out, ""
 
 
-def finite(subject: Subject) -> Answer:
-    """Are the outputs of standard normal inputs finite?"""
-    wrong = [
-        f"returns {what}, {mode_name(training)}, {show(shape)}"
-        for shape in subject.shapes
-        for training, what in zip(MODES, find_nan(subject, shape), strict=True)
-        if what
-    ]
-    return wrong[0] if wrong else None
-
-
 @torch.no_grad()
-def find_nan(subject: Subject, shape: Shape) -> list[str]:
-    """NaN, infinity or nothing, in each mode, for standard normal inputs."""
-    outs = [subject.norm(shape).train(training)(values(shape)) for training in MODES]
-    return ["NaN" if o.isnan().any() else "infinity" if o.isinf().any() else "" for o in outs]
+def finite(subject: Subject, shape: Shape, training: bool) -> str | None:
+    """Are the outputs of standard normal inputs finite?"""
+    out = subject.norm(shape).train(training)(values(shape))
+    return "returns NaN" if out.isnan().any() else "returns infinity" if out.isinf().any() else None
 
 
 # ---------------------------------------------------------------- dtypes and memory
@@ -133,25 +117,27 @@ def keeps_dtype(subject: Subject) -> Answer:
                 break
             if out.dtype != dtype:
                 return f"{name} in, {_dtype_name(out.dtype)} out, {show(subject.smallest)}"
-    return Finding("pass", detail=f"this device lacks {', '.join(missing)}" if missing else "")
+    return Line(detail=f"this device lacks {', '.join(missing)}" if missing else "")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def keeps_channels_last(subject: Subject) -> Answer:
+def own_maps(subject: Subject) -> list[Shape]:
+    """The maps that the norm takes without a wrapper."""
+    return subject.with_dims(4) if 4 in subject.layout.num_dims else []
+
+
+def keeps_channels_last(subject: Subject, shape: Shape) -> str | None:
     """Does a channels_last map stay one, with the outputs of a contiguous one?"""
-    if not subject.with_dims(4) or 4 not in subject.layout.num_dims:
-        return skipped("takes no 4-D input by itself")
-    for shape in subject.with_dims(4):
-        x = values(shape)
-        out = subject.norm(shape)(x)
-        last = subject.norm(shape)(x.contiguous(memory_format=torch.channels_last))
-        if not last.is_contiguous(memory_format=torch.channels_last):
-            return f"channels_last {show(shape)} in, contiguous out"
-        if not subject.draws and relative_change(out, last) > CLOSE:
-            return f"channels_last {show(shape)} gives other outputs than contiguous"
+    x = values(shape)
+    out = subject.norm(shape)(x)
+    last = subject.norm(shape)(x.contiguous(memory_format=torch.channels_last))
+    if not last.is_contiguous(memory_format=torch.channels_last):
+        return "channels_last in, contiguous out"
+    if not subject.draws and moves(out, last):
+        return "channels_last gives other outputs than contiguous"
     return None
 
 
@@ -165,16 +151,16 @@ def takes_any_strides(subject: Subject, shape: Shape, training: bool) -> str | N
     out, other = (subject.norm(shape).train(training)(given) for given in (x, strided))
     if other.requires_grad:
         other.sum().backward()
-    if relative_change(out, other) > CLOSE and not subject.draws:
+    if moves(out, other) and not subject.draws:
         return f"strides {strided.stride()} change the output"
     return None
 
 
+@torch.no_grad()
 def leaves_input_alone(subject: Subject, shape: Shape, training: bool) -> str | None:
     """Does the input hold the same values after the forward?"""
     x = values(shape)
-    with torch.no_grad():
-        subject.norm(shape).train(training)(x)
+    subject.norm(shape).train(training)(x)
     return None if torch.equal(x, values(shape)) else "the input is written in place"
 
 
@@ -191,38 +177,29 @@ def makes_parameters_at_once(subject: Subject) -> Answer:
     return f"{made[0]} is made in the forward, too late for an optimizer" if made else None
 
 
-def reaches_parameters(subject: Subject) -> Answer:
+def reaches_parameters(subject: Subject, shape: Shape) -> str | None:
     """Does one backward reach every parameter?"""
-    shape = subject.largest
-    norm = subject.trained(shape)
+    norm = subject.trained(shape, torch.float32)
     parameters = {name: p for name, p in norm.named_parameters() if p.requires_grad}
     if parameters:
         (norm(values(shape).requires_grad_()) * values(shape, seed=1)).sum().backward()
     without = [name for name, parameter in parameters.items() if parameter.grad is None]
-    return f"no gradient reaches {', '.join(without)}, {show(shape)}" if without else None
+    return f"no gradient reaches {', '.join(without)}" if without else None
 
 
-def holds_no_graph(subject: Subject) -> Answer:
-    """Are the tensors that it stores detached?"""
-    norm = subject.norm(subject.smallest)
+def holds_no_graph(subject: Subject, shape: Shape) -> str | None:
+    """Are the tensors that it stores detached, buffers and plain attributes?"""
+    norm = subject.norm(shape)
     for seed in range(STEPS):
-        norm(values(subject.smallest, seed=seed).requires_grad_())
-    for name, tensor in _kept_tensors(norm):
-        if tensor.grad_fn is not None or tensor.requires_grad:
-            return (
-                f"{name} keeps the graph of {STEPS} forwards, {show(subject.smallest)}: "
-                "memory grows with every step; detach it"
-            )
-    return None
-
-
-def _kept_tensors(norm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and tensors that modules keep as plain attributes."""
-    yield from norm.named_buffers()
+        norm(values(shape, seed=seed).requires_grad_())
+    kept: dict[str, Any] = dict(norm.named_buffers())
     for path, module in norm.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                yield f"{path}.{name}".lstrip("."), value
+        kept |= {f"{path}.{name}".lstrip("."): value for name, value in vars(module).items()}
+    for name, tensor in kept.items():
+        own = isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
+        if own and (tensor.requires_grad or tensor.grad_fn is not None):
+            return f"{name} keeps the graph of {STEPS} forwards, and memory grows; detach it"
+    return None
 
 
 def keeps_buffers(subject: Subject, shape: Shape, training: bool) -> str | None:
@@ -239,59 +216,52 @@ def keeps_buffers(subject: Subject, shape: Shape, training: bool) -> str | None:
 
 
 def _describe_buffers(norm: nn.Module) -> dict[str, str]:
-    return {n: f"{show(tuple(b.shape))} {_dtype_name(b.dtype)}" for n, b in norm.named_buffers()}
+    return {n: f"{show(b.shape)} {_dtype_name(b.dtype)}" for n, b in norm.named_buffers()}
 
 
-def restores(subject: Subject) -> Answer:
+def restores(subject: Subject, shape: Shape) -> str | None:
     """Does a norm restored from its state_dict go on as the original?"""
-    for shape in subject.shapes:
-        norm = subject.norm(shape)
-        norm(values(shape))  # lazy parameters have a shape from here on
-        fault = find_unsaved_state(subject.norm(shape), (values(shape),), SAVED_STEPS)
-        if fault is not None:
-            return f"{fault}, {show(shape)}"
-    return None
+    return find_unsaved_state(subject.norm(shape), (values(shape),), SAVED_STEPS)
 
 
-def is_deterministic(subject: Subject, shape: Shape, training: bool) -> str | None:
+@torch.no_grad()
+def is_deterministic(subject: Subject, shape: Shape) -> str | None:
     """Does one input have one output in evaluation?"""
-    norm = subject.trained(shape).train(training)
-    with torch.no_grad():
-        first, _, again = norm(values(shape)), norm(values(shape, seed=1)), norm(values(shape))
-    return "two forwards of one input differ" if relative_change(first, again) > 0 else None
+    norm = subject.trained(shape, torch.float32).eval()
+    first, _, again = norm(values(shape)), norm(values(shape, seed=1)), norm(values(shape))
+    return "two forwards of one input differ" if moves(first, again, tolerance=0) else None
 
 
-def keeps_state_in_evaluation(subject: Subject) -> Answer:
+@torch.no_grad()
+def keeps_state_in_evaluation(subject: Subject, shape: Shape) -> Answer:
     """Does evaluation leave the buffers alone?"""
-    norm = subject.trained(subject.smallest).eval()
+    norm = subject.trained(shape, torch.float32).eval()
     before = read_state(norm)
-    if not before:
-        return skipped("has no buffers")
-    with torch.no_grad():
-        norm(values(subject.smallest))
+    norm(values(shape))
     after = read_state(norm)
-    changed = [n for n, b in before.items() if relative_change(b, after[n]) > 0]
-    return f"evaluation changes {changed[0]}, {show(subject.smallest)}" if changed else None
+    changed = [n for n, b in before.items() if moves(b, after[n], tolerance=0)]
+    if changed:
+        return f"evaluation changes {changed[0]}"
+    return None if before else skipped("has no buffers")
 
 
 # ---------------------------------------------------------------- running averages
 
 MOMENTUM = 0.3  # far from 1 - MOMENTUM
+EXACT = 1e-4  # relative, of an average that follows a statistic
+SOUND = ("mean", "unbiased variance")
 
 
-def averages_as_torch(subject: Subject) -> Answer:
+def averages_as_torch(subject: Subject, shape: Shape) -> Answer:
     """Are the running averages those of torch's batch norm?
 
     Recognizes what a buffer of one value per channel averages, from one step of it. A buffer
     that averages something else than moments of the batch is another design, and no fault.
     """
     knobs = {"momentum": MOMENTUM} if "momentum" in arguments_of(subject.make) else {}
-    shape = subject.largest
     spread = torch.linspace(0.5, 2.0, shape[1], dtype=torch.float64)
-    inputs = [
-        (values(shape, torch.float64, seed) + seed).mul(spread.view(-1, *[1] * (len(shape) - 2)))
-        for seed in (1, 2)
-    ]
+    spread = spread.view(-1, *[1] * (len(shape) - 2))
+    inputs = [spread * (values(shape, torch.float64, seed) + seed) for seed in (1, 2)]
     norm = subject.norm(shape, torch.float64, **knobs)
     with torch.no_grad():
         norm(inputs[0])
@@ -309,14 +279,11 @@ def averages_as_torch(subject: Subject) -> Answer:
         recognized.append(name)
         if what not in SOUND:
             faults.append(f"{name} averages the {what}, not the {SOUND[1]}")
-        if knobs and abs(weight - MOMENTUM) > CLOSE and abs(weight + MOMENTUM - 1) < CLOSE:
+        if knobs and abs(weight + MOMENTUM - 1) < EXACT:
             faults.append(f"momentum={MOMENTUM} is the weight of the old {name}, not of the new")
     if faults:
-        return f"{'; '.join(faults)}, {show(shape)}"
+        return "; ".join(faults)
     return None if recognized else skipped("keeps no averages of batch mean or variance")
-
-
-SOUND = ("mean", "unbiased variance")
 
 
 def _batch_statistics(x: Tensor) -> dict[str, Tensor]:
@@ -340,24 +307,23 @@ def _find_average(
     for what, statistic in statistics.items():
         way = statistic - old
         weight = (moved @ way) / (way @ way)
-        if (moved - weight * way).norm() < CLOSE * moved.norm():
+        if (moved - weight * way).norm() < EXACT * moved.norm():
             return what, float(weight)
     return None
 
 
-def evaluates_by_averages(subject: Subject) -> Answer:
+def evaluates_by_averages(subject: Subject, shape: Shape) -> Answer:
     """Does evaluation read no other sample, if training keeps averages?"""
-    for shape in subject.shapes:
-        norm = subject.trained(shape, torch.float64)
-        before = read_state(norm)
-        norm(values(shape, torch.float64))
-        after = read_state(norm).items()
-        moved = [n for n, v in after if v.is_floating_point() and not v.equal(before.get(n, v + 1))]
-        if not moved:
-            return skipped("training moves no buffer")
-        probe = Probe(norm.eval())
-        if probe.reads_samples(values(shape, torch.float64), training=False):
-            return f"evaluation reads other samples although {moved[0]} is kept, {show(shape)}"
+    x = values(shape, torch.float64)
+    probe = subject.probe(shape)
+    before, after = read_state(probe.module), probe.observe(x).state
+    moved = [
+        n for n, v in after.items() if v.is_floating_point() and not v.equal(before.get(n, v + 1))
+    ]
+    if not moved:
+        return skipped("training moves no buffer")
+    if subject.probe(shape, False).reads_samples(x, training=False):
+        return f"evaluation reads other samples although {moved[0]} is kept"
     return None
 
 
@@ -431,7 +397,7 @@ def _has_effect(subject: Subject, name: str, value: Any, base: Knobs) -> bool:
             continue
         for other in _others(value):
             after = _observe_steps(subject, shape, {**base, name: other})
-            if after is None or not _equal(before, after):
+            if after is None or differ(before, after, tolerance=0):
                 return True
     return False
 
@@ -448,13 +414,7 @@ def _observe_steps(subject: Subject, shape: Shape, knobs: Knobs) -> list[Tensor]
                 seen.append(norm(2 + 4 ** (seed % 3 - 1) * x(seed)))
             seen += read_state(norm).values()
             seen.append(norm.eval()(x(ARGUMENT_STEPS)))
-        trained = Probe(subject.trained(shape, torch.float64, **knobs))
-        found = trained.observe(x(0), upstream=torch.ones(1, dtype=torch.bool))
+        found = subject.probe(shape, True, **knobs).observe(x(0), upstream=EVERYWHERE)
     except Exception:  # of foreign code, any kind
         return None
-    slopes = [t for t in (found.input_gradient,) if t is not None]
-    return [*seen, *slopes, *found.parameter_gradients.values()]
-
-
-def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) == len(after) and all(map(torch.equal, before, after))
+    return [*seen, *found.gradients]

@@ -9,16 +9,20 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from normexp.checks import behaviour, numerics
-from normexp.checks.probe import fixed_draws
+from normexp.checks.probe import MODES, fixed_draws
 from normexp.checks.subject import (
-    MODES,
     Check,
     Line,
     Subject,
+    every,
+    largest,
     open_subject,
     run_checks,
     skipped,
+    smallest,
 )
 from normexp.errors import UserError
 from normexp.norms.adapt import PROBED_DIMS
@@ -82,9 +86,9 @@ def open_and_measure(make: Callable[..., Any], **known: Any) -> tuple[Subject | 
     lines = [Line("contract", BUILT, "pass"), *run_checks("contract", INPUTS, subject)]
     with fixed_draws(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sound = [shape for shape in subject.shapes if not any(behaviour.find_nan(subject, shape))]
+        broken = {s for s in subject.shapes for m in MODES if behaviour.finite(subject, s, m)}
     reason = "outputs are not finite" if subject.shapes else "no input is taken"
-    subject = replace(subject, shapes=tuple(sound))
+    subject = replace(subject, shapes=tuple(s for s in subject.shapes if s not in broken))
     if subject.shapes:
         return subject, lines + run_checks("contract", ON_SHAPES, subject)
     skip = [Check(check.name, lambda _: skipped(reason)) for check in ON_SHAPES]
@@ -99,39 +103,39 @@ def _name_of(factory: Callable[..., Any]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def _finite_on(name: str, transform: Callable[[Tensor], Tensor]) -> Check:
+    return Check(name, partial(numerics.is_finite_on, transform), every, MODES)
+
+
 INPUTS = (
     Check("an input is taken", behaviour.takes_an_input),
     *(Check(f"{n}-D inputs", partial(behaviour.takes_dims, n)) for n in PROBED_DIMS),
-    Check("finite outputs", behaviour.finite),
+    Check("finite outputs", behaviour.finite, every, MODES),
 )
 ON_SHAPES = (
     Check("dtype kept", behaviour.keeps_dtype),
-    Check("channels_last kept", behaviour.keeps_channels_last),
-    Check("any strides", behaviour.takes_any_strides, MODES),
-    Check("input unchanged", behaviour.leaves_input_alone, MODES),
+    Check("channels_last kept", behaviour.keeps_channels_last, behaviour.own_maps),
+    Check("any strides", behaviour.takes_any_strides, every, MODES),
+    Check("input unchanged", behaviour.leaves_input_alone, every, MODES),
     Check("parameters made at once", behaviour.makes_parameters_at_once),
-    Check("gradient for every parameter", behaviour.reaches_parameters),
-    Check("no graph kept", behaviour.holds_no_graph),
-    Check("buffers keep shape and dtype", behaviour.keeps_buffers, MODES),
-    Check("state_dict round trip", behaviour.restores),
-    Check("deterministic in evaluation", behaviour.is_deterministic, (False,)),
-    Check("evaluation changes no state", behaviour.keeps_state_in_evaluation),
-    Check("running averages", behaviour.averages_as_torch),
-    Check("evaluation by averages", behaviour.evaluates_by_averages),
-    Check("statistics wide in bfloat16", numerics.keeps_digits_in_half),
-    Check("gradient in training", partial(numerics.gradient_is_right, True)),
-    Check("gradient in evaluation", partial(numerics.gradient_is_right, False)),
-    Check("exact at mean 1e4", numerics.keeps_digits_far_from_zero),
-    Check(
-        "finite on constants",
-        partial(numerics.is_finite_on, lambda x: 0 * x + numerics.CONSTANT),
-        MODES,
-    ),
-    Check("finite at scale 1e-12", partial(numerics.is_finite_on, lambda x: 1e-12 * x), MODES),
-    Check("finite at scale 1e12", partial(numerics.is_finite_on, lambda x: 1e12 * x), MODES),
-    Check("one sample", numerics.takes_one_sample),
-    Check("one position", numerics.takes_one_position),
-    Check("empty batch", numerics.takes_empty_batch),
+    Check("gradient for every parameter", behaviour.reaches_parameters, largest),
+    Check("no graph kept", behaviour.holds_no_graph, smallest),
+    Check("buffers keep shape and dtype", behaviour.keeps_buffers, every, MODES),
+    Check("state_dict round trip", behaviour.restores, every),
+    Check("deterministic in evaluation", behaviour.is_deterministic, every),
+    Check("evaluation changes no state", behaviour.keeps_state_in_evaluation, smallest),
+    Check("running averages", behaviour.averages_as_torch, largest),
+    Check("evaluation by averages", behaviour.evaluates_by_averages, every),
+    Check("statistics wide in bfloat16", numerics.keeps_digits_in_half, every),
+    Check("gradient in training", numerics.gradient_is_right, every, (True,)),
+    Check("gradient in evaluation", numerics.gradient_is_right, every, (False,)),
+    Check("exact at mean 1e4", numerics.keeps_digits_far_from_zero, every),
+    _finite_on("finite on constants", lambda x: 0 * x + numerics.CONSTANT),
+    _finite_on("finite at scale 1e-12", lambda x: 1e-12 * x),
+    _finite_on("finite at scale 1e12", lambda x: 1e12 * x),
+    Check("one sample", numerics.takes_little, numerics.one_sample, MODES),
+    Check("one position", numerics.takes_little, numerics.one_position, MODES),
+    Check("empty batch", numerics.takes_little, numerics.no_sample, MODES),
     Check("no argument swallowed", behaviour.uses_arguments),
 )
 CONTRACT = INPUTS + ON_SHAPES

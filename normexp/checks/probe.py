@@ -18,14 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from normexp.norms.state import State, read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
 SMALLEST_SCALE = 1e-6  # values below are compared on this scale
+MODES = (True, False)  # training and evaluation
 MOST_CUTS = 64  # of one sequence
 CONTAINERS = (dict, list, set)
+EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,15 @@ class Observation:
     parameter_gradients: State = field(default_factory=dict)
 
     @property
-    def has_gradients(self) -> bool:
-        return self.input_gradient is not None or bool(self.parameter_gradients)
+    def gradients(self) -> list[Tensor]:
+        """Of the input, if it takes one, and of the parameters."""
+        own = [] if self.input_gradient is None else [self.input_gradient]
+        return [*own, *self.parameter_gradients.values()]
 
     def of_samples(self, keep: Tensor) -> Observation:
         """The observation restricted to the samples `keep` (N,)."""
         own = None if self.input_gradient is None else self.input_gradient[keep]
         return replace(self, output=self.output[keep], input_gradient=own)
-
-    def without_parameters(self) -> Observation:
-        return replace(self, parameter_gradients={})
 
 
 class Snapshot:
@@ -180,7 +182,7 @@ class Probe:
         before = before or self.observe(x, mask)
         for way in range(first_way, first_way + self.ways):
             changed = torch.where(fit(keep, x), x, self.replacement(x, way))
-            after = self.observe(changed, mask, upstream=keep if before.has_gradients else None)
+            after = self.observe(changed, mask, upstream=keep if before.gradients else None)
             moved = difference(before, after, keep, state=state)
             if moved is not None:
                 return moved
@@ -221,7 +223,7 @@ class Probe:
             before = self.observe(x, mask, upstream=keep) if gradients else whole
             moved = self.influence(x, keep, mask, before=before, state=state, first_way=index % 4)
             # Upstream gradients of the others must not reach the gradient of a kept input.
-            moved = moved or difference(before, whole.without_parameters(), keep)
+            moved = moved or difference(before, replace(whole, parameter_gradients={}), keep)
             if moved is not None:
                 return moved
         return None
@@ -260,6 +262,26 @@ class Probe:
                 return cut
         return None
 
+    def reads_padding(self, values: Tensor, mask: Tensor) -> bool:
+        """True if the content or amount of padding moves real outputs, a gradient or the state.
+
+        Args:
+            values: (N, C, P + surplus), the first P of which belong to the mask (N, P).
+        """
+        length = mask.shape[1]
+        x, real = values[:, :, :length], mask.unsqueeze(1)
+        before = self.observe(x, mask, upstream=real if self.module.training else None)
+        if self.influence(x, real, mask, before=before, state=True):
+            return True
+        longer = functional.pad(mask, (0, values.shape[2] - length), value=False)
+        try:
+            after = self.observe(values, longer)
+        except Exception:  # foreign code: a norm for one length
+            return False
+        after = replace(after, output=after.output[:, :, :length])
+        plain = self.observe(x, mask)  # a backward may move state as well
+        return difference(plain, after, real, state=True) is not None
+
 
 def holds(count: int) -> list[Tensor]:
     """Boolean masks (count,): for any two indices, one mask holds the first and not the second.
@@ -291,7 +313,7 @@ def fit(keep: Tensor, values: Tensor) -> Tensor:
     return keep.view(*keep.shape, *[1] * (values.ndim - keep.ndim))
 
 
-def select(values: Tensor, keep: Tensor) -> Tensor:
+def _select(values: Tensor, keep: Tensor) -> Tensor:
     return torch.where(fit(keep, values), values, 0)
 
 
@@ -302,47 +324,57 @@ def difference(
 
     Outputs and input gradients are compared where `keep` is true; gradients only if both have them.
     """
-    if moves(select(before.output, keep), select(after.output, keep)):
+    if moves(_select(before.output, keep), _select(after.output, keep)):
         return "output"
     inputs = before.input_gradient, after.input_gradient
-    if None not in inputs and moves(*(select(g, keep) for g in inputs if g is not None)):
+    if None not in inputs and moves(*(_select(g, keep) for g in inputs if g is not None)):
         return "gradient of the input"
-    pairs = {
-        name: (slope, after.parameter_gradients[name])
-        for name, slope in before.parameter_gradients.items()
-        if name in after.parameter_gradients
-        and not torch.equal(slope, after.parameter_gradients[name])
-    }
-    if pairs:  # rounding is relative to the largest of all
-        scale = max(map(_largest, before.parameter_gradients.values()))
-        for name, pair in pairs.items():
-            if moves(*pair, scale=scale):
-                return f"gradient of {name}"
+    # Rounding is relative to the largest of all.
+    scale = max(map(_largest, before.parameter_gradients.values()), default=0.0)
+    for name, slope in before.parameter_gradients.items():
+        if moves(slope, after.parameter_gradients.get(name, slope), scale=scale):
+            return f"gradient of {name}"
     return moved_state(before.state, after.state) if state else None
 
 
 def moved_state(before: State, after: State) -> str | None:
     """The name of a buffer that differs."""
-    for name, value in before.items():
-        if name not in after or moves(value.double(), after[name].double()):
-            return name
-    return None
+    names = (n for n, old in before.items() if n not in after or moves(old, after[n]))
+    return next(names, None)
 
 
-def moves(before: Tensor, after: Tensor, *, scale: float = 0.0) -> bool:
-    """Whether any value differs by more than rounding; NaN equals NaN."""
-    if torch.equal(before, after):  # nearly always, if nothing is read
-        return False
-    return bool(moved_places(before, after, scale=scale).any())
-
-
-def moved_places(
+def moves(
     before: Tensor, after: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
-) -> Tensor:
-    """Mask of differences above rounding, relative to the largest value or `scale`."""
-    bound = tolerance * max(_largest(before), scale, SMALLEST_SCALE)
-    same = (after - before).abs() <= bound
-    return ~(same | (before == after) | (before.isnan() & after.isnan()))
+) -> bool:
+    """True if any value differs by more than rounding, see `changes`."""
+    same = before.dtype == after.dtype and torch.equal(before, after)  # nearly always
+    return not same and change(before, after, scale=scale) > tolerance
+
+
+def differ(
+    before: Sequence[Tensor], after: Sequence[Tensor], *, tolerance: float = TOLERANCE
+) -> bool:
+    """True if any tensor moves."""
+    pairs = zip(before, after, strict=False)
+    return len(before) != len(after) or any(moves(*pair, tolerance=tolerance) for pair in pairs)
+
+
+def change(before: Tensor, after: Tensor, *, scale: float = 0.0) -> float:
+    """The largest of `changes`; infinity for another shape."""
+    if before.shape != after.shape:
+        return math.inf
+    return float(changes(before, after, scale=scale).amax()) if before.numel() else 0.0
+
+
+def changes(before: Tensor, after: Tensor, *, scale: float = 0.0) -> Tensor:
+    """The change of each value in units of the largest value before, or of `scale` if larger.
+
+    NaN equals NaN, and is infinitely far from a number.
+    """
+    before, after = before.detach().double(), after.detach().double()
+    apart = (after - before).abs() / max(_largest(before), scale, SMALLEST_SCALE)
+    same = (before == after) | (before.isnan() & after.isnan())
+    return apart.nan_to_num(math.inf, math.inf).masked_fill(same, 0.0)
 
 
 def _largest(values: Tensor) -> float:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import Probe, fixed_draws, moved_places, moves, normal
+from normexp.checks.probe import MODES, Probe, changes, fixed_draws, moves, normal
 from normexp.errors import UserError, first_line
 from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, bind_eps, find_layout
 from normexp.norms.slots import Slots
@@ -24,84 +24,8 @@ Value = str | float | int
 LADDER = ((2,), (5,), (2, 3), (2, 2, 3), (4, 5), (2, 2, 2, 3), (4, 4, 6))
 # Numbers of channels to try: a norm may divide them into as many as 32 groups.
 FEATURES = (8, 16, 32, 64, 128)
-MODES = (True, False)
+SMALL_STEP = 1e-6  # from 1, visible in float32 but not in half precision
 RESPONDING = 0.25  # of the outputs; an activation may clamp half of them
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check.
-
-    Attributes:
-        value: the measurement, if the status is `value`.
-        detail: the smallest input that shows the result, or the reason.
-    """
-
-    status: Literal["pass", "fail", "value", "skipped"]
-    value: Value | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A finding with its section and name on the card, and what was asked."""
-
-    section: Literal["contract", "traits", "compatibility", "cost"]
-    name: str
-    status: Literal["pass", "fail", "value", "skipped"]
-    value: Value | None = None
-    detail: str = ""
-    question: str = ""
-
-
-def measured(value: Value, detail: str = "") -> Finding:
-    return Finding("value", value, detail)
-
-
-def skipped(reason: str) -> Finding:
-    return Finding("skipped", detail=reason)
-
-
-# What a check returns: None if nothing is wrong, the fault, or another finding.
-Answer = Finding | str | None
-
-
-@dataclass(frozen=True)
-class Check:
-    """A line of the card: its name, and the function that finds the answer.
-
-    Attributes:
-        find: of the subject; with `modes`, of the subject, each shape and each of these modes, up
-            to the first answer that is not None. Its docstring begins with the question.
-        modes: training (true) or evaluation.
-    """
-
-    name: str
-    find: Callable[..., Answer]
-    modes: tuple[bool, ...] = ()
-
-    @property
-    def question(self) -> str:
-        function = self.find.func if isinstance(self.find, partial) else self.find
-        return (function.__doc__ or "").partition("\n")[0]
-
-    def __call__(self, subject: Subject) -> Finding:
-        answer = self._ask(subject)
-        if answer is None:
-            return Finding("pass")
-        return Finding("fail", detail=answer) if isinstance(answer, str) else answer
-
-    def _ask(self, subject: Subject) -> Answer:
-        if not self.modes:
-            return self.find(subject)
-        for shape in subject.shapes:
-            for training in self.modes:
-                answer = self.find(subject, shape, training)
-                if isinstance(answer, str):
-                    return f"{answer}, {mode_name(training)}, {show(shape)}"
-                if answer is not None:
-                    return answer
-        return None
 
 
 @dataclass(frozen=True)
@@ -134,8 +58,8 @@ class Subject:
     def largest(self) -> Shape:
         return self.shapes[-1]
 
-    def with_dims(self, num_dims: int) -> list[Shape]:
-        return [shape for shape in self.shapes if len(shape) == num_dims]
+    def with_dims(self, *num_dims: int) -> list[Shape]:
+        return [shape for shape in self.shapes if len(shape) in num_dims]
 
     def bare(self, shape: Shape, **knobs: Any) -> nn.Module:
         """The norm without a wrapper, for inputs of one shape (N, C, *)."""
@@ -155,7 +79,7 @@ class Subject:
         torch.default_generator.manual_seed(0)
         return self.layout.present(self.bare(shape, **knobs)).to(dtype).train()
 
-    def trained(self, shape: Shape, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
+    def trained(self, shape: Shape, dtype: torch.dtype = torch.float64, **knobs: Any) -> nn.Module:
         """The norm after two training forwards; see `_wake` for zeros."""
         norm = self.norm(shape, dtype, **knobs)
         with torch.no_grad():
@@ -164,12 +88,23 @@ class Subject:
                 norm(0.5 + 1.5 * values(shape, dtype, seed))
         return norm
 
+    def probe(self, shape: Shape, training: bool = True, **knobs: Any) -> Probe:
+        """A probe of the trained norm in float64."""
+        return Probe(self.trained(shape, **knobs).train(training))
+
     @cached_property
     def draws(self) -> bool:
         """True if a training forward uses torch's global random state, as dropout does."""
-        norm, before = self.norm(self.smallest), torch.get_rng_state()
-        norm(values(self.smallest))
-        return not torch.equal(before, torch.get_rng_state())
+        return Probe(self.norm(self.smallest)).observe(values(self.smallest)).drew
+
+    @cached_property
+    def computes_in_half(self) -> bool:
+        """True if a small step of a float64 input moves almost no output that a large one moves."""
+        x, direction = (values(self.largest, torch.float64, seed) for seed in (0, 1))
+        probe = self.probe(self.largest)
+        outs = [probe.observe(x + step * direction).output for step in (0.0, SMALL_STEP, 1.0)]
+        small, large = (int((out != outs[0]).sum()) for out in outs[1:])
+        return small < 0.1 * large
 
     @property
     def takes(self) -> str:
@@ -191,22 +126,44 @@ class Subject:
         return None if argument.default in (None, argument.empty) else float(argument.default)
 
 
-def run_checks(section: Any, checks: Sequence[Check], subject: Subject) -> list[Line]:
-    """Runs checks one by one: an exception is a failure of its own check.
+@torch.no_grad()
+def _wake(norm: nn.Module, x: Tensor) -> None:
+    """Sets parameters that are all zero to one where zeros hide how outputs depend on inputs.
 
-    Every check starts from the same random state, and leaves the caller's as it was.
+    A bias does not: it moves the outputs of two inputs alike, and stays as it is.
     """
-    lines = []
-    for check in checks:
-        with fixed_draws(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                found = check(subject)
-            except Exception as error:  # of foreign code, any kind
-                found = Finding("fail", detail=f"{type(error).__name__}: {first_line(error)}")
-        name, question = check.name, check.question
-        lines.append(Line(section, name, found.status, found.value, found.detail, question))
-    return lines
+
+    def contrast() -> Tensor:
+        probe = Probe(norm)
+        return probe.observe(3 * x.flip(0) + 1).output - probe.observe(x).output
+
+    for parameter in norm.parameters():
+        if not parameter.any():
+            before = contrast()
+            parameter.fill_(1)
+            if not (before.isfinite().all() and moves(before, contrast())):
+                parameter.zero_()
+
+
+def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The signature, with bound knobs as defaults; nothing for a function written in C."""
+    try:
+        return inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def values(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Fixed standard normal numbers, the same in every dtype."""
+    return normal(shape, seed).to(dtype)
+
+
+def shape_at(num_features: int, step: Shape) -> Shape:
+    """(N, C, *) of a step of the ladder."""
+    return (step[0], num_features, *step[1:])
+
+
+# ---------------------------------------------------------------- opening
 
 
 def open_subject(
@@ -229,22 +186,21 @@ def open_subject(
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
             the constructor's own error as its cause if that raised.
     """
-    found: list[tuple[int, int, bool, Subject]] = []
-    refusal: UserError | None = None
+    found: list[Subject] = []
+    refusals: list[UserError] = []
     for channels in FEATURES if num_features is None else (num_features,):
         try:
             with fixed_draws():
-                bare = Subject(target, make, eps, channels, slots=slots or Slots())
-                subject = _find_shapes(_find_layout(bare))
+                subject = _find_layout(Subject(target, make, eps, channels, slots=slots or Slots()))
         except UserError as error:
-            refusal = refusal or error
+            refusals.append(error)
             continue
-        responding = sum(_responds(subject, shape) for shape in subject.shapes)
-        found.append((len(subject.shapes), responding, _pools_channels(subject), subject))
+        shapes = (shape_at(channels, step) for step in LADDER)
+        shapes = tuple(shape for shape in shapes if accepts(subject, shape))
+        found.append(replace(subject, shapes=shapes))
     if not found:
-        assert refusal is not None
-        raise refusal
-    return max(found, key=lambda entry: entry[:3])[3]  # the first of equals
+        raise refusals[0]
+    return max(found, key=_measurability)  # the first of equals
 
 
 def _find_layout(bare: Subject) -> Subject:
@@ -260,102 +216,189 @@ def _find_layout(bare: Subject) -> Subject:
         return replace(bare, problem=str(error).removeprefix(f"norm._target_={bare.target} "))
 
 
-def _find_shapes(subject: Subject) -> Subject:
-    shapes = (shape_at(subject.num_features, step) for step in LADDER)
-    return replace(subject, shapes=tuple(shape for shape in shapes if accepts(subject, shape)))
+def _measurability(subject: Subject) -> tuple[int, int, bool]:
+    """How much of what a norm is shows at this number of channels."""
+    responding = sum(_responds(subject, shape) for shape in subject.shapes)
+    pools = any(_pools_channels(subject, shape) for shape in largest(subject))
+    return len(subject.shapes), responding, pools
 
 
+Question = Callable[[Subject, Shape], bool]
+
+
+def _false_if_it_raises(question: Question) -> Question:
+    """Foreign code may raise anything; the lines of the card then say so."""
+
+    @wraps(question)
+    def ask(subject: Subject, shape: Shape) -> bool:
+        with fixed_draws(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return question(subject, shape)
+            except Exception:
+                return False
+
+    return ask
+
+
+@_false_if_it_raises
 def accepts(subject: Subject, shape: Shape) -> bool:
     """True if the norm maps inputs of this shape to the same shape, in both modes."""
-
-    def keeps_shape() -> bool:
-        norm, x = subject.norm(shape), values(shape)
-        return all(norm.train(mode)(x).shape == shape for mode in MODES)
-
-    return _is_shown(keeps_shape)
+    norm, x = subject.norm(shape), values(shape)
+    return all(norm.train(mode)(x).shape == shape for mode in MODES)
 
 
+@_false_if_it_raises
 def _responds(subject: Subject, shape: Shape) -> bool:
     """True if a small step of the input moves many training outputs."""
-
-    def moves_many() -> bool:
-        x, step = values(shape), 0.1 * values(shape, seed=1)
-        before, after = (subject.trained(shape)(given) for given in (x, x + step))
-        moved = moved_places(before, after, scale=0.01, tolerance=1e-3)
-        return float(moved.float().mean()) > RESPONDING
-
-    return _is_shown(moves_many)
+    x, step = values(shape), 0.1 * values(shape, seed=1)
+    outs = [subject.trained(shape, torch.float32)(given) for given in (x, x + step)]
+    return float((changes(*outs, scale=0.01) > 1e-3).double().mean()) > RESPONDING
 
 
-def _pools_channels(subject: Subject) -> bool:
-    def reads() -> bool:
-        probe = Probe(subject.trained(subject.largest))
-        return probe.reads_across(values(subject.largest), 1) is not None
-
-    return bool(subject.shapes) and _is_shown(reads)
+@_false_if_it_raises
+def _pools_channels(subject: Subject, shape: Shape) -> bool:
+    probe = Probe(subject.trained(shape, torch.float32))
+    return probe.reads_across(values(shape), 1) is not None
 
 
-def _is_shown(question: Callable[[], bool]) -> bool:
-    """The answer; false if the norm raises, as the lines of the card then say."""
-    with fixed_draws(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return question()
-        except Exception:  # of foreign code, any kind
-            return False
+# ---------------------------------------------------------------- lines of a card
+
+NO_INPUT = "no input that it takes could show it"
 
 
-@torch.no_grad()
-def _wake(norm: nn.Module, x: Tensor) -> None:
-    """Sets parameters that are all zero to one where zeros hide how outputs depend on inputs.
+@dataclass(frozen=True)
+class Line:
+    """A line of a card; section, name and question are filled in by `run_checks`.
 
-    A bias does not: it moves the outputs of two inputs alike, and stays as it is.
+    Attributes:
+        value: the measurement, if the status is `value`.
+        detail: the smallest input that shows the result, or the reason.
     """
-    twin = copy.deepcopy(norm)
-    own = dict(norm.named_parameters())
-    for name, parameter in twin.named_parameters():
-        if not parameter.any():
-            before = _difference(twin, x)
-            parameter.fill_(1)
-            if before.isfinite().all() and moves(before, _difference(twin, x)):
-                own[name].fill_(1)
-            else:
-                parameter.zero_()
+
+    section: str = ""
+    name: str = ""
+    status: Literal["pass", "fail", "value", "skipped"] = "pass"
+    value: Value | None = None
+    detail: str = ""
+    question: str = ""
 
 
-def _difference(norm: nn.Module, x: Tensor) -> Tensor:
-    """What separates the outputs of two inputs of the same shape."""
-    return norm(3 * x.flip(0) + 1) - norm(x)
+def failed(detail: str) -> Line:
+    return Line(status="fail", detail=detail)
 
 
-def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The signature, with bound knobs as defaults; nothing for a function written in C."""
-    try:
-        return inspect.signature(make).parameters
-    except (TypeError, ValueError):
-        return {}
+def measured(value: Value, detail: str = "") -> Line:
+    return Line(status="value", value=value, detail=detail)
 
 
-def values(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Fixed standard normal numbers, the same in every dtype."""
-    return normal(shape, seed).to(dtype)
+def skipped(reason: str) -> Line:
+    return Line(status="skipped", detail=reason)
 
 
-def shape_at(num_features: int, step: Shape) -> Shape:
-    """(N, C, *) of a step of the ladder."""
-    return (step[0], num_features, *step[1:])
+Answer = Line | str | None  # None if nothing is wrong, or the fault
 
 
-def relative_change(before: Tensor, after: Tensor) -> float:
-    """Largest difference over the largest value; NaN equals NaN, and is infinitely far from 1."""
-    before, after = before.detach().double(), after.detach().double()
-    if torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
-        return 0.0
-    change = float((after - before).abs().amax() / before.abs().amax().clamp(min=1e-30))
-    return change if change < float("inf") else float("inf")
+@dataclass(frozen=True)
+class Check:
+    """A question about a norm, or about it on each of several inputs.
+
+    Attributes:
+        name: of the line on the card.
+        find: takes the subject; with `shapes` also a shape; with `modes` also a mode, true for
+            training. Its docstring begins with the question.
+        shapes: the inputs (N, C, *) to ask about. The first fault counts, else the first line.
+    """
+
+    name: str
+    find: Callable[..., Answer]
+    shapes: Callable[[Subject], Sequence[Shape]] | None = None
+    modes: tuple[bool, ...] = ()
+
+    @property
+    def question(self) -> str:
+        function = self.find.func if isinstance(self.find, partial) else self.find
+        return (function.__doc__ or "").partition("\n")[0]
+
+    def __call__(self, subject: Subject) -> Line:
+        if self.shapes is None:
+            answer = self.find(subject)
+            return failed(answer) if isinstance(answer, str) else answer or Line()
+        shapes, line = self.shapes(subject), None
+        modes = [(training,) for training in self.modes] or [()]
+        for shape, mode in itertools.product(shapes, modes):
+            answer = self.find(subject, shape, *mode)
+            if isinstance(answer, str):
+                return failed(", ".join([answer, *map(mode_name, mode), show(shape)]))
+            line = line or answer
+        return line or (Line() if shapes else skipped(NO_INPUT))
 
 
-def show(shape: Shape) -> str:
+@dataclass(frozen=True)
+class Trait(Check):
+    """A property of a norm: `find(subject, shape, training)` names what moves, if anything does.
+
+    Attributes:
+        shapes: the first that shows a move is the detail.
+        invariance: the line says in which modes nothing moves.
+    """
+
+    invariance: bool = False
+
+    def __call__(self, subject: Subject) -> Line:
+        assert self.shapes is not None
+        shapes = self.shapes(subject)
+        if not shapes:
+            return skipped(NO_INPUT)
+        shown: dict[bool, str] = {}
+        for training in MODES:
+            for shape in shapes:
+                moved = self.find(subject, shape, training)
+                if isinstance(moved, Line):
+                    return moved
+                if moved:
+                    shown[training] = self._describe(moved, shape, training)
+                    break
+        modes = [mode for mode in MODES if (mode in shown) is not self.invariance]
+        value = mode_name(modes[0]) if len(modes) == 1 else "yes" if modes else "no"
+        return measured(value, next(iter(shown.values()), ""))
+
+    def _describe(self, moved: str, shape: Shape, training: bool) -> str:
+        if self.invariance:
+            return f"it moves the {moved} {mode_name(training)}, {show(shape)}"
+        return show(shape) if moved == "output" else f"{show(shape)}, {moved}"
+
+
+def every(subject: Subject) -> Sequence[Shape]:
+    return subject.shapes
+
+
+def smallest(subject: Subject) -> Sequence[Shape]:
+    return subject.shapes[:1]
+
+
+def largest(subject: Subject) -> Sequence[Shape]:
+    return subject.shapes[-1:]
+
+
+def run_checks(section: str, checks: Sequence[Check], subject: Subject) -> list[Line]:
+    """Runs checks one by one: an exception is a failure of its own check.
+
+    Every check starts from the same random state, and leaves the caller's as it was.
+    """
+    lines = []
+    for check in checks:
+        with fixed_draws(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                line = check(subject)
+            except Exception as error:  # of foreign code, any kind
+                line = failed(f"{type(error).__name__}: {first_line(error)}")
+        lines.append(replace(line, section=section, name=check.name, question=check.question))
+    return lines
+
+
+def show(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 

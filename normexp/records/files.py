@@ -9,13 +9,12 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from normexp.errors import UserError
-from normexp.records.paths import CONFIG_FILE, EVALUATION_FILE
 
 
 @contextmanager
@@ -35,14 +34,9 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(descriptor)  # the rename survives a power cut
     finally:
         os.close(descriptor)
 
@@ -82,47 +76,35 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_evaluation(seed_dir: Path, content: Mapping[str, Any]) -> None:
-    """Writes evaluation.json: statistics to metrics, {"precise": {"test/accuracy": 0.9}, ...}."""
-    write_json(seed_dir / EVALUATION_FILE, content)
-
-
-def write_config(cell_dir: Path, config: str) -> None:
-    """Writes config.yaml of a cell, given as YAML text."""
-    write_text(cell_dir / CONFIG_FILE, config)
-
-
 # Appended lines.
 
 
 @contextmanager
-def open_append(path: Path) -> Iterator[int]:
-    """Yields a descriptor for `append_lines`, locked against other writers of the file.
+def appending(path: Path) -> Iterator[list[str]]:
+    """Yields a list; its lines are appended to the file, synced to disk, when the block succeeds.
 
-    A last line that a killed writer left incomplete is removed first.
+    Other writers wait meanwhile. A last line that a killed writer left incomplete is removed. After
+    an OSError, such as a full disk, none of the lines is written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # released by close
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            os.ftruncate(descriptor, os.pread(descriptor, size, 0).rfind(b"\n") + 1)
-        yield descriptor
+        end = os.fstat(descriptor).st_size
+        if end and os.pread(descriptor, 1, end - 1) != b"\n":
+            end = os.pread(descriptor, end, 0).rfind(b"\n") + 1
+            os.ftruncate(descriptor, end)
+        lines: list[str] = []
+        yield lines
+        rest = memoryview("".join(f"{line}\n" for line in lines).encode())
+        try:
+            while rest:  # a write is short when the disk fills up; the next one raises
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, end)
+            raise
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def append_lines(descriptor: int, lines: Sequence[str]) -> None:
-    """Appends all lines, synced to disk. After an OSError, such as a full disk, none is written."""
-    end = os.fstat(descriptor).st_size
-    rest = memoryview("".join(f"{line}\n" for line in lines).encode())
-    try:
-        while rest:  # a write is short when the disk fills up; the next one raises
-            rest = rest[os.write(descriptor, rest) :]
-    except OSError:
-        os.ftruncate(descriptor, end)
-        raise
-    os.fsync(descriptor)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -133,7 +115,7 @@ def read_lines(path: Path) -> list[str]:
 # Permissions.
 
 
-def ensure_writable(directory: Path, *, key: str = "runs_dir") -> None:
+def ensure_writable(directory: Path) -> None:
     """Raises UserError if nothing can be written to a directory. Creates nothing.
 
     If the directory does not exist, its nearest existing parent is tried.
@@ -145,8 +127,8 @@ def ensure_writable(directory: Path, *, key: str = "runs_dir") -> None:
         tempfile.TemporaryFile(dir=existing).close()  # has no name that others could see
     except OSError as error:
         raise UserError(
-            f"{key}={directory} cannot be written ({error.strerror}: {existing}); "
-            f"try another folder with {key}=..."
+            f"runs_dir={directory} cannot be written ({error.strerror}: {existing}); "
+            "try another folder with runs_dir=..."
         ) from error
 
 
@@ -174,74 +156,49 @@ LOCK_REMEDY = (
 )
 
 
-class FileLock:
-    """An exclusive lock by `flock` on a file (Linux and macOS, not Windows).
+@contextmanager
+def file_lock(path: Path) -> Iterator[bool]:
+    """Holds an exclusive lock by `flock` inside the block (Linux and macOS, not Windows).
 
-    The kernel releases the lock when its holder dies, so the file of a killed process locks
-    nothing. A forked child shares the lock, a spawned one does not. The file holds the holder's
-    process id, for messages; `release` removes it.
+    Yields False, without waiting, if another holder has the lock. The kernel releases the lock when
+    its holder dies, so the file of a killed process locks nothing. A forked child shares the lock,
+    a spawned one does not. The file holds the holder's process id, and goes at the end.
 
-        with FileLock(cell_dir / LOCK_FILE) as held:
-            if not held: ...
+    Raises:
+        UserError: the file cannot be written.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor: int | None = None
-
-    def acquire(self) -> bool:
-        """Takes the lock without waiting; returns False if another holder has it.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
-        assert self._descriptor is None, "this lock is already held"
-        while True:
-            with refusing_denied(self.path, LOCK_REMEDY):
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            if not _lock(descriptor, fcntl.LOCK_EX):
-                os.close(descriptor)
-                return False
-            if self._is_current(descriptor):
-                break
-            os.close(descriptor)  # its last holder removed the file, so this lock has no effect
-        self._descriptor = descriptor
-        try:
+    while True:
+        with refusing_denied(path, LOCK_REMEDY):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        is_free = _lock(descriptor, fcntl.LOCK_EX)
+        if not is_free or _is_current(path, descriptor):
+            break
+        os.close(descriptor)  # its last holder removed the file, so this lock has no effect
+    try:
+        if is_free:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
-        except OSError:
-            self.release()
-            raise
-        return True
+        yield is_free
+    finally:
+        if is_free and _is_current(path, descriptor):
+            path.unlink()
+        os.close(descriptor)
 
-    def release(self) -> None:
-        """Releases the lock. Does nothing if it is not held."""
-        if self._descriptor is None:
-            return
-        if self._is_current(self._descriptor):
-            self.path.unlink()
-        os.close(self._descriptor)
-        self._descriptor = None
 
-    def holder(self) -> int | None:
-        """The process id in the file, for a message; None without one."""
-        try:
-            return int(self.path.read_text())
-        except (OSError, ValueError):
-            return None
+def _is_current(path: Path, descriptor: int) -> bool:
+    """True if the file at the path is still the one that was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
-    def __enter__(self) -> bool:
-        return self.acquire()
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
-
-    def _is_current(self, descriptor: int) -> bool:
-        """True if the file at the path is still the one that was opened."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
-        except FileNotFoundError:
-            return False
+def holder_of(path: Path) -> int | None:
+    """The process id in the file of a lock, for a message; None without one."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def is_held(path: Path) -> bool:
@@ -299,12 +256,7 @@ def full_disk(error: BaseException, directory: Path | None) -> str | None:
         if isinstance(chain, OSError) and chain.errno in (errno.ENOSPC, errno.EDQUOT):
             return message
         chain = chain.__cause__ or chain.__context__
-    if isinstance(error, RuntimeError) and directory is not None and _free(directory) < LEAST_FREE:
-        return message
+    if isinstance(error, RuntimeError) and directory is not None:
+        existing = next(each for each in (directory, *directory.parents) if each.exists())
+        return message if shutil.disk_usage(existing).free < LEAST_FREE else None
     return None
-
-
-def _free(directory: Path) -> int:
-    while not directory.exists():
-        directory = directory.parent
-    return shutil.disk_usage(directory).free

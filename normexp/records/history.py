@@ -6,15 +6,20 @@ Results do not depend on this file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import get_origin, get_type_hints
 
 from normexp.errors import UserError
-from normexp.records.files import append_lines, open_append, read_lines, refusing_denied
+from normexp.records.files import appending, read_lines, refusing_denied
 from normexp.records.paths import STUDY_FILE
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
@@ -23,15 +28,30 @@ class CommandEntry:
 
     Attributes:
         command: the words that were typed, program first.
-        grid: the values that the command spans, by key.
         cells: the seeds asked for, by the digest of the cell.
     """
 
-    time: str
+    time: str = field(default_factory=_now, kw_only=True)
     command: list[str]
-    grid: Mapping[str, Any]
     code_version: str
-    cells: Mapping[str, Sequence[int]]
+    cells: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class AttemptEntry:
+    """A stack that failed to train.
+
+    Attributes:
+        stack: its id, see `StackRecord`.
+        died: its process died; otherwise it raised.
+        checkpointed_at: of the stack when that happened, see `StackRecord`.
+    """
+
+    time: str = field(default_factory=_now, kw_only=True)
+    stack: str
+    error: str
+    died: bool
+    checkpointed_at: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +63,7 @@ class CellEntry:
 
     digest: str
     title: str
-    seeds: Sequence[int]
+    seeds: list[int]
     cell_id: str = ""
     error: str = ""
 
@@ -60,10 +80,10 @@ class SearchEntry:
     """
 
     title: str
-    words: Sequence[str]
-    keys: Sequence[str]
+    words: list[str]
+    keys: list[str]
     metric: str
-    points: Sequence[str]
+    points: list[str]
 
 
 @dataclass(frozen=True)
@@ -80,25 +100,8 @@ class KeyEntry:
     digest: str
     key: str
     cell_id: str
-    sources: Sequence[str]
-    evaluated: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class AttemptEntry:
-    """A stack that failed to train.
-
-    Attributes:
-        stack: its id, see `StackRecord`.
-        died: its process died; otherwise it raised.
-        checkpointed_at: of the stack when that happened, see `StackRecord`.
-    """
-
-    time: str
-    stack: str
-    error: str
-    died: bool
-    checkpointed_at: int
+    sources: list[str]
+    evaluated: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -129,6 +132,9 @@ class CellHistory:
         return set(entry.seeds) <= self.seeds and (entry.cell_id or said[0], entry.error) == said
 
 
+Entry = CommandEntry | AttemptEntry | CellEntry | SearchEntry | KeyEntry
+
+
 @dataclass
 class History:
     """The content of study.jsonl; commands and attempts are sorted by time, oldest first."""
@@ -139,25 +145,29 @@ class History:
     keys: dict[str, list[KeyEntry]] = field(default_factory=dict)  # by digest, oldest first
     searches: dict[str, SearchEntry] = field(default_factory=dict)  # the latest of each space
 
-    def add(self, entry: NewEntry) -> None:
-        if isinstance(entry, SearchEntry):  # a longer search replaces the shorter one
-            self.searches[json.dumps([entry.words, entry.keys])] = entry
-        elif isinstance(entry, KeyEntry):
-            self.keys.setdefault(entry.digest, []).append(entry)
-        else:
-            self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
+    def add(self, entry: Entry) -> None:
+        match entry:
+            case CommandEntry():
+                self.commands.append(entry)
+            case AttemptEntry():
+                self.attempts.append(entry)
+            case SearchEntry():  # a longer search replaces the shorter one
+                self.searches[json.dumps([entry.words, entry.keys])] = entry
+            case KeyEntry():
+                self.keys.setdefault(entry.digest, []).append(entry)
+            case CellEntry():
+                self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
 
-    def has(self, entry: NewEntry) -> bool:
-        """True if the entry says nothing new."""
-        if isinstance(entry, SearchEntry):
-            return entry in self.searches.values()
-        if isinstance(entry, KeyEntry):
-            return entry in self.keys.get(entry.digest, [])
-        return entry.digest in self.cells and self.cells[entry.digest].has(entry)
-
-
-NewEntry = CellEntry | SearchEntry | KeyEntry  # written only if they say something new
-Entry = CommandEntry | AttemptEntry | NewEntry
+    def has(self, entry: Entry) -> bool:
+        """True if the entry says nothing new; commands and attempts always do."""
+        match entry:
+            case SearchEntry():
+                return entry in self.searches.values()
+            case KeyEntry():
+                return entry in self.keys.get(entry.digest, [])
+            case CellEntry():
+                return entry.digest in self.cells and self.cells[entry.digest].has(entry)
+        return False
 
 
 def read_history(study_dir: Path) -> History:
@@ -172,96 +182,51 @@ def read_history(study_dir: Path) -> History:
         lines = read_lines(path) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
-            entry = _parse(line)
+            history.add(_parse(line))
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{path} line {number} is not as normexp writes it; correct the line, or move the "
                 "file away (results do not depend on it)"
             ) from error
-        if isinstance(entry, CommandEntry):
-            history.commands.append(entry)
-        elif isinstance(entry, AttemptEntry):
-            history.attempts.append(entry)
-        else:
-            history.add(entry)
     return history
 
 
-def append_command(
-    study_dir: Path,
-    command: Sequence[str],
-    grid: Mapping[str, Any],
-    code_version: str,
-    cells: Mapping[str, Sequence[int]] | None = None,
-) -> None:
-    """Appends a command with the current time; see `CommandEntry` for the arguments.
+def append_entries(study_dir: Path, entries: Iterable[Entry]) -> None:
+    """Appends the entries that say something new. Needs no write access if none does.
 
     Raises:
-        ValueError: a value of the grid is not finite.
-        TypeError: a value of the grid is not plain.
         OSError: the file could not be written, and is unchanged.
     """
-    _append(study_dir, CommandEntry(_now(), list(command), grid, code_version, cells or {}))
-
-
-def append_attempt(
-    study_dir: Path, stack: str, error: str, *, died: bool, checkpointed_at: int
-) -> None:
-    """Appends a failure of a stack with the current time; see `AttemptEntry` for the arguments."""
-    _append(study_dir, AttemptEntry(_now(), stack, error, died, checkpointed_at))
-
-
-def _append(study_dir: Path, entry: CommandEntry | AttemptEntry) -> None:
-    line = _line(entry)
-    with open_append(study_dir / STUDY_FILE) as descriptor:
-        append_lines(descriptor, [line])
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def append_cells(study_dir: Path, entries: Iterable[NewEntry]) -> None:
-    """Appends the entries that say something new. Needs no write access if none does."""
     entries = list(entries)
     history = read_history(study_dir)
     if all(history.has(entry) for entry in entries):
         return
-    with open_append(study_dir / STUDY_FILE) as descriptor:
+    with appending(study_dir / STUDY_FILE) as lines:
         history = read_history(study_dir)  # with the lock: others may have written meanwhile
-        lines = []
         for entry in entries:
             if not history.has(entry):
                 history.add(entry)
-                lines.append(_line(entry))
-        append_lines(descriptor, lines)
+                lines.append(json.dumps(asdict(entry), allow_nan=False))
 
 
-def _line(entry: Entry) -> str:
-    return json.dumps(asdict(entry), allow_nan=False)
+_KINDS = {"command": CommandEntry, "stack": AttemptEntry, "points": SearchEntry, "key": KeyEntry}
 
 
 def _parse(line: str) -> Entry:
-    """Raises TypeError or ValueError for a line that `_line` did not write."""
+    """Raises TypeError or ValueError for a line that `append_entries` did not write."""
     content = json.loads(line)
     if not isinstance(content, dict):
         raise TypeError
-    if isinstance(content.get("evaluated"), bool):  # as it once was; no such key is current
+    content.pop("grid", None)  # of commands, in earlier versions, as was a bool below
+    if isinstance(content.get("evaluated"), bool):
         del content["evaluated"]
-    entry = next((kind for key, kind in _KINDS.items() if key in content), CellEntry)(**content)
-    if any(not isinstance(getattr(entry, part.name), _TYPES[part.name]) for part in fields(entry)):
+    kind = next((kind for key, kind in _KINDS.items() if key in content), CellEntry)
+    entry = kind(**content)
+    if not all(isinstance(getattr(entry, name), type_) for name, type_ in _types_of(kind).items()):
         raise TypeError
     return entry
 
 
-_KINDS = {
-    **{"command": CommandEntry, "stack": AttemptEntry, "points": SearchEntry, "key": KeyEntry},
-    "digest": CellEntry,
-}
-_TYPES = {
-    **dict.fromkeys(("time", "code_version", "digest", "title", "cell_id", "error", "stack"), str),
-    **dict.fromkeys(("metric", "key"), str),
-    **dict.fromkeys(("command", "seeds", "words", "keys", "points", "sources"), list),
-    **dict.fromkeys(("grid", "cells", "evaluated"), dict),
-    **{"died": bool, "checkpointed_at": int},
-}
+@cache
+def _types_of(kind: type[Entry]) -> dict[str, type]:
+    return {name: get_origin(hint) or hint for name, hint in get_type_hints(kind).items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from normexp.errors import UserError
-from normexp.records.files import append_lines, open_append, read_lines, write_text
+from normexp.records.files import appending, read_lines, write_text
 
 HEADER = "step,epoch,samples_seen,name,value"
 
@@ -60,9 +60,9 @@ class MetricsWriter:
         """Writes the waiting rows to disk. After an OSError they are still waiting."""
         if not self._waiting and self.path.exists():
             return
-        with open_append(self.path) as descriptor:
+        with appending(self.path) as lines:
             header = [] if self.path.stat().st_size else [HEADER]
-            append_lines(descriptor, [*header, *self._waiting])
+            lines += [*header, *self._waiting]
         self._waiting.clear()
 
     def truncate_after(self, step: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from normexp.errors import UserError
@@ -28,37 +27,23 @@ LOCK_FILE = ".lock"
 _SEED_DIR = re.compile(r"seed-(0|[1-9][0-9]*)")
 
 
-@dataclass(frozen=True)
-class Study:
-    """A study on disk. Creates nothing."""
+def list_cells(study_dir: Path) -> list[Path]:
+    """The folders of a study that hold a config or a run, sorted by name."""
+    if not study_dir.is_dir():
+        return []
+    folders = sorted(path for path in study_dir.iterdir() if path.is_dir())
+    return [path for path in folders if (path / CONFIG_FILE).exists() or list_seeds(path)]
 
-    root: Path
 
-    @property
-    def name(self) -> str:
-        return self.root.name
-
-    @property
-    def file(self) -> Path:
-        return self.root / STUDY_FILE
-
-    def list_cells(self) -> list[Path]:
-        """The folders that hold a config or a run, sorted by name."""
-        if not self.root.is_dir():
-            return []
-        folders = sorted(path for path in self.root.iterdir() if path.is_dir())
-        return [path for path in folders if (path / CONFIG_FILE).exists() or list_seeds(path)]
-
-    def list_runs(self) -> list[Path]:
-        """The run directories of all cells, ended or not, sorted by cell and seed."""
-        return [seed_dir(cell, seed) for cell in self.list_cells() for seed in list_seeds(cell)]
+def list_runs(study_dir: Path) -> list[Path]:
+    """The run directories of all cells, ended or not, sorted by cell and seed."""
+    return [seed_dir(cell, seed) for cell in list_cells(study_dir) for seed in list_seeds(cell)]
 
 
 def find_study(runs_dir: Path, name: str) -> Path:
     """Returns the directory of a study. Raises UserError, with near names, if it is missing."""
-    folders = [path for path in runs_dir.iterdir() if path.is_dir()] if runs_dir.is_dir() else []
-    studies = [Study(path) for path in sorted(folders)]
-    known = [study.name for study in studies if study.file.exists() or study.list_cells()]
+    folders = sorted(runs_dir.iterdir()) if runs_dir.is_dir() else []
+    known = [path.name for path in folders if (path / STUDY_FILE).exists() or list_cells(path)]
     if name in known:
         return runs_dir / name
     if not known:
@@ -70,11 +55,6 @@ def find_study(runs_dir: Path, name: str) -> Path:
 def seed_dir(cell_dir: Path, seed: int) -> Path:
     """The directory of the run (cell, seed)."""
     return cell_dir / f"seed-{seed}"
-
-
-def stack_dir(cell_dir: Path, first: int, last: int) -> Path:
-    """The directory of a stack of seeds `first` to `last`, both included."""
-    return cell_dir / "stacks" / f"{first}-{last}"
 
 
 def seed_of(run_dir: Path) -> int | None:
@@ -96,7 +76,7 @@ def find_cell(run: Path) -> Path:
     if run.is_dir() and seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
         raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
     if run.is_dir():
-        cells = [path.name for path in Study(run).list_cells()]
+        cells = [path.name for path in list_cells(run)]
         inside = f"; it is a study with the runs {_some(cells)}" if cells else ""
         raise UserError(f"{run} is not a run: it has no {CONFIG_FILE}{inside}")
     folder = run.parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -79,21 +79,6 @@ class Result:
         absent |= {"attempts"} if self.status != "failed" else set()
         return {name: value for name, value in content.items() if name not in absent}
 
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Result:
-        """Returns the result in a parsed result.json. Raises ValueError if it is not one."""
-        required = {
-            part.name
-            for part in fields(cls)
-            if part.default is MISSING and part.default_factory is MISSING
-        }
-        known = {part.name for part in fields(cls)}
-        if missing := sorted(required - set(content)):
-            raise ValueError(f"{', '.join(missing)} missing")
-        if unknown := sorted(set(content) - known - {"schema"}):
-            raise ValueError(f"unknown key {', '.join(unknown)}")
-        return cls(**{name: content[name] for name in known & set(content)})
-
 
 def write_result(run_dir: Path, result: Result) -> None:
     """Writes result.json atomically. Write it last: its presence means that the run has ended."""
@@ -114,9 +99,10 @@ def read_result(path: Path) -> Result:
             f"{path}: schema={schema!r}, this normexp reads schema={SCHEMA}; move the file away, "
             "or take another study=..."
         )
+    del content["schema"]
     try:
-        return Result.from_dict(content)
-    except ValueError as error:
+        return Result(**content)
+    except (TypeError, ValueError) as error:  # TypeError: a key is missing or unknown
         raise UserError(
             f"{path} was edited by hand: {error}; remove it, and the same command trains the run "
             "again"

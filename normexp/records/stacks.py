@@ -16,8 +16,8 @@ from pathlib import Path
 
 from normexp.errors import UserError
 from normexp.records.files import write_json
-from normexp.records.paths import CHECKPOINT_FILE, MEMBERS_FILE, seed_dir, stack_dir
-from normexp.records.result import Result, read_if_ended
+from normexp.records.paths import CHECKPOINT_FILE, MEMBERS_FILE, seed_dir
+from normexp.records.result import read_if_ended
 
 Member = tuple[str, int]  # cell id and seed
 
@@ -55,10 +55,7 @@ class StackRecord:
     def has_ended(self, study_dir: Path, member: Member) -> bool:
         """True if a member has its result of this stack, not of an earlier attempt."""
         result = read_if_ended(seed_dir(study_dir / member[0], member[1]))
-        return result is not None and not self._is_earlier(result)
-
-    def _is_earlier(self, result: Result) -> bool:
-        return result.status == "failed" and result.attempts <= self.attempts
+        return result is not None and (result.status != "failed" or result.attempts > self.attempts)
 
 
 def begin_stack(
@@ -89,7 +86,7 @@ def directory_of(study_dir: Path, members: Sequence[Member]) -> Path:
     cell_ids = {cell_id for cell_id, _ in members}
     if len(cell_ids) == 1:
         seeds = sorted(seed for _, seed in members)
-        return stack_dir(study_dir / cell_ids.pop(), seeds[0], seeds[-1])
+        return study_dir / cell_ids.pop() / "stacks" / f"{seeds[0]}-{seeds[-1]}"
     text = json.dumps([list(member) for member in members])
     return study_dir / "stacks" / hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.files import FileLock, is_held
+from normexp.records.files import holder_of, is_held
 from normexp.records.history import CellHistory, CommandEntry, History, read_history
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import (
     LOCK_FILE,
     METRICS_FILE,
     RESULT_FILE,
-    Study,
     find_study,
+    list_cells,
     list_seeds,
     seed_dir,
 )
@@ -124,7 +124,7 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
         else:
             states = {} if asked.error else dict.fromkeys(sorted(asked.seeds), "not started")
             never_begun.append(CellState(asked.title, states, {digest}, asked.error))
-    for directory in Study(root).list_cells():  # also cells that were copied here
+    for directory in list_cells(root):  # also cells that were copied here
         by_id.setdefault(directory.name, {})
     stacks = [stack for stack in list_stacks(root, by_id) if stack.checkpoint.is_file()]
     interrupted = {member for stack in stacks for member in stack.members}
@@ -185,7 +185,7 @@ def _read_state(run_dir: Path, seed: int, status: CellState) -> str:
 
 def _progress(directory: Path, seeds: list[int]) -> str:
     """Describes the process that trains a cell, and the step of its last checkpoint."""
-    process = f"process {FileLock(directory / LOCK_FILE).holder()}"
+    process = f"process {holder_of(directory / LOCK_FILE)}"
     steps = []
     for seed in seeds:
         run_dir = seed_dir(directory, seed)

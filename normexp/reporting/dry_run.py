@@ -15,12 +15,13 @@ from rich.text import Text
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome, spoken
 from normexp.errors import UserError
-from normexp.records.paths import STUDY_FILE, Study
+from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, read_result, values_of
 from normexp.records.state import shared_words
+from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import StudyRecords, config_row, run_frame
 from normexp.reporting.metric import choose_metric, describe_metric
-from normexp.reporting.slices import build_cells, build_slices
+from normexp.reporting.slices import build_slices
 from normexp.reporting.summary import by_cell, wide_console
 from normexp.reporting.verdict import contrasts_of
 from normexp.stats.family import seeds_for, smallest_difference
@@ -77,7 +78,7 @@ def _expected_seconds(outcome: Outcome, read: Callable[[Path], list[Result]]) ->
 def read_timed(study_dir: Path) -> list[Result]:
     """The runs of a study that have a timing; unreadable ones are skipped."""
     timed = []
-    for run_dir in Study(study_dir).list_runs():
+    for run_dir in list_runs(study_dir):
         try:
             result = read_result(run_dir)
         except UserError:

@@ -19,7 +19,7 @@ from rich.text import Text
 from normexp.config.rules import in_identity
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
-from normexp.records.history import SearchEntry, append_cells, read_history
+from normexp.records.history import SearchEntry, append_entries, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
@@ -156,7 +156,7 @@ def _record(findings: Sequence[Finding]) -> None:
         cells = [outcome.cell_id for outcome in each.outcomes if outcome.status in TRAINED]
         entry = SearchEntry(search.title, words, list(search.space.keys), each.metric.name, cells)
         if cells:
-            append_cells(Path(base.runs_dir) / search.study, [entry])
+            append_entries(Path(base.runs_dir) / search.study, [entry])
 
 
 def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:

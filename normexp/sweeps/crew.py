@@ -1,20 +1,28 @@
-"""The worker processes of a sweep: started, heard, asked to stop, and described when they die."""
+"""The worker processes of a sweep: both ends of each, and how one dies."""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from logging.handlers import QueueHandler
+from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 from normexp.config.spec import CellSpec
+from normexp.errors import INTERRUPTED
 from normexp.records.stacks import StackRecord
-from normexp.sweeps.machine import Place
-from normexp.sweeps.tasks import Board, Task
-from normexp.sweeps.worker import Event, Trainer, main
+from normexp.sweeps.spread import Board, Place, Task
+from normexp.sweeps.worker import Event, Took, Trainer, loaded, work
+from normexp.training.stopping import StopRequest
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threads and locks
 
@@ -110,3 +118,62 @@ class Worker(Seat):
         self.process.join()
         self.connection.close()
         self._output.close()
+
+
+# --- In the worker's process ----------------------------------------------------------------------
+
+
+def main(
+    end: Connection,
+    output: Connection,
+    cells: Sequence[CellSpec],
+    board: Board,
+    place: Place,
+    number: int,
+    run_task: Trainer | None,
+) -> None:
+    """Runs `work` in this process, which ends with its parent: at a checkpoint if one trains.
+
+    Args:
+        end: of the pipe to the command, which gets events and log messages.
+        output: the file for all that is printed; only its descriptor is used.
+    """
+    os.setsid()  # Ctrl-C is for the parent, which asks by SIGTERM
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    pipe = Pipe(end)
+    package = logging.getLogger("normexp")
+    package.addHandler(pipe)
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    try:
+        with loaded(run_task) as trainer:
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            pipe.enqueue(Took(()))
+            work(cells, board, place, pipe.enqueue, StopRequest(), run_task=trainer, number=number)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+class Pipe(QueueHandler):
+    """Sends events and log messages to the command."""
+
+    def __init__(self, end: Connection) -> None:
+        super().__init__(SimpleQueue())  # unused
+        self._end = end
+
+    def enqueue(self, record: Event) -> None:
+        with suppress(OSError):  # the command is gone, and its worker ends soon
+            self._end.send(record)
+
+
+def _stop_with_parent() -> None:
+    """Once the parent has died, asks this process to stop, as the parent would have done."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -26,9 +26,8 @@ from normexp.config.spec import CellSpec, Command, Outcome, name_of
 from normexp.records.history import read_history
 from normexp.records.logs import messages_to_stderr
 from normexp.sweeps.log import StudyLog
-from normexp.sweeps.machine import environment, shared_value
+from normexp.sweeps.spread import environment, group_cells, shared_value
 from normexp.sweeps.sweep import train_cells
-from normexp.sweeps.tasks import group_cells
 
 OF_LAUNCHER = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that say how jobs are launched
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from normexp.config.spec import CellSpec, Outcome, title_of
 from normexp.errors import UserError
@@ -14,19 +12,15 @@ from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, refusing_denied
 from normexp.records.history import (
     CellEntry,
-    CellHistory,
-    NewEntry,
-    append_cells,
-    append_command,
+    CommandEntry,
+    Entry,
+    append_entries,
     read_history,
 )
 
 logger = logging.getLogger(__name__)
 
-GRID_KEYS = ("batch_size", "micro_batch_size", "norm_batch_size", "lr", "seed", "replicas")
 
-
-@dataclass
 class StudyLog:
     """The command and its cells. A study is written to only when one of its cells begins.
 
@@ -35,15 +29,12 @@ class StudyLog:
         writes: not in a dry run.
     """
 
-    cells: Sequence[CellSpec]
-    words: Sequence[str]
-    writes: bool = True
-
-    def __post_init__(self) -> None:
-        known = dict.fromkeys(cell.study_dir for cell in self.cells)
+    def __init__(
+        self, cells: Sequence[CellSpec], words: Sequence[str], *, writes: bool = True
+    ) -> None:
+        self.cells, self.words, self.writes = cells, words, writes
+        known = dict.fromkeys(cell.study_dir for cell in cells)
         self.study_dirs = [study_dir for study_dir in known if study_dir is not None]
-        # Of a cell that does not compose: the study of all others.
-        self._only = self.study_dirs[0] if len(self.study_dirs) == 1 else None
         self._begun: set[Path] = set()
 
     def check(self) -> None:
@@ -74,34 +65,17 @@ class StudyLog:
         self._begun.add(study_dir)
         ensure_writable(study_dir)
         study_dir.mkdir(parents=True, exist_ok=True)
-        cells = [cell for cell in self.cells if (cell.study_dir or self._only) == study_dir]
+        cells = [cell for cell in self.cells if self._study_of(cell) == study_dir]
+        entries: list[Entry] = [cell_entry(cell) for cell in cells]
+        if self.words:
+            asked = {cell.digest: cell.seeds for cell in cells}
+            entries.append(CommandEntry([*self.words], code_version(), asked))
         with refusing_denied(study_dir, "take another study=..."):
-            append_cells(study_dir, [cell_entry(cell) for cell in cells])
-            if self.words:
-                asked = {cell.digest: cell.seeds for cell in cells}
-                append_command(study_dir, self.words, grid_of(cells), code_version(), asked)
-
-    def tell(self, told: Iterable[tuple[CellSpec, NewEntry]]) -> None:
-        """Records entries about cells whose study exists and can be written."""
-        by_study: dict[Path, list[tuple[CellSpec, NewEntry]]] = {}
-        for cell, entry in told:
-            study_dir = cell.study_dir or self._only
-            if self.writes and study_dir is not None and study_dir.is_dir():
-                by_study.setdefault(study_dir, []).append((cell, entry))
-        for study_dir, own in by_study.items():
-            try:
-                known = read_history(study_dir).cells
-                for cell, entry in own:
-                    if isinstance(entry, CellEntry) and cell.digest in known:
-                        _tell_new_id(entry.cell_id, known[cell.digest], cell.title)
-                append_cells(study_dir, [entry for _, entry in own])
-            except OSError as denied:  # no result depends on it
-                if not is_denied(denied):
-                    raise
+            append_entries(study_dir, entries)
 
     def settle(self, ends: Iterable[tuple[CellSpec, Outcome]]) -> None:
         """Records what became of cells: the id, or why there is none."""
-        told: list[tuple[CellSpec, NewEntry]] = []
+        told: list[tuple[CellSpec, Entry]] = []
         for cell, outcome in ends:
             if outcome.cell_id and outcome.status != "planned":
                 told.append((cell, cell_entry(cell, outcome.cell_id)))
@@ -111,28 +85,34 @@ class StudyLog:
                 told.append((cell, cell_entry(cell, error=error)))
         self.tell(told)
 
+    def tell(self, told: Sequence[tuple[CellSpec, Entry]]) -> None:
+        """Records entries about cells whose study exists and can be written."""
+        for study_dir in self.study_dirs if self.writes else ():
+            own = [(cell, entry) for cell, entry in told if self._study_of(cell) == study_dir]
+            if not own or not study_dir.is_dir():
+                continue
+            try:
+                known = read_history(study_dir).cells
+                for cell, entry in own:
+                    before = known.get(cell.digest)
+                    if not isinstance(entry, CellEntry) or before is None or not before.cell_id:
+                        continue
+                    if entry.cell_id and entry.cell_id not in {before.cell_id, *before.earlier_ids}:
+                        logger.info(
+                            "%s: the source of its norm, model or data has changed, so it is a new "
+                            "cell, %s; earlier results are kept",
+                            *(cell.title, entry.cell_id),
+                        )
+                append_entries(study_dir, [entry for _, entry in own])
+            except OSError as denied:  # no result depends on it
+                if not is_denied(denied):
+                    raise
+
+    def _study_of(self, cell: CellSpec) -> Path | None:
+        """A cell that does not compose belongs to the study of all others, if they have one."""
+        only = self.study_dirs[0] if len(self.study_dirs) == 1 else None
+        return cell.study_dir or only
+
 
 def cell_entry(cell: CellSpec, cell_id: str = "", error: str = "") -> CellEntry:
     return CellEntry(cell.digest, title_of(cell), cell.seeds, cell_id, " ".join(error.split()))
-
-
-def _tell_new_id(cell_id: str, before: CellHistory, title: str) -> None:
-    """Says so if a cell of the same config had only other ids."""
-    known = {before.cell_id, *before.earlier_ids}
-    if cell_id and before.cell_id and cell_id not in known:
-        logger.info(
-            "%s: the source of its norm, model or data has changed, so it is a new cell, %s; "
-            "earlier results are kept",
-            *(title, cell_id),
-        )
-
-
-def grid_of(cells: Sequence[CellSpec]) -> dict[str, list[Any]]:
-    """The values that a command spans, of the keys that a study usually varies."""
-    rows = [
-        {**cell.choices, **{key: cell.cfg[key] for key in GRID_KEYS}}
-        for cell in cells
-        if cell.cfg is not None
-    ]
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return {key: list(dict.fromkeys(row[key] for row in rows if key in row)) for key in keys}

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from multiprocessing.connection import wait
 
 from normexp.cells.recorded import passed_over
@@ -15,16 +14,23 @@ from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, Outcome, name_of
 from normexp.errors import Halted, UserError
-from normexp.records.history import append_attempt
+from normexp.records.history import AttemptEntry, append_entries
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
-from normexp.reporting.agent import log_to_agent, refuse_many_cells
 from normexp.reporting.summary import print_closing_table, print_summary
+from normexp.reporting.wandb_runs import log_to_agent, refuse_many_cells
 from normexp.sweeps.crew import SPAWN, Seat, Worker
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog, cell_entry
-from normexp.sweeps.machine import Place, own_place, places_for, shared_value
-from normexp.sweeps.tasks import Board, Task, group_cells
+from normexp.sweeps.spread import (
+    Board,
+    Place,
+    Task,
+    group_cells,
+    own_place,
+    places_for,
+    shared_value,
+)
 from normexp.sweeps.worker import Began, Ended, Event, Steps, Took, Trainer, loaded, work
 from normexp.training.stopping import StopRequest
 
@@ -103,15 +109,7 @@ def train_cells(
     if dry_run:
         places = [replace(place, slots=()) for place in places]
     log = StudyLog(cells, words, writes=not dry_run)
-    display = Display([cell.title for cell in cells], max(1, num_workers))
-    with display:
-        log.check()
-        tasks = group_cells(cells)
-        sweep = Sweep(cells, places, tasks, log, display, num_workers, fail_fast, known)
-        outcomes = sweep.run_workers() if num_workers else sweep.run_here()
-        ends = zip(cells, outcomes, strict=True)  # some were refused before the study existed
-        log.settle([(cell, outcome) for cell, outcome in ends if not outcome.cell_id])
-    return outcomes
+    return Sweep(log, group_cells(cells), places, num_workers, fail_fast, known).train()
 
 
 @dataclass
@@ -120,45 +118,32 @@ class Sweep:
 
     Args:
         places: that a worker may have, or this process; more than workers if GPUs are many.
-        num_workers: processes that train at once.
+        num_workers: processes that train at once; 0: this process trains.
         known: outcomes of cells that need no training, by index.
         run_task: trains; None: `cells.run.run_task`.
     """
 
-    cells: Sequence[CellSpec]
-    places: Sequence[Place]
-    tasks: Sequence[Task]
     log: StudyLog
-    display: Display
-    num_workers: int = 1
+    tasks: Sequence[Task]
+    places: Sequence[Place]
+    num_workers: int = 0
     fail_fast: bool = False
     known: Mapping[int, Outcome] = field(default_factory=dict)
     run_task: Trainer | None = None
 
     def __post_init__(self) -> None:
+        self.cells = self.log.cells
+        self.display = Display([cell.title for cell in self.cells], max(1, self.num_workers))
         self.outcomes: dict[int, Outcome] = {}
         self.workers: list[Worker] = []
+        self.num_started = 0
         self.request = StopRequest()
         self.stopping = False
-        self._numbers = count(1)
         self._failed_starts = 0
         self._early_deaths: Counter[Task] = Counter()  # of workers, before they trained the task
 
-    def run_here(self) -> list[Outcome]:
-        """Trains in this process; returns an outcome for each cell, in order."""
-        board = Board(self.tasks, [0] * len(self.cells), [0] * len(self.cells))
-        self._pass_over(board)
-        if not board.num_open:
-            return self._all_outcomes()
-        report = partial(self._note, Seat())
-        with loaded(self.run_task) as run_task, own_place(self.places) as place:
-            own = {"run_task": run_task, "shows_bar": True}
-            while board.num_open and not self.request.requested:
-                work(self.cells, board, place, report, self.request, **own)
-        return self._all_outcomes()
-
-    def run_workers(self) -> list[Outcome]:
-        """Trains in a worker for each place; returns an outcome for each cell, in order.
+    def train(self) -> list[Outcome]:
+        """Trains until all has ended or is stopped; returns an outcome for each cell, in order.
 
         Raises:
             KeyboardInterrupt: a second Ctrl-C; the workers are dead.
@@ -166,7 +151,38 @@ class Sweep:
         """
         num_cells = len(self.cells)  # no lock in shared memory: a killed worker would keep it
         board = Board(self.tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells))
-        self._pass_over(board)
+        with self.display:
+            self.log.check()
+            done = [task for task in self.tasks if self.known.keys() >= set(task)]
+            for task in done:  # before torch is imported
+                self._end(task, [self.known[index] for index in task])
+                board.end(task)
+            if self.num_workers:
+                self._train_in_workers(board)
+            elif board.num_open:
+                self._train_here(board)
+            outcomes = [
+                self.outcomes.get(index, Outcome("stopped", name_of(cell), missing=cell.seeds))
+                for index, cell in enumerate(self.cells)
+            ]
+            ends = zip(self.cells, outcomes, strict=True)  # some were refused before any began
+            self.log.settle([(cell, outcome) for cell, outcome in ends if not outcome.cell_id])
+        return outcomes
+
+    def stop(self) -> None:
+        """Ends every training of this command at a checkpoint, and starts no other."""
+        self.stopping = self.display.is_stopping = self.request.requested = True
+        for worker in self.workers:
+            worker.process.terminate()  # it leaves a checkpoint if it trains, and ends
+
+    def _train_here(self, board: Board) -> None:
+        report = partial(self._note, Seat())
+        with loaded(self.run_task) as run_task, own_place(self.places) as place:
+            own = {"run_task": run_task, "shows_bar": True}
+            while board.num_open and not self.request.requested:
+                work(self.cells, board, place, report, self.request, **own)
+
+    def _train_in_workers(self, board: Board) -> None:
         try:
             with self.request.listening():
                 while self.workers or (board.num_open and not self.stopping):
@@ -181,26 +197,6 @@ class Sweep:
         finally:
             for worker in self.workers:
                 worker.close()
-        return self._all_outcomes()
-
-    def _pass_over(self, board: Board) -> None:
-        """Ends the tasks that need no training, before torch is imported."""
-        done = [task for task in self.tasks if self.known.keys() >= set(task)]
-        indices = tuple(index for task in done for index in task)
-        self._end(indices, [self.known[index] for index in indices])
-        board.end(indices)
-
-    def stop(self) -> None:
-        """Ends every training of this command at a checkpoint, and starts no other."""
-        self.stopping = self.display.is_stopping = self.request.requested = True
-        for worker in self.workers:
-            worker.process.terminate()  # it leaves a checkpoint if it trains, and ends
-
-    def _all_outcomes(self) -> list[Outcome]:
-        return [
-            self.outcomes.get(index, Outcome("stopped", name_of(cell), missing=cell.seeds))
-            for index, cell in enumerate(self.cells)
-        ]
 
     def _start_workers(self, board: Board) -> None:
         """Starts workers in free places, for open tasks that none of the others will take."""
@@ -213,8 +209,9 @@ class Sweep:
             return
         free.sort(key=lambda place: place.gpu is not None and place.is_taken())
         for place in free[:wanted]:
-            number = next(self._numbers)
-            self.workers.append(Worker(number, place, self.cells, board, self.run_task))
+            self.num_started += 1
+            worker = Worker(self.num_started, place, self.cells, board, self.run_task)
+            self.workers.append(worker)
 
     def _hear(self, worker: Worker, board: Board) -> None:
         event = worker.hear()
@@ -255,7 +252,8 @@ class Sweep:
             with open(stack.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 file.write(f"{worker.last_output().rstrip()}\n{reason}\n".lstrip("\n"))
             at = stack.checkpointed_at
-            append_attempt(study_dir, stack.id, reason, died=True, checkpointed_at=at)
+            attempt = AttemptEntry(stack.id, reason, died=True, checkpointed_at=at)
+            append_entries(study_dir, [attempt])
             return
         self._early_deaths[task] += 1
         if self._early_deaths[task] > 1 and len(task) == 1:

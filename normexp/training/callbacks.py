@@ -1,4 +1,4 @@
-"""The user's own Lightning callbacks: which ones fit, and what they ask of a training.
+"""Callbacks of a training: which of the user's own fit, and those that show progress.
 
 Lightning calls them at the start and end of training, of each epoch, of each validation and of the
 test, and as a checkpoint is written or read. A callback that acts on training batches gets one
@@ -8,12 +8,20 @@ the last validation, as means over the stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks as shipped
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from normexp.errors import UserError
+from normexp.training.module import TrainingModule
+from normexp.training.recorder import finite_mean
 
 # Callbacks of Lightning whose work normexp does itself.
 INSTEAD: dict[type, str] = {
@@ -35,18 +43,17 @@ NEVER_CALLED = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
     "on_before_optimizer_step",
 )
+SECONDS_BETWEEN_REPORTS = 0.25
+SECONDS_BETWEEN_LINES = 10.0  # without a terminal
 
 
-def check_callback(callback: object, name: str, metrics: Sequence[str]) -> None:
+def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
     """Raises UserError for a callback that cannot work here.
 
     Args:
         name: its key and class, for the message.
         metrics: of the validation, which it may monitor.
     """
-    if not isinstance(callback, pl.Callback):
-        kind = type(callback).__name__
-        raise UserError(f"{name} makes a {kind}, not a pytorch_lightning.Callback")
     for kind, instead in INSTEAD.items():
         if isinstance(callback, kind):
             raise UserError(f"{name} cannot be used: {instead}")
@@ -89,3 +96,77 @@ def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
     """The hooks that a callback defines, in its class or on the instance."""
     found = {hook: getattr(getattr(callback, hook), "__func__", None) for hook in hooks}
     return [hook for hook, own in found.items() if own is not getattr(pl.Callback, hook)]
+
+
+class StepReports(pl.Callback):
+    """Calls `on_steps(step, total_steps)` a few times a second at most."""
+
+    def __init__(self, on_steps: Callable[[int, int], None]) -> None:
+        self.on_steps = on_steps
+        self._reported_at = -math.inf
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        del trainer
+        assert isinstance(pl_module, TrainingModule)
+        if time.monotonic() - self._reported_at > SECONDS_BETWEEN_REPORTS:
+            self._reported_at = time.monotonic()
+            self.on_steps(pl_module.step, pl_module.total_steps)
+
+
+class TrainingProgress(pl.Callback):
+    """Shows epoch, loss and score on stderr: a live bar on a terminal, else occasional lines."""
+
+    def __init__(self, title: str, epochs: int) -> None:
+        self.title = title
+        self.epochs = epochs
+        self.bar: Progress | None = None
+        self._row: Any = None
+        self._last_line = time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        del trainer
+        if not sys.stderr.isatty():
+            return
+        assert isinstance(pl_module, TrainingModule)
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._row = self.bar.add_task(self._describe(pl_module), total=pl_module.total_steps)
+        self.bar.start()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        del trainer
+        assert isinstance(pl_module, TrainingModule)
+        step = pl_module.step
+        if self.bar is not None:
+            self.bar.update(self._row, completed=step, description=self._describe(pl_module))
+        elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            line = f"{self._describe(pl_module)}  step {step}/{pl_module.total_steps}"
+            print(line, file=sys.stderr)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        del trainer, pl_module, stage
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def _describe(self, module: TrainingModule) -> str:
+        parts = [self.title, f"epoch {module.position(module.step).epoch + 1}/{self.epochs}"]
+        scores = {
+            name: module.metrics.get(name, []) for name in ("val/accuracy", "val/bits_per_byte")
+        }
+        for name, column in {"loss": module.losses.latest, **scores}.items():
+            if math.isfinite(mean := finite_mean(column)):
+                parts.append(f"{name} {mean:.3f}")
+        return "  ".join(parts)

@@ -1,9 +1,13 @@
-"""Chunks: how many optimizer steps go into one call of `training_step`."""
+"""Chunks: the optimizer steps of one call of `training_step`, and the losses that they leave."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from normexp.batching.processes import Processes
 
@@ -49,9 +53,84 @@ class ChunkLoader:
                 num_steps = self.processes.highest(num_steps)
             started = time.perf_counter()
             yield slice(step, step + num_steps)
-            self._resize(time.perf_counter() - started, num_steps)
+            seconds = (time.perf_counter() - started) / num_steps
+            affordable = int(self.target_seconds / max(seconds, 1e-9))
+            self._size = max(1, min(2 * self._size, affordable, self.max_steps))
             step += num_steps
 
-    def _resize(self, seconds: float, num_steps: int) -> None:
-        affordable = int(self.target_seconds / max(seconds / num_steps, 1e-9))
-        self._size = max(1, min(2 * self._size, affordable, self.max_steps))
+
+class LossHistory:
+    """Collects the losses of optimizer steps on the device and averages them into rows.
+
+    Args:
+        every: optimizer steps per row. Rows end at multiples of it, independent of chunks.
+
+    Attributes:
+        num_steps: optimizer steps added so far.
+        latest: the last row; empty before the first.
+        diverged_at: for each replica, the first step (from 1) with a loss that is not finite.
+    """
+
+    def __init__(self, num_replicas: int, every: int) -> None:
+        self.every = every
+        self.num_steps = 0
+        self.latest: list[float] = []
+        self.diverged_at: list[int | None] = [None] * num_replicas
+        self._pending: list[Tensor] = []  # (S,) each, since the last row
+
+    @property
+    def all_diverged(self) -> bool:
+        return None not in self.diverged_at
+
+    def look_for_divergence(self) -> bool:
+        """Waits for the device, and returns True if all replicas have diverged."""
+        self._read(len(self._pending))
+        return self.all_diverged
+
+    def add(self, losses: Tensor) -> None:
+        """Adds the losses (S,) of one optimizer step; does not wait for the device."""
+        self._pending.append(losses)
+        self.num_steps += 1
+
+    def take_rows(self) -> Iterator[tuple[int, list[float]]]:
+        """Yields each complete row once: its last step, and the mean loss of each replica."""
+        first = self.num_steps - len(self._pending)  # steps before the pending ones
+        num_whole = self.num_steps // self.every * self.every - first
+        if num_whole <= 0:
+            return
+        losses = self._read(num_whole)
+        del self._pending[:num_whole]
+        begin = first
+        for end in range((first // self.every + 1) * self.every, self.num_steps + 1, self.every):
+            self.latest = losses[begin - first : end - first].mean(dim=0).tolist()
+            yield end, self.latest
+            begin = end
+
+    def finish(self) -> None:
+        """Checks the steps after the last row for divergence; they get no row of their own."""
+        self._read(len(self._pending))
+        self._pending = []
+
+    def _read(self, num_steps: int) -> Tensor:
+        """Returns the first pending losses, float64 (num_steps, S); notes where they diverged."""
+        first = self.num_steps - len(self._pending)
+        if num_steps == 0:
+            return torch.empty(0)
+        losses = torch.stack(self._pending[:num_steps]).double().cpu()
+        bad = ~torch.isfinite(losses)
+        for index in bad.any(dim=0).nonzero().flatten().tolist():
+            if self.diverged_at[index] is None:
+                self.diverged_at[index] = first + int(bad[:, index].float().argmax()) + 1
+        return losses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_steps": self.num_steps,
+            "pending": [losses.cpu() for losses in self._pending],
+            "diverged_at": list(self.diverged_at),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.num_steps = state["num_steps"]
+        self._pending = [losses.to(device) for losses in state["pending"]]
+        self.diverged_at = list(state["diverged_at"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,32 +37,26 @@ class Diagnostics(pl.Callback):
         self.elementwise = elementwise
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, TrainingModule)
-        if self._is_due(pl_module):
-            self._record(trainer, pl_module)
+        self._record(trainer, pl_module, is_end=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, TrainingModule)
-        if not self._is_due(pl_module):
-            self._record(trainer, pl_module)
+        self._record(trainer, pl_module, is_end=True)
 
-    def _is_due(self, module: TrainingModule) -> bool:
-        return module.step % (self.every * module.batches.steps_per_epoch) == 0
-
-    def _record(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+    def _record(self, trainer: pl.Trainer, module: pl.LightningModule, *, is_end: bool) -> None:
+        assert isinstance(module, TrainingModule)
+        is_due = module.step % (self.every * module.batches.steps_per_epoch) == 0
+        if is_due == is_end:  # the end of an epoch comes before that of the training
+            return
         data, replicas = module.batches.data, module.replicas
         num_samples = min(module.recipe.sizes.micro, len(data.train))
         batch = gather(replicas, data, "train", torch.arange(num_samples))
         devices = [module.device] if module.device.type == "cuda" else []
-        rows = []
+        loss, rows = module.criterion.loss, []
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             for index in range(replicas.num_replicas):
                 network = replicas.replica(index)
                 with trainer.precision_plugin.forward_context():
-                    row = measure_sites(
-                        network, batch, module.criterion.loss, elementwise=self.elementwise
-                    )
-                rows.append(row)
+                    rows.append(measure_sites(network, batch, loss, elementwise=self.elementwise))
         values = {f"diagnostics/{name}": [row[name] for row in rows] for name in rows[0]}
         module.recorder.record(module.position(module.step), values)
 
@@ -84,10 +79,16 @@ def measure_sites(
     """
     network.train()
     sites = dict(named_sites(network))
-    calls: dict[str, _Call] = {}
+    calls: dict[str, _Call] = {}  # the first of each site
+
+    def keep(site: nn.Module, args: Any, kwargs: Any, y: Tensor, *, name: str) -> None:
+        del site
+        x, mask = input_and_mask(args, kwargs)
+        calls.setdefault(name, _Call(x.detach(), mask, y.detach()))
+
     states = {name: read_state(site) for name, site in sites.items()}
     hooks = [
-        site.register_forward_hook(partial(_keep_first, calls, name), with_kwargs=True)
+        site.register_forward_hook(partial(keep, name=name), with_kwargs=True)
         for name, site in sites.items()
     ]
     output = network(*model_arguments(batch))
@@ -116,13 +117,6 @@ class _Call(NamedTuple):
     y: Tensor
 
 
-def _keep_first(
-    calls: dict[str, _Call], name: str, _: Any, args: Any, kwargs: Any, y: Tensor
-) -> None:
-    x, mask = input_and_mask(args, kwargs)
-    calls.setdefault(name, _Call(x.detach(), mask, y.detach()))
-
-
 def _describe_values(site: Site, call: _Call, state: State) -> dict[str, Tensor]:
     """Returns the numbers about input and output; `state` is from before the forward."""
     x, y = (as_maps(widen(value), site) for value in (call.x, call.y))
@@ -136,17 +130,14 @@ def _describe_values(site: Site, call: _Call, state: State) -> dict[str, Tensor]
         "output_rms": (y.square() * real).sum().div(count).sqrt(),
         "dead": (y * real <= 0).all(dim=2).all(dim=0).double().mean(),
     }
-    running_mean, running_var = (_find(state, name) for name in ("running_mean", "running_var"))
-    if running_mean is not None and running_var is not None:
-        gap = (x * real).sum(dim=(0, 2)) / num_real - running_mean
-        if gap.shape == running_var.shape == x.shape[1:2]:
-            rows["running_gap"] = (gap.abs() / running_var.sqrt()).mean()
+    running: dict[str, Tensor] = {}  # at any depth of the norm, the first of each name
+    for path, value in state.items():
+        running.setdefault(path.rpartition(".")[2], value)
+    if {"running_mean", "running_var"} <= running.keys():
+        gap = (x * real).sum(dim=(0, 2)) / num_real - running["running_mean"]
+        if gap.shape == running["running_var"].shape == x.shape[1:2]:
+            rows["running_gap"] = (gap.abs() / running["running_var"].sqrt()).mean()
     return rows
-
-
-def _find(state: State, name: str) -> Tensor | None:
-    """Returns the buffer of this name at any depth of the norm."""
-    return next((value for path, value in state.items() if path.split(".")[-1] == name), None)
 
 
 def _describe_parameters(site: Site) -> dict[str, Tensor]:
@@ -154,12 +145,9 @@ def _describe_parameters(site: Site) -> dict[str, Tensor]:
     rows: dict[str, Tensor] = {}
     squares = []
     for path, parameter in site.named_parameters():
+        name = re.sub(r"^(norm\.){1,2}", "", path)  # a wrapped norm is one level deeper
         values = widen(parameter.detach())
-        name = path.removeprefix("norm.").removeprefix(
-            "norm."
-        )  # a wrapped norm is one level deeper
-        rows[f"{name}_mean"] = values.mean()
-        rows[f"{name}_std"] = values.std(correction=0)
+        rows |= {f"{name}_mean": values.mean(), f"{name}_std": values.std(correction=0)}
         if parameter.grad is not None:
             squares.append(widen(parameter.grad).square().sum())
     if squares:
@@ -169,18 +157,16 @@ def _describe_parameters(site: Site) -> dict[str, Tensor]:
 
 def _share_of_flat(site: Site, call: _Call) -> Tensor:
     """Returns the share of values where an elementwise norm is nearly flat."""
-    at_zero = torch.zeros_like(call.x[:1])
-    slopes = [_slopes(site, x, mask) for x, mask in ((call.x, call.mask), (at_zero, None))]
-    steepest = torch.cat([s.amax(dim=2).amax(dim=0, keepdim=True) for s in slopes]).amax(dim=0)
-    flat = slopes[0] < FLAT * steepest[:, None]
+
+    def slopes(x: Tensor, mask: Tensor | None) -> Tensor:  # |dy/dx| (N, C, P)
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(site(x, mask).sum(), x)
+        return as_maps(widen(gradient), site).abs()
+
+    own, at_zero = slopes(call.x, call.mask), slopes(torch.zeros_like(call.x[:1]), None)
+    steepest = torch.cat([s.amax(dim=2).amax(dim=0, keepdim=True) for s in (own, at_zero)])
+    flat = own < FLAT * steepest.amax(dim=0)[:, None]
     if call.mask is None:
         return flat.double().mean()
     real = call.mask[:, None]
     return (flat & real).sum() / (real.sum() * flat.shape[1])
-
-
-def _slopes(site: Site, x: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns |dy/dx| (N, C, P) of an elementwise norm."""
-    x = x.detach().requires_grad_()
-    (slopes,) = torch.autograd.grad(site(x, mask).sum(), x)
-    return as_maps(widen(slopes), site).abs()

@@ -21,9 +21,8 @@ from torch.nn import functional
 
 from normexp.batching.replicas import Batch, Measured, Replicas
 from normexp.data.dataset import Data
-from normexp.errors import UserError
 from normexp.training.optim import AveragedWeights
-from normexp.training.recorder import finite_mean
+from normexp.training.recorder import Columns, finite_mean
 from normexp.training.statistics import (
     Population,
     batch_statistics,
@@ -36,11 +35,9 @@ from normexp.training.statistics import (
 
 logger = logging.getLogger(__name__)
 
-Columns = dict[str, list[float]]  # a value per replica, by metric
-
 
 class Criterion(ABC):
-    """The loss of one replica's output, and metrics from sums over a split."""
+    """The loss of one replica's output, and the metrics of a split."""
 
     metrics: tuple[str, ...]  # names of what `summarise` returns
 
@@ -48,17 +45,13 @@ class Criterion(ABC):
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the loss summed over the batch's targets."""
 
-    def measure(self, output: Tensor, batch: Batch) -> Measured:
-        """Returns what evaluation adds up over a split."""
-        return {"loss": self.loss(output, batch)}
-
     @abstractmethod
     def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns what samples.npz keeps of each sample (N,)."""
 
     @abstractmethod
-    def summarise(self, means: Measured, split: str) -> Measured:
-        """Returns metrics from what `measure` returned, summed and divided by the targets."""
+    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measured:
+        """Returns metrics (S,) from the mean loss over targets (S,) and `each_sample` (S, N)."""
 
 
 class Classification(Criterion):
@@ -70,19 +63,14 @@ class Classification(Criterion):
         # output (N, num_classes), targets (N,)
         return functional.cross_entropy(output, batch["targets"], reduction="sum")
 
-    def measure(self, output: Tensor, batch: Batch) -> Measured:
-        return {
-            "loss": self.loss(output, batch),
-            "correct": self.each_sample(output, batch).sum(),
-        }
-
     def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
         """Right or not, bool."""
         return output.argmax(dim=-1) == batch["targets"]
 
-    def summarise(self, means: Measured, split: str) -> Measured:  # noqa: ARG002
-        loss, correct = means["loss"], means["correct"]
-        accuracy = torch.where(loss.isfinite(), correct, torch.nan)  # argmax of NaN is class 0
+    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measured:
+        del split
+        # argmax of NaN is class 0
+        accuracy = torch.where(loss.isfinite(), each.double().mean(dim=1), torch.nan)
         return {"loss": loss, "accuracy": accuracy}
 
 
@@ -104,14 +92,12 @@ class LanguageModeling(Criterion):
 
     def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
         """Mean loss per token of each sequence, in nats."""
-        losses = functional.cross_entropy(
-            output.movedim(2, 1), batch["targets"], reduction="none"
-        )  # (N, T)
-        return losses.mean(dim=1)
+        scores = output.movedim(2, 1)  # (N, V, T)
+        return functional.cross_entropy(scores, batch["targets"], reduction="none").mean(dim=1)
 
-    def summarise(self, means: Measured, split: str) -> Measured:
-        bits = means["loss"] / math.log(2)
-        return {"loss": means["loss"], "bits_per_byte": bits / self.bytes_per_token[split]}
+    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measured:
+        del each
+        return {"loss": loss, "bits_per_byte": loss / math.log(2) / self.bytes_per_token[split]}
 
 
 def criterion_of(data: Data) -> Criterion:
@@ -188,84 +174,53 @@ class Evaluator:
 
     def running(self, split: str) -> Columns:
         """Returns the metrics of a split; the replicas must be in evaluation mode."""
-        return self._score(split, group_size=self.eval_group, num_samples=self.eval_group)
+        return self._score(self.replicas, "running", split, self.eval_group, self.eval_group)
 
     def others(self, splits: Sequence[str]) -> Columns:
         """Returns the metrics of the splits with every other kind of statistics in the plan."""
         metrics: Columns = {}
-        if "precise" in self.plan.statistics:
-            metrics |= self.precise(splits)
+        if self._has_precise():
+            assert self.population is not None
+            with self.population.used_by(self.replicas):
+                for split in splits:
+                    metrics |= self._score(self.replicas, "precise", split)
         for size in self.plan.batch_sizes:
-            metrics |= self.batch(size, splits)
+            with batch_statistics(self.replicas, size):
+                for split in splits:
+                    metrics |= self._score(self.replicas, f"batch{size}", split, size)
         if self.averaged is not None and self.averaged.n_averaged > 0:
-            metrics |= self.ema(self.averaged.module, splits)
+            own, group = self.averaged.module, self.eval_group
+            # Running state measured anew, which they keep; what has no measure is the last step's.
+            population = self._measure_population(own)
+            if population is not None:
+                own.write_buffers(population.states)
+            with evaluation_mode(own):
+                for split in splits:
+                    metrics |= self._score(own, "ema", split, group, group)
         return metrics
 
-    def precise(self, splits: Sequence[str]) -> Columns:
-        """Measures `population` anew; empty if the norm has no running state."""
-        if self._lacks_running_state:
-            return {}
+    def _has_precise(self) -> bool:
+        """Measures the population anew; False if none is wanted or the norm has no such state."""
+        if "precise" not in self.plan.statistics or self._lacks_running_state:
+            return False
         self.population = self._measure_population(self.replicas)
-        if self.population is None:
-            self._lacks_running_state = True
+        self._lacks_running_state = self.population is None
+        if self._lacks_running_state:
             logger.info("no precise statistics: the norm has no running averages")
-            return {}
-        metrics: Columns = {}
-        with self.population.used_by(self.replicas):
-            for split in splits:
-                metrics |= self._score(split, "precise")
-        return metrics
-
-    def ema(self, averaged: Replicas, splits: Sequence[str]) -> Columns:
-        """Metrics of averaged weights, with running state measured anew, which they keep.
-
-        State that cannot be measured is that of the last weights.
-        """
-        own = Evaluator(averaged, self.data, self.criterion, self.plan, self.eval_group)
-        own.samples = self.samples
-        population = own._measure_population(averaged)
-        if population is not None:
-            averaged.write_buffers(population.states)
-        metrics: Columns = {}
-        with evaluation_mode(averaged):
-            for split in splits:
-                metrics |= own._score(
-                    split, "ema", group_size=self.eval_group, num_samples=self.eval_group
-                )
-        return metrics
+        return not self._lacks_running_state
 
     def _measure_population(self, replicas: Replicas) -> Population | None:
+        plan = self.plan
         return measure_population(
-            replicas,
-            self.data,
-            num_samples=self.plan.precise_samples,
-            group_size=self.plan.group_size,
+            replicas, self.data, num_samples=plan.precise_samples, group_size=plan.group_size
         )
-
-    def batch(self, batch_size: int, splits: Sequence[str]) -> Columns:
-        """Norms use the statistics of batches of `batch_size` samples, in a random order.
-
-        Raises:
-            UserError: a split has fewer samples.
-        """
-        metrics: Columns = {}
-        with batch_statistics(self.replicas, batch_size):
-            for split in splits:
-                available = len(getattr(self.data, split))
-                if batch_size > available:
-                    raise UserError(
-                        f"evaluate_batch_sizes={batch_size}: {split} has {available} samples; "
-                        f"try evaluate_batch_sizes=[{available}] or less"
-                    )
-                metrics |= self._score(split, f"batch{batch_size}", group_size=batch_size)
-        return metrics
 
     @torch.no_grad()
     def _score(
         self,
+        replicas: Replicas,
+        kind: str,
         split: str,
-        kind: str = "running",
-        *,
         group_size: int | None = None,
         num_samples: int | None = None,
     ) -> Columns:
@@ -276,43 +231,30 @@ class Evaluator:
             group_size: samples that share statistics; None if samples do not.
             num_samples: per forward; None: as many as fit.
         """
-        sums: dict[str, Tensor] = {}  # (S,) each, in float64
-        samples: list[Tensor] = []  # (S, block) each
+        loss = torch.zeros((), dtype=torch.float64)  # (S,) from the first block on
+        each: list[Tensor] = []  # (S, block) each
         order: list[Tensor] = []
         num_targets = 0
-        num_samples = num_samples or block_size(self.replicas, group_size or 1)
+        num_samples = num_samples or block_size(replicas, group_size or 1)
         for indices, num_counted in evaluation_blocks(self.data, split, num_samples, group_size):
-            batch = gather(self.replicas, self.data, split, indices)
-            measured = self._measure(batch, num_counted, each_sample=split == "test")
-            if split == "test":
-                samples.append(measured.pop("samples"))
-                order.append(indices[:num_counted])
-            for name, value in measured.items():
-                sums[name] = sums.get(name, 0) + value.double()
+
+            def measure(output: Tensor, own: Batch, num: int = num_counted) -> Measured:
+                output, own = output[:num], {name: value[:num] for name, value in own.items()}
+                each = self.criterion.each_sample(output, own)
+                return {"loss": self.criterion.loss(output, own), "each": each}
+
+            batch = gather(replicas, self.data, split, indices)
+            measured = replicas.measure(batch, measure, shared=True)
+            loss = loss + measured["loss"].double()
+            each.append(measured["each"])
+            order.append(indices[:num_counted])
             num_targets += batch["targets"][:num_counted].numel()
-        means = {name: total / num_targets for name, total in sums.items()}
+        samples = torch.cat(each, dim=1)
         if split == "test":
-            kept = torch.cat(samples, dim=1).cpu()[:, torch.cat(order).argsort()]
-            self.samples[kind] = kept
-        summary = self.criterion.summarise(means, split)
+            self.samples[kind] = samples.cpu()[:, torch.cat(order).argsort()]
+        summary = self.criterion.summarise(split, loss / num_targets, samples)
         suffix = suffix_of(kind)
         return {f"{split}/{name}{suffix}": value.tolist() for name, value in summary.items()}
-
-    def _measure(self, batch: Batch, num_counted: int, *, each_sample: bool) -> Measured:
-        """Sums over the first `num_counted` samples of a forward of the whole batch.
-
-        Args:
-            each_sample: add the `samples` themselves, (S, num_counted).
-        """
-
-        def measure_counted(output: Tensor, own: Batch) -> Measured:
-            counted = {name: value[:num_counted] for name, value in own.items()}
-            measured = self.criterion.measure(output[:num_counted], counted)
-            if each_sample:
-                measured["samples"] = self.criterion.each_sample(output[:num_counted], counted)
-            return measured
-
-        return self.replicas.measure(batch, measure_counted, shared=True)
 
     def content(self, metrics: Columns, index: int) -> dict[str, Any]:
         """Returns evaluation.json of replica `index`: its finite metrics by kind of statistics.
@@ -357,17 +299,15 @@ def suffix_of(kind: str) -> str:
     return "" if kind == "running" else f"@{kind}"
 
 
-Block = tuple[Tensor, int]  # sample indices of a forward, and how many of the first ones count
-
-
 def evaluation_blocks(
     data: Data, split: str, num_samples: int, group_size: int | None
-) -> Iterator[Block]:
-    """Yields the samples of a split in blocks of `num_samples`; each sample counts once.
+) -> Iterator[tuple[Tensor, int]]:
+    """Yields the sample indices of each forward, and how many of the first ones count.
 
-    With a `group_size` the order is random, and the last block is filled up to whole groups with
-    the first samples, which do not count again: the result must depend neither on the order of
-    the split nor on the number of replicas.
+    Forwards have `num_samples`, and each sample counts once. With a `group_size` the order is
+    random, and the last block is filled up to whole groups with the first samples, which do not
+    count again: the result must depend neither on the order of the split nor on the number of
+    replicas.
     """
     if group_size is None:
         for block in torch.arange(len(getattr(data, split))).split(num_samples):

@@ -1,4 +1,4 @@
-"""Runs a training through Lightning: the Trainer, devices, checkpoints and stopping."""
+"""Runs a training through Lightning: the Trainer, checkpoints and stopping."""
 
 from __future__ import annotations
 
@@ -13,24 +13,20 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from pytorch_lightning.strategies import DDPStrategy
 
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
+from normexp.training.devices import placed
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0
 # Parts of the Trainer that are not used: progress and results are our own.
-BARE: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+BARE: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 def fit(
@@ -74,23 +70,18 @@ def fit(
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
             trainer.fit(module, ckpt_path=resume, weights_only=True)
-            _check_end(module)
+            if not (module.has_ended or module.losses.all_diverged or why_stopped(trainer)):
+                raise UserError(
+                    f"the training ended after {module.step} of {module.total_steps} steps, "
+                    "because of a callback or an option of the trainer; drop it, and set steps or "
+                    "epochs to train less, or callback=early_stopping"
+                )
             if module.validated_at != module.step:  # the last epoch had no validation
                 trainer.validate(module, verbose=False)
             trainer.test(module, verbose=False)
         except SystemExit:  # Lightning's translation of the second request's KeyboardInterrupt
             raise KeyboardInterrupt from None
     return stop.requested
-
-
-def _check_end(module: TrainingModule) -> None:
-    planned = module.recipe.schedule.total_steps
-    if module.step < planned and not (module.losses.all_diverged or why_stopped(module.trainer)):
-        raise UserError(
-            f"the training ended after {module.step} of {planned} steps, because of a callback or "
-            "an option of the trainer; drop it, and set steps or epochs to train less, or "
-            "callback=early_stopping"
-        )
 
 
 def evaluate(module: TrainingModule, *, accelerator: str, precision: str) -> None:
@@ -160,9 +151,10 @@ class Checkpointer(Checkpoint):
         self._save_if_due(trainer, pl_module)
 
     def _save_if_due(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        if trainer.should_stop or module.step >= module.recipe.schedule.total_steps:
+        if trainer.should_stop or module.has_ended:
             return
-        reason = self._reason()
+        is_due = time.monotonic() - self._saved_at >= SECONDS_BETWEEN_SAVES
+        reason = Reason.STOP if self.stop.requested else Reason.DUE if is_due else Reason.NONE
         if module.processes is not None:  # signals and clocks differ between processes
             reason = module.processes.highest(reason)
         if reason == Reason.NONE:
@@ -171,68 +163,6 @@ class Checkpointer(Checkpoint):
         self._saved_at = time.monotonic()
         if reason == Reason.STOP:
             raise Interrupted
-
-    def _reason(self) -> Reason:
-        if self.stop.requested:
-            return Reason.STOP
-        is_due = time.monotonic() - self._saved_at >= SECONDS_BETWEEN_SAVES
-        return Reason.DUE if is_due else Reason.NONE
-
-
-class ReplicatedStrategy(DDPStrategy):
-    """One process per device, each with the whole network; gradients are summed by the module.
-
-    Lightning connects the processes, places devices and lets the first one write. It does not wrap
-    the network in DistributedDataParallel, see `batching.processes`.
-    """
-
-    def __init__(self, stop: StopRequest | None, **options: Any) -> None:
-        super().__init__(**options)
-        self.stop = stop
-
-    def configure_ddp(self) -> None:
-        pass
-
-    def barrier(self, name: str | None = None) -> None:
-        """Also restores our signal handlers: processes wait here after Lightning set its own."""
-        if self.stop is not None:
-            self.stop.keep_listening()
-        super().barrier(name)
-
-
-def device_type(accelerator: str) -> str:
-    """Returns "cuda" or "cpu"; any other accelerator is left for Lightning to check.
-
-    `auto` is never "mps", which has no float64 for sums over a data set.
-    """
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if accelerator == "gpu" else accelerator
-
-
-def set_matmul_precision(precision: str, device_type: str) -> None:
-    """Sets how a GPU multiplies float32: `highest` in float32, `high` or `medium` on tensor cores.
-
-    `high` is TF32 with 10 bits of mantissa. By default torch uses TF32 for convolutions but not
-    for matrix products; here both follow one setting. A CPU always computes in float32.
-    """
-    if device_type != "cuda":
-        return
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = precision != "highest"
-
-
-def placed(options: dict[str, Any], stop: StopRequest | None = None) -> dict[str, Any]:
-    """Returns the Trainer's options with `accelerator=auto` and `strategy=ddp` resolved."""
-    options = options | {"accelerator": device_type(options["accelerator"])}
-    if options.get("strategy") != "ddp":
-        return options
-    if options["devices"] * options.get("num_nodes", 1) == 1:
-        return options | {"strategy": "auto"}
-    # All processes are connected already. Without an explicit environment Lightning would prefer
-    # SLURM's wherever a job runs below it.
-    strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
-    return options | {"strategy": strategy}
 
 
 for _name in (  # told once, here: processes that Lightning starts have heard nothing else yet

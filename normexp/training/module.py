@@ -7,7 +7,6 @@ are counted in optimizer steps, never in Lightning's batches.
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -18,15 +17,12 @@ from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, Replicas
 from normexp.batching.sizes import Share
 from normexp.data.batches import TrainingBatches
-from normexp.training.chunks import ChunkLoader
-from normexp.training.evaluation import Columns, EvaluationPlan, Evaluator, criterion_of
-from normexp.training.optim import (
-    AveragedWeights,
-    ReplicaRates,
-)
-from normexp.training.recipe import Recipe
-from normexp.training.recorder import LossHistory, Position, Recorder, finite_mean
-from normexp.training.step import StepGradient, compiled_gradient
+from normexp.training.chunks import ChunkLoader, LossHistory
+from normexp.training.devices import compiled_gradient
+from normexp.training.evaluation import EvaluationPlan, Evaluator, criterion_of
+from normexp.training.optim import AveragedWeights, Recipe, ReplicaRates
+from normexp.training.recorder import Columns, Position, Recorder, finite_mean
+from normexp.training.step import StepGradient
 
 # A training whose replicas have all diverged ends at a multiple of this, whatever its chunks.
 STEPS_BETWEEN_LOOKS = 25
@@ -79,6 +75,14 @@ class TrainingModule(pl.LightningModule):
         """Optimizer steps done."""
         return self.losses.num_steps
 
+    @property
+    def total_steps(self) -> int:
+        return self.recipe.schedule.total_steps
+
+    @property
+    def has_ended(self) -> bool:
+        return self.step >= self.total_steps
+
     def position(self, step: int) -> Position:
         """Returns where the run stands once `step` optimizer steps are done."""
         epoch = max(0, step - 1) // self.batches.steps_per_epoch
@@ -113,7 +117,7 @@ class TrainingModule(pl.LightningModule):
         return ChunkLoader(
             lambda: self.step,
             self.batches.steps_per_epoch,
-            self.recipe.schedule.total_steps,
+            self.total_steps,
             self.recipe.max_chunk,
             self.processes,
         )
@@ -122,14 +126,11 @@ class TrainingModule(pl.LightningModule):
         recipe, replicas = self.recipe, self.replicas
         if recipe.lr_scales is not None:
             self._rates = ReplicaRates(replicas, recipe.lr_scales)
-        self._gradient = StepGradient(
-            replicas,
-            self.criterion.loss,
-            recipe.sizes,
-            self.batches.seeds,
-            self.processes,
-            compiled_gradient(replicas, recipe.sizes, self.device) if recipe.compile else None,
-        )
+        compiled = None
+        if recipe.compile:
+            compiled = compiled_gradient(replicas, recipe.sizes, self.device)
+        own = (replicas, self.criterion.loss, recipe.sizes, self.batches.seeds)
+        self._gradient = StepGradient(*own, self.processes, compiled)
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
@@ -148,8 +149,8 @@ class TrainingModule(pl.LightningModule):
             if self.step % STEPS_BETWEEN_LOOKS == 0 and self.losses.look_for_divergence():
                 self.trainer.should_stop = True
                 break
-        for step, losses in self.losses.take_rows():
-            self.recorder.record(self.position(step), {"train/loss": losses})
+        for end, losses in self.losses.take_rows():
+            self.recorder.record(self.position(end), {"train/loss": losses})
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here and by ChunkLoader
         elapsed = time.perf_counter() - started
@@ -171,25 +172,24 @@ class TrainingModule(pl.LightningModule):
         else:
             self._rates.step(optimizer)
         if recipe.schedule.build is not None and recipe.schedule.monitor is None:
-            self._step_scheduler()
+            self._scheduler().step()
         if self.averaged is not None:
             self.averaged.update_parameters(self.replicas)
 
-    def _step_scheduler(self, *metrics: float) -> None:
-        scheduler: Any = self.lr_schedulers()
-        scheduler.step(*metrics)
+    def _scheduler(self) -> Any:
+        return self.lr_schedulers()
 
     def _track(self, chunk: slice, elapsed: float, lr: float) -> None:
         """Passes on, for the last step of a chunk, what only loggers get."""
-        num_samples = self.batches.num_samples_before
-        speed = (num_samples(self.step) - num_samples(chunk.start)) / max(elapsed, 1e-9)
-        count = self.replicas.num_replicas
+        count, position = self.replicas.num_replicas, self.position(self.step)
+        num_samples = position.samples_seen - self.position(chunk.start).samples_seen
         values = {
             "train/lr": [lr * scale for scale in self.recipe.lr_scales or [1.0] * count],
             "train/grad_norm": self.replicas.gradient_norms().tolist(),  # clipped, if it is
-            "train/samples_per_second": [speed * count] * count,  # of the whole stack
+            # Of the whole stack.
+            "train/samples_per_second": [num_samples * count / max(elapsed, 1e-9)] * count,
         }
-        self.recorder.track(self.position(self.step), values)
+        self.recorder.track(position, values)
 
     def on_train_end(self) -> None:
         self.losses.finish()
@@ -200,19 +200,18 @@ class TrainingModule(pl.LightningModule):
     def val_dataloader(self) -> range:
         return range(1)
 
-    def test_dataloader(self) -> range:
-        return range(1)
+    test_dataloader = val_dataloader
 
     def validation_step(self, _: int) -> None:
         self._record_metrics(self.evaluator.running("val"))
         if self.evaluator.plan.every_epoch:
             self._record_metrics(self.evaluator.others(["val"]))
         self.validated_at = self.step
-        means = {name: _mean(column) for name, column in self.metrics.items()}
+        means = {name: finite_mean(column) for name, column in self.metrics.items()}
         # For callbacks, as loggers have `recorder`; the means of all processes are equal.
         self.log_dict(means, logger=False, batch_size=1, sync_dist=True)
         if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
-            self._step_scheduler(means[self.recipe.schedule.monitor])
+            self._scheduler().step(means[self.recipe.schedule.monitor])
 
     def test_step(self, _: int) -> None:
         """Evaluates the test split, and what the plan leaves for the end on the val split."""
@@ -247,9 +246,3 @@ class TrainingModule(pl.LightningModule):
         self.validated_at = state["validated_at"]
         self.metrics = state["metrics"]
         self.recorder.truncate_after(self.step)
-
-
-def _mean(column: list[float]) -> float:
-    """The mean over the stack; NaN if no value is finite."""
-    mean = finite_mean(column)
-    return math.nan if mean is None else mean

@@ -1,18 +1,50 @@
-"""Parameter groups, averaged weights, and one optimizer for the replicas of a stack."""
+"""How a stack is trained: its recipe, its weight decay, one optimizer for all its replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from normexp.batching.replicas import Replicas, Stacked
+from normexp.batching.sizes import Sizes
 from normexp.errors import first_line
 from normexp.norms.site import norm_parameters
+from normexp.training.schedule import Schedule
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a stack is trained: everything but the network, the data and the seeds."""
+
+    sizes: Sizes
+    optimizer: OptimizerFactory
+    schedule: Schedule
+    lr: float
+    weight_decay: float = 0.0
+    decay_norm: bool = False
+    decay_bias: bool = True  # of modules other than norms
+    max_grad_norm: float | None = None  # 2-norm per replica; None: no clipping
+    eval_group: int | None = None  # samples that a norm mixes in evaluation; None if it mixes none
+    log_every: int = 10  # optimizer steps per row of train/loss
+    max_chunk: int = 64  # most optimizer steps in one call of training_step
+    lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
+    compile: bool = False  # torch.compile the forward of training
+    ema: float | None = None  # weight of the past in averaged weights; None: no average
+
+    def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:
+        groups = parameter_groups(
+            replicas,
+            weight_decay=self.weight_decay,
+            decay_norm=self.decay_norm,
+            decay_bias=self.decay_bias,
+        )
+        return self.optimizer(groups, lr=self.lr)
 
 
 def parameter_groups(
@@ -36,9 +68,7 @@ def parameter_groups(
     decayed = [p for p in trained if id(p) not in spared]
     kept = [p for p in trained if id(p) in spared]
     groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}]
-    if kept:
-        groups.append({"params": kept, "weight_decay": 0.0})
-    return groups
+    return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
 
 
 class AveragedWeights(AveragedModel):
@@ -71,11 +101,11 @@ class ReplicaRates:
         device = next(replicas.parameters()).device
         each = torch.tensor(scales, dtype=torch.float64, device=device)
         trees = [each] if replicas.is_stacked else list(each)
-        self._scaled = [
-            (parameter, _shaped_like(parameter, scale))
+        self._scaled = [  # with a scale () or (S, 1, ...)
+            (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
             for tree, scale in zip(replicas.trees, trees, strict=True)
-            for parameter in tree.parameters()
-            if parameter.requires_grad
+            for p in tree.parameters()
+            if p.requires_grad
         ]
 
     @torch.no_grad()
@@ -87,40 +117,35 @@ class ReplicaRates:
             parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
 
 
-def _shaped_like(parameter: Tensor, scale: Tensor) -> Tensor:
-    """Returns a scale () or (S,) shaped to multiply a parameter."""
-    return scale.to(parameter.dtype).view(scale.shape + (1,) * (parameter.ndim - scale.ndim))
-
-
 SHAPES = ((3, 4), (5,), (), (2, 3, 3, 3), (1, 4))  # of the parameters that an optimizer is tried on
+TRIAL_STEPS = 50
 
 
 def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
     """Says why one optimizer cannot train a stack; None if it can.
 
-    Measured: two replicas, the second at half the rate, take a few steps with random gradients, in
+    Measured: two replicas, the second at half the rate, take TRIAL_STEPS with random gradients, in
     a stack and each alone. An optimizer passes that updates each value from its own history, as SGD
-    and Adam do; one that takes norms over a layer or over all parameters does not.
+    and Adam do; one that takes norms over a layer or over all parameters does not, nor one that
+    goes back to older values, as Lookahead does. What acts less often than the trial is long
+    remains unseen.
     """
     noise = torch.Generator().manual_seed(0)
-    rows = [torch.randn(6, 2, *s, generator=noise, dtype=torch.float64) for s in SHAPES]
+    rows = [torch.randn(1 + TRIAL_STEPS, 2, *s, generator=noise).double() for s in SHAPES]
     start, gradients = [row[0] for row in rows], [row[1:] for row in rows]
-
-    def build(replica: int) -> nn.Module:
-        return nn.ParameterList([nn.Parameter(value[replica].clone()) for value in start])
-
-    networks, scales = [build(0), build(1)], (1.0, 0.5)
-    stack = Stacked(networks)
+    alone = [nn.ParameterList(value[replica].clone() for value in start) for replica in (0, 1)]
+    scales = (1.0, 0.5)
+    stack = Stacked(list(alone))
     try:
         _train_on(optimizer, stack, gradients, 0.1, ReplicaRates(stack, scales))
-        for index, network in enumerate(networks):
+        for index, network in enumerate(alone):
             own = [gradient[:, index] for gradient in gradients]
             _train_on(optimizer, network, own, 0.1 * scales[index])
     except Exception as error:  # of the user's class, any kind: what it does alone is tried apart
         return first_line(error)
-    for index, network in enumerate(networks):
-        for alone, together in zip(network.parameters(), stack.network.parameters(), strict=True):
-            if not torch.allclose(alone, together[index], rtol=1e-9, atol=1e-12):
+    for index, network in enumerate(alone):
+        for found, expected in zip(stack.parameters(), network.parameters(), strict=True):
+            if not torch.allclose(expected, found[index], rtol=1e-9, atol=1e-12):
                 return "its update of a value depends on other values"
     return None
 
@@ -142,7 +167,4 @@ def _train_on(
     for step in range(len(gradients[0])):
         for parameter, rows in zip(parameters, gradients, strict=True):
             parameter.grad = rows[step].clone()
-        if rates is None:
-            own.step()
-        else:
-            rates.step(own)
+        own.step() if rates is None else rates.step(own)

@@ -1,15 +1,31 @@
-"""Records losses and metrics: each run's sinks get its rows, Lightning's loggers the mean."""
+"""Where the numbers of a training go: the files and trackers of each run, loggers of the stack."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import netrc
+import os
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from pytorch_lightning.loggers import Logger
-from torch import Tensor
+
+from normexp.errors import UserError
+
+# Charts of TensorBoard's custom scalars: a title, and the metrics that share the chart.
+LAYOUT = {
+    "loss": ["train/loss", "val/loss", "test/loss"],
+    "accuracy": ["val/accuracy", "test/accuracy"],
+    "bits per byte": ["val/bits_per_byte", "test/bits_per_byte"],
+    "optimizer": ["train/lr"],
+    "gradient": ["train/grad_norm"],
+    "speed": ["train/samples_per_second"],
+}
+Columns = dict[str, list[float]]  # a value per replica, by metric
 
 
 @dataclass(frozen=True)
@@ -55,29 +71,24 @@ class Recorder:
         """True if anything looks at what is only tracked."""
         return bool(self.loggers) or any(self.trackers)
 
-    def record(self, position: Position, values: dict[str, list[float]]) -> None:
+    def record(self, position: Position, values: Columns) -> None:
         """Records a number per replica by metric; leaves out what is not finite."""
         self._pass_on(self.sinks, position, values)
 
-    def track(self, position: Position, values: dict[str, list[float]]) -> None:
+    def track(self, position: Position, values: Columns) -> None:
         """Like `record`, but not in metrics.csv, which holds what a repetition would reproduce."""
         self._pass_on(self.trackers, position, values)
 
     def _pass_on(
-        self,
-        sinks: Sequence[Sequence[RunSink]],
-        position: Position,
-        values: dict[str, list[float]],
+        self, sinks: Sequence[Sequence[RunSink]], position: Position, values: Columns
     ) -> None:
         for index, run_sinks in enumerate(sinks):
-            row = {name: column[index] for name, column in values.items()}
-            finite = {name: value for name, value in row.items() if math.isfinite(value)}
+            row = _finite({name: column[index] for name, column in values.items()})
             for sink in run_sinks:
-                sink.add(position.step, position.epoch, position.samples_seen, finite)
-        means = {name: finite_mean(column) for name, column in values.items()}
-        present = {name: mean for name, mean in means.items() if mean is not None}
+                sink.add(position.step, position.epoch, position.samples_seen, row)
+        means = _finite({name: finite_mean(column) for name, column in values.items()})
         for logger in self.loggers:
-            logger.log_metrics(present, step=position.step)
+            logger.log_metrics(means, step=position.step)
 
     def flush(self) -> None:
         """Writes everything recorded so far to disk; called before a checkpoint."""
@@ -90,85 +101,106 @@ class Recorder:
             sink.truncate_after(step)
 
 
-def finite_mean(column: Sequence[float]) -> float | None:
-    """Returns the mean of the finite values; None if there are none."""
+def _finite(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if math.isfinite(value)}
+
+
+def finite_mean(column: Sequence[float]) -> float:
+    """The mean of the finite values; NaN if there are none."""
     finite = [value for value in column if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else None
+    return sum(finite) / len(finite) if finite else math.nan
 
 
-class LossHistory:
-    """Collects the losses of optimizer steps on the device and averages them into rows.
+class WandbRun:
+    """A sink that logs one run to Weights & Biases.
 
     Args:
-        every: optimizer steps per row. Rows end at multiples of it, independent of chunks.
-
-    Attributes:
-        num_steps: optimizer steps added so far.
-        latest: the last row; None before the first.
-        diverged_at: for each replica, the first step (from 1) with a loss that is not finite.
+        mode: auto, online, offline or disabled; see `resolve_mode`.
+        directory: for W&B's own files.
+        id_file: keeps the W&B id of this run, so that a resumed run continues in W&B.
+        options: further arguments of wandb.init: project, entity, name, group, tags, notes, config.
     """
 
-    def __init__(self, num_replicas: int, every: int) -> None:
-        self.every = every
-        self.num_steps = 0
-        self.latest: list[float] | None = None
-        self.diverged_at: list[int | None] = [None] * num_replicas
-        self._pending: list[Tensor] = []  # (S,) each, since the last row
+    def __init__(self, *, mode: str, directory: Path, id_file: Path, **options: Any) -> None:
+        import wandb
 
-    @property
-    def all_diverged(self) -> bool:
-        return all(step is not None for step in self.diverged_at)
+        directory.mkdir(parents=True, exist_ok=True)
+        if not id_file.is_file():
+            id_file.write_text(secrets.token_hex(8))
+        self.run = wandb.init(
+            mode=resolve_mode(mode),  # type: ignore[arg-type]
+            dir=directory,
+            id=id_file.read_text(),
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),
+            **options,
+        )
 
-    def look_for_divergence(self) -> bool:
-        """Waits for the device, and returns True if all replicas have diverged."""
-        self._read(len(self._pending))
-        return self.all_diverged
+    def add(self, step: int, epoch: int, samples_seen: int, metrics: Mapping[str, float]) -> None:
+        self.run.log({**metrics, "epoch": epoch, "samples_seen": samples_seen}, step=step)
 
-    def add(self, losses: Tensor) -> None:
-        """Adds the losses (S,) of one optimizer step; does not wait for the device."""
-        self._pending.append(losses)
-        self.num_steps += 1
+    def flush(self) -> None:
+        """W&B writes on its own."""
 
-    def take_rows(self) -> Iterator[tuple[int, list[float]]]:
-        """Yields each complete row once: its last step, and the mean loss of each replica."""
-        first = self.num_steps - len(self._pending)  # steps before the pending ones
-        num_whole = self.num_steps // self.every * self.every - first
-        if num_whole <= 0:
-            return
-        losses = self._read(num_whole)
-        del self._pending[:num_whole]
-        boundaries = range((first // self.every + 1) * self.every, self.num_steps + 1, self.every)
-        begin = first
-        for end in boundaries:
-            self.latest = losses[begin - first : end - first].mean(dim=0).tolist()
-            yield end, self.latest
-            begin = end
+    def truncate_after(self, step: int) -> None:
+        """W&B itself ignores a second value of a step, so nothing needs removing."""
 
-    def finish(self) -> None:
-        """Checks the steps after the last row for divergence; they get no row of their own."""
-        self._read(len(self._pending))
-        self._pending = []
+    def finish(self, *, failed: bool) -> None:
+        """Ends the run; otherwise W&B would merge the next run of this process into it."""
+        self.run.finish(exit_code=1 if failed else 0)
 
-    def _read(self, num_steps: int) -> Tensor:
-        """Returns the first pending losses, float64 (num_steps, S); notes where they diverged."""
-        first = self.num_steps - len(self._pending)
-        if num_steps == 0:
-            return torch.empty(0)
-        losses = torch.stack(self._pending[:num_steps]).double().cpu()
-        bad = ~torch.isfinite(losses)
-        for index in bad.any(dim=0).nonzero().flatten().tolist():
-            if self.diverged_at[index] is None:
-                self.diverged_at[index] = first + int(bad[:, index].float().argmax()) + 1
-        return losses
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "num_steps": self.num_steps,
-            "pending": [losses.cpu() for losses in self._pending],
-            "diverged_at": list(self.diverged_at),
-        }
+class OwnRun:
+    """A sink that passes one run to a Lightning logger."""
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self.num_steps = state["num_steps"]
-        self._pending = [losses.to(device) for losses in state["pending"]]
-        self.diverged_at = list(state["diverged_at"])
+    def __init__(self, own: Logger, params: Mapping[str, Any]) -> None:
+        self.own = own
+        own.log_hyperparams(dict(params))
+
+    def add(self, step: int, epoch: int, samples_seen: int, metrics: Mapping[str, float]) -> None:
+        del samples_seen
+        self.own.log_metrics({**metrics, "epoch": epoch}, step=step)
+
+    def flush(self) -> None:
+        self.own.save()
+
+    def truncate_after(self, step: int) -> None:
+        """A Lightning logger cannot take rows back: those after the checkpoint appear twice."""
+
+    def finish(self, *, failed: bool) -> None:
+        self.own.finalize("failed" if failed else "success")
+
+
+def tensorboard(folder: Path, version: str) -> Logger:
+    """A TensorBoard logger with the charts of `LAYOUT`, in a folder named after `version`.
+
+    Raises:
+        UserError: tensorboard is not installed.
+    """
+    from pytorch_lightning.loggers import TensorBoardLogger
+
+    if find_spec("tensorboard") is None:
+        raise UserError(
+            "logger=tensorboard needs the package tensorboard; pip install 'normexp[tensorboard]'"
+        )
+    own = TensorBoardLogger(folder, "tensorboard", version, default_hp_metric=False)
+    charts = {title: ["Multiline", names] for title, names in LAYOUT.items()}
+    own.experiment.add_custom_scalars({"normexp": charts})
+    return own
+
+
+def resolve_mode(mode: str) -> str:
+    """Resolves `auto` to `online` if W&B would find an API key, else to `offline`.
+
+    The key stands in the environment or in the user's netrc file.
+    """
+    if mode != "auto":
+        return mode
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
+    try:
+        hosts = netrc.netrc().hosts
+    except (OSError, netrc.NetrcParseError):
+        return "offline"
+    return "online" if any("wandb" in host for host in hosts) else "offline"

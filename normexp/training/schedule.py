@@ -1,4 +1,4 @@
-"""The learning rate of each step: a shape by name, a user's function, or a scheduler of torch."""
+"""How long a training is, how its rate follows the batch size, and the rate of each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,73 @@ from torch.optim.lr_scheduler import LRScheduler
 from normexp.errors import UserError
 
 SHAPES = ("constant", "cosine", "linear", "wsd", "one_cycle")
-Scheduler = Callable[[Optimizer], LRScheduler]
+
+
+def count_steps_per_epoch(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Returns the number of optimizer steps in one pass over the training samples."""
+    steps = num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
+    if steps == 0:
+        raise UserError(
+            f"batch_size={batch_size} is more than the {num_samples} training samples; "
+            f"try batch_size={num_samples} or drop_last=false"
+        )
+    return steps
+
+
+def count_steps(
+    steps_per_epoch: int,
+    batch_size: int,
+    *,
+    epochs: int,
+    steps: int | None,
+    samples: int | None,
+    samples_per_epoch: int,
+) -> int:
+    """Returns the optimizer steps of a whole training; `steps` or `samples` override `epochs`."""
+    if steps is not None and samples is not None:
+        raise UserError(f"steps={steps} and samples={samples} are both set; set only one of them")
+    if steps is not None:
+        return steps
+    if samples is not None:
+        if samples < batch_size:
+            raise UserError(f"samples={samples} is less than one batch_size={batch_size}")
+        whole, rest = divmod(samples, samples_per_epoch)
+        return whole * steps_per_epoch + rest // batch_size
+    return epochs * steps_per_epoch
+
+
+def scale_learning_rate(
+    rule: str, *, lr: float, momentum: float | None, batch_size: int, base_batch_size: int
+) -> tuple[float, float | None]:
+    """Returns learning rate and momentum for `batch_size`, given those for `base_batch_size`.
+
+    With k = batch_size / base_batch_size:
+        none            unchanged
+        linear          lr * k (Goyal et al., arXiv:1706.02677)
+        sqrt            lr * sqrt(k) (Hoffer et al., arXiv:1705.08741)
+        momentum_aware  m' = m^k, lr * k * (1 - m') / (1 - m): past samples have the same weight
+                        at every batch size (Chiley et al., arXiv:1905.05894)
+
+    Raises:
+        UserError: momentum_aware for an optimizer without momentum.
+    """
+    k = batch_size / base_batch_size
+    if rule == "momentum_aware":
+        if momentum is None:
+            raise UserError("lr_rule=momentum_aware needs optim.momentum; try optim=sgd")
+        scaled = momentum**k
+        return lr * k * (1 - scaled) / (1 - momentum), scaled
+    factor = {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
+    return lr * factor, momentum
+
+
+def momentum_of_half_life(half_life: float, batch_size: int) -> float:
+    """Returns the momentum (weight of the new value) that halves the past in `half_life` samples.
+
+    1 - 2^(-batch_size / half_life): the running average remembers equally many samples at every
+    batch size.
+    """
+    return 1 - 2 ** (-batch_size / half_life)
 
 
 @dataclass(frozen=True)
@@ -32,7 +98,7 @@ class Schedule:
 
     total_steps: int
     factor: Callable[[int], float] | None = None
-    build: Scheduler | None = None
+    build: Callable[[Optimizer], LRScheduler] | None = None
     monitor: str | None = None
 
 
@@ -81,15 +147,19 @@ def own_schedule(
     Raises:
         Whatever a trial of it raises, and UserError for a factor that is not a number from 0 on.
     """
-    if not (isinstance(target, type) and issubclass(target, LRScheduler)):
-        if monitor is not None:
-            raise UserError(f"schedule.monitor={monitor}: a function looks at no metric; drop it")
-        for step in {*range(0, total_steps, max(1, total_steps // 100)), total_steps - 1}:
-            _check_factor(name, make(step, total_steps), step, total_steps)
-        return Schedule(total_steps, lambda step: float(make(step, total_steps)))
-    looks = "metrics" in inspect.signature(target.step).parameters
+    is_scheduler = isinstance(target, type) and issubclass(target, LRScheduler)
+    looks = is_scheduler and "metrics" in inspect.signature(target.step).parameters
     if monitor is not None and not looks:
-        raise UserError(f"schedule.monitor={monitor}: this scheduler looks at no metric; drop it")
+        raise UserError(f"schedule.monitor={monitor}: it looks at no metric; drop it")
+    if not is_scheduler:
+        for step in {*range(0, total_steps, max(1, total_steps // 100)), total_steps - 1}:
+            factor = make(step, total_steps)
+            if not _is_share(factor):
+                raise UserError(
+                    f"{name} returns {factor!r} at step {step} of {total_steps}; return a factor "
+                    "on lr, a number from 0 on"
+                )
+        return Schedule(total_steps, lambda step: float(make(step, total_steps)))
     trial = SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = make(trial)
     if not looks:
@@ -98,13 +168,8 @@ def own_schedule(
     return Schedule(total_steps, build=make, monitor=(monitor or "val/loss") if looks else None)
 
 
-def _check_factor(name: str, factor: Any, step: int, total_steps: int) -> None:
+def _is_share(factor: Any) -> bool:
     try:
-        holds = math.isfinite(factor) and factor >= 0
+        return bool(math.isfinite(factor) and factor >= 0)
     except (TypeError, ValueError, RuntimeError):  # of a tensor, for one
-        holds = False
-    if not holds:
-        raise UserError(
-            f"{name} returns {factor!r} at step {step} of {total_steps}; return a factor on lr, "
-            "a number from 0 on"
-        )
+        return False

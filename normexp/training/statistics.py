@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.draws import generator
-from normexp.batching.replicas import Batch, Measured, Replicas
+from normexp.batching.replicas import Batch, Replicas
 from normexp.data.dataset import Data
+from normexp.norms.moments import Moments, pool, unbiased
 from normexp.norms.site import named_sites
 from normexp.norms.state import State, install_state, read_state, write_state
 
@@ -83,8 +84,7 @@ def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
             write_state(replicas, values)
 
 
-Gap = dict[str, dict[str, float]]
-SiteGaps = dict[str, Gap]
+SiteGaps = dict[str, dict[str, dict[str, float]]]  # mean and max of two numbers, by site
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def measure_population(
 def _forward(replicas: Replicas, batch: Batch) -> None:
     """Runs a forward only for its effect on the buffers."""
 
-    def nothing(output: Tensor, _: Batch) -> Measured:
-        return {"nothing": output.new_zeros(())}
+    def nothing(output: Tensor, _: Batch) -> Tensor:
+        return output.new_zeros(())
 
     replicas.measure(batch, nothing, shared=True)
 
@@ -189,31 +189,33 @@ def _replaced_buffers(replicas: Replicas, batch: Batch) -> list[str]:
 
 @contextmanager
 def _poolable(replicas: Replicas) -> Iterator[None]:
-    """Sets every norm's momentum to 1, and lets foreign norms with moments be pooled exactly."""
+    """Sets every norm's momentum to 1, and lets foreign norms with moments be pooled exactly.
+
+    A norm like torch.nn.BatchNorm borrows the counter and `merge_state` of the shipped ones.
+    """
     with ExitStack() as borrowed:
-        for _, site in named_sites(replicas):
-            for module in site.modules():
-                if hasattr(module, "momentum"):
-                    borrowed.callback(setattr, module, "momentum", module.momentum)
-                    module.momentum = 1.0  # type: ignore[assignment]
-                if _has_moments(module) and not hasattr(module, "merge_state"):
-                    _lend_pooling(module, borrowed)
+        for norm in _norms(replicas):
+            if hasattr(norm, "momentum"):
+                borrowed.callback(setattr, norm, "momentum", norm.momentum)
+                norm.momentum = 1.0
+            if _has_moments(norm) and not hasattr(norm, "merge_state"):
+                count = torch.zeros_like(norm.running_mean[..., 0], dtype=torch.int64)  # () or (S,)
+                norm.register_buffer("num_values", count, persistent=False)
+                norm.merge_state = _pool_moments
+                for name in ("num_values", "merge_state"):
+                    borrowed.callback(delattr, norm, name)
+                borrowed.callback(norm.register_forward_pre_hook(_count_values).remove)
         yield
+
+
+def _norms(replicas: Replicas) -> Iterator[Any]:
+    for _, site in named_sites(replicas):
+        yield from site.modules()
 
 
 def _has_moments(module: nn.Module) -> bool:
     names = {name for name, _ in module.named_buffers(recurse=False)}
     return {"running_mean", "running_var"} <= names
-
-
-def _lend_pooling(norm: Any, borrowed: ExitStack) -> None:
-    """Gives a norm like torch.nn.BatchNorm the counter and `merge_state` of the shipped ones."""
-    counter = torch.zeros(norm.running_mean.shape[:-1], dtype=torch.int64)  # () or (S,)
-    norm.register_buffer("num_values", counter.to(norm.running_mean.device), persistent=False)
-    borrowed.callback(delattr, norm, "num_values")
-    norm.merge_state = _pool_moments
-    borrowed.callback(delattr, norm, "merge_state")
-    borrowed.callback(norm.register_forward_pre_hook(_count_values).remove)
 
 
 def _count_values(norm: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -226,13 +228,13 @@ def _pool_moments(start: State, parts: list[State], shares: list[float]) -> Stat
     names = ("running_mean", "running_var", "num_values")
     means, variances, counts = (torch.stack([part[name] for part in parts]) for name in names)
     num = counts[..., None].to(means.dtype)  # (parts, ..., 1)
-    weights = num / num.sum(dim=0)
-    mean = (weights * means).sum(dim=0)
-    within = variances * (num - 1) / num
-    var = (weights * (within + (means - mean).square())).sum(dim=0)
-    total = num.sum(dim=0)
-    unbiased = var * total / (total - 1).clamp(min=1)
-    return {"running_mean": mean, "running_var": unbiased, "num_values": counts.sum(dim=0)}
+    mean, var, total = pool(Moments(means, variances * (num - 1) / num, num), dim=0)
+    assert isinstance(total, Tensor)
+    return {
+        "running_mean": mean[0],
+        "running_var": unbiased(var, total)[0],
+        "num_values": counts.sum(dim=0),
+    }
 
 
 def _undo_bessel(replicas: Replicas) -> None:
@@ -240,13 +242,11 @@ def _undo_bessel(replicas: Replicas) -> None:
 
     A norm that averages biased variances has the attribute `unbiased_running_var = False`.
     """
-    for _, site in named_sites(replicas):
-        for module in site.modules():
-            is_unbiased = getattr(module, "unbiased_running_var", True)
-            if _has_moments(module) and hasattr(module, "num_values") and is_unbiased:
-                norm: Any = module
-                num = norm.num_values[..., None].to(norm.running_var.dtype)
-                norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))
+    for norm in _norms(replicas):
+        is_unbiased = getattr(norm, "unbiased_running_var", True)
+        if _has_moments(norm) and hasattr(norm, "num_values") and is_unbiased:
+            num = norm.num_values[..., None].to(norm.running_var.dtype)
+            norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))
 
 
 def moment_gaps(replicas: Replicas, population: list[State]) -> list[SiteGaps]:
@@ -258,35 +258,26 @@ def moment_gaps(replicas: Replicas, population: list[State]) -> list[SiteGaps]:
     Sites without running_mean and running_var are absent.
     """
     running = replicas.read_buffers()
-    return [
-        _gaps_of(_state_of(replicas, running, index), _state_of(replicas, population, index))
-        for index in range(replicas.num_replicas)
-    ]
+    found: list[SiteGaps] = []
+    for index in range(replicas.num_replicas):
+        tree, row = (0, index) if replicas.is_stacked else (index, ...)
+        gaps: SiteGaps = {}
+        for owner in (name.removesuffix(".running_mean") for name in population[tree]):
+            names = (f"{owner}.running_mean", f"{owner}.running_var")
+            if all(name in population[tree] for name in names):
+                own = (running[tree][name][row] for name in names)
+                gap = _gap(*own, *(population[tree][name][row] for name in names))
+                if gap is not None:
+                    gaps[re.sub(r"(\.norm)+$", "", owner)] = gap  # the name of the site
+        found.append(gaps)
+    return found
 
 
-def _state_of(replicas: Replicas, states: list[State], index: int) -> State:
-    """Returns the buffers of one replica."""
-    if not replicas.is_stacked:
-        return states[index]
-    return {name: value[index] for name, value in states[0].items()}
-
-
-def _gaps_of(running: State, population: State) -> SiteGaps:
-    gaps = {}
-    for name in population:
-        owner, _, leaf = name.rpartition(".")
-        variance = f"{owner}.running_var"
-        if leaf == "running_mean" and variance in population:
-            difference = running[name] - population[name]
-            gap = _gap(difference, population[variance], running[variance])
-            if gap is not None:
-                gaps[re.sub(r"(\.norm)+$", "", owner)] = gap  # the name of the site
-    return gaps
-
-
-def _gap(difference: Tensor, variance: Tensor, running_variance: Tensor) -> Gap | None:
-    shift = difference.abs() / variance.sqrt()
-    ratio = torch.log2(running_variance / variance)
+def _gap(
+    running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor
+) -> dict[str, dict[str, float]] | None:
+    shift = (running_mean - mean).abs() / var.sqrt()
+    ratio = torch.log2(running_var / var)
     finite = shift.isfinite() & ratio.isfinite()  # False for constant channels
     if not finite.any():
         return None

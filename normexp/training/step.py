@@ -9,9 +9,8 @@ from torch import Tensor
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import Processes
-from normexp.batching.replicas import Batch, InTurn, Loss, Replicas, backward
+from normexp.batching.replicas import Batch, InTurn, Loss, Replicas
 from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
-from normexp.errors import UserError
 from normexp.norms.state import State
 
 AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`
@@ -112,38 +111,3 @@ class StepGradient:
 
 def _count(bounds: list[Bounds]) -> int:
     return sum(last - first for first, last in bounds)
-
-
-def compiled_gradient(replicas: Replicas, sizes: Sizes, device: torch.device) -> AddGradient:
-    """Returns `replicas.add_gradient` with forward and backward through torch.compile.
-
-    On a GPU a step of one forward is replayed as a CUDA graph (mode `reduce-overhead`). Not with
-    accumulation: gradients in a graph's memory must not outlive its next replay.
-
-    Raises, when called:
-        UserError: the first call failed: this network cannot be compiled here.
-    """
-    torch.compiler.reset()  # its limit of recompilations counts over all networks of a process
-    replays = device.type == "cuda" and sizes.micro == sizes.batch_size
-    measure = torch.compile(replicas.measure, mode="reduce-overhead" if replays else None)
-    has_worked = False
-
-    def add_gradient(batch: Batch, loss: Loss, weight: float) -> Tensor:
-        nonlocal has_worked
-        if replays:
-            torch.compiler.cudagraph_mark_step_begin()
-        try:
-            losses = measure(batch, loss)
-        except (UserError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if has_worked:
-                raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(
-                f"compile=true: this network cannot be compiled here ({reason}); try compile=false"
-            ) from error
-        has_worked = True
-        return backward(losses, weight)
-
-    return add_gradient

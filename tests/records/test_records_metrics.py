@@ -1,13 +1,17 @@
+"""metrics.csv and samples.npz: what was written comes back, also after a kill."""
+
 from __future__ import annotations
 
 import math
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from normexp.errors import UserError
 from normexp.records.metrics import HEADER, MetricRow, MetricsWriter, read_metrics
+from normexp.records.samples import read_samples, write_samples
 
 
 @pytest.fixture
@@ -132,3 +136,37 @@ def test_rows_that_were_written_after_the_last_checkpoint_are_not_doubled(path: 
         resumed.truncate_after(8)
         resumed.add(8, 1, 64, {"test/loss": 0.5})
     assert path.read_bytes() == whole
+
+
+# --- samples.npz ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_samples", [1, 8, 13, 360])
+def test_right_or_not_is_packed_and_read_back(tmp_path: Path, num_samples: int):
+    rng = np.random.default_rng(0)
+    samples = {kind: rng.random(num_samples) < 0.7 for kind in ("running", "batch32")}
+    write_samples(tmp_path, samples)
+    found = read_samples(tmp_path)
+    assert found.keys() == samples.keys()
+    for kind, right in samples.items():
+        assert found[kind].dtype == bool
+        assert np.array_equal(found[kind], right)
+    with np.load(tmp_path / "samples.npz") as content:
+        assert np.array_equal(content["running"], np.packbits(samples["running"]))
+
+
+def test_losses_are_float32(tmp_path: Path):
+    write_samples(tmp_path, {"running": np.array([1.5, 2.25])})
+    (found,) = read_samples(tmp_path).values()
+    assert found.dtype == np.float32
+    assert found.tolist() == [1.5, 2.25]
+
+
+def test_run_without_the_file_has_none_and_a_torn_one_is_refused(tmp_path: Path):
+    assert read_samples(tmp_path) == {}
+    write_samples(tmp_path, {"running": np.ones(100, bool)})
+    path = tmp_path / "samples.npz"
+    for torn in (path.read_bytes()[:40], b""):
+        path.write_bytes(torn)
+        with pytest.raises(UserError, match=r"samples\.npz"):
+            read_samples(tmp_path)

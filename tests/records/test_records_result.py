@@ -1,17 +1,17 @@
-"""result.json: what is written comes back, and everything else is refused with its file."""
+"""result.json: what is written comes back, everything else is refused with its file; the layout."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.files import write_config
-from normexp.records.paths import Study, find_study, seed_dir, seed_of, stack_dir
-from normexp.records.result import Result, read_result, read_run, write_result
+from normexp.records.paths import find_study, list_cells, list_runs, seed_dir, seed_of
+from normexp.records.result import Result, read_records, read_result, read_run, write_result
 
 FAILED: dict[str, Any] = {"status": "failed", "error": "x", "metrics": {}, "timing": {}}
 
@@ -45,18 +45,14 @@ def test_result_round_trip_is_exact(tmp_path: Path, result: Result):
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_missing_values_are_absent_and_metrics_are_sorted(tmp_path: Path):
-    failed = make_result(**FAILED, num_parameters=None)
+def test_missing_values_are_absent_and_metrics_are_sorted():
+    failed = make_result(**FAILED, num_parameters=None).to_dict()
     keys = ["schema", "cell_id", "seed", "status", "config", "metrics", "environment", "error"]
-    assert list(failed.to_dict()) == [*keys, "attempts"]
-    assert failed.to_dict()["schema"] == 1
-    assert failed.to_dict()["config"]["micro_batch_size"] is None
+    assert list(failed) == [*keys, "attempts"]
+    assert (failed["schema"], failed["config"]["micro_batch_size"]) == (1, None)
     assert "attempts" not in make_result().to_dict()
-    texts = []
-    for names in (["val/loss", "test/loss"], ["test/loss", "val/loss"]):
-        write_result(tmp_path, make_result(metrics={name: 1.0 for name in names}))
-        texts.append((tmp_path / "result.json").read_bytes())
-    assert texts[0] == texts[1]
+    names = ["val/loss", "test/loss"]
+    assert list(make_result(metrics=dict.fromkeys(names, 1)).to_dict()["metrics"]) == names[::-1]
 
 
 @pytest.mark.parametrize(
@@ -89,13 +85,12 @@ def test_nan_deep_in_the_config_leaves_no_file(tmp_path: Path):
     ("changes", "name"),
     [
         ({"schema": 2}, "schema=2"),
-        ({"schema": None}, "schema=None"),
-        ({"cell_id": ...}, "cell_id missing"),
+        ({"schema": ...}, "schema=None"),
+        ({"cell_id": ...}, "missing.*'cell_id'"),
         ({"status": "done"}, "status='done'"),
-        ({"metrics": {"val/accuracy": None}}, "val/accuracy=None"),
         ({"seed": "0"}, "seed='0'"),
         ({"timing": 3}, "timing"),
-        ({"timings": {}}, "unknown key timings"),
+        ({"timings": {}}, "'timings'"),
     ],
 )
 def test_file_that_is_no_result_is_named_with_its_fault(
@@ -109,20 +104,44 @@ def test_file_that_is_no_result_is_named_with_its_fault(
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+# --- The results of a cell, in their folders -----------------------------------------------------
+
+
 def add_run(study: Path, cell: str, seed: int, **changes: Any) -> Path:
     """An ended run on disk; returns its directory."""
     directory = seed_dir(study / cell, seed)
     directory.mkdir(parents=True)
-    write_config(directory.parent, "lr: 0.1\n")
     write_result(directory, make_result(cell_id=cell, seed=seed, **changes))
     return directory
 
 
-def test_result_of_another_directory_is_refused(tmp_path: Path):
-    run_dir = add_run(tmp_path, "cell-b", 3)
-    assert read_run(run_dir).seed == 3
-    with pytest.raises(UserError, match="cell-b, seed 3"):
-        read_run(run_dir.rename(tmp_path / "cell-b" / "seed-4"))
+@pytest.mark.parametrize(
+    ("retry_failed", "max_attempts", "missing"),
+    [(True, 3, [1, 3]), (True, 4, [1, 2, 3]), (False, 3, [3]), (True, 1, [3])],
+)
+def test_failed_runs_are_tried_again_up_to_the_limit(
+    tmp_path: Path, retry_failed: bool, max_attempts: int, missing: list[int]
+):
+    add_run(tmp_path, "c", 0)
+    add_run(tmp_path, "c", 1, **FAILED, attempts=1)
+    add_run(tmp_path, "c", 2, **FAILED, attempts=3)
+    records = read_records(tmp_path / "c", [0, 1, 2, 3])
+    assert [run.seed for run in records.ended] == [0]
+    assert [run.seed for run in records.all] == [0, 1, 2]
+    assert missing == records.missing(retry_failed=retry_failed, max_attempts=max_attempts)
+
+
+def test_result_of_another_run_and_file_in_place_of_a_run_are_named(tmp_path: Path):
+    run_dir = add_run(tmp_path, "c", 1)
+    assert read_run(run_dir).seed == 1
+    shutil.copytree(run_dir, seed_dir(tmp_path / "c", 0))
+    with pytest.raises(UserError, match=r"seed-0 holds the result of cell c, seed 1"):
+        read_records(tmp_path / "c", [0, 1])
+    with pytest.raises(UserError, match="cell c, seed 1"):
+        read_run((tmp_path / "c").rename(tmp_path / "d") / "seed-1")
+    seed_dir(tmp_path / "d", 2).touch()
+    with pytest.raises(UserError, match="seed-2 is a file"):
+        read_records(tmp_path / "d", [2])
 
 
 def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):
@@ -130,24 +149,23 @@ def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):
         find_study(tmp_path / "runs", "sweep")
     add_run(tmp_path / "sensitivity", "cell", 0)
     (tmp_path / "default").mkdir()
-    Study(tmp_path / "default").file.touch()
+    (tmp_path / "default" / "study.jsonl").touch()
     (tmp_path / "notes").mkdir()
-    assert find_study(tmp_path, "default") == tmp_path / "default"
-    assert find_study(tmp_path, "sensitivity") == tmp_path / "sensitivity"
+    (tmp_path / "file").touch()
+    for name in ("default", "sensitivity"):
+        assert find_study(tmp_path, name) == tmp_path / name
     with pytest.raises(UserError, match="study=sensitivty .*nearest: sensitivity$"):
         find_study(tmp_path, "sensitivty")
-    for name in ("..", "sensitivity/cell", "", "notes"):
+    for name in ("..", "sensitivity/cell", "", "notes", "file"):
         with pytest.raises(UserError, match="not found"):
             find_study(tmp_path, name)
 
 
-def test_layout_is_the_documented_one(tmp_path: Path):
-    study = Study(tmp_path / "runs" / "default")
-    cell = study.root / "cell"
-    assert seed_dir(cell, 3) == cell / "seed-3"
-    assert stack_dir(cell, 0, 3) == cell / "stacks" / "0-3"
-    assert (study.name, study.file) == ("default", study.root / "study.jsonl")
-    assert [seed_of(Path(name)) for name in ("seed-0", "seed-12", "seed-012", "seed-x", "0")] == [
-        *(0, 12, None, None, None)
-    ]
-    assert study.list_cells() == study.list_runs() == []
+def test_runs_of_a_study_are_found_by_cell_and_seed(tmp_path: Path):
+    assert list_cells(tmp_path / "s") == list_runs(tmp_path / "s") == []
+    runs = [add_run(tmp_path / "s", cell, seed) for cell in "ab" for seed in (0, 2, 10)]
+    (tmp_path / "s" / "stacks").mkdir()
+    assert list_runs(tmp_path / "s") == runs
+    assert runs[0] == tmp_path / "s" / "a" / "seed-0"
+    names = ["seed-0", "seed-12", "seed-012", "seed-x", "0"]
+    assert [seed_of(Path(name)) for name in names] == [0, 12, None, None, None]

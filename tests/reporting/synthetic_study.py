@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from normexp.records.files import write_config
-from normexp.records.history import append_command
+from normexp.records.files import write_text
+from normexp.records.history import CommandEntry, append_entries
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result, write_result
+from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import read_studies
-from normexp.reporting.slices import Slice, build_cells, build_slices
+from normexp.reporting.slices import Slice, build_slices
 
 TIMING = {"step_ms": 5.0, "stack_size": 8.0, "samples_per_second": 25600.0, "train_seconds": 9.0}
 ENVIRONMENT = {"python": "3.11", "code_version": "one"}
@@ -86,7 +87,7 @@ def write_cell(
         write_result(
             folder, Result(cell_id=cell.name, seed=seed, status=status, config=record, **content)
         )
-    write_config(cell, f"norm: {norm}\n")
+    write_text(cell / "config.yaml", f"norm: {norm}\n")
     return cell
 
 
@@ -110,7 +111,7 @@ def write_study(
         return dict(enumerate((level + effect + rng.normal(0, 0.004, num_seeds)).tolist()))
 
     (root / study).mkdir(parents=True)
-    append_command(root / study, ["normexp-train", "-m"], {}, "one")
+    append_entries(root / study, [CommandEntry(["normexp-train", "-m"], "one", {})])
     largest, smallest = max(sizes), min(sizes)
     place: dict[str, Any] = {"study": study, "with_history": True}
     for size in sizes:

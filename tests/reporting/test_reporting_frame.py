@@ -10,10 +10,10 @@ import pytest
 from synthetic_study import write_cell
 
 from normexp.errors import UserError
-from normexp.records.files import write_evaluation
+from normexp.records.files import write_json
+from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import read_studies, values_of
 from normexp.reporting.metric import describe_metric
-from normexp.reporting.slices import build_cells
 from normexp.reporting.tables import cell_table, run_table, show
 
 ACCURACY = describe_metric("test/accuracy")
@@ -54,7 +54,7 @@ def test_evaluations_become_metrics_with_a_suffix(tmp_path: Path, cell: Path):
         "precise": {"test/accuracy": 0.85, "num_samples": 4096},
         "gap": {"norm1": {"mean_shift": {"mean": 0.1}}},
     }
-    write_evaluation(cell / "seed-0", content)
+    write_json(cell / "seed-0" / "evaluation.json", content)
     runs = read_studies(tmp_path, ["synthetic"]).runs
     assert runs.loc[0, ["test/accuracy", "test/accuracy@precise"]].tolist() == [0.8, 0.85]
     assert not [name for name in runs if "num_samples" in name or "gap" in name]

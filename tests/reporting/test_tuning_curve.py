@@ -12,7 +12,7 @@ import pytest
 import vl_convert
 from synthetic_study import write_cell
 
-from normexp.records.history import SearchEntry, append_cells
+from normexp.records.history import SearchEntry, append_entries
 from normexp.reporting.report import build_report
 from normexp.reporting.tuning import bootstrap_band, expected_best, read_curves
 
@@ -69,7 +69,7 @@ def write_search(root: Path, norm: str, accuracies: list[float | None]) -> None:
     entry = SearchEntry(
         f"norm={norm}", [f"norm={norm}", "epochs=3"], ["lr"], "val/accuracy", points
     )
-    append_cells(root / "synthetic-search", [entry])
+    append_entries(root / "synthetic-search", [entry])
 
 
 def test_report_of_a_study_draws_the_search_that_chose_for_it(tmp_path: Path):

@@ -17,7 +17,7 @@ from typing import Literal
 import pytest
 
 from normexp.config.spec import CellSpec, Outcome
-from normexp.records.history import CellEntry, append_cells, read_history
+from normexp.records.history import CellEntry, append_entries, read_history
 from normexp.records.result import Result, read_result
 from normexp.sweeps import sweep
 from normexp.tune import main
@@ -192,7 +192,7 @@ def test_runs_at_another_point_in_the_study_of_the_report_are_told_apart(
 ):
     assert tune(tmp_path, "lr=choice(0.01,0.03,0.3)") == 0
     cell = trainer.sweeps[-1][0]
-    append_cells(tmp_path / "s", [CellEntry(cell.digest, cell.title, cell.seeds, "a cell")])
+    append_entries(tmp_path / "s", [CellEntry(cell.digest, cell.title, cell.seeds, "a cell")])
     assert "also has" not in capsys.readouterr().out
     assert tune(tmp_path, "lr=choice(0.01,0.03,0.1,0.3)") == 0
     assert "study=s also has runs at lr=0.3" in capsys.readouterr().out

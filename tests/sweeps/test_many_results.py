@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import normexp
-from normexp.records.history import CellEntry, append_cells, append_command
+from normexp.records.history import CellEntry, CommandEntry, append_entries
 from normexp.records.paths import seed_dir
 from normexp.records.result import Result
 from normexp.status import main
@@ -33,9 +33,8 @@ def write_study(study: Path) -> None:
         (study / cell_id / "stacks" / "0-3").mkdir(parents=True)
         entry = CellEntry(f"{number:016}", f"norm=batch lr={lr}", list(SEEDS))
         entries += [entry, CellEntry(entry.digest, entry.title, entry.seeds, cell_id)]
-    append_cells(study, entries)
     asked = {entry.digest: entry.seeds for entry in entries}
-    append_command(study, ["normexp-train", "-m"], {}, "0" * 16, asked)
+    append_entries(study, [*entries, CommandEntry(["normexp-train", "-m"], "0" * 16, asked)])
 
 
 @pytest.mark.slow

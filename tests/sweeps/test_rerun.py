@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from omegaconf import OmegaConf
 from normexp.cells import run
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import Halted, UserError
-from normexp.records.files import FileLock
-from normexp.records.history import append_command, read_history
+from normexp.records.files import file_lock
+from normexp.records.history import CommandEntry, append_entries, read_history
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import read_result
 from normexp.sweeps import log as log_module
@@ -122,7 +123,7 @@ def test_cell_that_does_not_compose_is_a_row_and_recorded_with_its_reason(
 def test_other_code_is_told_once_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     study = tmp_path / "runs" / "default"
     study.mkdir(parents=True)
-    append_command(study, ["normexp-train"], {}, "0123456789abcdef")
+    append_entries(study, [CommandEntry(["normexp-train"], "0123456789abcdef", {})])
     assert train(tmp_path, "norm=none") == 0
     assert capsys.readouterr().err.count("0123456") == 1
     assert train(tmp_path, "norm=none", "seed=7") == 0
@@ -136,16 +137,16 @@ def test_cell_that_another_process_trains_is_waited_for(
     assert train(tmp_path, "norm=none") == 0
     (cell,) = [path for path in (tmp_path / "runs" / "default").iterdir() if path.is_dir()]
     shutil.rmtree(cell / "seed-1")
-    lock = FileLock(cell / LOCK_FILE)
-    assert lock.acquire()
+    lock = ExitStack()
+    assert lock.enter_context(file_lock(cell / LOCK_FILE))
     capsys.readouterr()
 
     class Release(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "waiting for process" in record.getMessage():
-                lock.release()
+                lock.close()
 
-    in_vain = threading.Timer(30.0, lock.release)
+    in_vain = threading.Timer(30.0, lock.close)
     in_vain.start()
     handler = Release()
     logging.getLogger("normexp").addHandler(handler)
@@ -191,7 +192,7 @@ def test_study_that_cannot_take_records_is_refused_before_any_work(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(log_module, "append_cells", refuse)
+    monkeypatch.setattr(log_module, "append_entries", refuse)
     assert train(tmp_path, "norm=none", "study=denied") == 2
     assert "study=..." in capsys.readouterr().err
 
@@ -205,7 +206,7 @@ def test_history_that_cannot_be_written_costs_no_result(
         raise errors.pop(0)
 
     (tmp_path / "s").mkdir()
-    monkeypatch.setattr(log_module, "append_cells", refuse)
+    monkeypatch.setattr(log_module, "append_entries", refuse)
     cfg = OmegaConf.create({"runs_dir": str(tmp_path), "study": "s", "seed": 0, "replicas": 1})
     sizes = dict.fromkeys(("batch_size", "micro_batch_size", "norm_batch_size"))
     spec = CellSpec(OmegaConf.create({**cfg, **sizes}), {"norm": "batch"}, "norm=batch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from normexp.config.help import conf_dir
-from normexp.records.files import FileLock
-from normexp.records.history import CellEntry, append_cells, append_command
+from normexp.records.files import file_lock
+from normexp.records.history import CellEntry, CommandEntry, append_entries
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOCK_FILE, seed_dir
 from normexp.records.result import Result, Status, write_result
@@ -21,6 +22,10 @@ from normexp.records.state import MAX_ATTEMPTS, CellState, read_status
 from normexp.status import main
 
 WORDS = ["normexp-train", "-m", "norm=batch,group,bad", "study=s"]
+
+
+def command(words: list[str], cells: dict[str, list[int]]) -> CommandEntry:
+    return CommandEntry(words, "0" * 16, cells)
 
 
 def write(study: Path, cell: str, seed: int, status: Status, attempts: int = 1) -> None:
@@ -40,16 +45,18 @@ def study(tmp_path: Path) -> Path:
     study = tmp_path / "s"
     study.mkdir()
     titles = ["batch", "batch again", "group", "layer", "bad"]
-    append_cells(study, [CellEntry(f"d-{title}", f"norm={title}", [0, 1, 2]) for title in titles])
+    append_entries(study, [CellEntry(f"d-{title}", f"norm={title}", [0, 1, 2]) for title in titles])
     known = {"batch": "b-1", "batch again": "b-1", "group": "g-1"}
     for title, cell_id in known.items():
-        append_cells(study, [CellEntry(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
-    append_cells(study, [CellEntry("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")])
+        append_entries(study, [CellEntry(f"d-{title}", f"norm={title}", [0, 1, 2], cell_id)])
+    append_entries(
+        study, [CellEntry("d-bad", "norm=bad", [0, 1, 2], error="refused: no such norm")]
+    )
     seeds = [0, 1, 2]
     asked = {f"d-{title}": seeds for title in ("batch", "group", "bad")}
-    append_command(study, WORDS, {"norm": ["batch", "group"]}, "0" * 16, asked)
+    append_entries(study, [command(WORDS, asked)])
     one = ["normexp-train", "norm=batch"]
-    append_command(study, [*one, "replicas=2"], {}, "0" * 16, {"d-batch": [0, 1]})
+    append_entries(study, [command([*one, "replicas=2"], {"d-batch": [0, 1]})])
     write(study, "b-1", 0, "finished")
     write(study, "b-1", 1, "diverged")
     write(study, "b-1", 2, "failed")
@@ -80,9 +87,9 @@ def test_every_run_that_was_asked_for_has_a_state(study: Path):
 
 
 def test_cell_of_an_edited_source_keeps_its_title(study: Path):
-    append_cells(study, [CellEntry("d-own", "norm=own", [0], cell_id="o-1")])
+    append_entries(study, [CellEntry("d-own", "norm=own", [0], cell_id="o-1")])
     write(study, "o-1", 0, "finished")
-    append_cells(study, [CellEntry("d-own", "norm=own", [0], cell_id="o-2")])
+    append_entries(study, [CellEntry("d-own", "norm=own", [0], cell_id="o-2")])
     titles = {cell.title for cell in read_status(study.parent, "s").cells}
     assert {"norm=own", "norm=own, before its source changed"} <= titles and "o-1" not in titles
 
@@ -92,11 +99,10 @@ def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
     run_dir.mkdir()
     with MetricsWriter(run_dir / "metrics.csv") as writer:
         writer.add(40, 1, 1280, {"train/loss": 0.5})
-    lock = FileLock(study / "g-1" / LOCK_FILE)
-    with lock:
+    with file_lock(study / "g-1" / LOCK_FILE):
         cell = cell_of(study, "norm=group")
         assert states(cell) == {"running": 1, "interrupted": 1, "not started": 1}
-        assert cell.notes == [f"process {lock.holder()}, step 40 at its last checkpoint"]
+        assert cell.notes == [f"process {os.getpid()}, step 40 at its last checkpoint"]
 
 
 def test_result_that_cannot_be_read_or_was_copied_is_a_state(study: Path):
@@ -135,9 +141,9 @@ def test_only_commands_that_lack_something_are_to_be_typed_again(study: Path):
         return [each.command for each in status.unfinished_commands(with_spent=True)]
 
     assert unfinished() == [WORDS]
-    append_command(study, ["normexp-train", "norm=batch"], {}, "0" * 16, {"d-batch": [2]})
-    append_command(study, ["normexp-train", "done"], {}, "0" * 16, {"d-batch": [0]})
-    append_command(study, ["normexp-tune", "x"], {}, "0" * 16, {"d-batch": [0]})  # asks for more
+    append_entries(study, [command(["normexp-train", "norm=batch"], {"d-batch": [2]})])
+    append_entries(study, [command(["normexp-train", "done"], {"d-batch": [0]})])
+    append_entries(study, [command(["normexp-tune", "x"], {"d-batch": [0]})])  # asks for more
     assert [words[-1] for words in unfinished()] == ["study=s", "norm=batch", "x"]
 
 
@@ -145,8 +151,8 @@ def test_what_all_cells_share_is_told_once(tmp_path: Path, capsys: pytest.Captur
     study = tmp_path / "s"
     study.mkdir()
     titles = [f"norm=batch norm_batch_size={size} steps=5" for size in (2, 8)]
-    append_cells(study, [CellEntry(title, title, [0]) for title in titles])
-    append_command(study, WORDS, {}, "0" * 16)
+    append_entries(study, [CellEntry(title, title, [0]) for title in titles])
+    append_entries(study, [command(WORDS, {})])
     assert main(["study=s", f"runs_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "norm=batch norm_batch_size=8  1" in out
@@ -164,7 +170,7 @@ def failing(tmp_path: Path) -> Path:
     """A study of one cell, whose only run has failed three times."""
     study = tmp_path / "s"
     write(study, "b-1", 0, "failed", attempts=3)
-    append_cells(study, [CellEntry("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
+    append_entries(study, [CellEntry("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
     return study
 
 
@@ -191,7 +197,7 @@ def test_brackets_in_titles_and_errors_are_text(failing: Path, capsys):
 def test_command_that_would_not_try_again_is_shown_as_one_that_does(
     failing: Path, capsys, typed: list[str], next_line: str
 ):
-    append_command(failing, ["normexp-train", *typed], {}, "0" * 16, {"d": [0]})
+    append_entries(failing, [command(["normexp-train", *typed], {"d": [0]})])
     *_, first, line, end = told(failing, capsys).split("\n")
     assert next_line in first and end == ""
     assert ("max_attempts=4" in line) and "retry_failed" not in line
@@ -203,18 +209,18 @@ def test_attempts_that_are_allowed_are_those_of_the_config():
 
 
 def test_cell_that_is_tried_again_is_running(failing: Path, capsys):
-    append_command(failing, ["normexp-train"], {}, "0" * 16, {"d": [0]})
-    with FileLock(failing / "b-1" / LOCK_FILE):
+    append_entries(failing, [command(["normexp-train"], {"d": [0]})])
+    with file_lock(failing / "b-1" / LOCK_FILE):
         assert read_status(failing.parent, "s").runs == {"running": 1}
         assert "running now" in told(failing, capsys)
 
 
 def test_moved_study_is_told_where_it_lies_now(failing: Path, capsys):
     words = ["normexp-train", "x", "study=s", "runs_dir=/old"]
-    append_command(failing, words, {}, "0" * 16, {"d": [1]})
-    append_cells(failing, [CellEntry("d", "norm=batch", [1], "b-1")])
+    append_entries(failing, [command(words, {"d": [1]})])
+    append_entries(failing, [CellEntry("d", "norm=batch", [1], "b-1")])
     moved = failing.rename(failing.parent / "t-search")
-    append_command(moved, ["normexp-tune", "y", "study=s"], {}, "0" * 16)
+    append_entries(moved, [command(["normexp-tune", "y", "study=s"], {})])
     _, _, again = told(moved, capsys).partition("to finish, type again:\n")
     place = f"runs_dir={moved.parent}"
     assert again.splitlines() == [

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,40 +18,32 @@ from omegaconf import OmegaConf
 
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import Halted
-from normexp.records.files import FileLock, is_held
+from normexp.records.files import file_lock, is_held
 from normexp.records.history import read_history
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import read_result
-from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
-from normexp.sweeps.machine import Place
+from normexp.sweeps.spread import OPEN, Board, Place, Task
 from normexp.sweeps.sweep import Sweep
-from normexp.sweeps.tasks import OPEN, Board
 from normexp.sweeps.worker import Ended, Event, Took, work
 from normexp.training.stopping import StopRequest
 
 KILLED = "killed by signal 9, SIGKILL (out of memory?)"
 
 
-def spec(root: Path, name: str, act: str = "finish", steps: int = 1) -> CellSpec:
-    sizes = {"batch_size": 2, "micro_batch_size": None, "norm_batch_size": None, "lr": 0.1}
+def spec(root: Path, name: str, act: str, steps: int = 1) -> CellSpec:
     own = {"name": name, "act": act, "steps": steps, "seed": 0, "replicas": 2}
-    place = {"runs_dir": str(root), "study": "s"}
-    choices = {"norm": name, "data": "none"}
-    return CellSpec(OmegaConf.create({**sizes, **own, **place}), choices, f"norm={name}")
+    sizes = {"batch_size": 2, "micro_batch_size": None, "norm_batch_size": None}
+    cfg = OmegaConf.create({**own, **sizes, "runs_dir": str(root), "study": "s"})
+    return CellSpec(cfg, {"norm": name, "data": "none"}, f"norm={name}")
 
 
-def sweep_of(
-    cells: list[CellSpec],
-    num_workers: int = 2,
-    fail_fast: bool = False,
-    tasks: list[tuple[int, ...]] | None = None,
-) -> Sweep:
-    log = StudyLog(cells, ["normexp-train", "-m"])
-    display = Display([cell.title for cell in cells], num_workers)
+def sweep_of(root: Path, *acts: str, tasks: list[Task] | None = None, steps: int = 1) -> Sweep:
+    """A sweep in one worker of the cells a, b and so on."""
+    cells = [spec(root, name, act, steps) for name, act in zip("abcdef", acts, strict=False)]
     tasks = tasks or [(index,) for index in range(len(cells))]
-    places = [Place(1)] * num_workers
-    return Sweep(cells, places, tasks, log, display, num_workers, fail_fast, run_task=run_task)
+    log = StudyLog(cells, ["normexp-train", "-m"])
+    return Sweep(log, tasks, [Place(1)] * 2, num_workers=1, run_task=run_task)
 
 
 def statuses(outcomes: list[Outcome]) -> list[str]:
@@ -57,91 +51,95 @@ def statuses(outcomes: list[Outcome]) -> list[str]:
 
 
 def test_outcomes_come_in_the_order_of_the_cells_from_workers_that_stay(tmp_path: Path):
-    cells = [spec(tmp_path, name) for name in "abcdef"]
-    outcomes = sweep_of(cells).run_workers()
+    sweep = sweep_of(tmp_path, *["finish"] * 6)
+    sweep.num_workers = 2
+    outcomes = sweep.train()
     assert [outcome.cell_id for outcome in outcomes] == [f"cell-{name}" for name in "abcdef"]
     assert [[run.seed for run in outcome.results] for outcome in outcomes] == [[0, 1]] * 6
     assert 1 <= len({outcome.record["by"] for outcome in outcomes}) <= 2  # six cells, two workers
-    assert len(read_history(tmp_path / "s").commands) == 1
-    asked = read_history(tmp_path / "s").cells.values()
-    assert [cell.cell_id for cell in asked] == [f"cell-{name}" for name in "abcdef"]
+    history = read_history(tmp_path / "s")
+    assert [command.command for command in history.commands] == [["normexp-train", "-m"]]
+    assert [cell.cell_id for cell in history.cells.values()] == [f"cell-{n}" for n in "abcdef"]
 
 
 def test_this_process_walks_the_same_list(tmp_path: Path):
-    cells = [CellSpec(None, {}, "norm=bad", "no such norm"), spec(tmp_path, "a", "out of memory")]
-    cells += [spec(tmp_path, name) for name in "bc"]
-    outcomes = sweep_of(cells, tasks=[(0,), (1,), (2, 3)]).run_here()
-    assert statuses(outcomes) == ["refused", "failed", "finished", "finished"]
+    sweep = sweep_of(tmp_path, "finish", "out of memory", "finish", tasks=[(0, 2), (1,), (3,)])
+    sweep.log.cells = [*sweep.cells, CellSpec(None, {}, "norm=bad", "no such norm")]
+    sweep = Sweep(sweep.log, sweep.tasks, sweep.places, run_task=run_task)
+    assert statuses(sweep.train()) == ["finished", "failed", "finished", "refused"]
 
 
-def test_stack_whose_worker_died_goes_on_in_another(tmp_path: Path):
-    cells = [spec(tmp_path, "a", "die once"), *(spec(tmp_path, name) for name in "bc")]
-    outcomes = sweep_of(cells, num_workers=1).run_workers()
-    assert statuses(outcomes) == ["finished"] * 3
-    (attempt,) = read_history(tmp_path / "s").attempts
-    assert (attempt.error, attempt.died, attempt.checkpointed_at) == (KILLED, True, 0)
-    log = tmp_path / "s" / "cell-a" / "stacks" / "0-1" / "run.log"
-    assert log.read_text() == f"last words\n{KILLED}\n"
+@pytest.mark.parametrize(
+    ("acts", "tasks", "expected", "num_workers"),
+    [
+        (["die once", "finish"], None, ["finished", "finished"], 2),
+        (["die", "finish"], None, ["failed", "finished"], 4),  # memory may be short
+        (["finish", "die before"], None, ["finished", "failed"], 2),
+        (["out of memory", "finish"], None, ["failed", "finished"], 2),  # a fresh process
+        (["finish", "finish"], [(0, 1)], ["finished", "finished"], 1),  # they do not stack
+        (["die together once", "finish"], [(0, 1)], ["finished", "finished"], 2),
+        (["die together", "finish"], [(0, 1)], ["finished", "finished"], 3),  # cell by cell
+    ],
+)
+def test_what_happens_to_a_worker_costs_its_own_cell_at_most(
+    tmp_path: Path,
+    acts: list[str],
+    tasks: list[Task] | None,
+    expected: list[str],
+    num_workers: int,
+):
+    sweep = sweep_of(tmp_path, *acts, tasks=tasks)
+    outcomes = sweep.train()
+    assert statuses(outcomes) == expected
+    assert sweep.num_started == num_workers
+    # A task that one death had split would be other stacks.
+    assert (outcomes[0].record.get("together") == 2) == ("die together once" in acts)
 
 
-def test_deaths_are_counted_and_the_others_go_on(tmp_path: Path):
-    cells = [spec(tmp_path, "a", "die"), *(spec(tmp_path, name) for name in "bc")]
-    outcomes = sweep_of(cells, num_workers=1).run_workers()
-    assert statuses(outcomes) == ["failed", "finished", "finished"]
-    assert outcomes[0].error == KILLED
-    assert len(read_history(tmp_path / "s").attempts) == 2
-    assert read_result(tmp_path / "s" / "cell-a" / "seed-1").error == KILLED
+def test_death_is_an_attempt_with_the_last_words_and_two_are_a_failure(tmp_path: Path):
+    (failed,) = sweep_of(tmp_path, "die").train()
+    assert failed.error == KILLED
+    attempts = read_history(tmp_path / "s").attempts
+    told = [(each.error, each.died, each.checkpointed_at) for each in attempts]
+    assert told == [(KILLED, True, 0)] * 2
+    cell = tmp_path / "s" / "cell-a"
+    assert (cell / "stacks/0-1/run.log").read_text() == f"last words\n{KILLED}\n" * 2
+    assert read_result(cell / "seed-1").error == KILLED
 
 
-def test_death_before_training_is_a_row_too_and_status_can_tell(tmp_path: Path):
-    cells = [spec(tmp_path, "b"), spec(tmp_path, "a", "die before")]
-    outcomes = sweep_of(cells, num_workers=1).run_workers()
-    assert statuses(outcomes) == ["finished", "failed"]
+def test_death_before_training_is_recorded_with_the_cell(tmp_path: Path):
+    assert statuses(sweep_of(tmp_path, "finish", "die before").train()) == ["finished", "failed"]
     _, lost = read_history(tmp_path / "s").cells.values()
     assert lost.error.startswith("failed: killed by signal 9")
 
 
-def test_one_death_before_training_changes_no_task(tmp_path: Path):
-    """One worker is killed while it prepares; a task that was split would be other stacks."""
-    cells = [spec(tmp_path, name, "die together once") for name in "ab"]
-    outcomes = sweep_of(cells, num_workers=1, tasks=[(0, 1)]).run_workers()
-    assert statuses(outcomes) == ["finished", "finished"]
-    assert [outcome.record["together"] for outcome in outcomes] == [2, 2]
-
-
 def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
-    cells = [spec(tmp_path, "a", steps=500), spec(tmp_path, "b", "die before", steps=10)]
-    cells += [spec(tmp_path, "c")]
-    sweep = sweep_of(cells, fail_fast=True)
-    outcomes = sweep.run_workers()
+    sweep = sweep_of(tmp_path, "finish", "die before", "finish", steps=500)
+    sweep.num_workers, sweep.fail_fast = 2, True
+    outcomes = sweep.train()
     assert statuses(outcomes) == ["stopped", "failed", "stopped"]
     assert sweep.display.is_stopping  # no time is left
     assert outcomes[2].directory is None
 
 
-def test_worker_with_too_little_memory_takes_no_other_task(tmp_path: Path):
-    cells = [spec(tmp_path, "a", "out of memory"), spec(tmp_path, "b")]
-    sweep = sweep_of(cells, num_workers=1)
-    outcomes = sweep.run_workers()
-    assert statuses(outcomes) == ["failed", "finished"]
-    assert next(sweep._numbers) == 3  # two workers were started
+# --- Claiming ------------------------------------------------------------------------------------
 
 
 def test_busy_task_waits_behind_the_others_and_is_then_trained(tmp_path: Path):
-    held_dir = tmp_path / "s" / "cell-a"
-    held_dir.mkdir(parents=True)
-    lock = FileLock(held_dir / LOCK_FILE)
-    assert lock.acquire()
-    cells = [spec(tmp_path, name) for name in "ab"]
+    lock_file = tmp_path / "s" / "cell-a" / LOCK_FILE
+    lock_file.parent.mkdir(parents=True)
     board = Board([(0,), (1,)], [OPEN, OPEN], [0, 0])
     heard: list[Event] = []
+    with ExitStack() as held:
+        assert held.enter_context(file_lock(lock_file))
 
-    def report(event: Event) -> None:
-        heard.append(event)
-        if isinstance(event, Ended) and event.task == (1,):
-            lock.release()
+        def report(event: Event) -> None:
+            heard.append(event)
+            if isinstance(event, Ended) and event.task == (1,):
+                held.close()
 
-    work(cells, board, Place(1), report, StopRequest(), run_task=run_task)
+        cells = [spec(tmp_path, name, "finish") for name in "ab"]
+        work(cells, board, Place(1), report, StopRequest(), run_task=run_task)
     ended = [(each.task, each.outcomes[0].status) for each in heard if isinstance(each, Ended)]
     assert ended == [((0,), "busy"), ((1,), "finished"), ((0,), "finished")]
     assert [event.task for event in heard if isinstance(event, Took)] == [(0,), (1,), (0,)]
@@ -153,55 +151,64 @@ def test_worker_that_waits_for_a_slot_ends_when_nothing_is_left_for_it(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     place, board = Place(1, None, ["core-0"]), Board([(0,)], [OPEN], [0])
     events: list[Event] = []
-
-    def act(_: float) -> None:
-        board.end((0,))  # as another worker of the command does
-
-    monkeypatch.setattr(time, "sleep", act)
+    monkeypatch.setattr(time, "sleep", lambda _: board.end((0,)))  # as another worker does
     with place.slot(), caplog.at_level("INFO"):
-        cells = [spec(tmp_path, "a")]
+        cells = [spec(tmp_path, "a", "finish")]
         work(cells, board, place, events.append, StopRequest(), run_task=run_task)
     assert not events
     assert "waiting" in caplog.text
 
 
-def test_interrupt_stops_each_worker_and_leaves_no_process(tmp_path: Path):
-    cells = [spec(tmp_path, name, steps=1000) for name in "abc"]
-    sweep = sweep_of(cells)
-    workers = []
+# --- Stopping ------------------------------------------------------------------------------------
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def interrupted(sweep: Sweep, then: Callable[[], None] = lambda: None) -> threading.Thread:
+    """A thread that presses Ctrl-C once every worker trains."""
 
     def interrupt() -> None:
-        while len(sweep.workers) < 2 or not all(worker.stack for worker in sweep.workers):
-            time.sleep(0.05)
-        workers.extend(sweep.workers)
+        wait_until(
+            lambda: (
+                len(sweep.workers) == sweep.num_workers
+                and all(each.stack for each in sweep.workers)
+            )
+        )
+        then()
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    outcomes = sweep.run_workers()
+    return thread
+
+
+def test_interrupt_stops_each_worker_and_leaves_no_process(tmp_path: Path):
+    sweep = sweep_of(tmp_path, *["finish"] * 3, steps=1000)
+    sweep.num_workers = 2
+    workers = []
+    thread = interrupted(sweep, lambda: workers.extend(sweep.workers))
+    assert statuses(sweep.train()) == ["stopped"] * 3
     thread.join()
-    assert statuses(outcomes) == ["stopped"] * 3
     assert [worker.process.exitcode for worker in workers] == [0, 0]
     assert not is_held(tmp_path / "s" / "cell-a" / LOCK_FILE)
 
 
 def test_second_interrupt_kills_the_workers(tmp_path: Path):
-    cells = [spec(tmp_path, "a", steps=10_000)]
-    sweep = sweep_of(cells, num_workers=1)
+    sweep = sweep_of(tmp_path, "finish", steps=10_000)
 
-    def interrupt() -> None:
-        while not sweep.workers or sweep.workers[0].stack is None:
-            time.sleep(0.05)
+    def first() -> None:
         os.kill(sweep.workers[0].process.pid or 0, signal.SIGSTOP)  # it will not stop by itself
         os.kill(os.getpid(), signal.SIGINT)
-        while not sweep.stopping:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: sweep.stopping)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    thread = interrupted(sweep, first)
     with pytest.raises(KeyboardInterrupt):
-        sweep.run_workers()
+        sweep.train()
     thread.join()
     assert sweep.workers[0].process.exitcode == -signal.SIGKILL
 
@@ -213,20 +220,25 @@ class Unpickled:
         return os._exit, (3,)  # W&B replaces sys.exit
 
 
-def test_workers_that_do_not_come_up_end_the_sweep(tmp_path: Path):
-    sweep = sweep_of([spec(tmp_path, name) for name in "abc"])
-    sweep.run_task = Unpickled()  # type: ignore[assignment]
+@pytest.mark.parametrize("at", ["start", "slots"])
+def test_workers_that_die_without_a_task_end_the_sweep(tmp_path: Path, at: str):
+    sweep = sweep_of(tmp_path, "finish", "finish", "finish")
+    if at == "start":
+        sweep.run_task = Unpickled()  # type: ignore[assignment]
+    else:  # the folder of the slots cannot be written
+        (tmp_path / "a_file").touch()
+        sweep.places = [Place(1, None, [f"{tmp_path}/a_file/core-0"])]
     with pytest.raises(Halted, match="no worker process starts"):
-        sweep.run_workers()
+        sweep.train()
 
 
 PARENT = """
 import sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
-from test_sweep import spec, sweep_of
+from test_sweep import sweep_of
 if __name__ == "__main__":
-    sweep_of([spec(Path({root!r}), "a", steps=10_000)], num_workers=1).run_workers()
+    sweep_of(Path({root!r}), "finish", steps=10_000).train()
 """
 
 
@@ -236,33 +248,9 @@ def test_worker_ends_by_itself_when_the_sweeps_process_is_killed(tmp_path: Path)
     parent = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.DEVNULL)
     lock_file = tmp_path / "s" / "cell-a" / LOCK_FILE
     try:
-        _wait_until(lambda: is_held(lock_file))
+        wait_until(lambda: is_held(lock_file))
     finally:
         parent.kill()
         parent.wait()
-    _wait_until(lambda: not is_held(lock_file))
+    wait_until(lambda: not is_held(lock_file))
     assert not lock_file.exists()  # it ended as after Ctrl-C and gave its lock back
-
-
-def _wait_until(holds, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("act", ["finish", "die together"])
-def test_task_that_does_not_stack_goes_on_cell_by_cell(tmp_path: Path, act: str):
-    cells = [spec(tmp_path, "a", act), *(spec(tmp_path, name) for name in "bc")]
-    outcomes = sweep_of(cells, num_workers=1, tasks=[(0, 1, 2)]).run_workers()
-    assert statuses(outcomes) == ["finished"] * 3
-
-
-def test_workers_that_die_without_a_task_end_the_sweep(tmp_path: Path):
-    """As where the folder of the slots cannot be written."""
-    blocked = tmp_path / "a_file"
-    blocked.write_text("")
-    sweep = sweep_of([spec(tmp_path, name) for name in "ab"], num_workers=1)
-    sweep.places = [Place(1, None, [f"{blocked}/core-0"])]
-    with pytest.raises(Halted, match="no worker process starts"):
-        sweep.run_workers()

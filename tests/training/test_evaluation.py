@@ -1,4 +1,4 @@
-"""Running, precise and batch statistics against passes written by hand; all is given back."""
+"""Running, precise, batch and averaged statistics against passes by hand; all is given back."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from training_cases import (
     assert_same_state,
-    batch_norm,
     build_module,
+    group_norm,
     image_data,
     rows_of,
     text_data,
@@ -21,16 +22,16 @@ from training_cases import (
     train,
 )
 
+from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Data, Examples, Windows
-from normexp.errors import UserError
 from normexp.models.gpt import GPT
 from normexp.norms.batch import BatchNorm
 from normexp.norms.deviations import BatchNormBiasedAverage
-from normexp.norms.group import GroupNorm
 from normexp.norms.moments import Moments
 from normexp.norms.site import named_sites
+from normexp.norms.state import write_state
 from normexp.training import statistics
-from normexp.training.evaluation import EvaluationPlan, evaluation_blocks
+from normexp.training.evaluation import EvaluationPlan
 from normexp.training.module import TrainingModule
 from normexp.training.statistics import Population, gather, measure_population, shuffled
 
@@ -40,11 +41,16 @@ FORMS = {
     "stacked": {"seeds": (0, 1), "stacked": True},
 }
 in_every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+TEXT = {"model": text_encoder, "data": text_data(40)}
 
 
-def plan(num_samples: int = 1000, group_size: int = 8, every_epoch: bool = False) -> EvaluationPlan:
-    kinds = ("running", "precise", "batch")
-    return EvaluationPlan(kinds, num_samples, group_size, (4,), every_epoch)
+def plan(
+    *kinds: str, num_samples: int = 1000, batch_sizes: tuple[int, ...] = (), every_epoch=False
+) -> EvaluationPlan:
+    return EvaluationPlan(kinds, num_samples, 8, batch_sizes, every_epoch)
+
+
+ALL_KINDS = plan("running", "precise", "batch", batch_sizes=(5,))
 
 
 def torch_norm(num_features: int) -> nn.Module:
@@ -52,13 +58,9 @@ def torch_norm(num_features: int) -> nn.Module:
     return nn.BatchNorm2d(num_features, momentum=0.3)
 
 
-def biased_average(num_features: int) -> nn.Module:
-    return BatchNormBiasedAverage(num_features)
-
-
 def trained(**choices) -> TrainingModule:
     """A module in float64 whose running averages have seen a few noisy batches."""
-    module = build_module(**{"plan": plan(), **choices})
+    module = build_module(**{"plan": ALL_KINDS, **choices})
     module.double()
     module.train()
     for seed in range(3):
@@ -66,13 +68,22 @@ def trained(**choices) -> TrainingModule:
         indices = torch.randint(0, len(module.batches.data.train), (8,), generator=source)
         batch = gather(module.replicas, module.batches.data, "train", indices)
         with torch.no_grad():
-            module.replicas.measure(batch, module.criterion.measure, shared=True)
+            module.replicas.measure(batch, module.criterion.loss, shared=True)
+    module.eval()
     return module
 
 
-def population_of(module: TrainingModule, num_samples: int, group_size: int) -> Population | None:
-    data = module.batches.data
-    return measure_population(module.replicas, data, num_samples=num_samples, group_size=group_size)
+def population_of(module: TrainingModule, num_samples: int, group_size: int) -> Population:
+    data, sizes = module.batches.data, {"num_samples": num_samples, "group_size": group_size}
+    found = measure_population(module.replicas, data, **sizes)
+    assert found is not None
+    return found
+
+
+def states_of(module: TrainingModule, population: Population, index: int) -> dict[str, Tensor]:
+    if not module.replicas.is_stacked:
+        return population.states[index]
+    return {name: value[index] for name, value in population.states[0].items()}
 
 
 def snapshot(module: TrainingModule) -> dict[str, object]:
@@ -113,32 +124,22 @@ def moments_by_hand(
     return moments
 
 
-def states_of(module: TrainingModule, population: Population, index: int) -> dict[str, Tensor]:
-    if not module.replicas.is_stacked:
-        return population.states[index]
-    return {name: value[index] for name, value in population.states[0].items()}
-
-
-TEXT = {"model": text_encoder, "data": text_data(40)}
-
-
 @in_every_form
-@pytest.mark.parametrize("num_samples", [37, 3], ids="N={}".format)
 @pytest.mark.parametrize(
-    "choices",
+    ("num_samples", "choices"),
     [
-        {"make_norm": batch_norm},
-        {"make_norm": torch_norm},
-        {"make_norm": biased_average},
-        {"make_norm": batch_norm, **TEXT},
+        (37, {}),
+        (3, {}),
+        (37, {"make_norm": torch_norm}),
+        (37, {"make_norm": lambda c: BatchNormBiasedAverage(c)}),
+        (37, TEXT),
     ],
-    ids=["shipped", "torch", "biased", "padded_text"],
+    ids=["shipped", "few", "torch", "biased", "padded_text"],
 )
 def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samples, choices, form):
     monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)  # several blocks
     module = trained(**choices, **form)
     found = population_of(module, num_samples, group_size=4)
-    assert found is not None
     used = num_samples - (num_samples % 4 == 1)  # without a single last sample
     assert found.num_samples == used
     indices = shuffled(module.batches.data, "train")[:used]
@@ -150,19 +151,18 @@ def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samp
             torch.testing.assert_close(states[name], value, rtol=0, atol=1e-10)
 
 
-def test_gap_compares_running_with_population_moments_per_site():
-    module = trained(seeds=(0, 1), stacked=True)
+@in_every_form
+def test_gap_compares_running_with_population_moments_per_site(form):
+    module, index = trained(**form), len(form["seeds"]) - 1
     found = population_of(module, 40, group_size=8)
-    assert found is not None
-    gap = found.gaps[1]["norm2"]
-    norm = module.replicas.replica(1).get_submodule("norm2.norm")
-    precise = states_of(module, found, 1)
+    assert found.gaps[index].keys() == {"norm1", "norm2", "norm3"}
+    gap, precise = found.gaps[index]["norm2"], states_of(module, found, index)
+    norm = module.replicas.replica(index).get_submodule("norm2.norm")
     mean, var = precise["norm2.norm.running_mean"], precise["norm2.norm.running_var"]
     shift = (norm.running_mean - mean).abs() / var.sqrt()  # type: ignore[operator]
     ratio = (norm.running_var / var).log2()  # type: ignore[operator]
-    assert gap["mean_shift"] == pytest.approx(
-        {"mean": shift.mean().item(), "max": shift.max().item()}
-    )
+    largest = {"mean": shift.mean().item(), "max": shift.max().item()}
+    assert gap["mean_shift"] == pytest.approx(largest)
     assert gap["log2_var_ratio"]["mean"] == pytest.approx(ratio.mean().item())
     assert abs(gap["log2_var_ratio"]["max"]) == pytest.approx(ratio.abs().max().item())
 
@@ -185,105 +185,75 @@ class WeightOfTheOld(nn.Module):
 
 @pytest.mark.parametrize(
     "make_norm",
-    [
-        lambda c: GroupNorm(c, num_groups=4),
-        WeightOfTheOld,
-        lambda c: BatchNorm(c, track_running_stats=False),
-    ],
+    [group_norm, WeightOfTheOld, lambda c: BatchNorm(c, track_running_stats=False)],
     ids=["none", "opposite_momentum", "not_tracked"],
 )
 def test_without_replaceable_running_state_there_are_no_precise_statistics(make_norm, caplog):
-    module = trained(make_norm=make_norm)
+    module = trained(make_norm=make_norm, plan=plan("precise"))
     before = snapshot(module)
     with caplog.at_level("INFO", "normexp"):
-        assert module.evaluator.precise(["val"]) == {}
-        assert module.evaluator.precise(["val"]) == {}
+        assert module.evaluator.others(["val"]) == module.evaluator.others(["val"]) == {}
     assert len(caplog.messages) == 1
     assert snapshot(module) == before
 
 
-def test_precise_score_uses_the_population_moments():
-    module = trained()
-    scores = module.evaluator.precise(["test"])
-    population = module.evaluator.population
-    assert population is not None
-    network = module.replicas.replica(0).eval()
-    for name, value in population.states[0].items():
-        network.get_buffer(name).copy_(value)
-    batch = gather(module.replicas, module.batches.data, "test", torch.arange(12))
-    loss = functional.cross_entropy(network(batch["inputs"]), batch["targets"])
-    assert scores["test/loss@precise"][0] == pytest.approx(loss.item(), abs=1e-12)
-
-
-def loss_in_groups(network: nn.Module, inputs: Tensor, targets: Tensor, order: Tensor) -> float:
-    """The mean loss of 12 samples in groups of 5; the last is filled up with the first samples."""
-    total = 0.0
-    with torch.no_grad():
-        for group, num in (
-            (order[:5], 5),
-            (order[5:10], 5),
-            (torch.cat([order[10:], order[:3]]), 2),
-        ):
-            loss = functional.cross_entropy(
-                network(inputs[group])[:num], targets[group[:num]], reduction="sum"
-            )
-            total += loss.item()
-    return total / 12
+def in_groups(network: nn.Module, inputs: Tensor, order: Tensor, size: int) -> Tensor:
+    """Scores of 12 samples in groups; the last is filled up with the first samples."""
+    scores = torch.empty(12, 4, dtype=torch.float64)
+    for group in order.split(size):
+        filled = torch.cat([group, order[: -len(group) % min(size, 12)]])
+        scores[group] = network(inputs[filled])[: len(group)]
+    return scores
 
 
 @in_every_form
 @pytest.mark.parametrize("stack_samples", [10, 512])
-def test_batch_statistics_count_each_sample_once(monkeypatch, form, stack_samples: int):
+@torch.no_grad()
+def test_each_kind_scores_every_sample_once_by_its_statistics(monkeypatch, form, stack_samples):
     monkeypatch.setattr(statistics, "STACK_SAMPLES", stack_samples)
     module = trained(**form)
-    scores = module.evaluator.batch(5, ["test"])
-    data = module.batches.data
-    inputs = data.model_inputs(data.test.inputs, torch.float64)
-    order = shuffled(data, "test")
+    data, evaluator = module.batches.data, module.evaluator
+    metrics = evaluator.running("test") | evaluator.others(["test"])
+    inputs, order = data.model_inputs(data.test.inputs, torch.float64), shuffled(data, "test")
+    assert evaluator.population is not None
     for index in range(len(form["seeds"])):
-        network = module.replicas.replica(index).train()
-        expected = loss_in_groups(network, inputs, data.test.targets, order)
-        assert scores["test/loss@batch5"][index] == pytest.approx(expected, abs=1e-12)
+        samples = evaluator.samples_of(metrics, index)
+        assert samples.keys() == {"running", "precise", "batch5"}
+        for kind in samples:
+            network, suffix = module.replicas.replica(index), f"@{kind}".removesuffix("@running")
+            if kind == "precise":
+                write_state(network, states_of(module, evaluator.population, index))
+            network.train(kind == "batch5")
+            scores = in_groups(network, inputs, order, 5 if kind == "batch5" else 12)
+            loss = functional.cross_entropy(scores, data.test.targets).item()
+            right = scores.argmax(dim=1) == data.test.targets
+            assert metrics[f"test/loss{suffix}"][index] == pytest.approx(loss, abs=1e-12)
+            assert metrics[f"test/accuracy{suffix}"][index] == pytest.approx(right.double().mean())
+            assert samples[kind].tolist() == right.tolist()  # in the order of the split
+    metrics["test/loss"][0] = float("nan")
+    assert evaluator.samples_of(metrics, 0).keys() == {"precise", "batch5"}
 
 
+@pytest.mark.parametrize("group", [5, 20])
 def test_norm_without_running_averages_is_scored_in_groups_whatever_order_and_neighbours(
-    tmp_path: Path,
+    tmp_path: Path, group: int
 ):
     data = image_data()
     ascending = torch.argsort(data.test.targets, stable=True)
     by_class = Examples(data.test.inputs[ascending], data.test.targets[ascending])
     data = dataclasses.replace(data, test=by_class)
     no_average = partial(BatchNorm, eps=1e-5, track_running_stats=False)
-    common = {"make_norm": no_average, "eval_group": 5, "data": data}
+    common = {"make_norm": no_average, "eval_group": group, "data": data}
     alone = train(build_module(**common), tmp_path / "a.ckpt")
     beside = train(build_module(seeds=(0, 1, 2, 3), **common), tmp_path / "b.ckpt")
     assert beside.metrics["test/loss"][0] == pytest.approx(alone.metrics["test/loss"][0], abs=1e-12)
+    order = shuffled(data, "test")
+    assert not torch.equal(order, shuffled(data, "val")) and not torch.equal(order, order.sort()[0])
     inputs = data.model_inputs(by_class.inputs, torch.float64)
-    network, order = alone.replicas.trees[0], shuffled(data, "test")
-    expected = loss_in_groups(network, inputs, by_class.targets, order)
+    with torch.no_grad():
+        scores = in_groups(alone.replicas.trees[0], inputs, order, group)
+    expected = functional.cross_entropy(scores, by_class.targets).item()
     assert alone.metrics["test/loss"][0] == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(("num_samples", "group"), [(8, 4), (4, 4), (5, 5), (12, 12), (20, 20)])
-def test_blocks_hold_whole_groups_and_every_sample_once(num_samples: int, group: int):
-    data = image_data()
-    blocks = list(evaluation_blocks(data, "test", num_samples, group))
-    assert all(len(indices) % min(group, 12) == 0 for indices, _ in blocks)
-    counted = torch.cat([indices[:num] for indices, num in blocks])
-    assert torch.equal(counted, shuffled(data, "test"))
-    in_order = [indices for indices, _ in evaluation_blocks(data, "test", num_samples, None)]
-    assert torch.cat(in_order).tolist() == list(range(12))
-
-
-def test_order_is_the_same_for_all_runs_and_differs_between_splits():
-    data = image_data()
-    assert torch.equal(shuffled(data, "val"), shuffled(data, "val"))
-    assert not torch.equal(shuffled(data, "val"), shuffled(data, "test"))
-
-
-def test_batch_larger_than_the_split_is_refused():
-    with pytest.raises(UserError, match=r"evaluate_batch_sizes=13.*\[12\]"):
-        trained().evaluator.batch(13, ["val"])
 
 
 def test_dropout_stays_off_under_batch_statistics():
@@ -291,8 +261,8 @@ def test_dropout_stays_off_under_batch_statistics():
     scores = []
     for key in (1, 2):
         module.replicas.set_dropout(torch.full((3, 1), key), 0)
-        scores.append(module.evaluator.batch(4, ["val"]))
-    assert scores[0] == scores[1]
+        scores.append(module.evaluator.others(["val"]))
+    assert scores[0] == scores[1] != {}
 
 
 class Breaks(BatchNorm):
@@ -314,43 +284,44 @@ class Breaks(BatchNorm):
 
 @in_every_form
 @pytest.mark.parametrize(
-    ("kind", "limit"),
+    ("own", "limit"),
     [
-        ("precise", 1),
-        ("precise", 5),
-        ("precise", 13),
-        ("precise", None),
-        ("batch", 5),
-        ("batch", None),
+        (plan("precise"), 1),
+        (plan("precise"), 13),
+        (plan("batch", batch_sizes=(3,)), 5),
+        (ALL_KINDS, None),
     ],
+    ids=["probing", "pooling", "batch", "nothing"],
 )
-def test_everything_is_given_back_also_if_a_forward_raises(monkeypatch, kind, limit, form):
+def test_everything_is_given_back_also_if_a_forward_raises(monkeypatch, own, limit, form):
     monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)
-    module = trained(make_norm=Breaks, **form)
+    module = trained(make_norm=Breaks, plan=own, **form)
     before = snapshot(module)
     monkeypatch.setattr(Breaks, "forwards", 0)
-    evaluator = module.evaluator
-    measure = evaluator.precise if kind == "precise" else partial(evaluator.batch, 3)
     if limit is None:
-        measure(["val", "test"])
+        module.evaluator.others(["val", "test"])
     else:
         monkeypatch.setattr(Breaks, "limit", limit)
         with pytest.raises(RuntimeError, match="broken"):
-            measure(["val", "test"])
+            module.evaluator.others(["val", "test"])
     assert snapshot(module) == before
+
+
+DECAY = 0.8
 
 
 @pytest.mark.parametrize("every_epoch", [False, True])
 def test_training_records_each_kind_when_asked_and_changes_no_weight(tmp_path: Path, every_epoch):
     choices = {"seeds": (0, 1), "stacked": True}
-    module = build_module(plan=plan(40, every_epoch=every_epoch), **choices)
-    train(module, tmp_path / "a.ckpt")
+    own = plan(*("running", "precise", "batch"), batch_sizes=(4,), every_epoch=every_epoch)
+    module = train(build_module(plan=own, ema=DECAY, **choices), tmp_path / "a.ckpt")
     rows = [(step, name) for step, _, _, values in rows_of(module) for name in values]
-    for name in ("val/accuracy@precise", "val/loss@batch4"):
+    for name in ("val/accuracy@precise", "val/loss@batch4", "val/loss@ema"):
         steps = [step for step, found in rows if found == name]
         assert steps == ([5, 10] if every_epoch else [10])
     assert [step for step, name in rows if name == "test/loss@batch4"] == [10]
     content = module.evaluator.content(module.metrics, 1)
+    assert content["asked"] == {"precise": 1000, "batch4": 4}
     assert content["precise"]["num_samples"] == 40
     assert content["batch4"]["val/loss"] == module.metrics["val/loss@batch4"][1]
     assert content["running"]["test/loss"] == module.metrics["test/loss"][1]
@@ -359,37 +330,13 @@ def test_training_records_each_kind_when_asked_and_changes_no_weight(tmp_path: P
     assert_same_state(module, plain, 0, replica=1)
 
 
-@in_every_form
-def test_samples_tell_which_test_samples_are_right_in_the_order_of_the_split(monkeypatch, form):
-    monkeypatch.setattr(statistics, "STACK_SAMPLES", 10)  # several blocks
-    module = trained(**form)
-    data, evaluator = module.batches.data, module.evaluator
-    module.replicas.eval()
-    metrics = evaluator.running("test") | evaluator.others(["test"])
-    inputs = data.model_inputs(data.test.inputs, torch.float64)
-    for index in range(len(form["seeds"])):
-        samples = evaluator.samples_of(metrics, index)
-        assert samples.keys() == {"running", "precise", "batch4"}
-        for kind, right in samples.items():
-            name = "test/accuracy" if kind == "running" else f"test/accuracy@{kind}"
-            assert right.mean() == pytest.approx(metrics[name][index], abs=1e-12)
-        network = module.replicas.replica(index)
-        running = network(inputs).argmax(dim=1) == data.test.targets
-        assert samples["running"].tolist() == running.tolist()
-        order = shuffled(data, "test")
-        grouped = [network.train()(inputs[part]).argmax(dim=1) for part in order.split(4)]
-        expected = torch.empty(12, dtype=torch.int64)
-        expected[order] = torch.cat(grouped)
-        assert samples["batch4"].tolist() == (expected == data.test.targets).tolist()
-
-
 def test_samples_of_a_language_model_are_losses_per_sequence():
     tokens = torch.randint(0, 5, (200,), generator=torch.Generator().manual_seed(0))
     windows = Windows(tokens, 4)
     data = Data(
         *("letters", "language_modeling", windows, windows, windows, 5, (4,)),
         vocab_size=5,
-        bytes_per_token=dict.fromkeys(("train", "val", "test"), 1.0),
+        bytes_per_token=dict.fromkeys(("train", "val", "test"), 2.0),
     )
     model = partial(GPT, vocab_size=5, block_size=4, depth=1, width=8, num_heads=2, dropout=0.0)
     module = build_module(model=model, data=data, seeds=(0, 1), stacked=True)
@@ -398,16 +345,60 @@ def test_samples_of_a_language_model_are_losses_per_sequence():
     for index in range(2):
         losses = module.evaluator.samples_of(metrics, index)["running"]
         assert len(losses) == 49
-        assert losses.mean() == pytest.approx(metrics["test/loss"][index], rel=1e-6)
+        loss = metrics["test/loss"][index]
+        assert losses.mean() == pytest.approx(loss, rel=1e-6)
+        assert metrics["test/bits_per_byte"][index] == pytest.approx(loss / 0.6931472 / 2)
         batch = windows.gather(torch.tensor([7]))
         output = module.replicas.replica(index)(batch["inputs"])
         own = functional.cross_entropy(output[0], batch["targets"][0])
         assert losses[7] == pytest.approx(own.item(), rel=1e-5)
 
 
-def test_kind_whose_loss_is_not_finite_has_no_samples():
-    module = trained()
-    module.replicas.eval()
-    metrics = module.evaluator.running("test") | module.evaluator.precise(["test"])
-    metrics["test/loss"] = [float("nan")]
-    assert module.evaluator.samples_of(metrics, 0).keys() == {"precise"}
+class AverageByHand(pl.Callback):
+    """w = 0.8 w + 0.2 w_t after each step t, from w_1 on, of one replica."""
+
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
+        self.weights: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
+        network = pl_module.replicas.replica(self.replica)
+        for name, value in network.named_parameters():
+            old = self.weights.get(name, value)
+            self.weights[name] = (DECAY * old + (1 - DECAY) * value).detach()
+
+
+@pytest.mark.parametrize(
+    ("stacked", "sizes"), [(False, Sizes(8)), (True, Sizes(8, 4, 2))], ids=["in_turn", "stacked"]
+)
+def test_averaged_weights_equal_a_hand_written_average(tmp_path: Path, stacked: bool, sizes: Sizes):
+    common = {"seeds": (0, 1), "stacked": stacked, "sizes": sizes, "plan": plan(every_epoch=True)}
+    module, by_hand = build_module(ema=DECAY, max_chunk=1, **common), AverageByHand(1)
+    train(module, tmp_path / "a.ckpt", [by_hand])
+    averaged = module.averaged.module.replica(1)
+    for name, value in averaged.named_parameters():
+        torch.testing.assert_close(value, by_hand.weights[name], rtol=0, atol=1e-14, msg=name)
+    assert_same_state(module, train(build_module(**common), tmp_path / "b.ckpt"), 0, replica=1)
+
+
+def test_averaged_weights_are_evaluated_with_running_state_of_their_own(tmp_path: Path):
+    whole = dataclasses.replace(plan(num_samples=40), group_size=40)
+    module = train(build_module(ema=DECAY, plan=whole), tmp_path / "a.ckpt")
+    network, data = module.averaged.module.replica(0).eval(), module.batches.data
+    for split in ("val", "test"):
+        part = getattr(data, split)
+        output = network(data.model_inputs(part.inputs, torch.float64))
+        loss = functional.cross_entropy(output, part.targets).item()
+        assert module.metrics[f"{split}/loss@ema"][0] == pytest.approx(loss, abs=1e-12)
+        assert module.metrics[f"{split}/loss@ema"] != module.metrics[f"{split}/loss"]
+    seen = network.conv1(data.model_inputs(data.train.inputs, torch.float64))
+    norm = network.norm1.norm
+    torch.testing.assert_close(norm.running_mean, seen.mean((0, 2, 3)), rtol=0, atol=1e-12)
+    var = seen.var((0, 2, 3), correction=0)
+    torch.testing.assert_close(norm.running_var, var, rtol=0, atol=1e-12)
+
+
+def test_norm_without_running_state_has_averaged_weights_too(tmp_path: Path):
+    module = train(build_module(ema=DECAY, make_norm=group_norm), tmp_path / "a.ckpt")
+    assert module.metrics["test/loss@ema"] != module.metrics["test/loss"]
+    assert set(module.evaluator.samples) == {"running", "ema"}

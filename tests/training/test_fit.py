@@ -1,4 +1,4 @@
-"""Devices, and who answers signals while Lightning runs."""
+"""Devices, who answers signals, and what makes a step fast and changes no result."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
-from training_cases import build_module, train
+from training_cases import assert_same_state, build_module, train
 
+from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
-from normexp.training.fit import placed
+from normexp.models.convnet import ConvNet
+from normexp.training import devices
+from normexp.training.devices import placed, set_matmul_precision
 from normexp.training.stopping import StopRequest
 
 
@@ -28,16 +31,12 @@ class NotesHandlers(pl.Callback):
     """Notes who answers SIGTERM inside each stage."""
 
     def __init__(self) -> None:
-        self.handlers: dict[str, object] = {}
+        self.handlers: set[object] = set()
 
-    def on_train_batch_start(self, *_: object) -> None:
-        self.handlers["train"] = signal.getsignal(signal.SIGTERM)
+    def note(self, *_: object) -> None:
+        self.handlers.add(signal.getsignal(signal.SIGTERM))
 
-    def on_validation_batch_start(self, *_: object) -> None:
-        self.handlers["validate"] = signal.getsignal(signal.SIGTERM)
-
-    def on_test_batch_start(self, *_: object) -> None:
-        self.handlers["test"] = signal.getsignal(signal.SIGTERM)
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = note
 
 
 class StopsEarly(pl.Callback):
@@ -57,7 +56,7 @@ def test_our_request_answers_signals_in_every_stage(tmp_path: Path):
     with stop.listening():
         ours = signal.getsignal(signal.SIGTERM)
     train(build_module(), tmp_path / "a.ckpt", [notes], stop=stop)
-    assert notes.handlers == dict.fromkeys(("train", "validate", "test"), ours)
+    assert notes.handlers == {ours}
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -72,3 +71,92 @@ def test_waiting_processes_keep_our_signal_handlers(monkeypatch):
         strategy.barrier("run-stage")
         assert signal.getsignal(signal.SIGTERM) == ours
     assert met == ["run-stage"]
+
+
+def test_channels_last_changes_memory_and_no_result(tmp_path: Path):
+    last, first = build_module(), build_module()
+    last.replicas.make_channels_last()
+    weight = last.replicas.trees[0].conv2.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
+    for index, module in enumerate((last, first)):
+        train(module, tmp_path / f"{index}.ckpt")
+    assert last.replicas.trees[0].conv2.weight is weight  # the optimizer's parameter
+    assert_same_state(last, first, 1e-12)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
+def test_bf16_trains_float32_parameters_to_nearly_the_same_loss(tmp_path: Path, stacked: bool):
+    modules = {
+        precision: train(
+            build_module(seeds=(0, 1), stacked=stacked, sizes=Sizes(8, 4, 2)),
+            tmp_path / f"{precision}.ckpt",
+            precision=precision,
+        )
+        for precision in ("bf16-mixed", "32-true")
+    }
+    mixed, full = modules.values()
+    assert {p.dtype for p in mixed.replicas.parameters()} == {torch.float32}
+    assert mixed.metrics["val/loss"] == pytest.approx(full.metrics["val/loss"], rel=0.05)
+    assert mixed.metrics["val/loss"] != full.metrics["val/loss"]
+
+
+@pytest.fixture
+def matmul_settings():
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.usefixtures("matmul_settings")
+def test_matmul_precision_is_set_for_a_gpu_and_left_alone_on_a_cpu():
+    before = torch.get_float32_matmul_precision()
+    set_matmul_precision("medium", "cpu")
+    assert torch.get_float32_matmul_precision() == before
+    for precision, tf32 in (("high", True), ("highest", False)):
+        set_matmul_precision(precision, "cuda")
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cudnn.allow_tf32 is tf32
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            RuntimeError("no compiler here\nand a long story"),
+            pytest.raises(UserError, match=r"^compile=true: .*\(no compiler here\); try compile="),
+        ),
+        (torch.OutOfMemoryError("2 GiB"), pytest.raises(torch.OutOfMemoryError)),
+    ],
+    ids=["no_compiler", "no_memory"],
+)
+def test_network_that_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch, error, expected):
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr(devices.torch, "compile", lambda *_, **__: failing)
+    with expected:
+        train(build_module(compile=True), tmp_path / "a.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
+    compiled = []
+
+    def backend(graph, inputs):
+        del inputs
+        compiled.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(devices.torch, "compile", lambda run, **_: compile_(run, backend=backend))
+    for index in range(10):  # torch gives up on a function that it compiled 8 times
+        before = len(compiled)
+        width = 4 + index
+        module = build_module(
+            model=lambda norm, width=width: ConvNet(norm, (1, 8, 8), 4, width=width), compile=True
+        )
+        train(module, tmp_path / f"{index}.ckpt")
+        assert len(compiled) > before, index

@@ -1,14 +1,18 @@
+"""Chunks of optimizer steps, the losses that they leave, and who gets the numbers."""
+
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from pytorch_lightning.loggers import Logger
 from training_cases import MemorySink
 
-from normexp.training.loggers import resolve_mode
-from normexp.training.recorder import Position, Recorder, finite_mean
+from normexp.training.chunks import ChunkLoader, LossHistory
+from normexp.training.recorder import Position, Recorder, resolve_mode
 
 
 class MeanLogger(Logger):
@@ -29,16 +33,11 @@ def test_each_run_gets_its_own_finite_values_and_loggers_the_mean():
     sinks, logger = [MemorySink(), MemorySink()], MeanLogger()
     recorder = Recorder([[sink] for sink in sinks], [logger])
     recorder.record(Position(6, 1, 48), {"val/loss": [1.0, 3.0]})
-    missing = {"val/loss": [math.nan, 3.0], "val/accuracy": [math.nan] * 2}
+    missing = {"val/loss": [math.inf, 3.0], "val/accuracy": [math.nan] * 2}
     recorder.record(Position(7, 1, 56), missing)
     assert sinks[0].rows == [(6, 1, 48, {"val/loss": 1.0}), (7, 1, 56, {})]
     assert sinks[1].rows == [(6, 1, 48, {"val/loss": 3.0}), (7, 1, 56, {"val/loss": 3.0})]
     assert logger.rows == [(6, {"val/loss": 2.0}), (7, {"val/loss": 3.0})]
-
-
-def test_mean_is_over_finite_values():
-    assert finite_mean([1.0, math.inf, 3.0]) == 2.0
-    assert finite_mean([math.nan]) is None
 
 
 def test_wandb_is_offline_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -49,3 +48,42 @@ def test_wandb_is_offline_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert resolve_mode("auto") == "online"
     assert resolve_mode("disabled") == "disabled"
+
+
+def chunks_of(loader: ChunkLoader, seconds_per_step: float = 0.0) -> list[tuple[int, int]]:
+    found = []
+    for chunk in loader:
+        time.sleep(seconds_per_step * (chunk.stop - chunk.start))
+        found.append((chunk.start, chunk.stop))
+    return found
+
+
+def test_chunks_grow_until_one_takes_the_target_time_and_end_with_the_epoch():
+    loader = ChunkLoader(lambda: 31, steps_per_epoch=31, total_steps=100, max_steps=8)
+    assert chunks_of(loader) == [(31, 32), (32, 34), (34, 38), (38, 46), (46, 54), (54, 62)]
+    slow = ChunkLoader(lambda: 0, steps_per_epoch=4, total_steps=4, max_steps=16)
+    slow.target_seconds = 0.01
+    assert chunks_of(slow, seconds_per_step=0.02) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_chunks_begin_at_the_current_step_and_end_with_the_last():
+    loader = ChunkLoader(lambda: 13, steps_per_epoch=10, total_steps=17, max_steps=8)
+    assert chunks_of(loader) == [(13, 14), (14, 16), (16, 17)]
+
+
+def test_rows_do_not_depend_on_when_they_are_taken_or_saved():
+    losses = [torch.tensor([float(step), -float(step)]) for step in range(1, 9)]
+    losses[6][1] = torch.inf
+    found = []
+    for interval in (1, 2, 8):
+        history, rows = LossHistory(2, every=3), []
+        for step, loss in enumerate(losses, start=1):
+            history.add(loss)
+            if step % interval == 0:
+                rows += list(history.take_rows())
+                state, history = history.state_dict(), LossHistory(2, every=3)
+                history.load_state_dict(state, torch.device("cpu"))
+        history.finish()
+        found.append((rows, history.num_steps, history.diverged_at))
+    rows = [(3, [2.0, -2.0]), (6, [5.0, -5.0])]
+    assert found == [(rows, 8, [None, 7])] * 3

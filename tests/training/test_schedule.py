@@ -1,4 +1,4 @@
-"""The learning rate of each step: shapes, functions and torch's schedulers, also resumed."""
+"""The length of a training, and its rate at each step: rules, shapes, functions, schedulers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from training_cases import (
     train,
 )
 
-from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.training.module import TrainingModule
-from normexp.training.schedule import named_schedule, own_schedule
+from normexp.training.schedule import (
+    count_steps,
+    count_steps_per_epoch,
+    momentum_of_half_life,
+    named_schedule,
+    own_schedule,
+    scale_learning_rate,
+)
 
 STEPS = 10
 
@@ -52,12 +58,51 @@ def test_schedule_refuses(kind: str, warmup: float, message: str):
         named_schedule(kind, warmup, 10)
 
 
-def halved(step: int, total_steps: int, every: int = 3) -> float:
-    assert total_steps == STEPS
-    return 0.5 ** (step // every)
+@pytest.mark.parametrize(
+    ("rule", "lr", "momentum"),
+    [
+        ("none", 0.1, 0.9),
+        ("linear", 0.4, 0.9),
+        ("sqrt", 0.2, 0.9),
+        # lr / (batch_size * (1 - m)) is a sample's total effect, m^(1 / batch_size) its decay.
+        ("momentum_aware", 0.1 * 4 * (1 - 0.9**4) / (1 - 0.9), 0.9**4),
+    ],
+)
+def test_rule_at_four_times_the_base_batch(rule: str, lr: float, momentum: float):
+    sizes = {"batch_size": 128, "base_batch_size": 32}
+    assert scale_learning_rate(rule, lr=0.1, momentum=0.9, **sizes) == pytest.approx((lr, momentum))
+    if rule == "momentum_aware":
+        with pytest.raises(UserError, match=r"needs optim\.momentum"):
+            scale_learning_rate(rule, lr=0.1, momentum=None, **sizes)
 
 
-FUNCTION = own_schedule(halved, halved, STEPS, None, "halved")
+@pytest.mark.parametrize("batch_size", [2, 10, 100])
+def test_half_life_halves_the_past_at_every_batch_size(batch_size: int):
+    momentum = momentum_of_half_life(100, batch_size)
+    assert (1 - momentum) ** (100 / batch_size) == pytest.approx(0.5)
+
+
+def test_steps_of_an_epoch_with_and_without_its_ragged_end():
+    assert count_steps_per_epoch(70, 32, drop_last=True) == 2
+    assert count_steps_per_epoch(70, 32, drop_last=False) == 3
+    with pytest.raises(UserError, match="batch_size=80 is more than the 70 training samples"):
+        count_steps_per_epoch(70, 80, drop_last=True)
+
+
+def test_length_in_epochs_steps_or_samples():
+    def count(steps: int | None, samples: int | None, steps_per_epoch=10, per_epoch=320) -> int:
+        budget = {"epochs": 3, "steps": steps, "samples": samples}
+        return count_steps(steps_per_epoch, 32, **budget, samples_per_epoch=per_epoch)
+
+    assert [count(None, None), count(7, None), count(None, 100)] == [30, 7, 3]
+    # Two epochs of 70 samples in batches of 32, 32 and 6 are six steps.
+    assert count(None, 140, steps_per_epoch=3, per_epoch=70) == 6
+    with pytest.raises(UserError, match="steps=7 and samples=100 are both set"):
+        count(7, 100)
+    with pytest.raises(UserError, match="samples=20 is less than one batch_size=32"):
+        count(None, 20)
+
+
 STEP_LR = own_schedule(
     partial(lr_scheduler.StepLR, step_size=3, gamma=0.5), lr_scheduler.StepLR, STEPS, None, "step"
 )
@@ -71,17 +116,6 @@ PLATEAU = own_schedule(
     "val/loss",
     "plateau",
 )
-
-
-@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
-def test_function_and_scheduler_of_one_shape_train_alike(tmp_path: Path, stacked: bool):
-    common = {"seeds": (0, 1), "stacked": stacked, "sizes": Sizes(8, 4), "lr_scales": (1.0, 0.5)}
-    runs = [build_module(schedule=s, **common) for s in (FUNCTION, STEP_LR, None)]
-    for index, run in enumerate(runs):
-        train(run, tmp_path / f"{index}.ckpt")
-    assert_same_state(runs[0], runs[1], 1e-12, replica=1)
-    with pytest.raises(AssertionError):
-        assert_same_state(runs[0], runs[2], 1e-3, replica=1)
 
 
 @pytest.mark.parametrize("schedule", [STEP_LR, PLATEAU], ids=["step", "plateau"])
@@ -112,6 +146,6 @@ def test_factor_that_is_no_number_is_refused(value: object):
 
 
 def test_monitor_of_what_looks_at_no_metric_is_refused():
-    for target in (halved, lr_scheduler.StepLR):
+    for target in (math.exp, lr_scheduler.StepLR):
         with pytest.raises(UserError, match="^schedule.monitor=val/loss: "):
             own_schedule(target, target, STEPS, "val/loss", "mine")

@@ -12,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from normexp.config.spec import CellSpec
 from normexp.records import environment
 from normexp.records.environment import usable_cores, visible_gpus
-from normexp.sweeps import machine
-from normexp.sweeps.machine import Place, own_place, places_for
-from normexp.sweeps.tasks import group_cells
+from normexp.sweeps import spread
+from normexp.sweeps.spread import Place, group_cells, own_place, places_for
 
 
 def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
@@ -24,7 +23,7 @@ def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
 
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(spread, "usable_cores", lambda: 8)
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -41,7 +40,7 @@ def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, t
 
 @pytest.mark.usefixtures("eight_cores")
 def test_gpus_take_turns_and_a_cpu_training_gets_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr(spread, "visible_gpus", lambda: ["0", "1", "2"])
 
     def gpus(num_cells: int, *cfgs: DictConfig) -> tuple[list[str | None], int]:
         places, num_workers = places_for(cfgs, num_cells)
@@ -63,7 +62,7 @@ def test_this_process_trains_where_asked_and_where_a_cell_takes_the_whole_machin
 
 def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(spread, "visible_gpus", lambda: ["0", "1"])
     places, _ = places_for([cfg(accelerator="auto")], 1)
     with own_place(places) as first, first.slot():
         assert os.environ["CUDA_VISIBLE_DEVICES"] == first.gpu == "0"
