@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,11 +18,11 @@ from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.history import SearchEntry, append_entries, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
+from normexp.reporting.summary import wide_console
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
 from normexp.sweeps.sweep import check_ended, run_cells
 
-WIDTH = 200  # columns of a log file
 TRAINED = ("finished", "skipped")
 
 
@@ -50,13 +47,13 @@ class Finding:
     @property
     def values(self) -> dict[int, float]:
         """By index, the mean of the metric over the seeds of each point that has trained."""
-        trained = enumerate(self.outcomes)
-        return {i: mean_value(o, self.metric) for i, o in trained if o.status in TRAINED}
+        trained = [(i, one) for i, one in enumerate(self.outcomes) if one.status in TRAINED]
+        return {i: self.metric.mean_over(one.results) for i, one in trained}
 
     @property
     def best(self) -> int | None:
         """The index of the best point, the first of equals; None if none has converged."""
-        values = {i: x for i, x in self.values.items() if x != worst_of(self.metric)}
+        values = {i: x for i, x in self.values.items() if x != self.metric.worst}
         choose = max if self.metric.higher_is_better else min
         return choose(values, key=values.__getitem__, default=None)
 
@@ -80,20 +77,6 @@ def choose_objective(asked: str | None, outcomes: Sequence[Outcome]) -> Metric:
     return describe_metric(asked or first)
 
 
-def worst_of(metric: Metric) -> float:
-    """The value that a diverged run counts as."""
-    return 0.0 if metric.higher_is_better else math.inf
-
-
-def mean_value(outcome: Outcome, metric: Metric) -> float:
-    """The mean over the seeds of a cell; a seed that diverged counts as the worst value."""
-    worst = worst_of(metric)
-    return statistics.fmean(
-        result.metrics.get(metric.name, worst) if result.status == "finished" else worst
-        for result in outcome.results
-    )
-
-
 Train = Callable[[Sequence[CellSpec], Sequence[str]], list[Outcome]]
 
 
@@ -107,10 +90,8 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         UserError: all points are refused, or no run has the metric.
         Halted, KeyboardInterrupt: as `check_ended`.
     """
-    cells = [
-        [search.cell(point, is_report=False) for point in search.points] for search in searches
-    ]
-    flat = [cell for own in cells for cell in own]
+    points = [[search.cell(p, is_report=False) for p in search.points] for search in searches]
+    flat = [cell for own in points for cell in own]
     if searches[0].base.dry_run:
         return run_cells(flat, words)
     outcomes = _train(flat, words, train)
@@ -119,14 +100,18 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     ends = iter(outcomes)
     findings = _distinct(
         Finding(search, own, [next(ends) for _ in own])
-        for search, own in zip(searches, cells, strict=True)
+        for search, own in zip(searches, points, strict=True)
     )
     lost = any(outcome.status not in TRAINED for outcome in outcomes)
     if lost and searches[0].base.fail_fast:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
         _record(findings)
-        _report(findings, words, train)
+        chosen = [(each, point) for each in findings if (point := each.best_point) is not None]
+        cells = [each.search.cell(point, is_report=True) for each, point in chosen]
+        fresh = _train(cells, words, train) if cells else []
+        for (each, _), outcome in zip(chosen, fresh, strict=True):
+            each.fresh = outcome
     print_table(findings)
     reported = [each.fresh is not None and each.fresh.status in TRAINED for each in findings]
     return 1 if lost or not all(reported) else 0
@@ -159,18 +144,9 @@ def _record(findings: Sequence[Finding]) -> None:
             append_entries(Path(base.runs_dir) / search.study, [entry])
 
 
-def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:
-    """Trains fresh seeds at the best point of each search."""
-    chosen = [(each, point) for each in findings if (point := each.best_point) is not None]
-    cells = [each.search.cell(point, is_report=True) for each, point in chosen]
-    outcomes = _train(cells, words, train) if cells else []
-    for (each, _), outcome in zip(chosen, outcomes, strict=True):
-        each.fresh = outcome
-
-
 def print_table(findings: Sequence[Finding]) -> None:
     """Prints the best point of each search, warnings, and commands that repeat the best."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = wide_console()
     labels = dict.fromkeys(each.metric.label for each in findings)
     table = Table("search", "best", "points", f"{' or '.join(labels)}, search seeds", box=None)
     table.add_column("fresh seeds, mean [95 % interval]")
