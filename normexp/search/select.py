@@ -42,39 +42,34 @@ class Finding:
 
     @cached_property
     def metric(self) -> Metric:
-        return choose_objective(self.search.base.tune.metric, self.outcomes)
+        """The metric asked for, else the first of VALIDATION that the runs have.
 
-    @property
-    def values(self) -> dict[int, float]:
-        """By index, the mean of the metric over the seeds of each point that has trained."""
-        trained = [(i, one) for i, one in enumerate(self.outcomes) if one.status in TRAINED]
-        return {i: self.metric.mean_over(one.results) for i, one in trained}
+        Raises:
+            UserError: no finished run has the metric asked for.
+        """
+        asked = self.search.base.tune.metric
+        runs = [run for outcome in self.outcomes for run in outcome.results]
+        names = {name for run in runs if run.status == "finished" for name in run.metrics}
+        known = sorted(name for name in names if name.startswith("val/"))
+        if asked is not None and known and asked not in known:
+            raise UserError(f"tune.metric={asked}: no run has it; there are {', '.join(known)}")
+        first = next((name for name in VALIDATION if name in known), VALIDATION[-1])
+        return describe_metric(asked or first)
 
-    @property
-    def best(self) -> int | None:
-        """The index of the best point, the first of equals; None if none has converged."""
-        values = {i: x for i, x in self.values.items() if x != self.metric.worst}
+    @cached_property
+    def best(self) -> tuple[Point, float] | None:
+        """The point of the best mean over seeds, the first of equals, and that mean.
+
+        None if no point has converged.
+        """
+        found = [
+            (point, self.metric.mean_over(outcome.results))
+            for point, outcome in zip(self.search.points, self.outcomes, strict=True)
+            if outcome.status in TRAINED
+        ]
+        known = [(point, value) for point, value in found if value != self.metric.worst]
         choose = max if self.metric.higher_is_better else min
-        return choose(values, key=values.__getitem__, default=None)
-
-    @property
-    def best_point(self) -> Point | None:
-        return None if self.best is None else self.search.points[self.best]
-
-
-def choose_objective(asked: str | None, outcomes: Sequence[Outcome]) -> Metric:
-    """The metric asked for, else accuracy, bits per byte or loss, whichever the runs have first.
-
-    Raises:
-        UserError: no finished run has the metric asked for.
-    """
-    results = [result for outcome in outcomes for result in outcome.results]
-    finished = [result for result in results if result.status == "finished"]
-    available = {name for result in finished for name in result.metrics if name.startswith("val/")}
-    if asked is not None and finished and asked not in available:
-        raise UserError(f"tune.metric={asked}: no run has it; there are {', '.join(available)}")
-    first = next((name for name in VALIDATION if name in available), VALIDATION[-1])
-    return describe_metric(asked or first)
+        return choose(known, key=lambda one: one[1], default=None)
 
 
 Train = Callable[[Sequence[CellSpec], Sequence[str]], list[Outcome]]
@@ -107,10 +102,10 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
         _record(findings)
-        chosen = [(each, point) for each in findings if (point := each.best_point) is not None]
-        cells = [each.search.cell(point, is_report=True) for each, point in chosen]
+        chosen = [each for each in findings if each.best]
+        cells = [each.search.cell(each.best[0], is_report=True) for each in chosen if each.best]
         fresh = _train(cells, words, train) if cells else []
-        for (each, _), outcome in zip(chosen, fresh, strict=True):
+        for each, outcome in zip(chosen, fresh, strict=True):
             each.fresh = outcome
     print_table(findings)
     reported = [each.fresh is not None and each.fresh.status in TRAINED for each in findings]
@@ -155,7 +150,7 @@ def print_table(findings: Sequence[Finding]) -> None:
         table.add_row(*map(Text, [each.search.title, *_cells(each)]))
     console.print(table)
     warnings = [line for each in findings for line in _warnings(each)]
-    best = [f"  {each.search.command(each.best_point)}" for each in findings if each.best_point]
+    best = [f"  {each.search.command(each.best[0])}" for each in findings if each.best]
     for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -166,10 +161,9 @@ def _cells(finding: Finding) -> list[str]:
     count = ", ".join([str(len(finding.outcomes)), *lost])
     if finding.best is None:
         return ["none finished", count, "-", "-", "0"]
-    metric = finding.metric
-    shown = f"{metric.scale * finding.values[finding.best]:.{metric.digits}f}"
-    best = " ".join(words_of(finding.search.points[finding.best]))
-    return [best, count, shown, *_fresh(finding)]
+    (point, value), metric = finding.best, finding.metric
+    shown = f"{metric.scale * value:.{metric.digits}f}"
+    return [" ".join(words_of(point)), count, shown, *_fresh(finding)]
 
 
 def _fresh(finding: Finding) -> list[str]:
@@ -194,15 +188,14 @@ def _warnings(finding: Finding) -> list[str]:
     search, best = finding.search, finding.best
     if best is None:
         return [f"{search.title}: no point has a value; see the lines above"]
-    study = search.base.study
+    study, point = search.base.study, best[0]
     known = read_history(Path(search.base.runs_dir) / study).cells
     others = [
-        f"{search.title}: study={study} also has runs at {' '.join(words_of(point))}, another "
+        f"{search.title}: study={study} also has runs at {' '.join(words_of(other))}, another "
         "point of this search; the result above does not include them"
-        for index, (point, cell) in enumerate(zip(search.points, finding.cells, strict=True))
-        if index != best and cell.digest in known
+        for other, cell in zip(search.points, finding.cells, strict=True)
+        if other != point and cell.digest in known
     ]
-    point = search.points[best]
     return others + [
         f"{search.title}: the best {each.key}={point[each.key]} lies at the edge of what "
         "was searched; a wider range may be better"
