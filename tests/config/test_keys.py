@@ -18,7 +18,7 @@ from normexp.config.compose import compose_cell, compose_config, shipped_config
 from normexp.config.help import config_lines
 from normexp.config.rules import KEYS, OPTIONS, REQUIRED, in_identity, validate, validate_keys
 from normexp.data.dataset import Data
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS, changed, resolve
 
