@@ -74,7 +74,7 @@ def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
         normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
             fit.
     """
-    from normexp.cells.load import load_run
+    from normexp.cells.finished import load_run
 
     return load_run(Path(run_dir), ema=ema)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import normexp
-from normexp.cells.load import load_weights
+from normexp.cells.finished import load_weights
 from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.records.paths import seed_dir
@@ -109,4 +109,4 @@ def test_weights_of_any_other_content_are_named(tmp_path: Path):
     for content in (b"junk", b"", b"PK\x03\x04", bytes(range(256))):
         (tmp_path / "weights.pt").write_bytes(content)
         with pytest.raises(UserError, match="does not fit its config.yaml, or is torn"):
-            load_weights(nn.Linear(2, 2), tmp_path, precision="32-true")
+            load_weights(nn.Linear(2, 2), tmp_path / "weights.pt", precision="32-true")

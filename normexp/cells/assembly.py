@@ -1,31 +1,43 @@
-"""Builds what trains a cell: replicas (new or from a checkpoint), module, callbacks."""
+"""Builds what trains a cell: replicas (new or from a checkpoint), module, callbacks and loggers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import Logger
 from torch import nn
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.speed import stacks
 from normexp.build import build_callbacks as build_own_callbacks
-from normexp.build import build_optimizer, build_schedule, synchronized
+from normexp.build import build_logger, build_optimizer, build_schedule, synchronized
 from normexp.cells.cell import Cell
 from normexp.cells.plan import num_devices_of
+from normexp.config.process import is_under_agent
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
+from normexp.records.paths import seed_dir
+from normexp.records.result import hyperparameters
 from normexp.training.callbacks import StepReports, TrainingProgress, act_on_batches
 from normexp.training.devices import device_type, set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
 from normexp.training.evaluation import criterion_of
 from normexp.training.module import TrainingModule
 from normexp.training.optim import Recipe
-from normexp.training.recorder import Recorder
+from normexp.training.recorder import (
+    OwnRun,
+    Recorder,
+    RunSink,
+    WandbRun,
+    resolve_mode,
+    tensorboard,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +59,22 @@ def build_module(
 
 def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
     """The recipe of a cell; with `lrs`, for replicas with these learning rates."""
-    cfg = cell.cfg
+    cfg, plan = cell.cfg, cell.plan
     return Recipe(
-        sizes=cell.plan.sizes,
-        optimizer=build_optimizer(cfg, momentum=cell.plan.optimizer_momentum),
-        schedule=build_schedule(cfg, cell.plan.num_steps),
-        lr=cell.plan.lr if lrs is None else max(lrs),
+        sizes=plan.sizes,
+        optimizer=build_optimizer(cfg, momentum=plan.optimizer_momentum),
+        schedule=build_schedule(cfg, plan.num_steps),
+        lr=plan.lr if lrs is None else max(lrs),
         lr_scales=None if lrs is None else tuple(lr / max(lrs) for lr in lrs),
         weight_decay=cfg.optim.weight_decay,
         decay_norm=cfg.optim.decay_norm,
         decay_bias=cfg.optim.get("decay_bias", True),
-        max_grad_norm=cell.plan.max_grad_norm,
-        eval_group=cell.plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
+        max_grad_norm=cfg.max_grad_norm,
+        eval_group=plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
         log_every=cfg.log_every,
         max_chunk=1 if act_on_batches(_own_callbacks(cell)) else cfg.chunk,
         compile=cfg.get("compile", False),
-        ema=cell.plan.ema,
+        ema=cfg.ema,
     )
 
 
@@ -80,6 +92,9 @@ def _own_callbacks(cell: Cell) -> list[Callback]:
     return build_own_callbacks(cell.cfg, [f"val/{name}" for name in metrics])
 
 
+# --- Replicas ------------------------------------------------------------------------------------
+
+
 def build_replicas(cell: Cell, seeds: list[int], *, is_stacked: bool | None = None) -> Replicas:
     return arrange_replicas(cell, [cell.build(seed) for seed in seeds], is_stacked=is_stacked)
 
@@ -89,7 +104,7 @@ def arrange_replicas(
 ) -> Replicas:
     """Stacks networks of one cell if that is possible and faster, see `will_stack`."""
     device = device_type(cell.cfg.trainer.accelerator)
-    set_matmul_precision(cell.plan.matmul_precision, device)
+    set_matmul_precision(cell.cfg.matmul_precision, device)
     if will_stack(cell, len(networks), is_stacked=is_stacked):
         return Stacked(networks)
     return InTurn(networks, has_foreign_draws=cell.traits.draws_for_itself)
@@ -114,28 +129,23 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     return obstacle is None
 
 
-def scales_with_lr(cell: Cell) -> bool:
-    """True if every step's rate is a share of `lr`, so that a stack may have several `lr`.
+def stacks_with_other_rates(cell: Cell, num_replicas: int) -> bool:
+    """True if runs at other `lr` may share a stack with those of a cell.
 
-    A scheduler may set rates of its own, such as the `max_lr` of OneCycleLR.
+    Every step's rate must be a share of `lr`, and a scheduler may set rates of its own, such as the
+    `max_lr` of OneCycleLR.
     """
-    return build_schedule(cell.cfg, cell.plan.num_steps).build is None
+    scales = build_schedule(cell.cfg, cell.plan.num_steps).build is None
+    return scales and will_stack(cell, num_replicas)
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
-    """A new network per seed, in the form of a usable checkpoint, whose weights Lightning loads."""
-    found = fitting_replicas(cell, seeds, checkpoint)
-    if found is None:
-        return build_replicas(cell, seeds)
-    replicas, step = found
-    logger.info("%s continues from step %d of %d", cell.title, step, cell.plan.num_steps)
-    return replicas
+    """New networks, in the form of a usable checkpoint, whose weights Lightning loads.
 
-
-def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Replicas, int] | None:
-    """New networks that a checkpoint fits, and its step; a torn or unfitting one is renamed."""
+    A checkpoint that is torn or does not fit is renamed, and logged.
+    """
     if not checkpoint.is_file():
-        return None
+        return build_replicas(cell, seeds)
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
         own = content["normexp"]
@@ -145,7 +155,7 @@ def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Re
             raise ValueError("it belongs to other networks")
         optimizer = build_recipe(cell).build_optimizer(replicas)
         optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit
-        return replicas, own["losses"]["num_steps"]
+        step = own["losses"]["num_steps"]
     except Exception as error:  # torch raises many kinds
         with suppress(FileNotFoundError):  # another process of this training was faster
             aside = checkpoint.replace(checkpoint.with_suffix(".unreadable"))
@@ -153,8 +163,88 @@ def fitting_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> tuple[Re
                 "%s cannot be used (%s); it is kept as %s and the stack starts over",
                 *(checkpoint, one_line(error), aside.name),
             )
-        return None
+        return build_replicas(cell, seeds)
+    logger.info("%s continues from step %d of %d", cell.title, step, cell.plan.num_steps)
+    return replicas
 
 
 def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in weights.items()}
+
+
+# --- Loggers besides metrics.csv: Weights & Biases, TensorBoard and the user's own ----------------
+
+
+@contextmanager
+def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
+    """The loggers of one run, which are finished at the end, as failed if the block raises."""
+    chosen = cell.cfg.logger
+    opened: list[WandbRun | OwnRun] = []
+    has_failed = True
+    try:
+        if "wandb" in chosen and not is_under_agent():
+            opened.append(_wandb_run(cell, seed))
+        if "custom" in chosen and chosen.custom.per == "run":
+            place = _place(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
+            params = _params(cell) | {"seed": seed}
+            opened.append(OwnRun(build_logger(cell.cfg, place), params))
+        yield list(opened)
+        has_failed = False
+    finally:
+        for run in opened:
+            run.finish(failed=has_failed)
+
+
+def _wandb_run(cell: Cell, seed: int) -> WandbRun:
+    chosen, config = cell.cfg.logger.wandb, _params(cell) | {"seed": seed}
+    named = [config[key] for key in ("norm", "model", "data", "study", "experiment")]
+    marks = [*(cell.cfg.tags or []), *(["INVALID"] if cell.invalid else [])]
+    return WandbRun(
+        mode=chosen.mode,
+        directory=cell.study_dir,
+        id_file=seed_dir(cell.directory, seed) / "wandb-id",
+        tags=list(dict.fromkeys(str(tag) for tag in (*named, *marks) if tag)),
+        config=config,
+        project=chosen.project,
+        entity=chosen.entity,
+        name=f"{chosen.name or cell.id}/seed-{seed}",
+        group=chosen.group or cell.id,  # W&B's grouping shows mean and spread over seeds
+        notes=cell.cfg.notes,
+    )
+
+
+def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
+    """The Lightning loggers of a stack, which get the mean over its runs; says what gets what."""
+    first, last = seeds[0], seeds[-1]
+    version = f"seed-{first}" if first == last else f"mean-of-seeds-{first}-to-{last}"
+    params = _params(cell) | {"curves": version.replace("-", " ")}
+    chosen, opened = cell.cfg.logger, list[Logger]()
+    if "wandb" in chosen and not is_under_agent() and resolve_mode(chosen.wandb.mode) == "offline":
+        folder = cell.study_dir / "wandb"
+        logger.info("W&B is offline; upload its runs later: wandb sync %s/offline-run-*", folder)
+    if "tensorboard" in chosen:
+        opened.append(tensorboard(cell.directory, version))
+    if "custom" in chosen:
+        per_cell = chosen.custom.per == "cell"
+        logger.info("logger=custom gets %s", params["curves"] if per_cell else "each run by itself")
+        if per_cell:
+            opened.append(build_logger(cell.cfg, _place(cell, version, cell.directory)))
+    for one in opened:
+        one.log_hyperparams(params)
+    return opened
+
+
+def _params(cell: Cell) -> dict[str, Any]:
+    cfg = cell.cfg
+    return hyperparameters(cell.record, study=cfg.study, experiment=cfg.get("experiment"))
+
+
+def _place(cell: Cell, version: str, folder: Path) -> dict[str, Any]:
+    """What loggers call their run and where they write, by the names of their arguments."""
+    return {
+        "save_dir": str(folder),
+        "name": cell.id,
+        "version": version,
+        "experiment_name": cell.cfg.study,
+        "run_name": f"{cell.id}/{version}",
+    }

@@ -25,14 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from normexp.build import plain
-from normexp.cells.assembly import OnSteps, fitting_replicas
+from normexp.cells.assembly import OnSteps
 from normexp.cells.cell import prepare_cell
-from normexp.cells.naming import choices_in
 from normexp.cells.plan import num_devices_of
-from normexp.cells.stack import Stack, follow_stack, train_together
+from normexp.cells.stack import Stack, begun_stack, follow_stack, train_together
 from normexp.config.process import place_among
 from normexp.config.spec import CellSpec, one_line
+from normexp.config.target import plain
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord
@@ -55,29 +54,25 @@ class RankFailed(RuntimeError):
 class Order:
     """What all ranks are to train, in plain values: each builds it for itself."""
 
-    cfg: dict[str, Any]
+    cfg: dict[str, Any]  # of the first cell of the stack
     choices: dict[str, str]
-    seeds: list[int]
     record: StackRecord
-    notes: list[str]  # shown as the cell was prepared
+    known: list[str]  # messages that were shown as the cell was prepared
 
     def train(self, rank: int, stop: StopRequest, on_steps: OnSteps | None) -> None:
         """Trains as this rank. Raises Interrupted in all ranks alike."""
         if rank == 0:
-            with messages_to_stderr(known=self.notes):
-                train_together(self._build_stack(), self.notes, stop, on_steps)
+            with messages_to_stderr(known=self.known):
+                train_together(self._build_stack(), stop, on_steps)
         else:
             with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
                 follow_stack(self._build_stack(), stop)
 
     def _build_stack(self) -> Stack:
-        cell = prepare_cell(OmegaConf.create(self.cfg), self.choices)
-        return Stack([(cell, seed) for seed in self.seeds], self.record)
+        return begun_stack(self.record, [prepare_cell(OmegaConf.create(self.cfg), self.choices)])
 
 
-def train_on_devices(
-    stack: Stack, notes: Sequence[str], stop: StopRequest, on_steps: OnSteps | None
-) -> None:
+def train_on_devices(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
     """Trains a stack as `train_together` does, on as many devices as its cell has.
 
     Raises:
@@ -88,18 +83,15 @@ def train_on_devices(
     cell = stack.cell
     num_devices = num_devices_of(cell.cfg)
     if num_devices == 1:
-        train_together(stack, notes, stop, on_steps)
+        train_together(stack, stop, on_steps)
         return
-    # Sets an unfitting checkpoint aside, once.
-    fitting_replicas(cell, stack.seeds, stack.record.checkpoint)
-    choices = choices_in(cell.record)
-    order = Order(plain(cell.cfg), choices, stack.seeds, stack.record, list(notes))
+    order = Order(plain(cell.cfg), dict(cell.choices), stack.record, list(cell.messages))
     if place_among(num_devices) is None:
         with stop.listening():
             _spawn_ranks(order, stop, on_steps)
     else:
         with started_ranks(cell.cfg).training(order):
-            train_together(stack, notes, stop, on_steps)
+            train_together(stack, stop, on_steps)
 
 
 # --- processes that Lightning starts --------------------------------------------------------------

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
 
 from normexp.batching.sizes import Sizes
-from normexp.build import build_schedule, plain
-from normexp.cells.plan import Plan, num_devices_of
+from normexp.build import build_schedule
+from normexp.cells.draft import OPTIM_SCHEDULE, Draft
+from normexp.cells.plan import num_devices_of
+from normexp.checks.preflight import Traits
 from normexp.config.compose import (
     parts_with_target,
     shipped_config,
@@ -22,8 +23,8 @@ from normexp.config.compose import (
     shipped_targets,
 )
 from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
-from normexp.data.dataset import Data
-from normexp.norms.slots import SLOTS
+from normexp.config.target import plain
+from normexp.norms.slots import SLOTS, changed
 from normexp.records.identity import (
     canonical_sizes,
     cell_id,
@@ -36,8 +37,10 @@ from normexp.records.identity import (
 logger = logging.getLogger(__name__)
 
 GROUPS = ("norm", "model", "data", "optim")
-OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that a `schedule` takes the place of
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
+TRAITS = (  # that are recorded
+    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
+)
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
@@ -59,23 +62,12 @@ TURNED = {
 ABSENT = {"optim.decay_bias": True, "data.limit_train": None}
 
 
-def identity_of(
-    cfg: DictConfig,
-    data: Data,
-    plan: Plan,
-    slots: Mapping[str, Any],
-    *,
-    mixes_samples: bool,
-    weights_digest: str | None = None,
-) -> dict[str, Any]:
+def identity_of(draft: Draft, *, mixes_samples: bool) -> dict[str, Any]:
     """Everything that defines a training except its seed, as derived values in canonical form.
 
     Holds digests of the data and of a user's own modules, so that an edited one is a new cell.
-
-    Args:
-        slots: the slots that the model uses and that differ from their defaults, resolved.
-        weights_digest: of the weights that the model starts from.
     """
+    cfg, plan, weights_digest = draft.cfg, draft.plan, draft.build.weights_digest
     identity = defining(plain(cfg))
     for part in parts_with_target(identity):
         with suppress(TypeError):  # built in: no file
@@ -86,10 +78,10 @@ def identity_of(
                 part["source_digest"] = loaded_sources().get(str(root), now)
                 if part["source_digest"] != now:
                     logger.warning("%s was edited after its import: not the edit is trained", root)
-    identity["data"]["digest"] = data.digest
+    identity["data"]["digest"] = draft.data.digest
     if weights_digest is not None:
         identity["model"]["weights_digest"] = weights_digest
-    identity |= {**slots, "num_steps": plan.num_steps, "lr": plan.lr}
+    identity |= {**_slots(draft), "num_steps": plan.num_steps, "lr": plan.lr}
     # A device's share of a forward pass is a ghost sub-batch, so the plan's sizes count devices.
     sizes = [getattr(plan.sizes, key) for key in SIZES]
     identity |= canonical_sizes(*sizes, mixes_samples=mixes_samples)
@@ -107,6 +99,10 @@ def identity_of(
     return identity
 
 
+def _slots(draft: Draft) -> dict[str, Any]:
+    return changed(draft.norm.slots, draft.norm.used)
+
+
 def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
     """The id of a cell: a slug, and a hash of everything that differs from the shipped defaults."""
     defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
@@ -117,19 +113,20 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
         content["version"] = version
     for group in groups:
         content[group] = content_of(group, choices[group], identity[group])
-    return cell_id(content, _slug(identity, choices))
+    names = [_label(group, choices[group], identity[group]) for group in GROUPS[:3]]
+    sizes = [f"{key[0]}{identity[key]}" for key in SIZES if identity[key]]  # b32, m8, n4
+    return cell_id(content, [*names, *sizes, f"lr{identity['lr']:.6g}"])
 
 
-def record_of(
-    choices: Mapping[str, str], plan: Plan, identity: dict[str, Any], cfg: DictConfig
-) -> dict[str, Any]:
-    """The config in result.json: names, canonical sizes, and the whole identity.
+def record_of(draft: Draft, traits: Traits, identity: dict[str, Any]) -> dict[str, Any]:
+    """The config in result.json: names, canonical sizes, traits, and the whole identity.
 
     Whichever of several lines that mean this cell trains it first, the record is the same.
     """
-    sizes = {key: identity[key] for key in SIZES}
+    cfg, plan = draft.cfg, draft.plan
+    sizes, chance = {key: identity[key] for key in SIZES}, draft.data.chance_accuracy
     return {
-        **choices_in(choices),
+        **choices_in(draft.choices),
         **{key: cfg[key] for key in ("lr_rule", "eps", "drop_last")},
         **sizes,
         "devices": num_devices_of(cfg),
@@ -137,10 +134,13 @@ def record_of(
         "epochs": plan.num_steps / plan.steps_per_epoch,
         "num_steps": plan.num_steps,
         "lr": plan.lr,
-        "max_grad_norm": plan.max_grad_norm,
+        "max_grad_norm": cfg.max_grad_norm,
         "precision": cfg.trainer.precision,
-        "matmul_precision": plan.matmul_precision,
+        "matmul_precision": cfg.matmul_precision,
         "identity": identity,
+        **_slots(draft),
+        **{name: getattr(traits, name) for name in TRAITS},
+        **({} if chance is None else {"chance_accuracy": chance}),
     }
 
 
@@ -183,14 +183,6 @@ def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any
     if version := VERSIONS.get(name):
         content["version"] = version
     return content
-
-
-def _slug(identity: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
-    """norm, model and data, the sizes that are set, and the learning rate."""
-    names = [_label(group, choices[group], identity[group]) for group in GROUPS[:3]]
-    sizes = {"b": "batch_size", "m": "micro_batch_size", "n": "norm_batch_size"}
-    set_sizes = [f"{letter}{identity[key]}" for letter, key in sizes.items() if identity[key]]
-    return [*names, *set_sizes, f"lr{identity['lr']:.6g}"]
 
 
 def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:

@@ -36,9 +36,6 @@ class Plan:
     lr: float
     optimizer_momentum: float | None  # None for an optimizer without momentum
     norm_momentum: float | None  # of the running averages; None unless norm.half_life is set
-    max_grad_norm: float | None
-    ema: float | None
-    matmul_precision: str
     notes: tuple[str, ...] = ()  # for the user, once nothing is refused
 
     @property
@@ -97,9 +94,6 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
         lr=lr,
         optimizer_momentum=momentum,
         norm_momentum=_norm_momentum(cfg, sizes),
-        max_grad_norm=cfg.max_grad_norm,
-        ema=cfg.ema,
-        matmul_precision=cfg.matmul_precision,
         notes=tuple(notes),
     )
 

@@ -12,20 +12,17 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
-from normexp.cells.assembly import OnSteps, scales_with_lr, will_stack
+from normexp.cells.assembly import OnSteps, stacks_with_other_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
-from normexp.cells.evaluate import suggest_evaluation
-from normexp.cells.naming import choices_in
+from normexp.cells.finished import suggest_evaluation
 from normexp.cells.recorded import has_evaluations, key_entry
-from normexp.cells.stack import Stack, new_stack
+from normexp.cells.stack import Run, Stack, begun_stack, new_stack
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
 from normexp.errors import UserError
@@ -39,7 +36,6 @@ from normexp.records.files import (
 )
 from normexp.records.history import AttemptEntry, KeyEntry, append_entries, read_history
 from normexp.records.identity import place_of
-from normexp.records.logs import collected_messages
 from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
 from normexp.records.result import CellRecords, Result, read_records, write_result
 from normexp.records.stacks import StackRecord, end_stack, list_stacks
@@ -70,10 +66,12 @@ def run_task(
     """
     started = time.monotonic()
     try:
-        task = _prepare_task(specs)
-        if task is None:
-            return [Outcome("alone", name_of(spec)) for spec in specs]
-        outcomes = _run(task, on_begin or (lambda *_: None), on_steps, stop or StopRequest())
+        cells = _prepare_together(specs) if len(specs) > 1 else [_prepare(specs[0])]
+        if cells:
+            task = Task(cells, on_begin or (lambda *_: None), on_steps, stop or StopRequest())
+            outcomes = task.run()
+        else:
+            outcomes = [Outcome("alone", name_of(spec)) for spec in specs]
     except Exception as error:  # user code may raise anything, and the other cells go on
         outcomes = _outcomes_of_error(error, specs)
     for outcome in outcomes:
@@ -81,19 +79,30 @@ def run_task(
     return outcomes
 
 
-@dataclass(frozen=True)
+def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outcome]:
+    full = full_disk(error, specs[0].study_dir)
+    status, reason = "failed", full or one_line(error)
+    if not full and isinstance(error, UserError):
+        status, reason = "refused", str(error)
+    elif not full and not isinstance(error, RankDied):  # which has no traceback worth reading
+        logger.error("%s: %s", specs[0].title, "".join(traceback.format_exception(error)))
+    return [Outcome(status, name_of(spec), error=reason, halts=bool(full)) for spec in specs]
+
+
+# --- The cells of a task -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
 class TaskCell:
     """A prepared cell of a task, and the records of its requested seeds.
 
     Attributes:
-        messages: logged while the cell was prepared; they go to the log of its stack.
         key: from when the cell was prepared; None if it cannot have one.
     """
 
     cell: Cell
     seeds: Sequence[int]
-    messages: Sequence[str] = ()
-    key: KeyEntry | None = None
+    key: KeyEntry | None
 
     def records(self) -> CellRecords:
         return read_records(self.cell.directory, self.seeds)
@@ -102,236 +111,196 @@ class TaskCell:
         cfg = self.cell.cfg
         return self.records().missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
 
-    def outcome(self, status: CellStatus, error: str = "", holder: int | None = None) -> Outcome:
+    def outcome(self, status: CellStatus, error: str = "") -> Outcome:
         """The outcome with the present records; an ended cell with a failed run has failed."""
-        records, cell = self.records(), self.cell
-        if records.failed and status in ("finished", "skipped"):
-            status, error = "failed", error or self._last_failure(records)
-        is_evaluated = has_evaluations(cell.directory, records.ended, cell.evaluation.kinds)
+        records, cell, key = self.records(), self.cell, self.key
+        has_ended = status in ("finished", "skipped")
+        if has_ended and records.failed:
+            status, error = "failed", error or self._last_failure(records.failed)
+        kinds = cell.evaluation.kinds
+        if not has_ended or not has_evaluations(cell.directory, records.ended, kinds):
+            key = None  # the next command prepares the cell again
         return Outcome(
             *(status, cell.title, cell.id, cell.directory, cell.record),
             error=error,
             invalid=cell.invalid,
             missing=self.missing(),
-            memory=self.cell.memory,
-            holder=holder,
-            key=self.key if status in ("finished", "skipped") and is_evaluated else None,
+            memory=cell.memory,
+            key=key,
         )
 
-    def _last_failure(self, records: CellRecords) -> str:
+    def skipped(self) -> Outcome:
+        """The outcome of a cell that had all its runs."""
+        suggest_evaluation(self.cell, self.seeds)
+        return self.outcome("skipped")
+
+    def _last_failure(self, failed: Sequence[Result]) -> str:
         """The error of a failed run that is not retried, and how to retry it."""
-        attempts = max(run.attempts for run in records.failed)
+        attempts = max(run.attempts for run in failed)
         can_retry = self.cell.cfg.retry_failed
         remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
-        return f"{records.failed[0].error} (attempt {attempts}; {remedy} tries again)"
-
-
-# --- Claiming: the locks of all cells, or none ---------------------------------------------------
-
-
-def _prepare_task(specs: Sequence[CellSpec]) -> list[TaskCell] | None:
-    """Prepares the cells of a task; None if several do not stack, or one cannot be prepared."""
-    try:
-        first = _prepare(specs[0])
-        num_runs = sum(len(spec.seeds) for spec in specs)
-        if len(specs) > 1 and not (scales_with_lr(first.cell) and will_stack(first.cell, num_runs)):
-            return None
-        return [first, *map(_prepare, specs[1:])]
-    except Exception:
-        if len(specs) > 1:  # each is refused or fails for its own reason
-            return None
-        raise
+        return f"{failed[0].error} (attempt {attempts}; {remedy} tries again)"
 
 
 def _prepare(spec: CellSpec) -> TaskCell:
     if spec.cfg is None:
         raise UserError(spec.error)
     validate(spec.cfg)
-    with collected_messages() as messages:
-        cell = prepare_cell(spec.cfg, spec.choices)
+    cell = prepare_cell(spec.cfg, spec.choices)
     key = key_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
-    return TaskCell(cell, spec.seeds, messages, key)
+    return TaskCell(cell, spec.seeds, key)
 
 
-def _run(
-    task: Sequence[TaskCell], on_begin: OnBegin, on_steps: OnSteps | None, stop: StopRequest
-) -> list[Outcome]:
-    if task[0].cell.cfg.dry_run:
-        return [each.outcome("planned") for each in task]
-    is_missing = any(each.missing() for each in task)
-    records = _stacks_of(task)
-    if not is_missing and not _has_leftovers(task, records):
-        return [_skip(each) for each in task]
-    mates = _mates_of(task, records)
-    with _claimed([*task, *mates]) as busy:
-        if busy is not None or _stacks_of(task) != records:  # begun or ended before the lock
-            return [busy or each.outcome("busy") if is_missing else _skip(each) for each in task]
-        cells = {each.cell.id: each.cell for each in [*task, *mates]}
-        claim = Claim(task, cells, on_begin, on_steps, stop)
-        trained = {each.cell.id for each in task if each.missing()}
-        try:
-            with stop.listening():
-                claim.train(records)
-        except Interrupted:
-            return [each.outcome("stopped" if each.missing() else "finished") for each in task]
-    return [
-        each.outcome("finished", claim.errors.get(each.cell.id, ""))
-        if each.cell.id in trained
-        else _skip(each)
-        for each in task
-    ]
-
-
-def _stacks_of(task: Sequence[TaskCell]) -> list[StackRecord]:
-    return list_stacks(task[0].cell.study_dir, [each.cell.id for each in task])
-
-
-def _has_leftovers(task: Sequence[TaskCell], records: Sequence[StackRecord]) -> bool:
-    """True if a process was killed between its last result and cleaning up."""
-    study_dir = task[0].cell.study_dir
-    return any((each.cell.directory / LOCK_FILE).exists() for each in task) or any(
-        all(record.has_ended(study_dir, member) for member in record.members) for record in records
-    )
-
-
-def _mates_of(task: Sequence[TaskCell], records: Iterable[StackRecord]) -> list[TaskCell]:
-    """The other cells of begun stacks: an earlier command asked for them too."""
-    known = {each.cell.id: each for each in task}
-    mates: dict[str, TaskCell] = {}
-    for record in records:
-        ids = {cell_id for cell_id, _ in record.members}
-        template = next(known[cell_id] for cell_id in ids if cell_id in known).cell
-        for cell_id in sorted(ids - {*known, *mates}):
-            cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
-            with collected_messages():
-                cell = prepare_cell(cfg, choices_in(template.record))
-            if cell.id != cell_id:
-                raise UserError(
-                    f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
-                )
-            mates[cell_id] = TaskCell(cell, [])
-    return list(mates.values())
-
-
-@contextmanager
-def _claimed(cells: Sequence[TaskCell]) -> Iterator[Outcome | None]:
-    """Yields None holding the locks of all cells, or a `busy` outcome holding none of them."""
-    ensure_writable(cells[0].cell.study_dir)
-    with ExitStack() as held:
-        for each in sorted(cells, key=lambda each: each.cell.id):  # one order for all processes
-            each.cell.directory.mkdir(parents=True, exist_ok=True)
-            lock = each.cell.directory / LOCK_FILE
-            if not held.enter_context(file_lock(lock)):
-                held.close()
-                yield each.outcome("busy", holder=holder_of(lock))
-                return
-        yield None
-
-
-# --- Training: begun stacks as they were, then the other runs ------------------------------------
+def _prepare_together(specs: Sequence[CellSpec]) -> list[TaskCell]:
+    """The cells of a stack; none if they do not stack, or if one of them cannot be prepared."""
+    with suppress(Exception):  # alone, each is refused or fails for its own reason
+        first = _prepare(specs[0])
+        if stacks_with_other_rates(first.cell, sum(len(spec.seeds) for spec in specs)):
+            return [first, *map(_prepare, specs[1:])]
+    return []
 
 
 @dataclass(frozen=True)
-class Claim:
-    """The cells of a task while their locks are held."""
+class Task:
+    """The cells of a task, from claim to record.
 
-    task: Sequence[TaskCell]
-    cells: Mapping[str, Cell]  # by id, including those of begun stacks
+    Attributes:
+        errors: the first failure of a cell's runs, by the cell's id.
+    """
+
+    cells: Sequence[TaskCell]
     on_begin: OnBegin
     on_steps: OnSteps | None
     stop: StopRequest
-    errors: dict[str, str] = field(default_factory=dict)  # by cell, the first failure of its runs
+    errors: dict[str, str] = field(default_factory=dict)
 
     @property
     def study_dir(self) -> Path:
-        return self.task[0].cell.study_dir
+        return self.cells[0].cell.study_dir
 
-    def train(self, begun: Sequence[StackRecord]) -> None:
-        """Trains all missing runs of the task, those of begun stacks first."""
-        for cell in self.cells.values():  # files of processes that were killed
-            for folder in (cell.directory, *cell.directory.glob("seed-*")):
-                remove_leftovers(folder)
+    def run(self) -> list[Outcome]:
+        """Claims the cells, trains what is missing, and returns the outcome of each."""
+        if self.cells[0].cell.cfg.dry_run:
+            return [each.outcome("planned") for each in self.cells]
+        is_missing = any(each.missing() for each in self.cells)
+        records = self._begun()
+        if not is_missing and not self._has_leftovers(records):
+            return [each.skipped() for each in self.cells]
+        cells = [each.cell for each in self.cells]
+        begun = [begun_stack(record, cells) for record in records]
+        cells += [cell for stack in begun for cell, _ in stack.runs]
+        with _claimed(cells) as busy:
+            if busy is None and self._begun() != records:  # begun or ended before the lock
+                busy = self.cells[0].outcome("busy")
+            if busy is not None:
+                return [busy if is_missing else each.skipped() for each in self.cells]
+            for cell in cells:  # files of processes that were killed
+                for folder in (cell.directory, *cell.directory.glob("seed-*")):
+                    remove_leftovers(folder)
+            return self._train_claimed(begun)
+
+    def _begun(self) -> list[StackRecord]:
+        return list_stacks(self.study_dir, [each.cell.id for each in self.cells])
+
+    def _has_leftovers(self, records: Iterable[StackRecord]) -> bool:
+        """True if a process was killed between its last result and cleaning up."""
+        return any((each.cell.directory / LOCK_FILE).exists() for each in self.cells) or any(
+            all(record.has_ended(self.study_dir, member) for member in record.members)
+            for record in records
+        )
+
+    # --- Training: begun stacks as they were, then the other runs
+
+    def _train_claimed(self, begun: Sequence[Stack]) -> list[Outcome]:
+        missing = [each for each in self.cells if each.missing()]
+        try:
+            with self.stop.listening():
+                self._train_all(begun)
+        except Interrupted:
+            return [
+                each.outcome("stopped" if each.missing() else "finished") for each in self.cells
+            ]
+        return [
+            each.outcome("finished", self.errors.get(each.cell.id, ""))
+            if each in missing
+            else each.skipped()
+            for each in self.cells
+        ]
+
+    def _train_all(self, begun: Sequence[Stack]) -> None:
+        """Trains all missing runs; those of a stack that fails, one by one."""
         waiting = deque(self._arrange(begun))
         while waiting:
             stack = waiting.popleft()
-            error = self._earlier_failure(stack) or self._train(stack)
-            if error is None:
-                continue
-            if len(stack.runs) > 1:
+            error = self._earlier_failure(stack.record) or self._train(stack)
+            if error is not None and len(stack.runs) > 1:
                 logger.warning("each run of %s is trained apart: %s", stack.record.directory, error)
-                waiting.extendleft(reversed(self._split(stack, error)))
-            else:
+                apart = [new_stack([run], apart=error) for run in stack.open_runs()]
+                end_stack(stack.record)
+                waiting.extendleft(reversed(apart))
+            elif error is not None:
                 self._record_failure(stack, error)
 
-    def _arrange(self, begun: Sequence[StackRecord]) -> list[Stack]:
-        """Begun stacks, then failed runs one by one, then all new runs as one stack."""
-        stacks = []
-        missing = {(each.cell.id, seed) for each in self.task for seed in each.missing()}
-        for record in begun:
-            left = [m for m in record.members if not record.has_ended(self.study_dir, m)]
-            if not left:
-                end_stack(record)
-            elif missing & set(left):
-                runs = [(self.cells[cell_id], seed) for cell_id, seed in record.members]
-                stacks.append(Stack(runs, record))
-            missing -= set(record.members)
-        new: list[tuple[Cell, int]] = []
-        for each in self.task:
-            records = each.records()
-            for run in records.failed:
-                if (each.cell.id, run.seed) in missing:
-                    alone = [(each.cell, run.seed)]
-                    stacks.append(new_stack(alone, apart=run.apart, attempts=run.attempts))
-            own = [(each.cell, seed) for seed in records.new if (each.cell.id, seed) in missing]
-            if each.cell.alone is None:
-                new += own
-            else:
-                stacks += [new_stack([run]) for run in own]
+    def _arrange(self, begun: Sequence[Stack]) -> list[Stack]:
+        """Begun stacks with a missing run; runs that failed or train alone; all others in one."""
+        stacks: list[Stack] = []
+        new: list[Run] = []
+        missing = {(each.cell, seed) for each in self.cells for seed in each.missing()}
+        for stack in begun:
+            still_open = stack.open_runs()
+            if not still_open:
+                end_stack(stack.record)
+            elif missing & set(still_open):
+                stacks.append(stack)
+            missing -= set(stack.runs)
+        for each in self.cells:
+            failed = {run.seed: run for run in each.records().failed}
+            for seed in each.seeds:
+                if (run := (each.cell, seed)) not in missing:
+                    continue
+                if (last := failed.get(seed)) is not None:
+                    stacks.append(new_stack([run], apart=last.apart, attempts=last.attempts))
+                elif each.cell.alone is not None:
+                    stacks.append(new_stack([run]))
+                else:
+                    new.append(run)
         return [*stacks, new_stack(new)] if new else stacks
 
-    def _earlier_failure(self, stack: Stack) -> str | None:
+    def _earlier_failure(self, record: StackRecord) -> str | None:
         """Why a stack as it is must not be tried again; None if it may.
 
         It raised, or its process died: a run alone once, several runs twice at one checkpoint.
         """
-        everything = read_history(self.study_dir).attempts
-        attempts = [each for each in everything if each.stack == stack.record.id]
-        here = stack.record.checkpointed_at
-        deaths = [each for each in attempts if each.checkpointed_at == here]
+        attempts = [
+            each for each in read_history(self.study_dir).attempts if each.stack == record.id
+        ]
+        deaths = [each for each in attempts if each.checkpointed_at == record.checkpointed_at]
         has_raised = any(not each.died for each in attempts)
-        is_lost = has_raised or len(deaths) >= min(2, len(stack.runs))
+        is_lost = has_raised or len(deaths) >= min(2, len(record.members))
         return attempts[-1].error if is_lost else None
 
     def _train(self, stack: Stack) -> str | None:
         """Trains and records a stack; returns why it failed, None if it did not."""
-        self.on_begin(stack.record, [each.cell.id for each in self.task])
+        record = stack.record
+        self.on_begin(record, [each.cell.id for each in self.cells])
         try:
-            train_on_devices(stack, self.task[0].messages, self.stop, self.on_steps)
+            train_on_devices(stack, self.stop, self.on_steps)
         except UserError:
-            if (
-                not stack.record.checkpoint.is_file()
-            ):  # else the same line goes on from there, once mended
-                end_stack(stack.record)
+            if not record.checkpoint.is_file():  # else the same line, once mended, goes on there
+                end_stack(record)
             raise
         except (Interrupted, RankDied):  # the checkpoint stays
             raise
         except Exception as error:
-            if full_disk(error, stack.record.directory):
+            if full_disk(error, record.directory):
                 raise
-            with open(stack.record.directory / LOG_FILE, "a", encoding="utf-8") as file:
+            with open(record.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
-            reason, at = one_line(error) + place_of(error), stack.record.checkpointed_at
-            attempt = AttemptEntry(stack.record.id, reason, died=False, checkpointed_at=at)
+            reason, at = one_line(error) + place_of(error), record.checkpointed_at
+            attempt = AttemptEntry(record.id, reason, died=False, checkpointed_at=at)
             append_entries(self.study_dir, [attempt])
             return reason
         return None
-
-    def _split(self, stack: Stack, reason: str) -> list[Stack]:
-        """A stack of its own for each run without a result."""
-        left = [run for run in stack.runs if not stack.has_ended(*run)]
-        apart = [new_stack([run], apart=reason) for run in left]
-        end_stack(stack.record)
-        return apart
 
     def _record_failure(self, stack: Stack, reason: str) -> None:
         """Writes the failed result of a stack of one."""
@@ -349,20 +318,17 @@ class Claim:
         self.errors.setdefault(cell.id, f"{reason} (see {stack.record.directory / LOG_FILE})")
 
 
-# --- Outcomes ------------------------------------------------------------------------------------
-
-
-def _skip(each: TaskCell) -> Outcome:
-    """The outcome of a cell that had all its runs."""
-    suggest_evaluation(each.cell, each.seeds)
-    return each.outcome("skipped")
-
-
-def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outcome]:
-    full = full_disk(error, specs[0].study_dir)
-    status, reason = "failed", full or one_line(error)
-    if not full and isinstance(error, UserError):
-        status, reason = "refused", str(error)
-    elif not full and not isinstance(error, RankDied):  # which has no traceback worth reading
-        logger.error("%s: %s", specs[0].title, "".join(traceback.format_exception(error)))
-    return [Outcome(status, name_of(spec), error=reason, halts=bool(full)) for spec in specs]
+@contextmanager
+def _claimed(cells: Iterable[Cell]) -> Iterator[Outcome | None]:
+    """Yields None holding the locks of all cells, or a `busy` outcome holding none of them."""
+    by_id = {cell.id: cell for cell in cells}
+    ensure_writable(next(iter(by_id.values())).study_dir)
+    with ExitStack() as held:
+        for _, cell in sorted(by_id.items()):  # one order for all processes
+            cell.directory.mkdir(parents=True, exist_ok=True)
+            lock = cell.directory / LOCK_FILE
+            if not held.enter_context(file_lock(lock)):
+                held.close()
+                yield Outcome("busy", cell.title, cell.id, cell.directory, holder=holder_of(lock))
+                return
+        yield None

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from normexp.batching.speed import suitable_threads
-from normexp.build import plain
-from normexp.cells.assembly import OnSteps, build_callbacks, build_module, resume_replicas
-from normexp.cells.cell import Cell
-from normexp.cells.loggers import run_loggers, stack_loggers
+from normexp.cells.assembly import (
+    OnSteps,
+    build_callbacks,
+    build_module,
+    resume_replicas,
+    run_loggers,
+    stack_loggers,
+)
+from normexp.cells.cell import Cell, prepare_cell
+from normexp.config.target import plain
+from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
 from normexp.records.logs import messages_to_file
@@ -42,12 +50,14 @@ from normexp.training.stopping import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
 
+Run = tuple[Cell, int]  # a cell and a seed
+
 
 @dataclass(frozen=True)
 class Stack:
     """Runs that are trained together, and what the disk knows of them."""
 
-    runs: list[tuple[Cell, int]]  # cell and seed of each replica; the cells differ only in `lr`
+    runs: list[Run]  # of each replica; the cells differ only in `lr`
     record: StackRecord
 
     @property
@@ -65,13 +75,16 @@ class Stack:
         is_one_cell = len({cell.id for cell, _ in self.runs}) == 1
         return None if is_one_cell else [cell.plan.lr for cell, _ in self.runs]
 
-    def has_ended(self, cell: Cell, seed: int) -> bool:
-        return self.record.has_ended(cell.study_dir, (cell.id, seed))
+    def open_runs(self) -> list[Run]:
+        """The runs without a result of this stack."""
+        return [
+            (cell, seed)
+            for cell, seed in self.runs
+            if not self.record.has_ended(cell.study_dir, (cell.id, seed))
+        ]
 
 
-def new_stack(
-    runs: list[tuple[Cell, int]], *, apart: str | None = None, attempts: int = 0
-) -> Stack:
+def new_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0) -> Stack:
     """Begins a stack: its members are on disk from here on. Needs the locks of its cells.
 
     Args:
@@ -84,13 +97,29 @@ def new_stack(
     return Stack(runs, begin_stack(study_dir, members, rates, apart=apart, attempts=attempts))
 
 
-def train_together(
-    stack: Stack, notes: Sequence[str], stop: StopRequest, on_steps: OnSteps | None
-) -> None:
-    """Trains a stack, from its checkpoint if there is one, and writes the records of its runs.
+def begun_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
+    """The stack of a record; prepares the cells that an earlier command asked for too.
 
     Args:
-        notes: messages from preparing the cell, for the log.
+        cells: prepared ones, at least one of them of the stack.
+
+    Raises:
+        UserError: another cell has changed since the stack began.
+    """
+    known = {cell.id: cell for cell in cells}
+    template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
+    for cell_id in record.rates.keys() - known.keys():
+        cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
+        known[cell_id] = prepare_cell(cfg, template.choices)
+        if known[cell_id].id != cell_id:
+            raise UserError(
+                f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
+            )
+    return Stack([(known[cell_id], seed) for cell_id, seed in record.members], record)
+
+
+def train_together(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
+    """Trains a stack, from its checkpoint if there is one, and writes the records of its runs.
 
     Raises:
         Interrupted: stopped with a checkpoint, from which the next call resumes.
@@ -100,8 +129,8 @@ def train_together(
         write_text(cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.cfg, resolve=True))
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
     with messages_to_file(stack.record.directory / LOG_FILE):
-        for note in notes:
-            logger.info(note)
+        for message in stack.cell.messages:
+            logger.info(message)
         with suitable_threads(stack.cell.elements_per_forward), stop.listening():
             _train(stack, stop, on_steps)
 
@@ -115,13 +144,13 @@ def follow_stack(stack: Stack, stop: StopRequest) -> None:
 def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
     if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
         torch.cuda.reset_peak_memory_stats()
+    still_open = stack.open_runs()  # a run that ended before its process was killed keeps its files
     with ExitStack() as opened:
         sinks: list[list[RunSink]] = []
         trackers: list[list[RunSink]] = []
         for cell, seed in stack.runs:
             file = seed_dir(cell.directory, seed) / METRICS_FILE
-            # A run that ended before its process was killed keeps its files.
-            sinks.append([] if stack.has_ended(cell, seed) else [MetricsWriter(file)])
+            sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
             trackers.append(opened.enter_context(run_loggers(cell, seed)))
         loggers = stack_loggers(stack.cell, stack.seeds)
         module, is_stopped = _fit(stack, Recorder(sinks, loggers, trackers), stop, on_steps)
@@ -154,18 +183,15 @@ def _fit(
 
 def _record(stack: Stack, module: TrainingModule) -> None:
     """Writes everything of every run, and last its result, whose presence means ended."""
-    device = module.trainer.strategy.root_device
-    timing = _timing(module)
-    gpu = None
+    device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
+    timing, gpu = _timing(module), None
     if device.type == "cuda":  # of a CPU only the peak of the whole process is known
         gpu = torch.cuda.get_device_name(device)
         timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
-    environment = describe_environment(gpu)
-    if module.batches.data.source_version:
-        environment["data_source"] = module.batches.data.source_version
-    results = []
+    environment = describe_environment(gpu) | ({"data_source": source} if source else {})
+    still_open, results = stack.open_runs(), []
     for index, (cell, seed) in enumerate(stack.runs):
-        if stack.has_ended(cell, seed):
+        if (cell, seed) not in still_open:
             continue
         run_dir = seed_dir(cell.directory, seed)
         if cell.cfg.save_weights:
@@ -176,9 +202,9 @@ def _record(stack: Stack, module: TrainingModule) -> None:
             content = module.evaluator.content(module.metrics, index)
             write_json(run_dir / EVALUATION_FILE, content)
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
-        results.append(_result_of(stack, module, index, environment, timing))
-    for result in results:
-        write_result(seed_dir(stack.cell.study_dir / result.cell_id, result.seed), result)
+        results.append((run_dir, _result_of(stack, module, index, environment, timing)))
+    for run_dir, result in results:
+        write_result(run_dir, result)
     end_stack(stack.record)
 
 
@@ -191,7 +217,7 @@ def _result_of(
     stack: Stack,
     module: TrainingModule,
     index: int,
-    environment: dict[str, object],
+    environment: dict[str, Any],
     timing: dict[str, float],
 ) -> Result:
     cell, seed = stack.runs[index]
@@ -199,7 +225,7 @@ def _result_of(
     diverged_at = module.losses.diverged_at[index]
     if diverged_at is None and not all(map(math.isfinite, metrics.values())):
         diverged_at = module.step  # the last update broke the network, after its loss was taken
-    planned = cell.plan.num_steps
+    has_stopped = module.step < cell.plan.num_steps
     return Result(
         cell_id=cell.id,
         seed=seed,
@@ -213,7 +239,7 @@ def _result_of(
         timing=timing,
         invalid=cell.invalid,
         apart=stack.record.apart,
-        stopped=why_stopped(module.trainer) if module.step < planned else None,
+        stopped=why_stopped(module.trainer) if has_stopped else None,
     )
 
 

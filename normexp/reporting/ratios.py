@@ -27,7 +27,8 @@ def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
         if metric.higher_is_better and metric.bounds is None:
             continue  # neither an error nor a loss can be made of it
         names = ", ".join(part.data for part in parts)
-        heading = f"Over {len(parts)} data sets ({names}), {parts[0].shared}, {parts[0].fixed}"
+        shared = f"{_shared_settings(parts[0])}, {parts[0].fixed}"
+        heading = f"Over {len(parts)} data sets ({names}), {shared}"
         note = (
             "Ratios are geometric means over the data sets, all with the same weight, with 95 % "
             "intervals over seeds (delta method, Satterthwaite's degrees of freedom). They are not "
@@ -115,11 +116,18 @@ def _point(part: Slice, norm: str, size: int) -> Row:
     return next(row for row in part.lines[norm] if row["size"] == size)
 
 
+def _shared_settings(part: Slice) -> str:
+    """What slices on other data sets have in common with this one: `resnet, epochs=12`."""
+    first = part.points.iloc[0]
+    words = [part.model, first["budget"], *first["setting"].split(", ")]
+    return ", ".join(filter(None, dict.fromkeys(words)))
+
+
 def _group_by_data(slices: Iterable[Slice]) -> list[list[Slice]]:
     """Groups slices that differ only in data set: model, budget and other settings are equal."""
     alike: dict[Any, list[Slice]] = {}
     for part in slices:
         ends = (part.sizes[0], part.sizes[-1])
-        key = (part.axis, part.metric.name, part.fixed, part.shared, *ends)
+        key = (part.axis, part.metric.name, part.fixed, _shared_settings(part), *ends)
         alike.setdefault(key, []).append(part)
     return [parts for parts in alike.values() if len({part.data for part in parts}) > 1]

@@ -144,7 +144,8 @@ def contrasts_of(part: Slice) -> Iterator[Contrast]:
             continue
         first, last = rows[0], rows[-1]
         if len(rows) > 1 and not first["independent"]:
-            yield Contrast(part, first, last, is_primary=first["mixes_samples"])
+            mixes_samples = first["mixes_samples"] or last["mixes_samples"]
+            yield Contrast(part, first, last, is_primary=mixes_samples)
         if first["size"] == part.sizes[0]:
             smallest.setdefault(first["study"], {})[norm] = first
     for points in smallest.values():

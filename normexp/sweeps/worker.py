@@ -122,8 +122,10 @@ def loaded(run_task: Trainer | None = None) -> Iterator[Trainer]:
         yield run_task
         return
     with importing_torch():
-        from normexp.cells.cell import keeping_data
+        from normexp.cells.draft import forget_data
         from normexp.cells.run import run_task as trains
 
-    with keeping_data():
+    try:
         yield trains
+    finally:
+        forget_data()

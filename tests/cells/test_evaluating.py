@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cells import evaluate as evaluating
+from normexp.cells import finished as evaluating
 from normexp.errors import UserError
-from normexp.reporting.evaluations import print_evaluations
+from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
 
 

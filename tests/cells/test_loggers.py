@@ -151,7 +151,7 @@ def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path,
         def finish(self, *, failed: bool) -> None:
             finished.append((self.seed, failed))
 
-    monkeypatch.setattr("normexp.cells.loggers.WandbRun", Run)
+    monkeypatch.setattr("normexp.cells.assembly.WandbRun", Run)
     words = ["norm=none", "steps=1", "replicas=3", "logger=wandb", f"runs_dir={tmp_path}"]
     assert main(words) == 1
     # Those of the stack; then each run is tried alone.

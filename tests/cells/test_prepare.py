@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.cells import cell as cell_module
-from normexp.cells.cell import Cell, keeping_data, load_data, prepare_cell
+from normexp.cells import draft
+from normexp.cells.cell import Cell, prepare_cell
 from normexp.config.compose import compose_cell, compose_config
 from normexp.config.rules import validate
-from normexp.data.dataset import Data
 from normexp.errors import UserError
 
 
@@ -115,7 +115,7 @@ def load_own(fault=""):
         ("model._target_=own.Net model.depth=3", "model.depth: own.Net has no such argument"),
         ("model._target_=own.Net model.fault=ignores", "no norm site, so `norm` has no effect"),
         ("model._target_=own.Net model.fault=drops", "norm at norm has no effect"),
-        ("model._target_=own.nothing", "own.nothing made a NoneType, not an nn.Module"),
+        ("model._target_=own.nothing", "own.nothing returned a NoneType, not a torch.nn"),
         ("data._target_=own.load_own data.fault=raises", "own.load_own fails: OSError: the disk"),
         ("data._target_=own.load_own data.fault=classes", "num_outputs=5 allows 0 to 4"),
         ("data._target_=own.load_own data.fault=tuple", "own.load_own returned a tuple"),
@@ -191,47 +191,36 @@ def test_number_of_a_residual_scale_counts_by_value():
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the data sets that are built, in order."""
     names: list[str] = []
 
     def build(cfg: DictConfig) -> object:
         names.append(cfg.data.name)
-        return object.__new__(Data)
+        return object()
 
-    monkeypatch.setattr(cell_module, "build_data", build)
-    return names
+    monkeypatch.setattr(draft, "build_data", build)
+    draft.forget_data()
+    yield names
+    draft.forget_data()
 
 
-def config(name: str) -> DictConfig:
+def load(name: str, folder: str = "here", digest: str | None = None) -> object:
     data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
-    return OmegaConf.create({"data": data, "folder": "here"})
+    return draft.load_data(OmegaConf.create({"data": data, "folder": folder}), digest)
 
 
-def test_same_config_is_the_same_object_while_two_are_kept(loaded: list[str]):
-    with keeping_data():
-        first, second = load_data(config("a"))[0], load_data(config("b"))[0]
-        assert load_data(config("a"))[0] is first
-        assert load_data(config("b"))[0] is second
-        load_data(config("c"))  # `a` has waited longest
-        assert load_data(config("b"))[0] is second
-        assert load_data(config("a"))[0] is not first
-    assert loaded == ["a", "b", "c", "a"]
+def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[str]):
+    first, second = load("a"), load("b")
+    assert (load("a"), load("b")) == (first, second)
+    load("c")  # `a` has waited longest
+    assert load("b") is second and load("a") is not first
+    draft.forget_data()
+    assert load("b") is not second
+    assert loaded == ["a", "b", "c", "a", "b"]
 
 
-def test_what_the_config_refers_to_counts(loaded: list[str]):
-    there = OmegaConf.merge(config("a"), {"folder": "there"})
-    assert isinstance(there, DictConfig)
-    with keeping_data():
-        assert load_data(config("a"))[0] is not load_data(there)[0]
-    assert loaded == ["a", "a"]
-
-
-def test_nothing_is_kept_outside(loaded: list[str]):
-    with keeping_data():
-        with keeping_data():
-            load_data(config("a"))
-        load_data(config("a"))  # of the inner block
-    load_data(config("a"))
-    with keeping_data():
-        load_data(config("a"))
-    assert loaded == ["a"] * 3
+def test_other_values_and_files_are_other_data(loaded: list[str]):
+    assert len({load("a"), load("a", folder="there")}) == 2
+    assert len({load("a", digest="1"), load("a", digest="2")}) == 2
+    assert len(loaded) == 4

@@ -25,7 +25,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, 
     stop = StopRequest()
     stop.requested = True
     with pytest.raises(Interrupted):
-        train_together(new_stack([(cell, 0)]), [], stop, None)
+        train_together(new_stack([(cell, 0)]), stop, None)
     checkpoint = cell.directory / "stacks" / "0-0" / "last.ckpt"
     return words, checkpoint, checkpoint.read_bytes()
 

@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf, open_dict
+from torch import nn
 
 import normexp
-from normexp.cells.cell import prepare_cell
+from normexp.build import NetworkBuilder
+from normexp.cells.draft import Draft
 from normexp.cells.naming import id_of, identity_of
 from normexp.cells.plan import plan_training
 from normexp.config.compose import compose_cell, compose_config, shipped_config
 from normexp.config.help import config_lines
 from normexp.config.rules import KEYS, OPTIONS, REQUIRED, in_identity, validate, validate_keys
+from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.data.images import load_digits
 from normexp.errors import UserError
-from normexp.norms.slots import SLOTS, changed, resolve
+from normexp.norms.factory import NormFactory
+from normexp.norms.slots import SLOTS, resolve
 
 PACKAGE = Path(normexp.__file__).parent
 GROUPED = ("norm.", "model.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
@@ -65,20 +69,6 @@ def test_a_knob_without_its_line_in_the_config_is_refused():
         validate(config)
 
 
-def test_a_knob_that_nothing_reads_is_refused_unless_it_has_its_default(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    config, choices = compose_cell(["steps=1", "replicas=1"])
-    shipped = {**shipped_config(), "warp": 1}
-    monkeypatch.setattr("normexp.cells.refusals.shipped_config", lambda: shipped)
-    with open_dict(config):
-        config.warp = 1
-    prepare_cell(config, choices)
-    config.warp = 3
-    with pytest.raises(UserError, match="^warp=3: nothing reads this key, .* of warp=1$"):
-        prepare_cell(config, choices)
-
-
 SOURCES = [
     file.read_text() for file in PACKAGE.rglob("*.py") if file.parent.name not in ("config",)
 ]
@@ -101,10 +91,16 @@ def digits() -> Data:
 def id_by_words(data: Data, *words: str) -> str:
     """The id of a training on `data` with a model that has a place for every slot."""
     cfg, choices = compose_cell(words)
-    plan = plan_training(cfg, len(data.train))
-    slots = changed(resolve(cfg, cfg.norm), set(SLOTS))
-    identity = identity_of(cfg, data, plan, slots, mixes_samples=True)
-    return id_of(identity, choices)
+    norm = NormFactory(nn.Identity, slots=resolve(cfg, cfg.norm))
+    norm.used = set(SLOTS)
+    parts = (
+        data,
+        plan_training(cfg, len(data.train)),
+        norm,
+        NetworkBuilder(Target("model", "", nn.Identity)),
+    )
+    draft = Draft(cfg, choices, None, *parts, nn.Identity())
+    return id_of(identity_of(draft, mixes_samples=True), choices)
 
 
 @pytest.fixture(scope="module")

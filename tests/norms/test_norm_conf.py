@@ -17,7 +17,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from normexp.batching.sizes import Sizes
-from normexp.build import build_data, build_network, build_norm, norm_maker
+from normexp.build import build_data, build_network, build_norm, norm_target
 from normexp.cells.cell import prepare_cell
 from normexp.config.compose import compose_cell, compose_config
 from normexp.errors import UserError
@@ -106,8 +106,8 @@ def test_a_norm_receives_the_number_of_steps_of_its_training(
 
 
 def test_outside_a_training_a_norm_counts_on_a_thousand_steps():
-    make, _ = norm_maker(compose_config(["norm=power"]))
-    assert make(C).warmup_steps == 100
+    target, _ = norm_target(compose_config(["norm=power"]))
+    assert target.call(C).warmup_steps == 100
 
 
 @pytest.mark.parametrize("name", ["batch_renorm", "power", "moving_average_batch"])

@@ -1,4 +1,4 @@
-"""Evaluates a finished cell again, from its saved weights."""
+"""Runs that have finished: their networks, loaded and evaluated again from the saved weights."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from yaml import YAMLError
 
-from normexp.build import plain
+from normexp.batching.replicas import Replicas
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.load import load_config, load_weights
-from normexp.cells.naming import choices_in
+from normexp.cells.draft import build_draft
+from normexp.cells.naming import GROUPS, choices_in
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
+from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.rules import OPTIONS
-from normexp.errors import UserError
+from normexp.config.target import plain
+from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, refusing_denied, write_json
 from normexp.records.paths import (
+    CONFIG_FILE,
+    EMA_WEIGHTS_FILE,
     EVALUATION_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
     find_cell,
+    find_run,
     list_seeds,
     seed_dir,
 )
 from normexp.records.result import Result, read_records, read_run
 from normexp.records.samples import read_samples, write_samples
-from normexp.reporting.evaluations import print_evaluations
+from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
 from normexp.training.recorder import Recorder
@@ -41,6 +48,75 @@ logger = logging.getLogger(__name__)
 
 Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
 Samples = dict[int, dict[str, np.ndarray]]  # the content of samples.npz by seed
+
+GROUPS_TRAINED = (*GROUPS, "trainer")
+REMEDY = "remove the cell's folder and train it again"
+
+
+def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
+    """The trained network of a run, in evaluation mode on the CPU.
+
+    Rebuilds it from the cell's config.yaml; needs the data set, for its shapes.
+
+    Args:
+        ema: the averaged weights, with the running state that they were evaluated with.
+        run_dir: `runs/<study>/<cell_id>/seed-<k>`, or the folder of a cell with a single seed.
+
+    Raises:
+        UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
+    """
+    cell_dir, seed = find_run(run_dir)
+    choices = choices_in(read_run(seed_dir(cell_dir, seed)).config)
+    cfg = load_config(cell_dir, choices)
+    cfg.seed = seed
+    cfg.model.weights = None  # those of the run replace the weights that it started from
+    network = build_draft(cfg, choices).network
+    file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
+    load_weights(network, seed_dir(cell_dir, seed) / file, precision=cfg.trainer.precision)
+    return network.eval()
+
+
+def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
+    """The resolved config of a cell; keys that are newer than its training have defaults.
+
+    Args:
+        choices: the recorded names of what each group holds.
+
+    Raises:
+        UserError: a torn or foreign file.
+    """
+    path = cell_dir / CONFIG_FILE
+    try:
+        cfg = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML; {REMEDY}") from error
+    lacking = [key for key in GROUPS_TRAINED if key not in cfg]
+    if not isinstance(cfg, DictConfig) or lacking:
+        raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
+    groups = {group: shipped_defaults(group, choices[group]) or {} for group in GROUPS}
+    newer = OmegaConf.merge(shipped_config(), groups)
+    return DictConfig(OmegaConf.merge(newer, cfg))
+
+
+def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
+    """Loads the weights of a run into its network, in the precision of the training."""
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist: the run has not ended, or was trained "
+            + ("without ema=..." if path.name == EMA_WEIGHTS_FILE else "with save_weights=false")
+        )
+    if precision == "64-true":
+        network.double()
+    try:
+        network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch raises many kinds for a torn or foreign file
+        raise UserError(
+            f"{path} does not fit its config.yaml, or is torn ({first_line(error)}); train the "
+            "run again"
+        ) from error
+
+
+# --- Evaluating again ----------------------------------------------------------------------------
 
 
 def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
@@ -54,29 +130,39 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     """
     find_cell(cell_dir)
     results = finished_results(cell_dir)
-    names = choices_in(results[0].config)
-    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, names), asked))
+    choices = choices_in(results[0].config)
+    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, choices), asked))
     place_on_one_device(cfg)  # evaluation does not need the devices of the training
     if not torch.cuda.is_available():
         cfg.trainer.accelerator = "cpu"
-    cell = prepare_cell(cfg, names)
+    cell = prepare_cell(cfg, choices)
     if cell.id != results[0].cell_id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
             f"config now means {cell.id}; train that cell"
         )
-    seeds, precision = [result.seed for result in results], cfg.trainer.precision
-    networks = [cell.build(seed) for seed in seeds]
-    for seed, network in zip(seeds, networks, strict=True):
-        load_weights(network, seed_dir(cell_dir, seed), precision=precision)
-    module = build_module(cell, seeds, arrange_replicas(cell, networks), Recorder([]))
-    evaluate(module, accelerator=cfg.trainer.accelerator, precision=precision)
+    seeds = [result.seed for result in results]
+    replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
+    module = build_module(cell, seeds, replicas, Recorder([]))
+    if module.averaged is not None:
+        averaged = _load_replicas(cell, cell_dir, seeds, EMA_WEIGHTS_FILE)
+        module.averaged.module.load_state_dict(averaged.state_dict())
+        module.averaged.n_averaged.fill_(1)  # there is something to evaluate
+    evaluate(module, accelerator=cfg.trainer.accelerator, precision=cfg.trainer.precision)
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
     why = why_nothing(cell.evaluation)
     print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
     save_evaluations(cell_dir, contents, samples)
+
+
+def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int], file: str) -> Replicas:
+    networks = [cell.build(seed) for seed in seeds]
+    for seed, network in zip(seeds, networks, strict=True):
+        path = seed_dir(cell_dir, seed) / file
+        load_weights(network, path, precision=cell.cfg.trainer.precision)
+    return arrange_replicas(cell, networks)
 
 
 def finished_results(cell_dir: Path) -> list[Result]:

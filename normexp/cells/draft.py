@@ -1,0 +1,258 @@
+"""A cell that is built and not yet accepted: its parts, and what it is refused for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from normexp.batching.replicas import model_arguments
+from normexp.batching.speed import stacks
+from normexp.build import (
+    NetworkBuilder,
+    build_callbacks,
+    build_data,
+    build_network,
+    build_norm,
+    build_optimizer,
+    build_schedule,
+    logger_target,
+)
+from normexp.cells.plan import Plan, plan_training
+from normexp.checks.integrity import check_optimizer
+from normexp.checks.preflight import Traits
+from normexp.checks.probe import fixed_draws
+from normexp.checks.sites import probe_batch
+from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
+from normexp.config.rules import as_typed
+from normexp.data.dataset import Data
+from normexp.errors import UserError, first_line
+from normexp.norms.factory import NormFactory
+from normexp.norms.pointwise import NoNorm
+from normexp.norms.site import named_sites
+from normexp.norms.slots import PLACES, without_place
+from normexp.records.identity import digest_of_data, place_of, with_weights
+from normexp.training.callbacks import monitored
+from normexp.training.devices import device_type
+from normexp.training.evaluation import criterion_of
+from normexp.training.optim import parameter_groups, stacking_obstacle_of
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT = 2  # data sets kept in memory at once
+COPIES = 3  # of each parameter: its value, its gradient and a state of the optimizer
+GIB = 2**30
+OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that a `schedule` takes the place of
+WITHOUT_NORM = ("pre", "parallel")  # placements that are different networks without any norm
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a config builds, before any of it is checked."""
+
+    cfg: DictConfig
+    choices: Mapping[str, str]  # the name of what each config group holds
+    files_digest: str | None  # of the files that data and weights are read from
+    data: Data
+    plan: Plan
+    norm: NormFactory
+    build: NetworkBuilder
+    network: nn.Module  # of the first seed
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The names of the metrics of a validation."""
+        return [f"val/{name}" for name in criterion_of(self.data).metrics]
+
+
+def build_draft(cfg: DictConfig, choices: Mapping[str, str]) -> Draft:
+    """Builds the parts of a cell. Raises UserError for one that cannot be built."""
+    files_digest = with_weights(digest_of_data(cfg.data), cfg.model)
+    data = load_data(cfg, files_digest)
+    plan = plan_training(cfg, len(data.train))
+    norm = build_norm(cfg, plan.sizes, data, num_steps=plan.num_steps, momentum=plan.norm_momentum)
+    build = build_network(cfg, norm, data)
+    return Draft(cfg, choices, files_digest, data, plan, norm, build, build(cfg.seed))
+
+
+def load_data(cfg: DictConfig, files_digest: str | None) -> Data:
+    """The data set of a config, see `build_data`. Do not write to its tensors.
+
+    The last ones stay in memory until `forget_data`, since the cells of a command share them.
+
+    Args:
+        files_digest: from before the call, so that a file that changes meanwhile does not fit it.
+    """
+    return _load_data(OmegaConf.to_yaml(cfg.data, resolve=True, sort_keys=True), files_digest)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _load_data(config: str, _files_digest: str | None) -> Data:
+    return build_data(OmegaConf.create({"data": OmegaConf.create(config)}))
+
+
+forget_data = _load_data.cache_clear
+
+
+# --- The network ---------------------------------------------------------------------------------
+
+
+def check_network(draft: Draft) -> None:
+    """Refuses slots and placements without effect, and outputs that do not fit the data."""
+    _check_slots(draft)
+    _check_placement(draft)
+    _check_outputs(draft)
+
+
+def _check_slots(draft: Draft) -> None:
+    """Refuses a slot of the config that the model does not have; logs one set by the norm."""
+    cfg, norm, model = draft.cfg, draft.norm, draft.choices["model"]
+    for key in without_place(cfg, norm.used):
+        lacks, fits = PLACES[key]
+        raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
+    for key in without_place(cfg.norm, norm.used):
+        lacks, _ = PLACES[key]
+        value = as_typed(cfg.norm[key])
+        logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
+
+
+def _check_placement(draft: Draft) -> None:
+    """Refuses a placement of norms that are not there, which would be placement=pre again."""
+    placement = draft.norm.slots.placement
+    if "placement" not in draft.norm.used or placement in WITHOUT_NORM:
+        return
+    if all(isinstance(site.norm, NoNorm) for _, site in named_sites(draft.network)):
+        raise UserError(
+            f"placement={placement}: norm={draft.choices['norm']} has no norm to place; try "
+            "placement=null, or norm=rms"
+        )
+
+
+def _check_outputs(draft: Draft) -> None:
+    """Refuses a model that does not score every class, or token, of every sample."""
+    data = draft.data
+    batch = probe_batch(data, 2)
+    try:
+        with fixed_draws(), torch.no_grad():
+            output = copy.deepcopy(draft.network).eval()(*model_arguments(batch))
+    except Exception:  # of foreign code, any kind: the probes that follow name the site
+        return
+    wanted = (*batch["targets"].shape, data.num_outputs)
+    shape = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    if shape != wanted:
+        raise UserError(
+            f"model._target_={draft.cfg.model._target_} returns {shape} for inputs of shape "
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: set the last "
+            "size, or take it from an argument `num_outputs` or `num_classes`"
+        )
+
+
+# --- The training --------------------------------------------------------------------------------
+
+
+def check_training(draft: Draft) -> None:
+    """Refuses an optimizer, a schedule or a logger that cannot work."""
+    _check_optimizer(draft)
+    _check_own_schedule(draft)
+    if "custom" in draft.cfg.logger:
+        logger_target(draft.cfg)
+
+
+def _check_optimizer(draft: Draft) -> None:
+    """Takes a step with the training's optimizer, and checks that it holds every parameter."""
+    optim, plan = draft.cfg.optim, draft.plan
+    network = copy.deepcopy(draft.network)
+    groups = parameter_groups(network, weight_decay=optim.weight_decay, decay_norm=optim.decay_norm)
+    try:
+        make = build_optimizer(draft.cfg, momentum=plan.optimizer_momentum)
+        optimizer = make(groups, lr=plan.lr)
+        check_optimizer(network, optimizer)
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    except UserError:
+        raise
+    except Exception as error:  # of the user's class, any kind
+        place = place_of(error)
+        raise UserError(f"optim._target_={optim._target_}: {first_line(error)}{place}") from error
+
+
+def _check_own_schedule(draft: Draft) -> None:
+    """Refuses keys of `optim` that a schedule replaces, and a metric that is not there."""
+    cfg, metrics = draft.cfg, draft.metrics
+    if cfg.get("schedule") is None:
+        return
+    defaults = shipped_defaults("optim", draft.choices["optim"]) or DEFAULT_SCHEDULE
+    for key in OPTIM_SCHEDULE:
+        if cfg.optim[key] != defaults[key]:
+            raise UserError(
+                f"optim.{key}={as_typed(cfg.optim[key])}: nothing reads this key, since schedule "
+                "is set; drop one of them"
+            )
+    monitor = cfg.schedule.get("monitor", "val/loss")
+    if monitor not in metrics:
+        raise UserError(
+            f"schedule.monitor={monitor} is not a metric of the validation; "
+            f"try {', '.join(metrics)}"
+        )
+
+
+def why_alone(draft: Draft) -> str | None:
+    """Why each seed must train by itself; None if seeds may share a stack.
+
+    Raises:
+        UserError: a schedule or callback that cannot work.
+    """
+    cfg, plan = draft.cfg, draft.plan
+    watching = monitored(build_callbacks(cfg, draft.metrics))
+    if (metric := build_schedule(cfg, plan.num_steps).monitor) is not None:
+        watching = f"{cfg.schedule._target_.rpartition('.')[2]} looks at {metric}"
+    if watching is not None:
+        return f"{watching}, which would be a mean over a stack"
+    obstacle = stacking_obstacle_of(build_optimizer(cfg, momentum=plan.optimizer_momentum))
+    name = cfg.optim._target_.rpartition(".")[2]
+    return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"
+
+
+def check_memory(draft: Draft, traits: Traits) -> int:
+    """The bytes that a training needs at least: parameters, optimizer and what reaches its sites.
+
+    Raises:
+        UserError: the device has less.
+    """
+    cfg = draft.cfg
+    device = device_type(cfg.trainer.accelerator)
+    size = 8 if cfg.trainer.precision == "64-true" else 4
+    num_parameters = sum(p.numel() for p in draft.network.parameters())
+    elements = draft.plan.sizes.micro * traits.elements_per_sample
+    is_stacked = cfg.stack is not False and stacks(device, cfg.replicas, elements)
+    at_once = cfg.replicas if is_stacked else 1
+    needed = size * (COPIES * num_parameters * cfg.replicas + 2 * elements * at_once)
+    available = memory_of(device)
+    if needed > available:
+        fits = int(float(f"{0.9 * cfg.replicas * available / needed:.0e}"))
+        remedy = f"replicas={fits}" if fits else "a smaller model, or micro_batch_size=..."
+        raise UserError(
+            f"replicas={cfg.replicas} at micro_batch_size={draft.plan.sizes.micro} "
+            f"need at least {needed / GIB:.1f} GiB of memory, and this machine has "
+            f"{available / GIB:.1f}; try {remedy}"
+        )
+    return needed
+
+
+def memory_of(device: str) -> int:
+    """Bytes of memory that a device has, used or not."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" for none
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(installed, int(text)) if text.isdecimal() else installed
