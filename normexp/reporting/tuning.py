@@ -16,22 +16,14 @@ from typing import Any
 
 import altair as alt
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import gammaln
 
 from normexp.records.history import SearchEntry, read_history
 from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir
 from normexp.records.result import Result, read_run
-from normexp.reporting.charts import (
-    HEIGHT,
-    ROWS,
-    WIDTH,
-    Figure,
-    encode_style,
-    finish_figure,
-    tooltip,
-    visible,
-)
+from normexp.reporting.charts import HEIGHT, WIDTH, Figure, encode_style, tooltip
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.style import assign_styles
 
@@ -155,17 +147,20 @@ def draw_tuning(study_dirs: Sequence[Path]) -> list[Figure]:
 
 def _draw(curves: Sequence[Curve], number: int) -> Figure:
     metric, objective, setting = curves[0].metric, curves[0].objective, curves[0].setting
-    colour, _, dash = encode_style("norm", assign_styles(curve.norm for curve in curves))
+    colour, _, dash = encode_style(assign_styles(curve.norm for curve in curves))
     colour = colour.legend(symbolOpacity=1)
     x = alt.X("k:Q", title="points tried, k", axis=alt.Axis(tickMinStep=1, format="d"))
     y = alt.Y("mean:Q", title=metric.label, scale=alt.Scale(zero=False))
     tip = tooltip("norm", *(f"{name}:Q" for name in ("k", "n", "mean", "low", "high")))
-    band = visible().mark_area(opacity=0.15).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)
-    line = visible().mark_line(point=True).encode(x, y, colour, dash, tooltip=tip)
-    chart = alt.layer(band, line, data=ROWS).properties(width=WIDTH, height=HEIGHT)
+    band = alt.Chart().mark_area(opacity=0.15)
+    band = band.encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)
+    line = alt.Chart().mark_line(point=True).encode(x, y, colour, dash, tooltip=tip)
+    chart = alt.layer(band, line).properties(width=WIDTH, height=HEIGHT)
     caption = CAPTION.format(
         metric=metric.label, objective=objective.label, resamples=f"{RESAMPLES:,}"
     )
-    rows = [row for curve in curves for row in curve.rows()]
-    title, subtitle = "Expected best of k points", setting or "the default training"
-    return finish_figure(f"tuning_{number}", title, subtitle, caption, chart, rows)
+    table = pd.DataFrame([row for curve in curves for row in curve.rows()])
+    subtitle = setting or "the default training"
+    return Figure(
+        f"tuning_{number}", "Expected best of k points", caption, chart, table, subtitle=subtitle
+    )

@@ -104,10 +104,14 @@ def test_a_default_that_is_typed_has_the_id_of_one_that_is_not():
             "schedule.monitor=loss",
             "^schedule.monitor=loss is not a metric .* val/loss, val/accuracy",
         ),
-        (f"callback=custom callback._target_={MODULE}.Step", "fails: TypeError|argument"),
+        (f"callback=custom callback._target_={MODULE}.Step", "^callback.params is missing"),
         ("callback=custom", "^callback._target_ is missing"),
         ("callback=early_stopping callback.monitor=loss", "monitor=loss is not a metric"),
         ("callback=early_stopping callback.patience=-1", "^callback.patience=-1: must be a whole"),
+        (
+            "schedule=custom schedule._target_=torch.optim.lr_scheduler.StepLR",
+            "^schedule.step_size is missing: .*StepLR needs it; set schedule.step_size=...",
+        ),
         ("schedule=wsd", "optim.schedule="),
     ],
 )

@@ -74,7 +74,7 @@ MODULE = """
 import torch
 from torch import nn
 from normexp.data import Data
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 
 class Net(nn.Module):
     def __init__(self, norm, num_outputs, *, fault=""):
@@ -115,7 +115,7 @@ def load_own(fault=""):
         ("model._target_=own.Net model.depth=3", "model.depth: own.Net has no such argument"),
         ("model._target_=own.Net model.fault=ignores", "no norm site, so `norm` has no effect"),
         ("model._target_=own.Net model.fault=drops", "norm at norm has no effect"),
-        ("model._target_=own.nothing", "own.nothing made a NoneType, not an nn.Module"),
+        ("model._target_=own.nothing", "own.nothing returned a NoneType, not a torch.nn"),
         ("data._target_=own.load_own data.fault=raises", "own.load_own fails: OSError: the disk"),
         ("data._target_=own.load_own data.fault=classes", "num_outputs=5 allows 0 to 4"),
         ("data._target_=own.load_own data.fault=tuple", "own.load_own returned a tuple"),
