@@ -82,7 +82,7 @@ class Cell:
     def invalid(self) -> str | None:
         """Why the numbers of this cell must not be compared; None if they may."""
         leak = self.traits.leak
-        return None if leak is None else f"leaks the future at {leak.where}"
+        return None if leak is None else f"leaks the future at {leak}"
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay

@@ -15,7 +15,6 @@ from torch import nn
 from yaml import YAMLError
 
 from normexp.batching.replicas import Replicas
-from normexp.build import plain
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.draft import build_draft
@@ -24,6 +23,7 @@ from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.rules import OPTIONS
+from normexp.config.target import plain
 from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, refusing_denied, write_json
 from normexp.records.paths import (
@@ -39,7 +39,7 @@ from normexp.records.paths import (
 )
 from normexp.records.result import Result, read_records, read_run
 from normexp.records.samples import read_samples, write_samples
-from normexp.reporting.evaluations import print_evaluations
+from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
 from normexp.training.recorder import Recorder

@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from normexp.batching.speed import suitable_threads
-from normexp.build import plain
 from normexp.cells.assembly import (
     OnSteps,
     build_callbacks,
@@ -25,6 +24,7 @@ from normexp.cells.assembly import (
     stack_loggers,
 )
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.config.target import plain
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text

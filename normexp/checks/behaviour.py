@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from normexp.checks.integrity import find_unsaved_state
-from normexp.checks.probe import EVERYWHERE, differ, moves
+from normexp.checks.probe import EVERYWHERE, MODES, differ, moves
 from normexp.checks.subject import (
     LADDER,
-    MODES,
     Answer,
     Line,
     Shape,

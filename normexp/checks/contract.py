@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from normexp.checks import behaviour, numerics
-from normexp.checks.probe import fixed_draws
+from normexp.checks.probe import MODES, fixed_draws
 from normexp.checks.subject import (
-    MODES,
     Check,
     Line,
     Subject,

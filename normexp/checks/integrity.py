@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.checks.probe import Probe, differ, fixed_draws, moves, normal
-from normexp.checks.sites import EnteredSite, name_some, naming
+from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
 
@@ -113,16 +114,15 @@ def _shared_by_sites(sites: dict[str, Site]) -> list[list[str]]:
 
 # ---------------------------------------------------------------- state that is not saved
 
+PLAIN = (bool, int, float, list, dict, Tensor)  # attributes that may be a state
 Inputs = tuple[Tensor, ...]
 
 
 def check_saved_state(network: nn.Module, batch: Batch, sites: Sequence[EnteredSite]) -> None:
     """Raises UserError if training depends on state that a checkpoint does not hold."""
     for entered in sites:
-        with naming(entered):
-            fault = find_unsaved_state(
-                entered.probe(training=True).module, (entered.values(),), SITE_STEPS
-            )
+        with entered.probe(training=True) as probe:
+            fault = find_unsaved_state(probe.module, (entered.values(),), SITE_STEPS)
         if fault is not None:
             said = fault.replace("site.norm.", "")  # the path of the norm in the probe's wrapper
             raise UserError(f"the norm at {name_some(entered.names)} {said}; {REMEDY}")
@@ -150,16 +150,21 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
         _run(third, tuple(_other(x) for x in inputs), steps)
         if differ(first, _run(twin, inputs, steps)):
             return "keeps state outside of the module, or draws numbers that torch does not seed"
-        _move_parameters(trained)
+        with torch.no_grad():
+            for index, parameter in enumerate(trained.parameters()):
+                parameter += 0.1 * normal(parameter.shape, index).to(parameter.dtype)
         restored.load_state_dict(trained.state_dict())
         unlike = _unlike_attributes(trained, restored)
         unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
         named = name_some([*unlike, *unsaved]) or "an attribute"
-        later = copy.deepcopy(trained) if unlike else trained
+        later = copy.deepcopy(trained)
         before = _run(restored, inputs, 1)
         if differ(_run(trained, inputs, 1), before):
             return f"keeps state that its state_dict lacks: {named}"
-        if _set_counters(later, unlike) and differ(_run(later, inputs, 1), before):
+        for path in unlike:
+            owner, _, name = path.rpartition(".")
+            setattr(later.get_submodule(owner), name, _advanced(attrgetter(path)(later)))
+        if unlike and differ(_run(later, inputs, 1), before):
             return f"keeps a counter that its state_dict lacks: {named}"
     return None
 
@@ -170,11 +175,7 @@ def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
     def differ(one: Any, two: Any) -> bool:
         if isinstance(one, Tensor) and isinstance(two, Tensor):
             return not torch.equal(one, two)
-        if isinstance(one, Tensor) or isinstance(two, Tensor):
-            return True  # the state may have been a number at first
-        if isinstance(one, list | dict):
-            return repr(one) != repr(two)
-        return isinstance(one, int | float) and one != two
+        return isinstance(one, PLAIN) and repr(one) != repr(two)
 
     internal = vars(nn.Module())
     twins = dict(other.named_modules())
@@ -202,26 +203,11 @@ def _run(module: nn.Module, inputs: Inputs, steps: int) -> list[Tensor]:
     return seen
 
 
-@torch.no_grad()
-def _move_parameters(module: nn.Module) -> None:
-    for index, parameter in enumerate(module.parameters()):
-        parameter += 0.1 * normal(parameter.shape, index).to(parameter.dtype)
-
-
 def _other(x: Tensor, step: int = 5) -> Tensor:
     """Another input; a mask stays as it is."""
     if x.dtype == torch.bool:
         return x
     return x * (1 + 0.2 * step) + 0.1 * step if x.is_floating_point() else x.roll(step, -1)
-
-
-def _set_counters(module: nn.Module, paths: Sequence[str]) -> bool:
-    """Adds MANY_STEPS to the numbers in the attributes; True if there are any attributes."""
-    for path in paths:
-        owner, _, name = path.rpartition(".")
-        value = getattr(module.get_submodule(owner), name)
-        setattr(module.get_submodule(owner), name, _advanced(value))
-    return bool(paths)
 
 
 def _advanced(value: Any) -> Any:

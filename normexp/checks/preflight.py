@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,19 +20,17 @@ from normexp.checks.integrity import (
     check_saved_state,
     check_wiring,
 )
-from normexp.checks.probe import Probe, moved_state, moves
+from normexp.checks.probe import MODES, Probe, moved_state, moves
 from normexp.checks.sites import (
-    EXTRA_POSITIONS,
+    PROBE_SAMPLES,
     EnteredSite,
     Reach,
     SiteOnMaps,
     enter_sites,
     measure_reaches,
     name_some,
-    naming,
     open_network,
     probe_batch,
-    run_through,
     shorten,
 )
 from normexp.data.dataset import Data
@@ -39,25 +39,9 @@ from normexp.norms.site import Site, named_sites
 
 logger = logging.getLogger(__name__)
 
-PROBE_SAMPLES = 4
 MOST_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
-MOST_VALUES = 2**18  # of one site
 NETWORK_CUTS = 4  # of a text, into before and after
 FEW_VALUES = 8  # warn of statistics over fewer values
-MODES = (True, False)
-
-
-@dataclass(frozen=True)
-class Leak:
-    """A way from later positions to earlier outputs.
-
-    Attributes:
-        where: the names of the sites, or the model if no norm leaks.
-        remedy: what to change.
-    """
-
-    where: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +52,7 @@ class Traits:
         mixes_samples: in training, a sample's output or gradient, or the running state, depends on
             other samples.
         mixes_samples_in_evaluation: a sample's output in evaluation depends on other samples.
-        leak: how a later position moves an earlier output in evaluation; language models only.
+        leak: where a later position moves an earlier output in evaluation; language models only.
         leaks_future_in_training: a later position moves an earlier output in training.
         draws_for_itself: a module uses torch's global random state.
         stacking_obstacle: why replicas cannot run under vmap.
@@ -78,7 +62,7 @@ class Traits:
 
     mixes_samples: bool
     mixes_samples_in_evaluation: bool
-    leak: Leak | None
+    leak: str | None
     leaks_future_in_training: bool
     draws_for_itself: bool
     stacking_obstacle: str | None
@@ -111,8 +95,7 @@ def examine(
     """
     check_split(network, sizes)
     group_size = smallest_group(sizes, len(data.train), drop_last=drop_last)
-    first = probe_batch(data, min(group_size, PROBE_SAMPLES))
-    elements = run_through(network, first, sizes.norm_batch_size)
+    elements = count_elements(network, data, sizes, group_size)
     batch, own = probe_batch(data, PROBE_SAMPLES), open_network(network)
     short = shorten(own.train(), batch)
     check_wiring(own, short)
@@ -123,13 +106,24 @@ def examine(
     check_padding(own, data)
     check_saved_state(own, short, sites)
     leaks = {mode: find_leak(own, sites, batch, data, training=mode) for mode in MODES}
-    _judge_leaks(leaks, allow_leak=allow_leak)
+    if leaks[False] and not allow_leak:
+        raise UserError(
+            f"a later position moves an earlier output at {leaks[False]}, so the loss is "
+            f"meaningless; try {find_remedy(sites, batch)}, or allow_leak=true to train it with "
+            "every number marked INVALID"
+        )
+    if leaks[True] and not leaks[False]:
+        logger.info(
+            "in training a later position moves an earlier output at %s, so train/loss is "
+            "meaningless; evaluation with running statistics is not affected",
+            leaks[True],
+        )
     own_draws = Probe(own.train()).observe(*model_arguments(short)).drew
     obstacle = "a module draws its own random numbers" if own_draws else None
     many = min(sizes.micro, max(PROBE_SAMPLES, MOST_ELEMENTS // max(elements, 1)))
     samples = shorten(own, probe_batch(data, many))
     mixes = {
-        mode: any_site_mixes(sites, sizes.micro, training=mode)
+        mode: any(site.mixes_samples(sizes.micro, training=mode) for site in sites)
         or network_mixes(own, samples, data.vocab_size, training=mode)
         for mode in MODES
     }
@@ -147,24 +141,21 @@ def examine(
     )
 
 
+def count_elements(network: nn.Module, data: Data, sizes: Sizes, group_size: int) -> int:
+    """The number of values per sample that reach the sites in a forward as in training.
+
+    Raises:
+        UserError: an error of a norm or the model, with the name of the site.
+    """
+    own = copy.deepcopy(network)
+    for _, site in named_sites(own):
+        site.norm_batch_size = sizes.norm_batch_size
+    batch = probe_batch(data, min(group_size, PROBE_SAMPLES))
+    sites = enter_sites(own, batch)
+    return sum(len(e.names) * e.shape.numel() for e in sites) // len(batch["targets"])
+
+
 # ---------------------------------------------------------------- other samples
-
-
-def any_site_mixes(sites: Sequence[EnteredSite], num_samples: int, *, training: bool) -> bool:
-    """True if a sample depends on others at a site, in a batch of `num_samples` or of a few."""
-    for entered in sites:
-        with naming(entered):
-            probe = entered.probe(training=training)
-            if probe.reads_samples(entered.values(), training=training):
-                return True
-            if num_samples <= PROBE_SAMPLES:
-                continue
-            small = entered.with_few_positions()
-            fitting = max(PROBE_SAMPLES, MOST_VALUES // small.shape[1:].numel())
-            values = small.values(min(num_samples, fitting))
-            if small.probe(training=training).reads_samples(values, training=training):
-                return True
-    return False
 
 
 def network_mixes(
@@ -242,64 +233,38 @@ def check_split(network: nn.Module, sizes: Sizes) -> None:
 
 def find_leak(
     network: nn.Module, sites: Sequence[EnteredSite], batch: Batch, data: Data, *, training: bool
-) -> Leak | None:
-    """Finds how a later position moves an earlier output of a language model; None if none does."""
+) -> str | None:
+    """Where a later position of a language model moves an earlier output; None if it moves none."""
     if data.task != "language_modeling":
         return None
-    length = batch["inputs"].shape[1]
-    leaking = [entered for entered in sites if site_leaks(entered, length, training=training)]
-    if leaking:
-        names = name_some([name for entered in leaking for name in entered.names])
-        return Leak(names, _find_remedy(leaking[0], length))
-    probe = Probe(network.train(training), vocab_size=data.vocab_size, ways=1)
     inputs, *mask = model_arguments(batch)
-    if probe.reads_later(inputs, 1, *mask, most_cuts=NETWORK_CUTS) is not None:
-        return Leak("the model outside its norms", "mask its attention, or use model=gpt")
-    return None
+    leaking = [e.names for e in sites if e.reads_later(inputs.shape[1], training=training)]
+    if leaking:
+        return name_some([name for names in leaking for name in names])
+    probe = Probe(network.train(training), vocab_size=data.vocab_size, ways=1)
+    cut = probe.reads_later(inputs, 1, *mask, most_cuts=NETWORK_CUTS)
+    return None if cut is None else "the model outside its norms"
 
 
-def site_leaks(entered: EnteredSite, length: int, *, training: bool) -> bool:
-    """True if a site reads later positions; False if its positions are not those of the text."""
-    if entered.shape[2] != length:
-        return False
-    with naming(entered):
-        probe = entered.probe(training=training)
-        return probe.reads_later(entered.values(), 2) is not None
-
-
-def _find_remedy(entered: EnteredSite, length: int) -> str:
-    """Suggests a replacement for a leaking norm, by what it pools in evaluation."""
-    probe, x = entered.probe(training=False), entered.values()
-    if probe.reads_across(x, 0):
-        return "norm=batch with norm.track_running_stats=true, or norm=batch_per_position"
-    if not probe.reads_across(x, 1):
-        return "norm=causal_instance"
+def find_remedy(sites: Sequence[EnteredSite], batch: Batch) -> str:
+    """Suggests a replacement for the first norm that leaks, by what it pools in evaluation."""
+    length = batch["inputs"].shape[1]
+    leaking = [site for site in sites if site.reads_later(length, training=False)]
+    if not leaking:
+        return "mask its attention, or use model=gpt"
+    entered, site = leaking[0], leaking[0].module.site
+    with entered.probe(training=False) as probe:
+        if probe.reads_across(entered.values(), 0):
+            return "norm=batch with norm.track_running_stats=true, or norm=batch_per_position"
+        if not probe.reads_across(entered.values(), 1):
+            return "norm=causal_instance"
     remedy = "norm=causal_group"
-    site = entered.module.site
     if site.view == "sequence":
         as_tokens = SiteOnMaps(Site(site.norm, "token", None), entered.module.positions)
-        try:
-            if not site_leaks(replace(entered, module=as_tokens), length, training=False):
+        with suppress(UserError):  # of a norm that needs positions
+            if not replace(entered, module=as_tokens).reads_later(length, training=False):
                 return f"{remedy} or norm.view=token"
-        except UserError:  # a norm that needs positions
-            pass
     return remedy
-
-
-def _judge_leaks(leaks: Mapping[bool, Leak | None], *, allow_leak: bool) -> None:
-    in_training, leak = leaks[True], leaks[False]
-    if leak is not None and not allow_leak:
-        raise UserError(
-            f"a later position moves an earlier output at {leak.where}, so the loss is "
-            f"meaningless; try {leak.remedy}, or allow_leak=true to train it with every number "
-            "marked INVALID"
-        )
-    if leak is None and in_training is not None:
-        logger.info(
-            "in training a later position moves an earlier output at %s, so train/loss is "
-            "meaningless; evaluation with running statistics is not affected",
-            in_training.where,
-        )
 
 
 # ---------------------------------------------------------------- padding
@@ -316,15 +281,15 @@ def check_padding(network: nn.Module, data: Data) -> None:
         if entered.mask is None or site.takes_mask or site.view == "token":
             continue
         # A norm without `mask` gets one sample at a time, so it must not mix samples.
-        with naming(entered):
-            mixes = entered.probe(training=True).reads_across(entered.values(), 0)
+        with entered.probe(training=True) as probe:
+            mixes = probe.reads_across(entered.values(), 0)
         if mixes:
             raise UserError(
                 f"the norm at {name_some(entered.names)} mixes samples but its forward has no "
                 "argument `mask`, so texts of different length reach it one at a time; try "
                 "norm.view=token, or add `mask`"
             )
-    reading = [name for e in sites if site_reads_padding(e) for name in e.names]
+    reading = [name for e in sites if e.reads_padding() for name in e.names]
     if reading:
         raise UserError(
             f"norm reads padding at {name_some(reading)}: it moves real positions or the running "
@@ -346,16 +311,6 @@ def padded_batch(data: Data, num_samples: int) -> Batch | None:
     order = order[mask[order].logical_not().any(dim=1)]
     places = torch.linspace(0, (len(order) - 1) / 2, num_samples).long()
     return data.train.gather(order[places])
-
-
-def site_reads_padding(entered: EnteredSite) -> bool:
-    """True if the values or amount of a site's padding move real outputs or the state."""
-    if entered.mask is None:
-        return False
-    values = entered.values(num_positions=entered.shape[2] + EXTRA_POSITIONS)
-    with naming(entered):
-        probes = (entered.probe(training=training) for training in MODES)
-        return any(probe.reads_padding(values, entered.mask) for probe in probes)
 
 
 def model_reads_padding(network: nn.Module, batch: Batch, data: Data) -> bool:

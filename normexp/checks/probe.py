@@ -25,6 +25,7 @@ from normexp.norms.state import State, read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
 SMALLEST_SCALE = 1e-6  # values below are compared on this scale
+MODES = (True, False)  # training and evaluation
 MOST_CUTS = 64  # of one sequence
 CONTAINERS = (dict, list, set)
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient

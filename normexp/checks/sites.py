@@ -1,4 +1,4 @@
-"""Prepares a network and its sites for probes: their inputs, and the reach of their statistics."""
+"""The sites of a network as modules to probe: their inputs, and the reach of their statistics."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.checks.probe import TOLERANCE, Probe, changes, fixed_draws, moves, source
+from normexp.checks.probe import MODES, TOLERANCE, Probe, changes, fixed_draws, moves, source
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 from normexp.records.identity import place_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
+PROBE_SAMPLES = 4
 FEW_POSITIONS = 4  # where many samples are probed
-SHORT_TEXT = 16  # positions
+MOST_VALUES = 2**18  # of one site
 EXTRA_POSITIONS = 3  # padding appended to a site's input
+SHORT_TEXT = 16  # positions
 
 
 def probe_batch(data: Data, num_samples: int) -> Batch:
@@ -36,14 +38,12 @@ def probe_batch(data: Data, num_samples: int) -> Batch:
 
 
 class SiteOnMaps(nn.Module):
-    """A copy of a site of any view as (N, C, P) -> (N, C, P); all samples share statistics."""
+    """A site of any view as (N, C, P) -> (N, C, P)."""
 
     def __init__(self, site: Site, positions: torch.Size) -> None:
         super().__init__()
-        self.site = copy.deepcopy(site)
-        self.site.norm_batch_size = None
+        self.site = site
         self.positions = positions
-        _fill_zeros(self.site)
 
     def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.site.view != "map":
@@ -58,7 +58,8 @@ class EnteredSite:
     """A site with the shape (N, C, P) and the mask (N, P) that reached it in a forward.
 
     Attributes:
-        names: of all sites that equal this one, so that one of them is probed.
+        names: of all sites that equal this one, so that one of them is probed; each as often as
+            it was entered.
     """
 
     names: list[str]
@@ -73,48 +74,143 @@ class EnteredSite:
         size = 0.5 + torch.rand(shape, generator=draws)
         return size * (1 - 2 * torch.randint(2, shape, generator=draws))
 
-    def probe(self, *, training: bool) -> Probe:
-        return Probe(copy.deepcopy(self.module).train(training), ways=1)
+    @contextmanager
+    def probe(self, *, training: bool) -> Iterator[Probe]:
+        """A probe of a copy; inside the block any exception is a UserError that names the site."""
+        try:
+            yield Probe(copy.deepcopy(self.module).train(training), ways=1)
+        except Exception as error:  # of foreign code, any kind
+            raise UserError(f"norm at {name_some(self.names)}: {first_line(error)}") from error
 
-    def with_few_positions(self) -> EnteredSite:
+    def mixes_samples(self, num_samples: int, *, training: bool) -> bool:
+        """True if a sample depends on others, in a batch of `num_samples` or of a few."""
+        with self.probe(training=training) as probe:
+            if probe.reads_samples(self.values(), training=training):
+                return True
+        if num_samples <= PROBE_SAMPLES:
+            return False
+        small = self._with_few_positions()
+        fitting = max(PROBE_SAMPLES, MOST_VALUES // small.shape[1:].numel())
+        values = small.values(min(num_samples, fitting))
+        with small.probe(training=training) as probe:
+            return probe.reads_samples(values, training=training) is not None
+
+    def _with_few_positions(self) -> EnteredSite:
         """The same site on FEW_POSITIONS, if it takes so few."""
         whole = self.module.positions
         few = torch.Size([1] * (len(whole) - 1) + [min(FEW_POSITIONS, whole[-1])] if whole else [])
         module = SiteOnMaps(self.module.site, few)
         small = replace(self, module=module, shape=torch.Size((*self.shape[:2], few.numel())))
         try:
-            small.probe(training=True).observe(small.values())
-        except Exception:  # foreign code: state per position, or a minimum
+            with small.probe(training=True) as probe:
+                probe.observe(small.values())
+        except UserError:  # state per position, or a minimum
             return self
         return small
+
+    def reads_later(self, length: int, *, training: bool) -> bool:
+        """True if it reads later positions of a text; False if its positions are no text's."""
+        if self.shape[2] != length:
+            return False
+        with self.probe(training=training) as probe:
+            return probe.reads_later(self.values(), 2) is not None
+
+    def reads_padding(self) -> bool:
+        """True if the values or amount of padding move real outputs or the state."""
+        if self.mask is None:
+            return False
+        values = self.values(num_positions=self.shape[2] + EXTRA_POSITIONS)
+        for training in MODES:
+            with self.probe(training=training) as probe:
+                if probe.reads_padding(values, self.mask):
+                    return True
+        return False
+
+    def reach(self) -> Reach | None:
+        """How far its statistics reach in training; None if it takes no statistic.
+
+        Counts the outputs that an outlier moves at the first position, of two samples and channels.
+        Cumulative statistics carry the first position to all later ones. If no other value moves,
+        the input is rescaled: a statistic over one value gives the same (x - x) or x / |x|, while a
+        norm without statistics changes.
+        """
+        with self.probe(training=True) as probe:
+            x = self.values()
+            before = probe.observe(x).output
+            if not before.isfinite().all():
+                raise UserError("returns NaN or infinity in training for inputs of size 1")
+            reaches: list[Reach] = []
+            for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
+                changed = x.clone()
+                changed[sample, channel, 0] += math.sqrt(x.numel())
+                moved = changes(before, probe.observe(changed).output) > TOLERANCE
+                of_samples = moved.flatten(1).sum(dim=1)
+                own = int(of_samples[sample])
+                others = int(of_samples.sum()) - own
+                moved[sample, channel, 0] = False
+                if moved.any():
+                    reaches.append(Reach(max(own, 1), others / max(len(x) - 1, 1)))
+            if reaches:
+                return max(reaches)
+            small, large = (probe.observe(scale * x).output for scale in (0.1, 3.0))
+            return None if moves(small, large, tolerance=1e-2) else Reach(1, 0.0)
+
+
+@dataclass(frozen=True, order=True)
+class Reach:
+    """How many values one statistic of a site pools: `own` of a sample, `other` of each other."""
+
+    own: int
+    other: float
+
+    def num_values(self, group_size: int) -> int:
+        """Values in the statistic when `group_size` samples share one."""
+        return self.own + round(self.other * (group_size - 1))
+
+
+def measure_reaches(sites: Sequence[EnteredSite]) -> dict[str, Reach]:
+    """The reach of each site that takes statistics, the smallest over its input shapes."""
+    reaches: dict[str, Reach] = {}
+    for entered in sites:
+        reach = entered.reach()
+        if reach is not None:
+            reaches |= {name: min(reaches.get(name, reach), reach) for name in entered.names}
+    return reaches
 
 
 def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
     """The sites that a training forward on `batch` enters, in that order, per input shape.
 
     Sites of equal content are one entry with several names.
+
+    Raises:
+        UserError: an error of a norm or the model, with the name of the site.
     """
     found: dict[Any, EnteredSite] = {}
-    contents: dict[str, Any] = {}
+    inside: list[str] = []
 
-    def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(name: str, content: Any, site: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        inside.append(name)
         x, mask = input_and_mask(args, kwargs)
-        key = contents[name], x.shape
-        if key not in found:
+        if (content, x.shape) not in found:
             positions = x.shape[2:] if site.view == "map" else x.shape[1:2]
             module = SiteOnMaps(site, positions)
-            found[key] = EnteredSite([], module, as_maps(x, site).shape, mask)
-        if name not in found[key].names:
-            found[key].names.append(name)
+            found[content, x.shape] = EnteredSite([], module, as_maps(x, site).shape, mask)
+        found[content, x.shape].names.append(name)
 
     handles = []
     for name, site in named_sites(network):
-        contents[name] = _content(site) or name
-        handles.append(
-            site.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
-        )
+        hook = partial(enter, name, _content(site) or name)
+        handles.append(site.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        handles.append(site.register_forward_hook(lambda *_: inside.pop() and None))
     try:
         Probe(network.train()).observe(*model_arguments(batch))
+    except Exception as error:  # of foreign code, any kind
+        if not inside and isinstance(error, UserError):
+            raise
+        model = f"model {type(network).__name__} fails:"
+        where = f"norm at site {inside[-1]}:" if inside else model
+        raise UserError(f"{where} {first_line(error)}{place_of(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -146,22 +242,16 @@ def open_network(network: nn.Module) -> nn.Module:
     All samples of a forward share statistics.
     """
     own = copy.deepcopy(network)
-    for _, site in named_sites(own):
-        site.norm_batch_size = None
-        _fill_zeros(site)
     with fixed_draws(), torch.no_grad():
+        for _, site in named_sites(own):
+            site.norm_batch_size = None
+            for parameter in site.parameters():
+                if not parameter.any():
+                    parameter.fill_(1)  # a scale of zero hides all dependence
         for parameter in own.parameters():
             if not parameter.any():
                 parameter.normal_(std=0.1)
     return own
-
-
-@torch.no_grad()
-def _fill_zeros(site: Site) -> None:
-    """Sets parameters that are all zero to one, because a scale of zero hides all dependence."""
-    for parameter in site.parameters():
-        if not parameter.any():
-            parameter.fill_(1)
 
 
 def shorten(network: nn.Module, batch: Batch) -> Batch:
@@ -174,100 +264,6 @@ def shorten(network: nn.Module, batch: Batch) -> Batch:
     except Exception:  # a model for one length
         return batch
     return short
-
-
-def run_through(network: nn.Module, batch: Batch, norm_batch_size: int | None) -> int:
-    """Runs one forward as in training; returns how many values per sample reach the sites.
-
-    Raises:
-        UserError: an error of a norm or the model, with the name of the site.
-    """
-    entered: list[str] = []
-    seen: list[int] = []
-    own = copy.deepcopy(network).train()
-
-    def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entered.append(name)
-        seen.append(input_and_mask(args, kwargs)[0].numel())
-
-    for name, site in named_sites(own):
-        site.norm_batch_size = norm_batch_size
-        site.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-        site.register_forward_hook(lambda *_: entered.pop() and None)
-    try:
-        with fixed_draws(), torch.no_grad():
-            own(*model_arguments(batch))
-    except Exception as error:  # of foreign code, any kind
-        if not entered and isinstance(error, UserError):
-            raise
-        where = f"norm at site {entered[-1]}:" if entered else f"model {type(own).__name__} fails:"
-        raise UserError(f"{where} {first_line(error)}{place_of(error)}") from error
-    return sum(seen) // len(batch["targets"])
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How many values one statistic of a site pools: `own` of a sample, `other` of each other."""
-
-    own: int
-    other: float
-
-    def num_values(self, group_size: int) -> int:
-        """Values in the statistic when `group_size` samples share one."""
-        return self.own + round(self.other * (group_size - 1))
-
-
-def measure_reaches(sites: Sequence[EnteredSite]) -> dict[str, Reach]:
-    """The reach of each site's statistics in training, the smallest over its input shapes.
-
-    Leaves out sites whose norm takes no statistic.
-    """
-    reaches: dict[str, Reach] = {}
-    for entered in sites:
-        with naming(entered):
-            reach = _measure_reach(entered)
-        if reach is not None:
-            for name in entered.names:
-                before = reaches.get(name, reach)
-                reaches[name] = min(before, reach, key=lambda r: (r.own, r.other))
-    return reaches
-
-
-def _measure_reach(entered: EnteredSite) -> Reach | None:
-    """Counts the outputs that an outlier moves at the first position, of two samples and channels.
-
-    Cumulative statistics carry the first position to all later ones. If no other value moves, the
-    input is rescaled: a statistic over one value gives the same (x - x) or x / |x|, while a norm
-    without statistics changes.
-    """
-    probe, x = entered.probe(training=True), entered.values()
-    before = probe.observe(x).output
-    if not before.isfinite().all():
-        raise UserError("returns NaN or infinity in training for inputs of size 1")
-    counts: list[Reach] = []
-    for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
-        changed = x.clone()
-        changed[sample, channel, 0] += math.sqrt(x.numel())
-        moved = changes(before, probe.observe(changed).output) > TOLERANCE
-        of_others = moved.flatten(1).sum(dim=1).float()
-        own = int(of_others[sample])
-        others = (of_others.sum() - own) / max(len(x) - 1, 1)
-        moved[sample, channel, 0] = False
-        if moved.any():
-            counts.append(Reach(max(own, 1), float(others)))
-    if counts:
-        return max(counts, key=lambda reach: (reach.own, reach.other))
-    small, large = (probe.observe(scale * x).output for scale in (0.1, 3.0))
-    return None if moves(small, large, tolerance=1e-2) else Reach(1, 0.0)
-
-
-@contextmanager
-def naming(entered: EnteredSite) -> Iterator[None]:
-    """Turns any exception inside the block into a UserError that names the site."""
-    try:
-        yield
-    except Exception as error:  # of foreign code, any kind
-        raise UserError(f"norm at {name_some(entered.names)}: {first_line(error)}") from error
 
 
 def name_some(names: Sequence[str]) -> str:

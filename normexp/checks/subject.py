@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import Probe, changes, fixed_draws, moves, normal
+from normexp.checks.probe import MODES, Probe, changes, fixed_draws, moves, normal
 from normexp.errors import UserError, first_line
 from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, bind_eps, find_layout
 from normexp.norms.slots import Slots
@@ -24,7 +24,6 @@ Value = str | float | int
 LADDER = ((2,), (5,), (2, 3), (2, 2, 3), (4, 5), (2, 2, 2, 3), (4, 4, 6))
 # Numbers of channels to try: a norm may divide them into as many as 32 groups.
 FEATURES = (8, 16, 32, 64, 128)
-MODES = (True, False)
 SMALL_STEP = 1e-6  # from 1, visible in float32 but not in half precision
 RESPONDING = 0.25  # of the outputs; an activation may clamp half of them
 

@@ -18,9 +18,10 @@ from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, read_result, values_of
 from normexp.records.state import shared_words
+from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import StudyRecords, config_row, run_frame
 from normexp.reporting.metric import choose_metric, describe_metric
-from normexp.reporting.slices import build_cells, build_slices
+from normexp.reporting.slices import build_slices
 from normexp.reporting.summary import by_cell, wide_console
 from normexp.reporting.verdict import contrasts_of
 from normexp.stats.family import seeds_for, smallest_difference

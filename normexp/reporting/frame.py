@@ -1,4 +1,4 @@
-"""A study as one pandas table, a row per ended run; and its cells, a row each."""
+"""Studies as one pandas table, a row per ended run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from normexp.errors import UserError
 from normexp.records.files import read_json
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list_runs, seed_of
 from normexp.records.result import read_run
-from normexp.reporting.metric import Metric, format_interval
-from normexp.stats.interval import Interval, mean, smallest_step
+from normexp.reporting.metric import Metric
 
 Row = dict[Any, Any]  # column to plain value
 PARTS = ("norm", "model", "data", "optim")
@@ -25,19 +24,8 @@ SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 IN_BOTH = (*SIZES, "trainer")  # of the identity, but recorded beside it as well
 # Columns of the table of runs that come neither from the config nor from the metrics.
 FIELDS = (
-    "study",
-    "cell",
-    "cell_id",
-    "seed",
-    "status",
-    "diverged_at_step",
-    "error",
-    "steps",
-    "stopped",
-    "attempts",
-    "invalid",
-    "num_parameters",
-    "directory",
+    *("study", "cell", "cell_id", "seed", "status", "diverged_at_step", "error", "steps"),
+    *("stopped", "attempts", "invalid", "num_parameters", "directory"),
 )
 
 
@@ -134,37 +122,6 @@ def paired_values(a: str, b: str, values: pd.DataFrame) -> tuple[np.ndarray, np.
     return first[is_both], second[is_both]
 
 
-def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.DataFrame:
-    """Each row of `cells` with its mean over seeds; values: (seeds, cells), from `values_of`.
-
-    Added columns: `mean`, `low`, `high`, `n`, `text` (the interval), `count` (n, with what is
-    missing) and `seeds` (the value of each seed, as text).
-    """
-    found = {}
-    by_data = cells.groupby("data")["cell"].unique()
-    steps = {data: smallest_step(values[own]) for data, own in by_data.items()}
-    for cell, data in cells.drop_duplicates("cell")[["cell", "data"]].itertuples(index=False):
-        own = values[cell].dropna()
-        shown = ", ".join(f"{seed}: {x:.{metric.digits + 1}f}" for seed, x in own.items())
-        found[cell] = interval_row(
-            mean(own, step=steps[data], bounds=metric.bounds), metric.digits
-        ) | {"seeds": shown or "none finished"}
-    columns = ["mean", "low", "high", "n", "text", "seeds"]
-    rows = [found[cell] for cell in cells["cell"]]
-    table = cells.join(pd.DataFrame(rows, cells.index, columns, dtype=object))
-    return table.assign(count=[_count_words(row) for row in plain_rows(table)])
-
-
-def interval_row(interval: Interval, digits: int) -> dict[str, Any]:
-    return {
-        "mean": interval.estimate,
-        "low": interval.low,
-        "high": interval.high,
-        "n": interval.n,
-        "text": format_interval(interval, digits),
-    }
-
-
 def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> list[Row]:
     """The rows as dicts of plain Python values; missing is None."""
     chosen = table if columns is None else table[list(columns)]
@@ -252,10 +209,3 @@ def _waiting(unended: Sequence[Path], ended: set[str]) -> list[str]:
         for cell, count in begun.items()
         if str(cell) not in ended
     ]
-
-
-def _count_words(row: Row) -> str:
-    """`8`, or `5/8 ×2 ?1`: ×k diverged, !k failed, ?k missing."""
-    lost = {"×": row["diverged"], "!": row["failed"], "?": row["missing"]}
-    marks = " ".join(f"{mark}{count}" for mark, count in lost.items() if count)
-    return f"{row['n']}/{row['expected']} {marks}" if marks else str(row["n"])

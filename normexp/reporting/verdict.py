@@ -80,6 +80,11 @@ class Contrast:
         return self.is_primary and self.gap.low is not None
 
     @property
+    def ends(self) -> tuple[object, ...]:
+        """Equal for contrasts that differ only in their slice."""
+        return tuple((end["norm"], end["size"]) for end in (self.first, self.second))
+
+    @property
     def key(self) -> tuple[object, ...]:
         """Equal for contrasts that differ only in the budget."""
         ends = [(end["recipe"], end["base"], end["size"]) for end in (self.first, self.second)]
@@ -144,7 +149,8 @@ def contrasts_of(part: Slice) -> Iterator[Contrast]:
             continue
         first, last = rows[0], rows[-1]
         if len(rows) > 1 and not first["independent"]:
-            yield Contrast(part, first, last, is_primary=first["mixes_samples"])
+            mixes_samples = first["mixes_samples"] or last["mixes_samples"]
+            yield Contrast(part, first, last, is_primary=mixes_samples)
         if first["size"] == part.sizes[0]:
             smallest.setdefault(first["study"], {})[norm] = first
     for points in smallest.values():

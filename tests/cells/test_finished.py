@@ -16,7 +16,7 @@ from torch import nn
 
 import normexp
 from normexp.cells import finished
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.evaluate import main
 from normexp.records.metrics import read_metrics

@@ -23,7 +23,7 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 from normexp.data import Data
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 
 class Net(nn.Module):
     def __init__(self, norm, num_outputs, *, fault=""):
@@ -109,7 +109,7 @@ REFUSED = {
     "model._target_=own.Net model.depth=3": "model.depth: own.Net has no such argument",
     "model._target_=own.Net model.fault=ignores": "no norm site, so `norm` has no effect",
     "model._target_=own.Net model.fault=drops": "norm at norm has no effect",
-    "model._target_=own.nothing": "own.nothing made a NoneType, not an nn.Module",
+    "model._target_=own.nothing": "own.nothing returned a NoneType, not a torch.nn",
     "data._target_=own.load_own data.fault=raises": "own.load_own fails: OSError: the disk",
     "data._target_=own.load_own data.fault=classes": "num_outputs=5 allows 0 to 4",
     "data._target_=own.load_own data.fault=tuple": "own.load_own returned a tuple",
@@ -121,9 +121,13 @@ REFUSED = {
     "schedule._target_=own.ramp schedule.lo=2": "schedule.lo: .* did you mean low",
     "schedule._target_=own.ramp optim.warmup=0": "^optim.warmup=0: nothing reads this key",
     f"{PLATEAU} schedule.monitor=loss": "^schedule.monitor=loss is not a .* val/loss, val/accuracy",
-    "callback._target_=own.Step": "fails: TypeError|argument",
+    "callback._target_=own.Step": "^callback.params is missing",
     "callback=custom": "^callback._target_ is missing",
     "callback=early_stopping callback.monitor=loss": "monitor=loss is not a metric",
+    "callback=early_stopping callback.patience=-1": "^callback.patience=-1: must be a whole",
+    "schedule._target_=torch.optim.lr_scheduler.StepLR": (
+        "^schedule.step_size is missing: .*StepLR needs it; set schedule.step_size=..."
+    ),
     "schedule=wsd": "optim.schedule=",
     "logger=custom logger.custom._target_=collections.OrderedDict": "logger.custom._target_",
     "logger=custom logger.custom._target_=own.Gone": "own has no Gone",

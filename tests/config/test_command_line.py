@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cli import ask_hydra, parse_command, read_options, run_entry
+from normexp.cli import ask_hydra, entry, parse_command, read_options
 from normexp.complete import complete
 from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_text
 from normexp.config.process import importing_torch
@@ -138,14 +138,14 @@ def raises(error: BaseException):
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]):
-    assert run_entry("status", [], lambda _: 1) == 1
-    assert run_entry("status", ["a"], raises(UserError("lr=0: must be above 0"))) == 2
-    assert run_entry("status", ["a"], raises(KeyboardInterrupt())) == 130
-    assert run_entry("status", ["a"], raises(KeyboardInterrupt("stopped"))) == 130
+    assert entry("status")(lambda _: 1)([]) == 1
+    assert entry("status")(raises(UserError("lr=0: must be above 0")))(["a"]) == 2
+    assert entry("status")(raises(KeyboardInterrupt()))(["a"]) == 130
+    assert entry("status")(raises(KeyboardInterrupt("stopped")))(["a"]) == 130
     said = ["lr=0: must be above 0", "interrupted", "stopped"]
     assert capsys.readouterr().err.splitlines() == [f"normexp: {text}" for text in said]
     with pytest.raises(ZeroDivisionError):
-        run_entry("status", ["a"], raises(ZeroDivisionError()))
+        entry("status")(raises(ZeroDivisionError()))(["a"])
 
 
 class Terminal(io.StringIO):

@@ -19,8 +19,9 @@ from normexp.cells.plan import plan_training
 from normexp.config.compose import compose_cell, compose_config, shipped_config
 from normexp.config.help import config_lines
 from normexp.config.rules import KEYS, OPTIONS, REQUIRED, in_identity, validate, validate_keys
+from normexp.config.target import Target
 from normexp.data.dataset import Data
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve
@@ -92,7 +93,12 @@ def id_by_words(data: Data, *words: str) -> str:
     cfg, choices = compose_cell(words)
     norm = NormFactory(nn.Identity, slots=resolve(cfg, cfg.norm))
     norm.used = set(SLOTS)
-    parts = (data, plan_training(cfg, len(data.train)), norm, NetworkBuilder(nn.Identity, ""))
+    parts = (
+        data,
+        plan_training(cfg, len(data.train)),
+        norm,
+        NetworkBuilder(Target("model", "", nn.Identity)),
+    )
     draft = Draft(cfg, choices, None, *parts, nn.Identity())
     return id_of(identity_of(draft, mixes_samples=True), choices)
 

@@ -13,8 +13,9 @@ from normexp.records.files import write_text
 from normexp.records.history import CommandEntry, append_entries
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result, write_result
+from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import read_studies
-from normexp.reporting.slices import Slice, build_cells, build_slices
+from normexp.reporting.slices import Slice, build_slices
 
 TIMING = {"step_ms": 5.0, "stack_size": 8.0, "samples_per_second": 25600.0, "train_seconds": 9.0}
 ENVIRONMENT = {"python": "3.11", "code_version": "one"}

@@ -11,9 +11,9 @@ from synthetic_study import write_cell
 
 from normexp.errors import UserError
 from normexp.records.files import write_json
+from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import read_studies, values_of
 from normexp.reporting.metric import describe_metric
-from normexp.reporting.slices import build_cells
 from normexp.reporting.tables import cell_table, run_table, show
 
 ACCURACY = describe_metric("test/accuracy")

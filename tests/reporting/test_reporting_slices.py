@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from synthetic_study import slices_of, write_cell
 
+from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import read_studies
-from normexp.reporting.slices import build_cells, build_slices
+from normexp.reporting.slices import build_slices
+from normexp.reporting.verdict import contrasts_of
 
 
 def test_an_independent_norm_is_one_cell_at_every_norm_batch_size(tmp_path: Path):
@@ -22,6 +24,17 @@ def test_an_independent_norm_is_one_cell_at_every_norm_batch_size(tmp_path: Path
     assert [point["size"] for point in points] == [2, 8, 128]
     assert all(point["independent"] for point in points)
     assert {point["cell"] for point in points} == {str(group)}
+
+
+def test_a_norm_that_mixes_samples_at_some_sizes_is_independent_at_none(tmp_path: Path):
+    write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=1, mixes_samples=False)
+    for size in (2, 8):
+        write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=size)
+    (part,) = slices_of(tmp_path)
+    assert [point["size"] for point in part.lines["batch"]] == part.sizes == [1, 2, 8]
+    assert not part.points["independent"].any()
+    (contrast,) = contrasts_of(part)
+    assert contrast.is_primary
 
 
 def test_along_the_batch_size_every_norm_has_cells_of_its_own(tmp_path: Path):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from synthetic_study import slices_of, write_cell
 
+from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import read_studies
 from normexp.reporting.sentences import answer_slices
-from normexp.reporting.slices import build_cells
 from normexp.reporting.tables import (
     Table,
     cell_table,

@@ -438,7 +438,6 @@ def test_data_sets_of_other_budgets_are_kept_apart(tmp_path: Path):
     write_data_sets(tmp_path, {"cifar10": 0.5}, epochs=3)
     (found,) = overall_of(tmp_path)
     assert "resnet, epochs=3, batch size 128" in found.heading
-    assert {part.shared for part in found.parts} == {"resnet, epochs=3"}
 
 
 def test_a_data_set_with_one_pair_gives_no_interval(tmp_path: Path):
