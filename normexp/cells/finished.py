@@ -39,7 +39,7 @@ from normexp.records.paths import (
 )
 from normexp.records.result import Result, read_records, read_run
 from normexp.records.samples import read_samples, write_samples
-from normexp.reporting.evaluations import print_evaluations
+from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
 from normexp.training.recorder import Recorder

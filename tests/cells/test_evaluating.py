@@ -8,7 +8,7 @@ import pytest
 
 from normexp.cells import finished as evaluating
 from normexp.errors import UserError
-from normexp.reporting.evaluations import print_evaluations
+from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
 
 

@@ -25,7 +25,7 @@ from normexp.config.help import config_lines, option_defaults
 from normexp.config.rules import KEYS, OPTIONS, in_identity, validate_keys
 from normexp.config.target import Target
 from normexp.data.dataset import Data
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve
 
