@@ -112,20 +112,17 @@ class TaskCell:
 
     def outcome(self, status: CellStatus, error: str = "") -> Outcome:
         """The outcome with the present records; an ended cell with a failed run has failed."""
-        records, cell, key = self.records(), self.cell, self.key
-        has_ended = status in ("finished", "skipped")
-        if has_ended and records.failed:
+        records, cell, ended = self.records(), self.cell, ("finished", "skipped")
+        if status in ended and records.failed:
             status, error = "failed", error or self._last_failure(records.failed)
-        kinds = cell.evaluation.kinds
-        if not has_ended or not has_evaluations(cell.directory, records.ended, kinds):
-            key = None  # the next command prepares the cell again
+        is_evaluated = has_evaluations(cell.directory, records.ended, cell.evaluation.kinds)
         return Outcome(
             *(status, cell.title, cell.id, cell.directory, cell.record),
             error=error,
             invalid=cell.invalid,
             missing=self.missing(),
             memory=cell.memory,
-            key=key,
+            key=self.key if status in ended and is_evaluated else None,
         )
 
     def skipped(self) -> Outcome:

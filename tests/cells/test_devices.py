@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from normexp.cells import devices
+from normexp.cells.cell import prepare_cell
 from normexp.cells.plan import check_norm_batch_size, place_on_one_device, plan_training, sizes_of
-from normexp.config.compose import compose_config
+from normexp.cells.stack import Stack, new_stack
+from normexp.config.compose import compose_cell, compose_config
 from normexp.config.process import place_among
 from normexp.config.spec import CellSpec, place_of_command
 from normexp.errors import UserError
 from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples
 from normexp.train import main
+from normexp.training.stopping import StopRequest
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
 
@@ -85,6 +89,20 @@ def test_first_of_started_processes_alone_answers_what_needs_no_other(
     else:
         assert told.out + told.err == ""
     assert not list(tmp_path.iterdir())
+
+
+def test_each_rank_repeats_every_cell_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as of a stack of two rates that one device has begun."""
+    words = [*DDP, "norm=batch", f"runs_dir={tmp_path}"]
+    cells = [prepare_cell(*compose_cell([*words, f"lr={lr}"])) for lr in (0.5, 0.05)]
+    begun = new_stack([(cell, seed) for cell in cells for seed in (0, 1)])
+    ranks: list[Stack] = []
+    monkeypatch.setattr(devices, "_spawn_ranks", lambda order, stop, _: order.train(0, stop, None))
+    monkeypatch.setattr(devices, "train_together", lambda stack, *_: ranks.append(stack))
+    devices.train_on_devices(begun, StopRequest(), None)
+    (stack,) = ranks
+    assert (stack.lrs, stack.seeds) == ([0.5, 0.5, 0.05, 0.05], [0, 1, 0, 1])
+    assert [cell.id for cell, _ in stack.runs] == [cell.id for cell, _ in begun.runs]
 
 
 # --- whole trainings ------------------------------------------------------------------------------
