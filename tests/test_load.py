@@ -13,7 +13,7 @@ from torch import nn
 
 import normexp
 from normexp.cells.finished import load_weights
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.records.paths import seed_dir
 from normexp.records.result import read_result

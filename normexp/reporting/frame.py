@@ -24,19 +24,8 @@ SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 IN_BOTH = (*SIZES, "trainer")  # of the identity, but recorded beside it as well
 # Columns of the table of runs that come neither from the config nor from the metrics.
 FIELDS = (
-    "study",
-    "cell",
-    "cell_id",
-    "seed",
-    "status",
-    "diverged_at_step",
-    "error",
-    "steps",
-    "stopped",
-    "attempts",
-    "invalid",
-    "num_parameters",
-    "directory",
+    *("study", "cell", "cell_id", "seed", "status", "diverged_at_step", "error", "steps"),
+    *("stopped", "attempts", "invalid", "num_parameters", "directory"),
 )
 
 

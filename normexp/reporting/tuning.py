@@ -8,7 +8,6 @@ value is taken on test, so the curve holds no optimism from the choice.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -121,8 +120,8 @@ def _read_curve(study_dir: Path, search: SearchEntry) -> Curve | None:
     has_test = any(on_test in result.metrics for results in cells for result in results)
     metric = describe_metric(on_test) if has_test else objective
     sign = 1 if objective.higher_is_better else -1
-    scores = np.array([sign * _mean(results, objective) for results in cells])
-    values = np.array([_mean(results, metric) for results in cells])
+    scores = np.array([sign * objective.mean_over(results) for results in cells])
+    values = np.array([metric.mean_over(results) for results in cells])
     knobs = [word for word in search.words if word.lstrip("+").startswith(("norm=", "norm."))]
     named = [word.lstrip("+").removeprefix("norm=").removeprefix("norm.") for word in knobs]
     norm = " ".join(named) or cells[0][0].config["norm"]
@@ -134,15 +133,6 @@ def _read_cell(cell_dir: Path) -> list[Result]:
     seeds = list_seeds(cell_dir) if cell_dir.is_dir() else []
     folders = [seed_dir(cell_dir, seed) for seed in seeds]
     return [read_run(folder) for folder in folders if (folder / RESULT_FILE).is_file()]
-
-
-def _mean(results: Sequence[Result], metric: Metric) -> float:
-    """Over seeds; a run that has not finished counts as the worst value, as in the search."""
-    worst = 0.0 if metric.higher_is_better else math.inf
-    return statistics.fmean(
-        result.metrics.get(metric.name, worst) if result.status == "finished" else worst
-        for result in results
-    )
 
 
 def draw_tuning(study_dirs: Sequence[Path]) -> list[Figure]:

@@ -74,7 +74,7 @@ MODULE = """
 import torch
 from torch import nn
 from normexp.data import Data
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 
 class Net(nn.Module):
     def __init__(self, norm, num_outputs, *, fault=""):

@@ -21,7 +21,7 @@ from normexp.config.help import config_lines
 from normexp.config.rules import KEYS, OPTIONS, REQUIRED, in_identity, validate, validate_keys
 from normexp.config.target import Target
 from normexp.data.dataset import Data
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from torchvision import datasets
 
 from normexp.data import Data, Examples, text
-from normexp.data.cifar import load_cifar10, load_cifar100
 from normexp.data.dataset import validate
+from normexp.data.images import load_cifar10, load_cifar100
 from normexp.data.langid import read_own_strings
 from normexp.errors import UserError
 

@@ -9,7 +9,8 @@ import torch
 
 from normexp.data import Augmentation, Data, Examples, Windows, build_image_data, sources
 from normexp.data.dataset import content_digest, limit_train, validate
-from normexp.data.sources import compute_channel_moments, split_off_test, split_off_val
+from normexp.data.images import compute_channel_moments
+from normexp.data.sources import split_off_test, split_off_val
 from normexp.errors import UserError
 
 

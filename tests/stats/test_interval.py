@@ -40,17 +40,6 @@ def bounds(found: Interval) -> tuple[float | None, float | None]:
 # What an interval is
 
 
-@pytest.mark.parametrize("level", [0.0, 1.0, 95.0])
-def test_level_must_be_a_probability(level):
-    with pytest.raises(ValueError, match=f"level={level}"):
-        Interval(1.0, 0.0, 2.0, level, 3)
-
-
-def test_a_single_bound_is_refused():
-    with pytest.raises(ValueError, match="both bounds"):
-        Interval(1.0, 0.0, None, 0.95, 3)
-
-
 @pytest.mark.parametrize("values", [[1.0, np.nan], [np.inf, 1.0], [[1.0, 2.0]]])
 def test_missing_values_and_tables_are_no_sample(values):
     with pytest.raises(ValueError, match="NaN|one-dimensional"):
