@@ -56,9 +56,9 @@ def print_plan(
     console = open_console()
     if rows:
         heads = ("cell", "runs to do", "done", "steps", "time", "memory")
-        console.print(text_table(heads, rows), soft_wrap=False)
+        console.print(text_table(heads, rows))
     for line in filter(None, lines):
-        console.print(line)
+        console.out(line)
 
 
 def _find_seconds(
