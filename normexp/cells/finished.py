@@ -22,7 +22,7 @@ from normexp.cells.naming import GROUPS, choices_in
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
 from normexp.config.compose import shipped_config, shipped_defaults
-from normexp.config.rules import OPTIONS
+from normexp.config.help import option_defaults
 from normexp.config.target import plain
 from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, refusing_denied, write_json
@@ -204,7 +204,7 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
     for key in ("precise_samples", "evaluate_batch_sizes"):
         value = plain(cell.cfg)[key]
-        if value != OPTIONS["evaluate"][key].default:
+        if value != option_defaults("evaluate")[key]:
             words.append(f"{key}={value}".replace(" ", ""))
     logger.info(
         "recorded without these statistics; to add them: python -m normexp.evaluate %s",
