@@ -141,7 +141,7 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for titles, outcome in rows:
         for note in notes_on(outcome):
-            console.out(f"{shared_words(titles)}: {note}")
+            console.print(f"{shared_words(titles)}: {note}", markup=False)  # wrapped
     for command in commands_to_look(outcomes):
         console.out(f"  {command}")
 
