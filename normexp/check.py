@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from normexp.cli import parse_command, read_options, run_entry, split_options
+from normexp.cli import entry, parse_command, read_options, split_options
 from normexp.config.process import importing_torch
 
 if TYPE_CHECKING:
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 120  # characters, without a terminal
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry("check")
+def main(words: list[str]) -> int:
     """Exit code: 0, 1 if the contract fails, 2 the user's mistake, 130 interrupted."""
-    return run_entry("check", argv, _check)
-
-
-def _check(words: list[str]) -> int:
     own, overrides = split_options("check", words)
     options = read_options("check", own)
     from normexp.config.grid import compose_norms
@@ -45,20 +42,20 @@ def _check(words: list[str]) -> int:
 def _measure(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; says on stderr which one is being measured."""
     from normexp.batching.speed import suitable_threads
-    from normexp.build import norm_maker
+    from normexp.build import norm_target
     from normexp.checks.card import measure_card
     from normexp.norms.slots import resolve
 
     cards = []
-    made = [norm_maker(one.config) for one in norms]  # fails first if a target does not import
-    for one, (make, reserved) in zip(norms, made, strict=True):
+    made = [norm_target(one.config) for one in norms]  # fails first if a target does not import
+    for one, (target, reserved) in zip(norms, made, strict=True):
         if sys.stderr.isatty():
             print(f"measuring {one.name} ...", file=sys.stderr)
         with suitable_threads(0):  # probes are too small for a second thread to pay
             card = measure_card(
-                make,
+                target.call,
                 name=one.name,
-                target=str(one.config.norm["_target_"]),
+                target=target.path,
                 eps=one.config.eps,
                 slots=resolve({}, reserved),
                 contract_only=contract_only,

@@ -8,10 +8,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from normexp.config.help import conf_dir, help_text
-from normexp.config.rules import OPTIONS, REQUIRED, Rule, suggest
+from normexp.config.help import conf_dir, help_text, option_defaults
+from normexp.config.rules import OPTIONS, Rule, suggest
 from normexp.config.spec import Command
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import full_disk
@@ -20,21 +21,33 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def run_entry(entry: str, argv: Sequence[str] | None, act: Callable[[list[str]], int]) -> int:
-    """Runs `act` on the words of a command line; returns the exit code.
+class Main(Protocol):
+    """The function of an entry: the exit code for these words, by default of this process."""
 
-    0 after --help; with one line on stderr 1 on a full disk, 2 after a user's mistake and 130 after
-    Ctrl-C; else the code that `act` returns. Other exceptions pass through: a traceback, and 1.
+    def __call__(self, argv: Sequence[str] | None = None, /) -> int: ...
 
-    Args:
-        entry: its name, as in `python -m normexp.<entry>`.
-        argv: the words; None: those of this process.
+
+def entry(name: str) -> Callable[[Callable[[list[str]], int]], Main]:
+    """Makes a function of words the `main` of `python -m normexp.<name>`."""
+
+    def decorate(act: Callable[[list[str]], int]) -> Main:
+        @wraps(act)
+        def main(argv: Sequence[str] | None = None, /) -> int:
+            return _run(name, sys.argv[1:] if argv is None else list(argv), act)
+
+        return main
+
+    return decorate
+
+
+def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
+    """The exit code: 0 after --help; with one line on stderr 1 on a full disk, 2 after a user's
+    mistake, 130 after Ctrl-C; else that of `act`. Other exceptions pass through: a traceback, 1.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
     try:
         if {"--help", "-h"} & set(words):
-            config_dirs = parse_command(words).config_dirs if entry in TAKES_OVERRIDES else ()
-            print(help_text(entry, config_dirs), flush=True)
+            config_dirs = parse_command(words).config_dirs if name in TAKES_OVERRIDES else ()
+            print(help_text(name, config_dirs), flush=True)
             return 0
         return act(words)
     except UserError as error:
@@ -127,14 +140,14 @@ def _show(config: DictConfig) -> None:
 # --- evaluate, report, status, and check's own keys: plain key=value ----------------------------
 
 
-def split_options(entry: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that set an option of `entry`, and all other words."""
-    own = [word for word in words if word.partition("=")[0] in OPTIONS[entry]]
+def split_options(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that set an option of an entry, and all other words."""
+    own = [word for word in words if word.partition("=")[0] in OPTIONS[name]]
     return own, [word for word in words if word not in own]
 
 
-def read_options(entry: str, words: Sequence[str]) -> dict[str, Any]:
-    """The value of every key in `OPTIONS[entry]`: as given, or its default.
+def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """The value of every key in `OPTIONS[name]`: as given, or its default.
 
     Lists are `[a,b]` or a single value; quotes keep commas and brackets in a text.
 
@@ -142,20 +155,21 @@ def read_options(entry: str, words: Sequence[str]) -> dict[str, Any]:
         UserError: an unknown, doubled or missing key, or a value that its rule refuses.
     """
     _refuse_repeated(words)
-    options = OPTIONS[entry]
+    options = OPTIONS[name]
     given: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise UserError(f"{word!r} is not key=value, as in {next(iter(options))}=...")
         if key not in options:
-            hint = suggest(key, options) or f"{entry} takes {', '.join(options)}"
+            hint = suggest(key, options) or f"{name} takes {', '.join(options)}"
             raise UserError(f"{key}: unknown key; {hint}")
-        given[key] = _read(key, text, options[key].rule)
-    for key, option in options.items():
-        if key not in given and option.default is REQUIRED:
-            raise UserError(f"{key} is missing: {key}=... is {option.rule.wanted}")
-    return {key: option.default for key, option in options.items()} | given
+        given[key] = _read(key, text, options[key])
+    values = option_defaults(name) | given
+    for key, value in values.items():
+        if value == "???":
+            raise UserError(f"{key} is missing: {key}=... is {options[key].wanted}")
+    return values
 
 
 def _read(key: str, text: str, rule: Rule) -> Any:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.cli import read_options, run_entry
+from normexp.cli import entry, read_options
 from normexp.config.process import importing_torch
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry("evaluate")
+def main(words: list[str]) -> int:
     """Exit code: 0 evaluated, 2 the user's mistake, 130 interrupted."""
-    return run_entry("evaluate", argv, _evaluate)
-
-
-def _evaluate(words: list[str]) -> int:
     options = read_options("evaluate", words)  # mistakes are refused before torch is imported
     cell_dir = Path(options.pop("run"))
     if options["evaluate_with"] is None:

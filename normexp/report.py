@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.cli import read_options, run_entry
+from normexp.cli import entry, read_options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry("report")
+def main(words: list[str]) -> int:
     """Exit code: 0 written, 2 the user's mistake, 130 interrupted before it was written."""
-    return run_entry("report", argv, _report)
-
-
-def _report(words: list[str]) -> int:
     options = read_options("report", words)
 
     from normexp.reporting.publish import publish

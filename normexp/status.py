@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.cli import read_options, run_entry
+from normexp.cli import entry, read_options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry("status")
+def main(words: list[str]) -> int:
     """Exit code: 0 shown, 2 the user's mistake."""
-    return run_entry("status", argv, _status)
-
-
-def _status(words: list[str]) -> int:
     options = read_options("status", words)
 
     from normexp.records.state import read_status
-    from normexp.reporting.status import print_status
+    from normexp.reporting.terminal import print_status
 
     print_status(read_status(Path(options["runs_dir"]), options["study"]))
     return 0

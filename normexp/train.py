@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 
-from normexp.cli import ask_hydra, parse_command, run_entry
+from normexp.cli import ask_hydra, entry, parse_command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry("train")
+def main(words: list[str]) -> int:
     """Exit code: 0 finished or diverged, 1 failed, 2 the user's mistake, 130 interrupted."""
-    return run_entry("train", argv, _train)
-
-
-def _train(words: list[str]) -> int:
     command = parse_command(words)
     if command.asks_hydra:
         return ask_hydra(words)

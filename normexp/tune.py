@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 
-from normexp.cli import ask_hydra, parse_command, run_entry
+from normexp.cli import ask_hydra, entry, parse_command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry("tune")
+def main(words: list[str]) -> int:
     """Exit code: 0 searched and reported, 1 something failed, 2 a mistake, 130 interrupted."""
-    return run_entry("tune", argv, _tune)
-
-
-def _tune(words: list[str]) -> int:
     command = parse_command(words)
     if command.asks_hydra:
         return ask_hydra(words)

@@ -25,13 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from normexp.build import plain
 from normexp.cells.assembly import OnSteps
 from normexp.cells.cell import prepare_cell
 from normexp.cells.plan import num_devices_of
 from normexp.cells.stack import Stack, begun_stack, follow_stack, train_together
 from normexp.config.process import place_among
 from normexp.config.spec import CellSpec, one_line
+from normexp.config.target import plain
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord

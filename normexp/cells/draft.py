@@ -24,7 +24,7 @@ from normexp.build import (
     build_norm,
     build_optimizer,
     build_schedule,
-    logger_maker,
+    logger_target,
 )
 from normexp.cells.plan import Plan, plan_training
 from normexp.checks.integrity import check_optimizer
@@ -163,7 +163,7 @@ def check_training(draft: Draft) -> None:
     _check_optimizer(draft)
     _check_own_schedule(draft)
     if "custom" in draft.cfg.logger:
-        logger_maker(draft.cfg)
+        logger_target(draft.cfg)
 
 
 def _check_optimizer(draft: Draft) -> None:

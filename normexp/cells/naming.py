@@ -12,7 +12,7 @@ from typing import Any
 from hydra.utils import get_object
 
 from normexp.batching.sizes import Sizes
-from normexp.build import build_schedule, plain
+from normexp.build import build_schedule
 from normexp.cells.draft import OPTIM_SCHEDULE, Draft
 from normexp.cells.plan import num_devices_of
 from normexp.checks.preflight import Traits
@@ -23,6 +23,7 @@ from normexp.config.compose import (
     shipped_targets,
 )
 from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
+from normexp.config.target import plain
 from normexp.norms.slots import SLOTS, changed
 from normexp.records.identity import (
     canonical_sizes,

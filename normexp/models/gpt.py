@@ -14,16 +14,10 @@ class GPT(Transformer):
 
     Shapes: (B, T) int64 -> (B, T, V), T at most block_size. Position t sees the positions 0..t,
     provided that the norm looks no further. The output layer has its own weights and no bias.
-
-    Args:
-        depth: blocks.
-        width: features of a position, a multiple of num_heads.
-        dropout: probability of dropping an element of the embedding or of a branch's output.
-        init: initial weights, see `Transformer.init_weights`.
+    Sizes as in `Transformer.add_blocks`; the embedding has the same dropout.
 
     Raises:
-        UserError: a width that the heads do not divide; a sequence longer than block_size;
-            a size below 1.
+        UserError: sizes that do not fit; a sequence longer than block_size.
     """
 
     def __init__(

@@ -1,10 +1,18 @@
-"""Sites in place of the norm modules of a network that was built without a norm factory."""
+"""Sites in place of the norm modules of a network that was built without a norm factory.
+
+A norm of torch is known by its type. Any other is recognised by its name, which holds `norm`, and
+by its tensors: vectors of one length with the names of `NAMES`. Its layout is found by showing it
+inputs. A module with an activation inside its formula, such as EvoNorm, has further parameters and
+is not recognised; one that holds an activation as a submodule, such as timm's BatchNormAct2d, is.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,14 +21,166 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.models.common import modules_outside_sites
-from normexp.models.foreign_norms import ForeignNorm, describe, kind_of, recognise
+from normexp.norms.adapt import EPS_NAMES, FEATURE_NAMES, Layout, find_layout
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 
+CHANNELS_FIRST = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+CHANNELS_LAST = (nn.LayerNorm, nn.RMSNorm)  # subclasses may differ
+OTHERS = ("GlobalResponseNorm", "LocalResponseNorm")  # compare channels, and keep the scale
 COUNT = "num_batches_tracked"
-# First values of a norm's tensors.
+# The tensors of a norm by role: the names that libraries give them, and the values at the start.
+NAMES = {
+    "weight": ("weight", "gamma", "scale", "gain", "g"),
+    "bias": ("bias", "beta", "shift", "b"),
+    "running_mean": ("running_mean",),
+    "running_var": ("running_var",),
+    COUNT: (COUNT,),
+}
 STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
+ROLES = {name: role for role, names in NAMES.items() for name in names}
+KEPT = ("drop", "act")  # submodules of norms that hold their activation, in the order of timm
 MOST_NAMES = 4  # that a line of the log spells out
+
+
+@dataclass(frozen=True)
+class ForeignNorm:
+    """A norm module that a network was built with.
+
+    Attributes:
+        layout: where its channels are.
+        settings: its eps, momentum and affine, as far as it has them.
+    """
+
+    module: nn.Module
+    num_features: int
+    layout: Layout
+    settings: dict[str, Any]
+
+    @property
+    def kept(self) -> dict[str, nn.Module]:
+        """Its dropout and activation, by name."""
+        return {name: child for name, child in self.module.named_children() if name in KEPT}
+
+    def values(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yields (role, own name, value) of weight, bias and running statistics.
+
+        The weight is the factor that multiplies the normalized input, also for a norm that
+        multiplies by 1 + weight.
+        """
+        for name, value in _own_tensors(self.module).items():
+            if (role := ROLES.get(name)) is not None:
+                added = role == "weight" and self._adds_one_to(name)
+                yield role, name, value + 1 if added else value
+
+    def _adds_one_to(self, weight: str) -> bool:
+        """True if the norm multiplies by 1 + weight: at weight zero its output is not zero."""
+        if isinstance(self.module, (*CHANNELS_FIRST, *CHANNELS_LAST)):
+            return False
+        own = copy.deepcopy(self.module).eval()
+        for child in self.kept:
+            setattr(own, child, nn.Identity())
+        sizes = [2] * (self.layout.num_dims[-1] - 1)
+        sizes.insert(len(sizes) if self.layout.channels_last else 1, self.num_features)
+        x = torch.linspace(-1, 2, torch.Size(sizes).numel()).view(sizes)
+        with torch.no_grad():
+            for name, value in _own_tensors(own).items():
+                if name == weight or ROLES.get(name) == "bias":
+                    value.zero_()
+            return bool(own(x).any())
+
+
+Layouts = dict[tuple[Any, ...], Layout | str]  # found before, or the reason for none
+
+
+def recognise(module: nn.Module, known: Layouts) -> ForeignNorm | str | None:
+    """The norm that a module is; the reason if it is like one but not recognised; else None."""
+    name = type(module).__name__
+    if not isinstance(module, (*CHANNELS_FIRST, *CHANNELS_LAST)):
+        if "norm" not in name.lower() or name.startswith("_"):  # torch's weight norms
+            return None
+        if name in OTHERS:
+            return "it keeps the scale of its input"
+        if further := [key for key in _own_tensors(module) if key not in ROLES]:
+            return f"its {further[0]} is neither a weight nor a running statistic"
+    if children := [key for key, _ in module.named_children() if key not in KEPT]:
+        # Without tensors of its own it is a block, whose norms are inside.
+        return f"it holds {children[0]}" if _own_tensors(module) else None
+    return describe(module, known)
+
+
+def describe(module: nn.Module, known: Layouts) -> ForeignNorm | str:
+    """A module as a norm, whatever its name; the reason if features or layout are unknown."""
+    num_features = _count_features(module)
+    if isinstance(num_features, str):
+        return num_features
+    layout = _layout_of(module, num_features, known)
+    if isinstance(layout, str):
+        return layout
+    settings: dict[str, Any] = {
+        "affine": any(ROLES.get(name) == "weight" for name in _own_tensors(module))
+    }
+    eps = next((vars(module)[name] for name in EPS_NAMES if name in vars(module)), None)
+    if isinstance(module, nn.RMSNorm) and eps is None:
+        eps = torch.finfo(torch.float32).eps
+    if isinstance(eps, float | int):
+        settings["eps"] = float(eps)
+    if "momentum" in vars(module):
+        settings["momentum"] = module.momentum
+    return ForeignNorm(module, num_features, layout, settings)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, without those of submodules."""
+    return {
+        **dict(module.named_parameters(recurse=False)),
+        **dict(module.named_buffers(recurse=False)),
+    }
+
+
+def _count_features(module: nn.Module) -> int | str:
+    """The number of channels, or why it is not known."""
+    vectors = {value.numel() for value in _own_tensors(module).values() if value.ndim == 1}
+    shapes = {value.shape for value in _own_tensors(module).values() if value.ndim > 1}
+    if len(vectors) == 1 and vectors != {1} and not shapes:
+        return vectors.pop()
+    if vectors <= {1} and not shapes:
+        for name in FEATURE_NAMES:
+            value = getattr(module, name, None)
+            if isinstance(value, tuple) and len(value) == 1:
+                value = value[0]
+            if isinstance(value, int) and value > 0:
+                return value
+    if shapes or isinstance(getattr(module, "normalized_shape", None), tuple):
+        return "it normalizes several axes, and a site one axis of channels"
+    return "its number of channels is not known"
+
+
+def _layout_of(module: nn.Module, num_features: int, known: Layouts) -> Layout | str:
+    """Where the channels are, or why that is not known."""
+    if isinstance(module, CHANNELS_FIRST):
+        return Layout(channels_last=False, num_dims=(4,))
+    if type(module) in CHANNELS_LAST:
+        return Layout(channels_last=True, num_dims=(3,))
+    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    arguments = inspect.signature(module.forward).parameters.values()
+    if any(p.default is p.empty for p in [p for p in arguments if p.kind not in several][1:]):
+        return "its forward takes more than the input"
+    shapes = tuple((name, value.shape) for name, value in _own_tensors(module).items())
+    plain = (bool, int, float, str, tuple, type(None))
+    knobs = {name: value for name, value in vars(module).items() if isinstance(value, plain)}
+    kind = (type(module), shapes, repr(sorted(knobs.items())))
+    target = type(module).__name__
+    if kind not in known:
+        try:
+            found = find_layout(lambda _: copy.deepcopy(module).cpu(), num_features, target=target)
+        except UserError as error:
+            found = str(error).removeprefix(f"norm._target_={target} ")
+        known[kind] = found
+    return known[kind]
 
 
 class ChannelsLast(nn.Module):
@@ -115,9 +275,13 @@ def replace_norms(
     new: dict[nn.Module, nn.Module] = {}
     for name, old in list(network.named_modules(remove_duplicate=False)):
         if old in found and old not in new:
-            new[old], site = _build_site(found[old], factory)
-            carried = _carry_over(found[old], site)
-            surgery.note(name, found[old], new[old], carried)
+            norm = found[old]
+            build = factory.tokens if norm.layout.channels_last else factory
+            site = build(norm.num_features, **norm.settings)
+            new[old] = ChannelsLast(site) if norm.layout.channels_last else site
+            if norm.kept:
+                new[old] = SiteWithActivation(new[old], norm.kept)
+            surgery.note(name, norm, new[old], _carry_over(norm, site))
         if old in new:
             network.set_submodule(name, new[old])
     for module in network.modules():
@@ -132,20 +296,20 @@ def _find_norms(
     network: nn.Module, only: Sequence[str] | None
 ) -> tuple[dict[nn.Module, ForeignNorm], dict[str, str]]:
     """The norms to replace, and reasons why other classes were left. Raises UserError."""
-    known: dict[Any, ForeignNorm | str | None] = {}
+    known: Layouts = {}
     found: dict[nn.Module, ForeignNorm] = {}
     left: dict[str, str] = {}
     for module in modules_outside_sites(network):
-        name, kind = type(module).__name__, kind_of(module)
-        if kind not in known:
-            known[kind] = recognise(module) if only is None else None
-            if only is not None and name in only:
-                known[kind] = _describe(module)
-        norm = known[kind]
+        name, norm = type(module).__name__, None
+        if only is None:
+            norm = recognise(module, known)
+        elif name in only:
+            norm = describe(module, known)
+            if isinstance(norm, str):
+                raise UserError(f"model.replace=[{name}]: {norm}")
         if isinstance(norm, ForeignNorm):
-            kept = {key: module.get_submodule(key) for key in norm.kept}
-            found[module] = replace(norm, module=module, kept=kept)
-        elif isinstance(norm, str):
+            found[module] = norm
+        elif norm is not None:
             left[name] = norm
     if only is None:  # a class that is recognised in some places alone would be replaced by half
         whole = {type(m).__name__ for m in found if type(m).__module__.startswith("torch.nn.")}
@@ -154,13 +318,6 @@ def _find_norms(
     if missing or not found:
         raise UserError(_why_nothing(network, missing, left))
     return found, left
-
-
-def _describe(module: nn.Module) -> ForeignNorm:
-    try:
-        return describe(module)
-    except UserError as error:
-        raise UserError(f"model.replace=[{type(module).__name__}]: {error}") from error
 
 
 def _why_nothing(network: nn.Module, missing: Sequence[str], left: Mapping[str, str]) -> str:
@@ -175,16 +332,6 @@ def _why_nothing(network: nn.Module, missing: Sequence[str], left: Mapping[str, 
         f"the network has no norm that is recognised (it has {has}{why}); name the classes of its "
         "norms, as model.replace=[MyNorm], or build them from an argument `norm`, conf/README.md"
     )
-
-
-def _build_site(old: ForeignNorm, factory: NormFactory) -> tuple[nn.Module, Site]:
-    """What takes the place of `old`, and the site in it."""
-    if old.layout.channels_last:
-        site = factory.tokens(old.num_features, **old.settings)
-        new: nn.Module = ChannelsLast(site)
-    else:
-        new = site = factory(old.num_features, **old.settings)
-    return SiteWithActivation(new, old.kept) if old.kept else new, site
 
 
 @torch.no_grad()

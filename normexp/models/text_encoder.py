@@ -16,17 +16,11 @@ class TextEncoder(Transformer):
     Shapes: inputs (B, T) int64 and mask (B, T) bool, true where real -> (B, num_outputs), T at most
     block_size. Attention reads real positions only, every site gets the mask, and the head reads
     the maximum over real positions: a mean would erase a norm that centres each channel over
-    positions, as instance norm does. All shapes are static.
-
-    Args:
-        depth: blocks.
-        width: features of a position, a multiple of num_heads.
-        dropout: probability of dropping an element of the embedding or of a branch's output.
-        init: initial weights, see `Transformer.init_weights`.
+    positions, as instance norm does. All shapes are static. Sizes as in `Transformer.add_blocks`;
+    the embedding has the same dropout.
 
     Raises:
-        UserError: a width that the heads do not divide; a sequence longer than block_size;
-            a size below 1.
+        UserError: sizes that do not fit; a sequence longer than block_size.
     """
 
     def __init__(

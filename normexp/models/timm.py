@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError
 from normexp.models.torchvision import (
-    MISFITS,
-    cannot_download,
-    cannot_take,
+    build_for_images,
+    check_weights,
+    download,
+    resizing,
     shape_after,
-    taking_images,
 )
 from normexp.models.weights import Values
 
@@ -44,19 +45,17 @@ def build_timm_model(
     timm = import_timm(name)
     channels, height, width = shape_after(input_shape, image_size, model="timm")
     knobs = {"num_classes": num_outputs, "in_chans": channels} | knobs
-    key = f"model.name={name}"
-    try:
+
+    def build() -> nn.Module:
         try:
             network = timm.create_model(name, **{"img_size": (height, width)} | knobs)
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
             network = timm.create_model(name, **knobs)
-    except MISFITS as error:
-        raise cannot_take(key, input_shape, image_size, error) from error
-    except TypeError as error:
-        raise UserError(f"{key} cannot be built: {first_line(error)}") from error
-    return taking_images(network, input_shape, image_size, key=key)
+        return resizing(network, image_size)
+
+    return build_for_images(build, name, input_shape, image_size)
 
 
 def import_timm(name: str) -> ModuleType:
@@ -66,7 +65,7 @@ def import_timm(name: str) -> ModuleType:
     import timm
 
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        near = get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         names = ", ".join(near or ["resnet18", "convnext_atto"])
         raise UserError(f"model.name={name} is not a model of timm; try {names}")
     return timm
@@ -75,22 +74,14 @@ def import_timm(name: str) -> ModuleType:
 def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
     """The full name of pretrained weights of the model `name`, and what downloads them."""
     timm = import_timm(name)
-    base = name.partition(".")[0]
+    base, _, tag = name.partition(".")
     tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{base}.*")]
-    default = name.partition(".")[2] or timm.get_pretrained_cfg(base).tag
+    check_weights("timm", base, weights, tags)
+    default = tag or timm.get_pretrained_cfg(base).tag
     tag = default if weights == "DEFAULT" else weights
-    if tag not in tags:
-        names = ", ".join(["DEFAULT", *tags]) if tags else "none"
-        raise UserError(
-            f"model.weights={weights} is neither a file nor weights of timm; "
-            f"model.name={base} has {names}"
-        )
     full = f"{base}.{tag}"
 
-    def download() -> Values:
-        try:
-            return dict(timm.create_model(full, pretrained=True).state_dict())
-        except Exception as error:  # of the client of the hub, many kinds
-            raise cannot_download(weights, full, error) from error
+    def get() -> Values:
+        return timm.create_model(full, pretrained=True).state_dict()
 
-    return tag, download
+    return tag, partial(download, get, weights, full)

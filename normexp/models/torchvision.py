@@ -1,12 +1,12 @@
-"""Any torchvision classifier, as torchvision builds it."""
+"""Any torchvision classifier, as torchvision builds it; and what libraries of networks share."""
 
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -54,21 +54,15 @@ def build_torchvision_model(
     network_class = inspect.signature(builder).return_annotation
     known = inspect.signature(network_class).parameters
     knobs = {key: value for key, value in offered.items() if key in known} | knobs
-    key = f"model.name={name}"
 
     def build() -> nn.Module:
         network = builder(weights=None, num_classes=num_outputs, **knobs)
         adapt_channels(network, channels)
-        return network
+        return resizing(network, image_size)
 
-    try:
-        trial = build()  # keeps its draws: recorded weights are those of the second network
-    except MISFITS as error:
-        raise cannot_take(key, input_shape, image_size, error) from error
-    except TypeError as error:
-        raise UserError(f"{key} cannot be built: {first_line(error)}") from error
-    taking_images(trial, input_shape, image_size, key=key)
-    return resizing(build(), image_size)
+    # The network of the trial keeps its draws: recorded weights are those of the second one.
+    build_for_images(build, name, input_shape, image_size)
+    return build()
 
 
 def find_builder(name: str) -> Callable[..., nn.Module]:
@@ -77,7 +71,7 @@ def find_builder(name: str) -> Callable[..., nn.Module]:
 
     names = models.list_models(module=models)
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or ["resnet18", "resnet50"]
+        near = get_close_matches(name, names, n=3, cutoff=0.5) or ["resnet18", "resnet50"]
         raise UserError(f"model.name={name} is not a torchvision classifier; try {', '.join(near)}")
     return models.get_model_builder(name)
 
@@ -88,28 +82,31 @@ def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
 
     find_builder(name)
     known = models.get_model_weights(name)
-    if weights not in known.__members__:
-        names = ", ".join(["DEFAULT", *(each.name for each in known)])
-        raise UserError(
-            f"model.weights={weights} is neither a file nor weights of torchvision; "
-            f"model.name={name} has {names}"
-        )
+    check_weights("torchvision", name, weights, [each.name for each in known])
     chosen = known[weights]
-
-    def download() -> Values:
-        try:
-            return dict(chosen.get_state_dict(progress=False, check_hash=True))
-        except (OSError, RuntimeError) as error:  # URLError is an OSError
-            raise cannot_download(weights, chosen.url, error) from error
-
-    return chosen.name, download
+    get = partial(chosen.get_state_dict, progress=False, check_hash=True)
+    return chosen.name, partial(download, get, weights, chosen.url)
 
 
-def cannot_download(weights: str, source: str, error: Exception) -> UserError:
-    return UserError(
-        f"model.weights={weights}: downloading {source} failed ({first_line(error)}); "
-        "fetch it on another machine, and name the file"
-    )
+def check_weights(library: str, name: str, weights: str, names: Sequence[str]) -> None:
+    """Raises UserError unless `weights` is DEFAULT or one of `names`."""
+    if not names or weights not in ("DEFAULT", *names):
+        has = ", ".join(["DEFAULT", *names]) if names else "none"
+        raise UserError(
+            f"model.weights={weights} is neither a file nor weights of {library}; "
+            f"model.name={name} has {has}"
+        )
+
+
+def download(get: Callable[[], Any], weights: str, source: str) -> Values:
+    """What `get` downloads. Raises UserError if that fails."""
+    try:
+        return dict(get())
+    except Exception as error:  # of the library's client, many kinds
+        raise UserError(
+            f"model.weights={weights}: downloading {source} failed ({first_line(error)}); "
+            "fetch it on another machine, and name the file"
+        ) from error
 
 
 def adapt_channels(network: nn.Module, channels: int) -> None:
@@ -141,17 +138,24 @@ def shape_after(
     return channels, image_size, image_size
 
 
-def taking_images(
-    network: nn.Module, input_shape: tuple[int, ...], image_size: int | None, *, key: str
+def build_for_images(
+    build: Callable[[], nn.Module], name: str, input_shape: tuple[int, ...], image_size: int | None
 ) -> nn.Module:
-    """The network, resizing its images if asked to. Raises UserError if it cannot take them."""
-    resizing(network, image_size)
+    """What `build` returns, once a copy of it has taken an image. Raises UserError if it cannot."""
+    key, shape = f"model.name={name}", "x".join(map(str, input_shape))
     try:
+        network = build()
         with torch.no_grad():  # a copy: no forward of the network itself has run
             copy.deepcopy(network).eval()(torch.zeros(2, *input_shape))
+        return network
     except MISFITS as error:
-        raise cannot_take(key, input_shape, image_size, error) from error
-    return network
+        resized = f" at model.image_size={image_size}" if image_size else ""
+        raise UserError(
+            f"{key} cannot take images of {shape}{resized}: {first_line(error)}; "
+            f"try model.image_size={64 if (image_size or 0) < 64 else 224}, which resizes them"
+        ) from error
+    except TypeError as error:
+        raise UserError(f"{key} cannot be built: {first_line(error)}") from error
 
 
 def resizing(network: nn.Module, image_size: int | None) -> nn.Module:
@@ -159,19 +163,6 @@ def resizing(network: nn.Module, image_size: int | None) -> nn.Module:
     if image_size is not None:
         network.register_forward_pre_hook(partial(_resize, image_size))
     return network
-
-
-def cannot_take(
-    key: str, input_shape: tuple[int, ...], image_size: int | None, error: Exception
-) -> UserError:
-    """The error for images that a network is too deep for, or was not built for."""
-    shape = "x".join(map(str, input_shape))
-    resized = f" at model.image_size={image_size}" if image_size else ""
-    larger = 64 if (image_size or 0) < 64 else 224
-    return UserError(
-        f"{key} cannot take images of {shape}{resized}: {first_line(error)}; "
-        f"try model.image_size={larger}, which resizes them"
-    )
 
 
 def _resize(size: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:

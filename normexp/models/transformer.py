@@ -95,20 +95,14 @@ class NoSite(nn.Module):
         return x
 
 
-def site_if(wanted: bool, norm: NormFactory, width: int) -> nn.Module:
-    """A site for tokens (B, T, width) if `wanted`, otherwise the identity."""
-    return norm.tokens(width) if wanted else NoSite()
-
-
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(C / num_heads)) v per head (Vaswani et al. 2017, arXiv:1706.03762).
 
     No position reads a masked one; the outputs at masked positions mean nothing. With
     `norm.qk_norm`, q and k pass a norm over the features of a head, shared by all heads: norm=layer
     is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many language models.
-    Henry et al. 2020 (arXiv:2010.04245) have an L2 norm, and a learned scale instead of the root.
-    With `norm.v_norm`, v passes one as well: `value_rmsnorm` of x-transformers, with a weight for
-    each head; Gemma's has none (norm=simple_rms). With `norms_qkv` all three do.
+    With `norm.v_norm`, v passes one as well; Gemma's has no weight (norm=simple_rms). With
+    `norms_qkv` all three do.
 
     Raises:
         UserError: a width that the heads do not divide; `norms_qkv` besides one of both slots.
@@ -199,8 +193,8 @@ class Block(nn.Module):
         *,
         is_causal: bool,
         dropout: float,
-        layer: int = 1,
-        depth: int = 1,
+        layer: int,
+        depth: int,
     ) -> None:
         super().__init__()
         equation = EQUATIONS[norm.placement]
@@ -209,16 +203,16 @@ class Block(nn.Module):
         self.mlp_place = mlp = early or equation.mlp
         self.is_parallel = equation.is_parallel
         self.divisor = math.sqrt(layer) if equation.is_scaled else 1.0
-        self.attn_norm = site_if(attn.before or attn.around, norm, width)
+        self.attn_norm = norm.tokens(width) if attn.before or attn.around else NoSite()
         self.attn = Attention(
             width, num_heads, norm, is_causal=is_causal, norms_qkv=equation.norms_qkv
         )
-        self.attn_out_norm = site_if(attn.after, norm, width)
+        self.attn_out_norm = norm.tokens(width) if attn.after else NoSite()
         self.attn_dropout = Dropout(dropout)
         self.attn_residual = norm.residual(width)
-        self.mlp_norm = site_if(mlp.before or mlp.around, norm, width)
+        self.mlp_norm = norm.tokens(width) if mlp.before or mlp.around else NoSite()
         self.mlp = MLP(width)
-        self.mlp_out_norm = site_if(mlp.after, norm, width)
+        self.mlp_out_norm = norm.tokens(width) if mlp.after else NoSite()
         self.mlp_dropout = Dropout(dropout)
         self.mlp_residual = norm.residual(width)
 
@@ -241,14 +235,15 @@ class Block(nn.Module):
         return self.mlp_residual(self.mlp_dropout(y))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        h = self.read(self.attn_place, self.attn_norm, x, mask)
         if self.is_parallel:
+            h = self.read(self.attn_place, self.attn_norm, x, mask)
             return x + self.attend(h, mask) + self.transform(h, mask)
-        x = x + self.attend(h, mask)
-        x = self.attn_norm(x, mask) if self.attn_place.around else x
-        h = self.read(self.mlp_place, self.mlp_norm, x, mask)
-        x = x + self.transform(h, mask)
-        return self.mlp_norm(x, mask) if self.mlp_place.around else x
+        attention = (self.attend, self.attn_place, self.attn_norm)
+        mlp = (self.transform, self.mlp_place, self.mlp_norm)
+        for branch, place, norm in (attention, mlp):
+            x = x + branch(self.read(place, norm, x, mask), mask)
+            x = norm(x, mask) if place.around else x
+        return x
 
 
 class Embedding(nn.Module):
@@ -275,7 +270,10 @@ class Embedding(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Base of the token models: embedding norm, blocks, final norm, as `EQUATIONS` has them."""
+    """Base of the token models: embedding norm, blocks, final norm, as `EQUATIONS` has them.
+
+    A subclass defines the embedding, calls `add_blocks`, defines the head, calls `init_weights`.
+    """
 
     embedding_norm: nn.Module
     blocks: nn.ModuleList
@@ -291,7 +289,12 @@ class Transformer(nn.Module):
         is_causal: bool,
         dropout: float,
     ) -> None:
-        """Builds `depth` blocks and the norms around them.
+        """Builds the blocks and the norms around them.
+
+        Args:
+            depth: number of blocks.
+            width: features of a token, a multiple of `num_heads`.
+            dropout: probability of dropping an element of a branch's output.
 
         Raises:
             UserError: a single block for a placement in which blocks differ; as `Attention`.
@@ -302,18 +305,12 @@ class Transformer(nn.Module):
                 f"placement={norm.placement} tells blocks apart, and model.depth=1 has one; try "
                 "model.depth=2 or placement=pre"
             )
-        self.embedding_norm = site_if(equation.norms_embedding, norm, width)
+        common = {"is_causal": is_causal, "dropout": dropout, "depth": depth}
+        self.embedding_norm = norm.tokens(width) if equation.norms_embedding else NoSite()
         self.blocks = nn.ModuleList(
-            Block(
-                *(width, num_heads, norm),
-                is_causal=is_causal,
-                dropout=dropout,
-                layer=index + 1,
-                depth=depth,
-            )
-            for index in range(depth)
+            Block(width, num_heads, norm, layer=layer, **common) for layer in range(1, depth + 1)
         )
-        self.final_norm = site_if(equation.has_final_norm, norm, width)
+        self.final_norm = norm.tokens(width) if equation.has_final_norm else NoSite()
 
     def apply_blocks(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Embedded tokens (B, T, C) to the features that the head reads, same shape."""

@@ -14,18 +14,15 @@ class ViT(Transformer):
     """Patches become tokens with learned positions; blocks, final norm, maximum over tokens.
 
     Shapes: (N, C, H, W) -> (N, num_outputs). The paper has a class token instead of the maximum; a
-    mean would erase a norm that centres each channel over positions.
+    mean would erase a norm that centres each channel over positions. Other sizes as in
+    `Transformer.add_blocks`.
 
     Args:
         patch_size: pixels along a side of a patch; divides H and W.
-        depth: blocks.
-        width: features of a token, a multiple of num_heads.
-        dropout: probability of dropping an element of a branch's output.
-        init: initial weights, see `Transformer.init_weights`.
 
     Raises:
-        UserError: an image that the patches do not divide, or of fewer than 2x2 patches; a width
-            that the heads do not divide; a size below 1.
+        UserError: an image that the patches do not divide, or of fewer than 2x2 patches; other
+            sizes that do not fit.
     """
 
     def __init__(
@@ -44,9 +41,16 @@ class ViT(Transformer):
         super().__init__()
         check_positive(patch_size=patch_size, depth=depth, width=width, num_heads=num_heads)
         check_image_shape(input_shape, smallest=2 * patch_size, model="vit")
-        check_patches(input_shape, patch_size)
-        channels, image_height, image_width = input_shape
-        num_tokens = image_height * image_width // patch_size**2
+        channels, rows, columns = input_shape
+        sides = (rows, columns)
+        if any(side % patch_size for side in sides):
+            sizes = range(patch_size, 0, -1)
+            fitting = next(s for s in sizes if not any(side % s for side in sides))
+            raise UserError(
+                f"model.patch_size={patch_size} does not divide images of "
+                f"{rows}x{columns}; try model.patch_size={fitting}"
+            )
+        num_tokens = rows * columns // patch_size**2
         self.patch_size = patch_size
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
         self.positions = nn.Embedding(num_tokens, width)
@@ -65,14 +69,3 @@ class ViT(Transformer):
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.patch_embedding(self.split(inputs)) + self.positions.weight
         return self.head(self.apply_blocks(x).amax(dim=1))
-
-
-def check_patches(input_shape: tuple[int, ...], patch_size: int) -> None:
-    """Raises UserError unless the patches divide both sides, with the largest size that does."""
-    _, height, width = input_shape
-    if height % patch_size or width % patch_size:
-        fitting = (s for s in range(patch_size, 0, -1) if height % s == 0 and width % s == 0)
-        raise UserError(
-            f"model.patch_size={patch_size} does not divide images of {height}x{width}; "
-            f"try model.patch_size={next(fitting)}"
-        )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ class Loading:
             value = self.values.get(name)
             if value is None or name in self.used:
                 continue
-            value = _fit_grey(value, own)
+            if value.ndim == own.ndim == 4 and (value.shape[1], own.shape[1]) == (3, 1):
+                value = value.sum(dim=1, keepdim=True)  # a grey image is three equal colours
             if value.shape == own.shape:
                 own.copy_(value)
                 self.taken.add(name)
@@ -86,7 +87,8 @@ class Loading:
         own = dict(network.named_parameters())
         if not self.taken & set(own):
             reason = next(iter(self.unfit.values()), "")
-            example = reason or f"it has {_some(self.values)}, and the model {_some(own)}"
+            theirs, ours = (", ".join([*names][:2]) for names in (self.values, own))
+            example = reason or f"it has {theirs}, and the model {ours}"
             raise UserError(f"model.weights={self.weights.name} does not fit the model: {example}")
 
     def notes(self, network: nn.Module) -> Iterator[str]:
@@ -103,10 +105,12 @@ class Loading:
         beyond = [name for name in self.values if name not in self.used and name not in self.unfit]
         if beyond:
             yield f"in the file, but not in the model: {shorten(beyond)}"
-        rest = "the order of the data, augmentation and dropout"
         drawn = [name for name in own if name not in self.taken]
-        rest += f", and the first values of {shorten(drawn)}" if drawn else ""
-        yield f"every seed starts from these weights; a seed draws {rest}"
+        rest = f", and the first values of {shorten(drawn)}" if drawn else ""
+        yield (
+            "every seed starts from these weights; a seed draws the order of the data, "
+            f"augmentation and dropout{rest}"
+        )
 
 
 def open_weights(name: str, download: Download | None = None) -> Weights:
@@ -141,7 +145,7 @@ def read_values(path: Path) -> Values:
             raise UserError(f"{key} needs the package safetensors; pip install safetensors")
         from safetensors.torch import load_file as load
     else:
-        load = _load_pickle
+        load = partial(torch.load, map_location="cpu", weights_only=True)
     try:
         content: Any = load(path)
     except Exception as error:  # torch and safetensors raise many kinds
@@ -152,16 +156,11 @@ def read_values(path: Path) -> Values:
     for inner in INNER:
         if isinstance(content, Mapping) and isinstance(content.get(inner), Mapping):
             content = content[inner]
-    values = {}
-    if isinstance(content, Mapping):
-        values = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    named = content if isinstance(content, Mapping) else {}
+    values = {str(name): value for name, value in named.items() if isinstance(value, Tensor)}
     if not values:
         raise UserError(f"{key} holds no tensors by name, as a state_dict does")
     return values
-
-
-def _load_pickle(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _without_prefix(values: Values, own: Mapping[str, Tensor]) -> Values:
@@ -172,15 +171,5 @@ def _without_prefix(values: Values, own: Mapping[str, Tensor]) -> Values:
     return {name.removeprefix(best): value for name, value in values.items()}
 
 
-def _fit_grey(value: Tensor, own: Tensor) -> Tensor:
-    """Filters (O, 3, K, K) of colours, summed for grey images: the same as three equal colours."""
-    fits_grey = value.ndim == own.ndim == 4 and (value.shape[1], own.shape[1]) == (3, 1)
-    return value.sum(dim=1, keepdim=True) if fits_grey else value
-
-
 def _size(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a number"
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join([*names][:2])

@@ -47,16 +47,13 @@ SECONDS_BETWEEN_REPORTS = 0.25
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal
 
 
-def check_callback(callback: object, name: str, metrics: Sequence[str]) -> None:
+def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
     """Raises UserError for a callback that cannot work here.
 
     Args:
         name: its key and class, for the message.
         metrics: of the validation, which it may monitor.
     """
-    if not isinstance(callback, pl.Callback):
-        kind = type(callback).__name__
-        raise UserError(f"{name} makes a {kind}, not a pytorch_lightning.Callback")
     for kind, instead in INSTEAD.items():
         if isinstance(callback, kind):
             raise UserError(f"{name} cannot be used: {instead}")

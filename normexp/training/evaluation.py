@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from normexp.batching.replicas import Batch, Measured, Replicas
 from normexp.data.dataset import Data
+from normexp.norms.state import write_state
 from normexp.training.optim import AveragedWeights
 from normexp.training.recorder import Columns, finite_mean
 from normexp.training.statistics import (
@@ -193,7 +194,7 @@ class Evaluator:
             # Running state measured anew, which they keep; what has no measure is the last step's.
             population = self._measure_population(own)
             if population is not None:
-                own.write_buffers(population.states)
+                write_state(own, population.state)
             with evaluation_mode(own):
                 for split in splits:
                     metrics |= self._score(own, "ema", split, group, group)

@@ -37,6 +37,7 @@ from normexp.checks.integrity import cannot_stack, check_optimizer
 from normexp.checks.preflight import Traits, examine, padded_batch, smallest_group
 from normexp.checks.sites import enter_sites, measure_reaches, open_network, probe_batch
 from normexp.config.compose import compose_cell
+from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
@@ -309,7 +310,7 @@ def test_modules_that_sites_share_are_noted_and_seeds_do_not_share_them(
     def make(norm: NormFactory) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), norm(WIDTH), norm(WIDTH))
 
-    build = NetworkBuilder(partial(make, NormFactory(lambda _: shared)), "make")
+    build = NetworkBuilder(Target("model", "make", partial(make, NormFactory(lambda _: shared))))
     first, second = build(0), build(1)
     traits_of(nn.Sequential(first, nn.Linear(WIDTH, 3)))
     assert "0.2, 0.3 are one module" in caplog.text

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn import functional
 
 from normexp.batching.sizes import Sizes
-from normexp.build import build_norm, norm_maker
+from normexp.build import build_norm, norm_target
 from normexp.checks.card import Card, measure_card
 from normexp.checks.preflight import check_padding, examine
 from normexp.config.compose import compose_config
@@ -103,11 +103,11 @@ def test_no_shipped_norm_reads_padding(name: str, view: View):
 
 def card_of(name: str, *, contract_only: bool = False) -> Card:
     config = compose_config([f"norm={name}"])
-    make, reserved = norm_maker(config)
+    target, reserved = norm_target(config)
     return measure_card(
-        make,
+        target.call,
         name=name,
-        target=config.norm["_target_"],
+        target=target.path,
         eps=config.eps,
         slots=resolve({}, reserved),
         contract_only=contract_only,

@@ -53,12 +53,7 @@ def shape_at_norm(old: nn.Module, *shape: int) -> tuple[int, ...]:
     return shapes[0]
 
 
-MAPS = {
-    2: (2, 6),
-    3: (2, 6, 3),
-    4: (2, 6, 3, 4),
-    5: (2, 6, 3, 4, 5),
-}
+MAPS = {2: (2, 6), 3: (2, 6, 3), 4: (2, 6, 3, 4), 5: (2, 6, 3, 4, 5)}
 OF_MAPS = [
     *((nn.BatchNorm1d(6), n) for n in (2, 3)),
     *((make(6), 4) for make in (nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d)),
@@ -225,12 +220,11 @@ def test_nothing_to_replace_is_refused(parts: list, only: list | None, message: 
         replace_norms(nn.Sequential(*parts), LAYER_NORM, only)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
-def test_replacing_by_batch_norm_changes_no_number_no_name_and_no_order(name: str) -> None:
+def test_replacing_by_batch_norm_changes_no_number_no_name_and_no_order() -> None:
     networks = []
     for _ in range(2):
         torch.manual_seed(0)
-        networks.append(torchvision.models.get_model(name, weights=None, num_classes=7))
+        networks.append(torchvision.models.mobilenet_v2(weights=None, num_classes=7))
     original, replaced = networks
     replace_norms(replaced, BATCH_NORM)
     images = torch.randn(2, 3, 64, 64)
@@ -244,19 +238,14 @@ def test_replacing_by_batch_norm_changes_no_number_no_name_and_no_order(name: st
     assert keys == list(original.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("name", "num_sites"),
-    [pytest.param("vit_b_16", 25, marks=pytest.mark.slow), ("convnext_tiny", 23)],
-)
-def test_networks_with_layer_norms_compute_the_same(name: str, num_sites: int) -> None:
+def test_network_with_layer_norms_computes_the_same() -> None:
     torch.manual_seed(0)
-    knobs = {"image_size": 32} if name == "vit_b_16" else {}
-    original = torchvision.models.get_model(name, weights=None, num_classes=7, **knobs).eval()
+    original = torchvision.models.convnext_tiny(weights=None, num_classes=7).eval()
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         expected = original(images)
         replace_norms(original, taking_settings(ChannelNorm))
-        assert len(list(named_sites(original))) == num_sites
+        assert len(list(named_sites(original))) == 23
         torch.testing.assert_close(original(images), expected, rtol=0, atol=1e-5)
 
 

@@ -13,11 +13,12 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
-from test_splits import StrangerNorm
 from torch import Tensor, nn
 from training_cases import (
+    StrangerNorm,
     batch_norm,
     build_module,
+    group_norm,
     image_data,
     resnet20,
     rows_of,
@@ -29,7 +30,6 @@ from training_cases import (
 
 from normexp.batching.sizes import Sizes
 from normexp.norms.batch import SyncBatchNorm
-from normexp.norms.group import GroupNorm
 from normexp.training import fit
 from normexp.training.module import TrainingModule
 
@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated_ghost": {"sizes": Sizes(16, 8, 2), "model": resnet20},
     "stranger": {"sizes": Sizes(8, 4), "make_norm": StrangerNorm},
     "sync": {"sizes": Sizes(8, 4), "make_norm": sync_norm, "synchronized": True},
-    "group": {"sizes": Sizes(8), "make_norm": lambda c: GroupNorm(c, eps=1e-5, num_groups=4)},
+    "group": {"sizes": Sizes(8), "make_norm": group_norm},
     "adamw_clipped": {"sizes": Sizes(8), "optimizer": ADAMW, "lr": 1e-3, "max_grad_norm": 0.5},
     # 46 samples leave a last batch of 6: in parts of 4 the second device has 2 and then 0 of them.
     "ragged": {"sizes": Sizes(8, 4), "data": image_data(46), "drop_last": False},

@@ -160,14 +160,3 @@ def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
         )
         train(module, tmp_path / f"{index}.ckpt")
         assert len(compiled) > before, index
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_compiled_training_equals_the_plain_one(tmp_path: Path, stacked: bool):
-    options = {"seeds": (0, 1), "stacked": stacked}
-    a = train(build_module(compile=True, **options), tmp_path / "a.ckpt")
-    b = train(build_module(**options), tmp_path / "b.ckpt")
-    assert_same_state(a, b, 1e-9)
-    assert a.metrics["test/loss"] == pytest.approx(b.metrics["test/loss"], abs=1e-9)

@@ -1,4 +1,4 @@
-"""Weights that a network starts from."""
+"""Models, data and weights of the user's own, through the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,32 @@ from normexp import load
 from normexp.train import main
 
 SOURCE = """
+import torch
 from torch import nn
+from normexp.data import Examples, build_image_data
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, norm, input_shape, num_outputs, *, width):
+        super().__init__()
+        self.conv = norm.conv(input_shape[0], width, 3)
+        self.norm = norm(width)
+        self.act = norm.act(width)
+        self.head = nn.Linear(width, num_outputs)
+
+    def forward(self, inputs):
+        return self.head(self.act(self.norm(self.conv(inputs))).amax(dim=(2, 3)))
+
+
+def load_stripes(num_samples, val_fraction, num_classes, split_seed=0):
+    targets = torch.arange(num_samples) % 2
+    images = torch.zeros(num_samples, 1, 8, 8, dtype=torch.uint8)
+    images[targets == 0, :, ::2] = 255
+    images[targets == 1, :, :, ::2] = 255
+    part = Examples(images, targets)
+    return build_image_data(
+        "stripes", part, part, num_classes=num_classes, val_fraction=val_fraction,
+        split_seed=split_seed)
 
 
 class Plain(nn.Module):
@@ -44,47 +69,68 @@ def plain_weights(num_classes: int = 10, channels: int = 1) -> dict[str, Tensor]
 
 
 @pytest.fixture
-def train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Any]:
-    """Trains one seed; returns the result, the network and the log."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Holds someone.py, which can be imported, and a config for its model and for its data."""
     (tmp_path / "someone.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
+    for group, content in {
+        "model": "_target_: someone.TwoLayers\n_partial_: true\nwidth: 8\n",
+        "data": "_target_: someone.load_stripes\nnum_samples: 64\nnum_classes: 2\n"
+        "val_fraction: 0.25\n",
+    }.items():
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / "mine.yaml").write_text(content)
+    return tmp_path
+
+
+@pytest.fixture
+def train(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Trains one seed; returns the result, the network and the log."""
 
     def run(*words: str) -> tuple[dict[str, Any], nn.Module, str]:
         capsys.readouterr()
-        before = set(tmp_path.glob("runs/*/*/seed-*"))
-        common = ["replicas=1", "workers=0", f"runs_dir={tmp_path / 'runs'}"]
-        assert main([*common, *words]) == 0
-        (folder,) = set(tmp_path.glob("runs/*/*/seed-*")) - before
+        before = set(folder.glob("runs/*/*/seed-*"))
+        common = ["replicas=1", "workers=0", f"runs_dir={folder / 'runs'}"]
+        assert main([*common, "--config-dir", str(folder / "conf"), *words]) == 0
+        (run_dir,) = set(folder.glob("runs/*/*/seed-*")) - before
         log = capsys.readouterr().err
-        return json.loads((folder / "result.json").read_text()), load(folder), log
+        return json.loads((run_dir / "result.json").read_text()), load(run_dir), log
 
     return run
 
 
-def save_state(path: Path, values: dict[str, Tensor]) -> None:
-    torch.save(values, path)
+CUSTOM_DATA = ["data=custom", "data._target_=someone.load_stripes", "data.num_samples=64"]
+CUSTOM_DATA += ["data.num_classes=2", "data.val_fraction=0.25"]
 
 
-def save_checkpoint(path: Path, values: dict[str, Tensor]) -> None:
-    torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in values.items()}}, path)
-
-
-def save_safetensors(path: Path, values: dict[str, Tensor]) -> None:
-    save_file(values, path)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "save"),
-    [("w.pt", save_state), ("w.ckpt", save_checkpoint), ("w.safetensors", save_safetensors)],
+    ("choice", "num_parameters"),
+    [
+        # convolution, norm, act, head
+        (["model=mine", "act=tlu"], 10 * 8 + 2 * 8 + 8 + 9 * 10),
+        (["model=mine", "data=mine", "model.width=12"], 10 * 12 + 2 * 12 + 13 * 2),
+        (["model=custom", "model._target_=someone.TwoLayers", "model.width=8", *CUSTOM_DATA], 114),
+    ],
 )
+def test_own_model_and_data_cost_a_file_and_a_yaml(
+    train: Callable[..., Any], choice: list[str], num_parameters: int
+) -> None:
+    result, _, _ = train(*choice, "norm=group", "norm.num_groups=2", "steps=2")
+    assert (result["status"], result["num_parameters"]) == ("finished", num_parameters)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.ckpt", "w.safetensors"])
 def test_group_norm_takes_the_place_of_pretrained_batch_norm(
-    train: Callable[..., Any], tmp_path: Path, name: str, save: Callable[..., None]
+    train: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     """One line fine-tunes: convolution, gain and head are loaded, statistics have no place."""
     values = plain_weights()
-    save(tmp_path / name, values)
+    within = {"epoch": 3, "state_dict": {f"module.{k}": v for k, v in values.items()}}
+    if name == "w.safetensors":
+        save_file(values, tmp_path / name)
+    else:
+        torch.save(values if name == "w.pt" else within, tmp_path / name)
     _, network, log = train(*MODEL, "norm=group", *FROZEN, f"model.weights={tmp_path / name}")
     own = network.state_dict()
     for key in ("conv.weight", "conv.bias", "fc.weight", "fc.bias"):
@@ -148,30 +194,28 @@ def test_content_of_the_file_is_part_of_the_identity(
 @pytest.mark.parametrize(
     ("write", "words", "message"),
     [
-        (None, [], "model.weights=.*does not exist"),
-        (b"text", [], "model.weights=.*state_dict"),
-        ({"other": torch.ones(3)}, [], "model.weights=.*does not fit.*other.*conv"),
-        ({}, [], "model.weights=.*holds no tensors"),
+        (None, MODEL, "model.weights=.*does not exist"),
+        (b"text", MODEL, "model.weights=.*state_dict"),
+        ({"other": torch.ones(3)}, MODEL, "model.weights=.*does not fit.*other.*conv"),
+        ({}, MODEL, "model.weights=.*holds no tensors"),
         (plain_weights(), ["model=convnet"], "model.weights=.*does not fit"),
         (plain_weights(), ["model=convnet", "+model.replace=[ReLU]"], "model.replace"),
+        (
+            plain_weights(),
+            [*MODEL, "data=mine", "data.num_classes=1"],
+            "data=stripes: train.targets has 1; num_outputs=1",
+        ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    write: Any,
-    words: list[str],
-    message: str,
+def test_weights_and_data_that_do_not_fit_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], write: Any, words: list[str], message: str
 ) -> None:
-    (tmp_path / "someone.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / "w.pt"
+    path = folder / "w.pt"
     if isinstance(write, bytes):
         path.write_bytes(write)
     elif write is not None:
         torch.save(write, path)
-    line = [*(words or MODEL), f"model.weights={path}", "workers=0"]
-    assert main([*line, f"runs_dir={tmp_path / 'runs'}"]) == 2
+    line = ["--config-dir", str(folder / "conf"), *words, f"model.weights={path}", "workers=0"]
+    assert main([*line, f"runs_dir={folder / 'runs'}"]) == 2
     assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "runs").exists()
+    assert not (folder / "runs").exists()

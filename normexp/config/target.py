@@ -1,0 +1,161 @@
+"""What a `_target_` of a config names: a class or function with its knobs, checked and called."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from normexp.config.rules import suggest
+from normexp.config.spec import one_line
+from normexp.errors import UserError
+from normexp.records.identity import place_of
+
+logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs what it raises
+
+REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A class or function that the config names, and its knobs.
+
+    Attributes:
+        key: where the config names it, such as `data` or `logger.custom`.
+        path: its dotted path.
+        call: it, or a partial with its knobs.
+    """
+
+    key: str
+    path: str
+    call: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}._target_={self.path}"
+
+    @property
+    def own(self) -> Any:
+        """The class or function itself, without knobs."""
+        return self.call.func if isinstance(self.call, partial) else self.call
+
+    @property
+    def arguments(self) -> set[str]:
+        """The names of its arguments; `**` if it takes any other."""
+        try:
+            found = inspect.signature(self.own).parameters
+            return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in found.items()}
+        except (TypeError, ValueError):  # not callable, or written in C
+            return set()
+
+    @property
+    def knobs(self) -> Mapping[str, Any]:
+        return self.call.keywords if isinstance(self.call, partial) else {}
+
+    def offered(self, facts: Mapping[str, Any]) -> Target:
+        """With the facts that its signature names and no knob sets."""
+        free = self.arguments - self.knobs.keys()
+        wanted = {name: fact for name, fact in facts.items() if name in free}
+        return replace(self, call=partial(self.call, **wanted)) if wanted else self
+
+    def require(self, num_given: int, *given: str) -> None:
+        """Raises UserError for an argument that neither a knob nor the caller gives.
+
+        Args:
+            num_given: arguments that the caller gives by place.
+            given: the names of others.
+        """
+        try:
+            free = inspect.signature(self.call).parameters.values()
+        except (TypeError, ValueError):  # not callable, or written in C
+            return
+        names = [p.name for p in free if p.default is p.empty and p.kind not in REST]
+        for name in names[num_given:]:
+            if name not in given:
+                key = f"{self.key}.{name}"
+                raise UserError(f"{key} is missing: {self.path} needs it; set {key}=...")
+
+    def make(self, kind: type[Made]) -> Made:
+        """Calls it without arguments. Raises UserError for an error of it, or another result."""
+        self.require(0)
+        with self.explained():
+            made = self.call()
+        if not isinstance(made, kind):
+            wanted = f"{kind.__module__}.{kind.__name__}"
+            raise UserError(f"{self.name} returned a {type(made).__name__}, not a {wanted}")
+        return made
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """An error of foreign code becomes a UserError that names the line of the user's file."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # of any kind
+            reason = f"{one_line(error)}{place_of(error)}"
+            raise UserError(f"{self.name} fails: {reason}") from error
+
+
+def read_target(values: dict[str, Any], key: str) -> Target:
+    """What `_target_` names, with its knobs. Raises UserError for a knob that it does not take."""
+    target = named_target(values, key)
+    names = target.arguments
+    unknown = [] if not names or "**" in names else sorted(target.knobs.keys() - names)
+    if unknown:
+        hint = suggest(unknown[0], names) or f"it takes {', '.join(sorted(names)) or 'nothing'}"
+        raise UserError(f"{key}.{unknown[0]}: {target.path} has no such argument; {hint}")
+    return target
+
+
+def named_target(values: dict[str, Any], key: str) -> Target:
+    """As `read_target`, without a check of the knobs. Raises UserError if it is not found."""
+    try:
+        call = instantiate({**values, "_partial_": True}, _convert_="all")
+        return Target(key, values["_target_"], call)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
+        if isinstance(cause, ImportError):
+            raise UserError(_explain_import(values["_target_"], key, cause)) from error
+        reason = str(cause or error).strip() or type(cause).__name__
+        first, *rest = reason.splitlines()
+        message = " ".join([first, *rest[:1]]) if first.endswith(":") else first
+        raise UserError(f"{key}._target_={values['_target_']}: {message}") from error
+
+
+def _explain_import(target: str, key: str, error: ImportError) -> str:
+    """Explains in one line why Hydra could not import a target."""
+    cause = error.__cause__ or error
+    package, parent = target.partition(".")[0], target.rpartition(".")[0]
+    if isinstance(cause, ModuleNotFoundError) and cause.name == package:
+        reason = f"there is no module {package}; install it, or add its folder to PYTHONPATH"
+    elif isinstance(cause, ModuleNotFoundError) and cause.name == target:
+        name = target[len(parent) + 1 :]
+        near = suggest(name, dir(sys.modules[parent]), most=3) if parent in sys.modules else ""
+        reason = f"{parent} has no {name}" + (f"; {near}" if near else "")
+    else:
+        first = (str(cause).splitlines() or [""])[0]
+        reason = f"importing it fails with {type(cause).__name__}: {first}"
+    return f"{key}._target_={target}: {reason}"
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A config as builtin values, resolved. Raises UserError for a `???` that is not set."""
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise UserError(f"{missing[0]} is not set; give {missing[0]}=...")
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

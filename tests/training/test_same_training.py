@@ -1,0 +1,265 @@
+"""Pairs of trainings that end in the same weights and running state: a table.
+
+Stacked and alone, accumulated and in ghost sub-batches, in chunks of any size, at a rate of its own
+and alone at that rate, by a function and by a scheduler of torch, with every shipped norm.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import open_dict
+from torch import nn
+from torch.optim import lr_scheduler
+from training_cases import (
+    StrangerNorm,
+    assert_same_state,
+    batch_norm,
+    build_module,
+    convnet,
+    group_norm,
+    image_data,
+    resnet20,
+    rows_of,
+    state_of,
+    text_data,
+    text_encoder,
+    train,
+)
+
+from normexp.batching.sizes import Sizes
+from normexp.build import build_norm
+from normexp.checks.integrity import cannot_stack
+from normexp.checks.sites import probe_batch
+from normexp.config.compose import compose_config
+from normexp.config.help import group_choices
+from normexp.norms.factory import NormFactory
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
+from normexp.norms.rms import RMSNorm
+from normexp.norms.slots import Slots
+from normexp.training.schedule import own_schedule
+
+slow = pytest.mark.slow
+FULL, ACCUMULATED, GHOST, BOTH = Sizes(8), Sizes(8, 2), Sizes(8, None, 2), Sizes(8, 4, 2)
+STACK, TURNS = {"seeds": (3, 4, 5), "stacked": True}, {"seeds": (3, 4, 5)}
+ALONE = {"seeds": (4,)}  # replica 1 of the two
+SGD = {"optimizer": partial(torch.optim.SGD, momentum=0.9, fused=True)}
+ADAMW = {"optimizer": partial(torch.optim.AdamW, fused=True), "lr": 0.003}
+TEXT = {"model": text_encoder, "data": text_data()}
+DROPOUT = {"model": partial(text_encoder, dropout=0.3), "data": text_data()}
+MODELS = {"convnet": {}, "resnet20": {"model": resnet20}, "text": TEXT}
+FORMS = {"in_turn": TURNS, "stacked": STACK}
+
+
+def pair(name: str, common: dict, first: dict, second: dict, marks: Any = (), **check: Any) -> Any:
+    """A row: choices of both trainings, of each, the tolerance, the replicas that are compared."""
+    return pytest.param(common, first, second, check, id=name, marks=marks)
+
+
+# A step in parts --------------------------------------------------------------------------------
+
+
+def with_slots(model: Any, slots: Slots) -> Any:
+    def build(norm: NormFactory) -> nn.Module:
+        size = norm.norm_batch_size
+        return model(NormFactory(norm.make, view=norm.view, slots=slots, norm_batch_size=size))
+
+    return {"model": build}
+
+
+SLOTS = {
+    "convnet": with_slots(convnet, Slots(act="tlu", conv="scaled_weight_standardized")),
+    "resnet20": with_slots(resnet20, Slots(conv="weight_standardized", residual_scale=0.0)),
+    "text": with_slots(text_encoder, Slots(placement="peri", qk_norm=True, residual_scale=0.5)),
+}
+GHOSTS = {"sizes": GHOST}
+RAGGED = {"drop_last": False, "lr": 0.01}  # a last batch of 6, in parts of 4 and 2
+IN_PARTS = [
+    *(
+        pair(f"{model}-{norm}-{split}", {**own, "make_norm": make, "lr": 0.01}, GHOSTS, other)
+        for model, own in MODELS.items()
+        for norm, make in (("batch", batch_norm), ("stranger", StrangerNorm))
+        for split, other in (("accumulated", {"sizes": ACCUMULATED}), ("both", {"sizes": BOTH}))
+        if split == "accumulated" or model == "convnet"
+    ),
+    *(
+        pair(f"{model}-slots", {**own, **SLOTS[model], "lr": 0.01}, {"sizes": ACCUMULATED}, GHOSTS)
+        for model, own in MODELS.items()
+    ),
+    *(
+        pair(f"{name}-ragged", own | RAGGED, {"sizes": Sizes(8, 4)}, {"sizes": Sizes(8, None, 4)})
+        for name, own in {
+            "convnet": {"data": image_data(46), "make_norm": StrangerNorm},  # merges by shares
+            "text": {**TEXT, "data": text_data(22)},
+        }.items()
+    ),
+    *(
+        pair(f"{name}-{sizes.micro}-{sizes.norm}", {"make_norm": norm}, {}, {"sizes": sizes})
+        for name, norm, sizes in [
+            ("group", group_norm, ACCUMULATED),
+            ("group", group_norm, Sizes(8, None, 4)),
+            ("layer", partial(LayerNorm, eps=1e-5), Sizes(8, 1)),
+            ("rms", partial(RMSNorm, eps=1e-5), ACCUMULATED),
+        ]
+    ),
+    pair("dropout", DROPOUT | {"make_norm": group_norm}, {}, {"sizes": ACCUMULATED}),
+]
+
+# A stack ----------------------------------------------------------------------------------------
+
+CLIPPED = {"max_grad_norm": 1.0, "ema": 0.8}
+STACKED = [
+    pair(name, CLIPPED | own, STACK, ALONE, atol=1e-9, replica=1)
+    for name, own in {
+        "full": {},
+        "accumulated_adamw": {"sizes": Sizes(8, 4), **ADAMW},
+        "ghost": {"sizes": GHOST},
+        "accumulated_ghost_adamw": {"sizes": BOTH, **ADAMW},
+        "dropout": {"sizes": BOTH, **DROPOUT},
+    }.items()
+]
+RATES = {"lr_scales": (1.0, 0.25, 0.03), "lr": 0.02}
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True, fused=True),
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "nadam": partial(torch.optim.NAdam, decoupled_weight_decay=True),
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
+}
+TO_THE_BIT = {"atol": 0, "precision": "32-true", "same_rows": True, "replica": 1, "other": 1}
+OWN_RATE = [
+    *(
+        pair(
+            f"{name}-{form}",
+            {"optimizer": optimizer, "sizes": BOTH, "max_grad_norm": 1.0},
+            seeds | RATES,
+            ALONE | {"lr": 0.02 * 0.25},
+            marks=() if name in ("sgd", "adamw") else slow,
+            atol=1e-9,
+            replica=1,
+        )
+        for name, optimizer in OPTIMIZERS.items()
+        for form, seeds in FORMS.items()
+    ),
+    pair("common_rate", TURNS, {"lr_scales": (0.5, 1.0, 0.1)}, {}, **TO_THE_BIT),
+]
+
+# Other ways to say the same ---------------------------------------------------------------------
+
+
+def own_groups(num_features: int) -> nn.Module:
+    return GroupNorm(num_features, eps=1e-5, num_groups=num_features)
+
+
+def halved(step: int, total_steps: int, every: int = 3) -> float:
+    assert total_steps == 10
+    return 0.5 ** (step // every)
+
+
+StepLR = lr_scheduler.StepLR
+STEP_LR = own_schedule(partial(StepLR, step_size=3, gamma=0.5), StepLR, 10, None, "step")
+FUNCTION = own_schedule(halved, halved, 10, None, "halved")
+ONE_GROUP, LAYER = partial(GroupNorm, eps=1e-5, num_groups=1), partial(LayerNorm, eps=1e-5)
+OWN = partial(InstanceNorm, eps=1e-5)
+compiling = [slow, pytest.mark.filterwarnings("ignore")]  # of torch's own warnings
+NEARLY = {"atol": 1e-6, "precision": "32-true"}
+SAID_OTHERWISE = [
+    *(
+        pair(f"chunks-{form}", seeds, {"max_chunk": 1}, {"max_chunk": 32}, **TO_THE_BIT)
+        for form, seeds in FORMS.items()
+    ),
+    *(
+        pair(
+            f"schedule-{form}",
+            seeds | RATES | {"sizes": Sizes(8, 4)},
+            {"schedule": FUNCTION},
+            {"schedule": STEP_LR},
+            replica=1,
+            other=1,
+        )
+        for form, seeds in FORMS.items()
+    ),
+    pair("one_group_is_layer", {}, {"make_norm": ONE_GROUP}, {"make_norm": LAYER}, **NEARLY),
+    pair("own_groups_are_instance", {}, {"make_norm": own_groups}, {"make_norm": OWN}, **NEARLY),
+    *(
+        pair(f"compiled-{form}", seeds, {"compile": True}, {}, marks=compiling, atol=1e-9)
+        for form, seeds in FORMS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("common", "first", "second", "check"), IN_PARTS + STACKED + OWN_RATE + SAID_OTHERWISE
+)
+def test_two_ways_to_train_are_one(tmp_path: Path, common, first, second, check):
+    check = {"atol": 1e-12, "replica": 0, "other": 0, "precision": "64-true"} | check
+    runs = []
+    for index, own in enumerate((first, second)):
+        module = build_module(**{**common, **own})
+        runs.append(train(module, tmp_path / f"{index}.ckpt", precision=check["precision"]))
+    replica, other, atol = check["replica"], check["other"], check["atol"]
+    assert_same_state(*runs, atol, replica=replica, other=other)
+    for name, column in runs[1].metrics.items():
+        same = pytest.approx(column[other], abs=max(atol, 1e-12) * 100)
+        assert runs[0].metrics[name][replica] == same
+    if check.get("same_rows"):
+        assert rows_of(runs[0], replica) == rows_of(runs[1], other)
+
+
+def test_running_state_of_a_split_step_holds_the_moments_of_all_its_samples(tmp_path: Path):
+    """The input of the first site does not depend on the split, so nor must its running state."""
+    full, *runs = (build_module(sizes=s, lr=1e-30) for s in (FULL, ACCUMULATED, GHOST))
+    for index, run in enumerate((full, *runs)):
+        train(run, tmp_path / f"{index}.ckpt")
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        expected = state_of(full)[f"norm1.norm.{name}"]
+        for run in runs:
+            found = state_of(run)[f"norm1.norm.{name}"]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+# Every shipped norm -----------------------------------------------------------------------------
+
+FAST = ("batch", "group_ws", "batch_renorm", "power", "batch_per_position")
+NORMS = [name for name in group_choices("norm") if name != "custom"]
+
+
+def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
+    """A convnet on images, or for norms of text alone an encoder with dropout."""
+    config, on_maps = compose_config([f"norm={name}"]), "per_position" not in name
+    on_maps = on_maps and not name.startswith("causal_")
+    if not on_maps:
+        with open_dict(config):
+            config.norm.view = "sequence"
+    data = image_data(num_train) if on_maps else text_data(num_train)
+
+    def model(_: NormFactory) -> nn.Module:
+        norm = build_norm(config, sizes, data)
+        return convnet(norm) if on_maps else text_encoder(norm, dropout=0.3)
+
+    obstacle = cannot_stack(model(NormFactory(nn.Identity)), probe_batch(data, 4))
+    return {"model": model, "data": data, "sizes": sizes, "stacked": not obstacle}
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "num_train"),
+    [
+        *((name, SGD, 24) for name in FAST),
+        *(pytest.param(name, own, 80, marks=slow) for name in NORMS for own in (SGD, ADAMW)),
+    ],
+)
+def test_replica_of_a_stack_trains_as_the_seed_alone(tmp_path: Path, name, own, num_train: int):
+    norm = build_norm(compose_config([f"norm={name}"]), FULL, image_data()).make(8)
+    splits = [BOTH] if num_train == 24 else [FULL, ACCUMULATED, GHOST, BOTH]
+    if getattr(norm, "sequential_state", False):  # sees samples one after another
+        splits = [FULL]
+    for sizes in splits:
+        common = choices_of(name, sizes, num_train) | own
+        stack = train(build_module(**common, seeds=(3, 4)), tmp_path / "a.ckpt")
+        alone = train(build_module(**{**common, "stacked": False}, seeds=(4,)), tmp_path / "b.ckpt")
+        assert stack.step == alone.step == num_train // 8 * 2
+        assert_same_state(stack, alone, 1e-9, replica=1, other=0)
