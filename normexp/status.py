@@ -14,7 +14,7 @@ def main(words: list[str]) -> int:
     options = read_options("status", words)
 
     from normexp.records.state import read_status
-    from normexp.reporting.status import print_status
+    from normexp.reporting.terminal import print_status
 
     print_status(read_status(Path(options["runs_dir"]), options["study"]))
     return 0

@@ -31,7 +31,7 @@ from torchvision import transforms
 from normexp.batching.speed import suitable_threads
 from normexp.data import Augmentation, Data, Examples
 from normexp.data.batches import TrainingBatches
-from normexp.data.digits import load_digits
+from normexp.data.images import load_digits
 from normexp.train import main as train
 
 NEVER = 10**6  # epochs between validations, steps between records: only training is timed

@@ -7,7 +7,7 @@ from torch import Tensor, distributed, nn
 
 from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Share
-from normexp.norms.state import State, write_state
+from normexp.norms.state import State, merge_state, read_state, write_state
 
 
 class Processes:
@@ -63,33 +63,31 @@ class Processes:
         return used
 
     @torch.no_grad()
-    def merge_buffers(self, replicas: Replicas, start: list[State], taken: list[int]) -> None:
+    def merge_buffers(self, replicas: Replicas, start: State, taken: list[int]) -> None:
         """Merges the buffers of a step that all processes began at `start`, like ghost sub-batches.
 
         Norms that span devices are left alone: they have seen all samples already.
         """
-        own = replicas.read_buffers()
+        own = read_state(replicas)
         ends = self._gather(own)
         present = [index for index, count in enumerate(taken) if count]
         total = sum(taken)
         shares = [taken[index] / total for index in present]
-        replicas.merge_buffers(start, [ends[index] for index in present], shares)
-        for tree, state in zip(replicas.trees, own, strict=True):
-            write_state(tree, _of_spanning(tree, state))
+        merged = merge_state(replicas, start, [ends[index] for index in present], shares)
+        write_state(replicas, {**merged, **_of_spanning(replicas, own)})
 
-    def _gather(self, states: list[State]) -> list[list[State]]:
-        """Returns the buffers of each process, for each tree of its replicas."""
-        gathered: list[list[State]] = [[{} for _ in states] for _ in range(self.share.count)]
-        places = [(tree, name) for tree, state in enumerate(states) for name in state]
-        for dtype in dict.fromkeys(states[tree][name].dtype for tree, name in places):
-            group = [(t, name) for t, name in places if states[t][name].dtype == dtype]
-            flat = torch.cat([states[t][name].reshape(-1) for t, name in group])
-            rows = [torch.empty_like(flat) for _ in range(self.share.count)]
+    def _gather(self, state: State) -> list[State]:
+        """Returns the buffers of each process."""
+        gathered: list[State] = [{} for _ in range(self.share.count)]
+        for dtype in dict.fromkeys(value.dtype for value in state.values()):
+            group = {name: value for name, value in state.items() if value.dtype == dtype}
+            flat = torch.cat([value.reshape(-1) for value in group.values()])
+            rows = [torch.empty_like(flat) for _ in gathered]
             distributed.all_gather(rows, flat)
-            for process, row in enumerate(rows):
-                parts = row.split([states[t][name].numel() for t, name in group])
-                for (t, name), part in zip(group, parts, strict=True):
-                    gathered[process][t][name] = part.view_as(states[t][name])
+            for of_process, row in zip(gathered, rows, strict=True):
+                parts = row.split([value.numel() for value in group.values()])
+                for (name, value), part in zip(group.items(), parts, strict=True):
+                    of_process[name] = part.view_as(value)
         return gathered
 
 
@@ -99,9 +97,9 @@ def spans_devices(norm: object) -> bool:
     return is_torchs or bool(getattr(norm, "spans_devices", False))
 
 
-def _of_spanning(tree: nn.Module, state: State) -> State:
+def _of_spanning(replicas: Replicas, state: State) -> State:
     """Returns the buffers that belong to norms that span devices."""
-    paths = [f"{path}." for path, module in tree.named_modules() if spans_devices(module)]
+    paths = [f"{path}." for path, module in replicas.named_modules() if spans_devices(module)]
     return {name: value for name, value in state.items() if name.startswith(tuple(paths))}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from normexp.batching.draws import Dropout
-from normexp.norms.state import State, merge_state, read_state, write_state
+from normexp.norms.state import State
 
 Batch = dict[str, Tensor]
 Measured = dict[str, Tensor]
@@ -66,6 +66,12 @@ class Replicas(nn.Module, ABC):
     def replica(self, index: int) -> nn.Module:
         """A copy of replica `index` as a plain module."""
 
+    def state_of(self, index: int, state: State) -> State:
+        """Replica `index`'s part of a state of all, with the names of its own network."""
+        prefix = "trees.0." if self.is_stacked else f"trees.{index}."
+        own = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+        return {name: value[index] for name, value in own.items()} if self.is_stacked else own
+
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> None:
         """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
@@ -100,22 +106,6 @@ class Replicas(nn.Module, ABC):
             for key, dropout in zip(keys, modules, strict=True):
                 dropout.key.copy_(key if self.is_stacked else key[index])
                 dropout.first_sample.fill_(first_sample)
-
-    def read_buffers(self) -> list[State]:
-        """Copies of the buffers of each tree."""
-        return [read_state(tree) for tree in self.trees]
-
-    def write_buffers(self, states: list[State]) -> None:
-        for tree, state in zip(self.trees, states, strict=True):
-            write_state(tree, state)
-
-    def merge_buffers(
-        self, start: list[State], parts: list[list[State]], shares: list[float]
-    ) -> None:
-        """Writes the buffers of a step that was run in parts, see `merge_state`."""
-        for index, tree in enumerate(self.trees):
-            ends = [part[index] for part in parts]
-            write_state(tree, merge_state(tree, start[index], ends, shares))
 
 
 class InTurn(Replicas):

@@ -22,7 +22,7 @@ from normexp.checks.subject import (
 )
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site
-from normexp.norms.state import State, read_state
+from normexp.norms.state import State, merge_state, read_state, write_state
 
 EXACT = 1e-6  # of inputs in float64; a norm may compute in float32
 CLOSE = 1e-4  # of float32
@@ -128,15 +128,16 @@ def _step(replicas: InTurn | Stacked, x: Tensor, num_parts: int = 1) -> State:
     """
     x = x.clone().requires_grad_()
     weights = values(tuple(x.shape), torch.float64, 1)
-    start, outs, ends = replicas.read_buffers(), [], []
+    start, outs, ends = read_state(replicas), [], []
     for part, own in zip(x.chunk(num_parts, 1), weights.chunk(num_parts, 1), strict=True):
-        replicas.write_buffers(start)
+        write_state(replicas, start)
         outs.append(replicas.measure({"inputs": part}, lambda output, _: output))
         if outs[-1].requires_grad:
             (outs[-1] * own).sum().backward()
-        ends.append(replicas.read_buffers())
+        ends.append(read_state(replicas))
     if num_parts > 1:
-        replicas.merge_buffers(start, ends, [1 / num_parts] * num_parts)
+        shares = [1 / num_parts] * num_parts
+        write_state(replicas, merge_state(replicas, start, ends, shares))
     left = []
     for tree in replicas.trees:
         norm = tree.get_submodule("norm")

@@ -69,8 +69,7 @@ class TrainingBatches:
         batches = [{name: value[k] for name, value in parts.items()} for k in range(num_steps)]
         if not at_once:
             for step, one in enumerate(batches, start=first_step):
-                augmented = self._augmented(one["inputs"], step)
-                one["inputs"] = self.data.model_inputs(augmented, dtype)
+                one["inputs"] = self.data.model_inputs(self._augmented(one["inputs"], step), dtype)
         return batches
 
     def num_samples_before(self, step: int) -> int:

@@ -83,16 +83,6 @@ class Windows:
 class Data:
     """A data set with its three splits and the facts that a model needs about it.
 
-    To use your own (`data=custom data._target_=my_pkg.load_shapes data.val_fraction=0.1`), write a
-    function that returns one; `build_image_data` splits off val and computes mean and std:
-
-        def load_shapes(val_fraction: float, split_seed: int = 0) -> Data:
-            train = Examples(train_images, train_targets)  # uint8 (N, C, H, W), int64 (N,)
-            test = Examples(test_images, test_targets)
-            return build_image_data(
-                "shapes", train, test, num_classes=2,
-                val_fraction=val_fraction, split_seed=split_seed)
-
     Args:
         num_outputs: classes, or the vocabulary's size for language modelling.
         input_shape: (C, H, W), or (T,) for tokens.
@@ -210,26 +200,21 @@ def _problems(data: Data) -> Iterator[str]:
             yield from _window_problems(data, split, part)
         else:
             yield from _example_problems(data, split, part)
+    if data.vocab_size is None:
+        yield from _statistics_problems(data)
     if data.num_outputs < 2:
         yield f"num_outputs={data.num_outputs} leaves nothing to tell apart, must be 2 or more"
 
 
 def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:
-    yield from _tensor_problems(f"{split}.targets", part.targets, torch.int64, (len(part.inputs),))
-    if not len(part):
-        yield f"{split} is empty"
-    limit = ("num_outputs", data.num_outputs)
-    yield from _range_problems(f"{split}.targets", part.targets, limit)
-    shape = (len(part), *data.input_shape)
-    if data.vocab_size is None:
-        yield from _tensor_problems(f"{split}.inputs", part.inputs, torch.uint8, shape)
-        if part.mask is not None:
-            yield f"{split}.mask needs vocab_size: images have no mask"
-        yield from _statistics_problems(data)
-        return
-    yield from _tensor_problems(f"{split}.inputs", part.inputs, torch.int64, shape)
-    yield from _range_problems(f"{split}.inputs", part.inputs, ("vocab_size", data.vocab_size))
+    targets, outputs = f"{split}.targets", ("num_outputs", data.num_outputs)
+    yield from _tensor_problems(targets, part.targets, torch.int64, (len(part.inputs),), outputs)
+    shape, limit = (len(part), *data.input_shape), ("vocab_size", data.vocab_size)
+    dtype = torch.uint8 if data.vocab_size is None else torch.int64
+    yield from _tensor_problems(f"{split}.inputs", part.inputs, dtype, shape, limit)
     if part.mask is not None:
+        if data.vocab_size is None:
+            yield f"{split}.mask needs vocab_size: images have no mask"
         yield from _tensor_problems(f"{split}.mask", part.mask, torch.bool, shape)
         if not part.mask.any(dim=1).all():
             yield f"{split}.mask has a sample without a real token"
@@ -237,7 +222,6 @@ def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:
 
 def _window_problems(data: Data, split: str, part: Windows) -> Iterator[str]:
     length, block_size = len(part.tokens), part.block_size
-    yield from _tensor_problems(f"{split}.tokens", part.tokens, torch.int64, (length,))
     if data.input_shape != (block_size,) or block_size < 1:
         yield f"{split}.block_size={block_size} differs from input_shape={data.input_shape}"
     if not len(part):
@@ -246,7 +230,8 @@ def _window_problems(data: Data, split: str, part: Windows) -> Iterator[str]:
         yield f"vocab_size={data.vocab_size} must be num_outputs={data.num_outputs}"
     if (data.bytes_per_token or {}).get(split, 0) <= 0:
         yield f"bytes_per_token={data.bytes_per_token} must be above 0 for {split}"
-    yield from _range_problems(f"{split}.tokens", part.tokens, ("vocab_size", data.num_outputs))
+    limit = ("vocab_size", data.vocab_size)
+    yield from _tensor_problems(f"{split}.tokens", part.tokens, torch.int64, (length,), limit)
 
 
 def _statistics_problems(data: Data) -> Iterator[str]:
@@ -261,14 +246,18 @@ def _statistics_problems(data: Data) -> Iterator[str]:
 
 
 def _tensor_problems(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    limit: tuple[str, int | None] = ("", None),
 ) -> Iterator[str]:
+    """Checks dtype and shape, that something is there, and that values are below a named limit."""
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         yield f"{name} is {tensor.dtype} {tuple(tensor.shape)}, must be {dtype} {shape}"
-
-
-def _range_problems(name: str, values: Tensor, limit: tuple[str, int]) -> Iterator[str]:
-    low, high = int(values.min()), int(values.max())
-    if low < 0 or high >= limit[1]:
-        key, size = limit
-        yield f"{name} has {low if low < 0 else high}; {key}={size} allows 0 to {size - 1}"
+    if not len(tensor):
+        yield f"{name.partition('.')[0]} is empty"
+    key, size = limit
+    if size is not None and (int(tensor.min()) < 0 or int(tensor.max()) >= size):
+        worst = min(int(tensor.min()), 0) or int(tensor.max())
+        yield f"{name} has {worst}; {key}={size} allows 0 to {size - 1}"

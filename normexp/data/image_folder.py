@@ -15,7 +15,8 @@ from torch import Tensor
 
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples
-from normexp.data.sources import build_image_data, refuse_beyond_memory
+from normexp.data.images import build_image_data
+from normexp.data.sources import refuse_beyond_memory
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 

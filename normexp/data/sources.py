@@ -1,4 +1,4 @@
-"""Building blocks for data sources: splits, statistics of images, downloads, a memory check."""
+"""What sources of data share: splits, downloads, a memory check."""
 
 from __future__ import annotations
 
@@ -11,74 +11,10 @@ import torch
 from torch import Tensor
 
 from normexp.batching.draws import generator
-from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data, Examples
 from normexp.errors import UserError
 
 TEST_FRACTION = 0.2  # of a source without a test split of its own
 TEST_SEED = 0  # a constant: the test split is the same for every split_seed
-
-
-def build_image_data(
-    name: str,
-    train: Examples,
-    test: Examples,
-    *,
-    num_classes: int,
-    val_fraction: float,
-    split_seed: int,
-    augmentation: Augmentation | None = None,
-    source_version: str = "",
-) -> Data:
-    """Data for image classification: val is split off `train`, test is unchanged.
-
-    Shapes: inputs uint8 (N, C, H, W), targets int64 (N,) in [0, num_classes).
-
-    Raises:
-        UserError: train images of another dtype or shape; a fraction that empties train or val.
-    """
-    if train.inputs.ndim != 4 or train.inputs.dtype != torch.uint8:
-        found = f"{train.inputs.dtype} {tuple(train.inputs.shape)}"
-        raise UserError(f"data={name}: train.inputs is {found}, must be torch.uint8 (N, C, H, W)")
-    if len(train.inputs) != len(train.targets):
-        lengths = f"{len(train.inputs)} images and {len(train.targets)} targets"
-        raise UserError(f"data={name}: train has {lengths}")
-    kept, held_out = (
-        Examples(train.inputs[indices], train.targets[indices])
-        for indices in split_off_val(len(train), val_fraction, split_seed)
-    )
-    mean, std = compute_channel_moments(kept.inputs)
-    return Data(
-        name=name,
-        task="classification",
-        train=kept,
-        val=held_out,
-        test=test,
-        num_outputs=num_classes,
-        input_shape=tuple(train.inputs.shape[1:]),
-        mean=mean,
-        std=std,
-        augmentation=augmentation if augmentation and augmentation.is_on else None,
-        source_version=source_version,
-    )
-
-
-def compute_channel_moments(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel of uint8 (N, C, H, W), in 0..1 units.
-
-    Computed from a histogram of the 256 values: exact, and without a float copy of the images. A
-    constant channel gets a standard deviation of 1.
-    """
-    counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)  # (C, 256)
-    for part in images.split(4096):
-        for channel, pixels in enumerate(part.unbind(dim=1)):
-            counts[channel] += torch.bincount(pixels.flatten(), minlength=256)
-    values = torch.arange(256, dtype=torch.float64) / 255
-    weights = counts / counts.sum(dim=1, keepdim=True)
-    mean = weights @ values  # (C,)
-    var = (weights * (values - mean[:, None]).square()).sum(dim=1)
-    std = torch.where(var > 0, var.sqrt(), 1)
-    return tuple(mean.tolist()), tuple(std.tolist())
 
 
 def split_off_val(num_samples: int, val_fraction: float, split_seed: int) -> tuple[Tensor, Tensor]:

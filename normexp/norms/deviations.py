@@ -1,7 +1,6 @@
-"""Norms with common mistakes of tutorials, one mistake each.
+"""Norms with common mistakes of tutorials, one each, to be trained and measured.
 
-They exist to be trained and measured: conf/norm/deviations. Each docstring states the cost of the
-mistake, and a test checks it.
+What each costs stands in its docstring, n the number of values per statistic.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ class DeviatingBatchNorm(RunningMomentsNorm):
 class BatchNormUnbiased(DeviatingBatchNorm):
     """Batch norm that divides by the root of the unbiased variance, n / (n - 1) times the biased.
 
-    What it costs: outputs are sqrt((n - 1) / n) of batch norm's where eps is small: 0.707 at n = 2
-    values per statistic, 0.935 at 8, 0.984 at 32. This gain depends on the batch size, and applies
-    only in training, so it looks like sensitivity to the batch size. Evaluation equals batch
-    norm's.
+    Outputs are sqrt((n - 1) / n) of batch norm's: 0.707 at n = 2, 0.935 at 8, 0.984 at 32; only in
+    training, so that it looks like sensitivity to the batch size.
     """
 
     def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
@@ -51,9 +48,8 @@ class BatchNormUnbiased(DeviatingBatchNorm):
 class BatchNormEpsOutside(DeviatingBatchNorm):
     """(x - mean) / (sqrt(var) + eps) * weight + bias: eps added to the root and not under it.
 
-    What it costs: nothing at a deviation of 1; with eps 1e-5, small channels grow: at a deviation
-    of 0.01 outputs are 1.048 times batch norm's, at 0.001 3.3 times. At 0 the gradient of a value
-    may be 1 / eps = 100 000, and not 1 / sqrt(eps) = 316.
+    With eps 1e-5 small channels grow: outputs are 1.048 times batch norm's at a deviation of 0.01,
+    3.3 times at 0.001. At 0 the gradient of a value may be 1 / eps = 100 000, not 1 / sqrt(eps).
     """
 
     def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
@@ -69,9 +65,8 @@ class BatchNormEpsOutside(DeviatingBatchNorm):
 class BatchNormBiasedAverage(RunningMomentsNorm):
     """Batch norm whose running variance averages the biased variance of the batches.
 
-    What it costs: nothing in training; in evaluation the variance is too small by (n - 1) / n, with
-    n values per statistic: a half at n = 2, 0.875 at 8, 0.996 at 256. Merged parts of a step and
-    precise statistics do not undo a correction.
+    In evaluation the variance is too small by (n - 1) / n: a half at n = 2, 0.875 at 8, 0.996 at
+    256.
     """
 
     unbiased_running_var = False
@@ -80,9 +75,8 @@ class BatchNormBiasedAverage(RunningMomentsNorm):
 class BatchNormNaiveVariance(DeviatingBatchNorm):
     """Batch norm with var = mean(x^2) - mean(x)^2, in float32 or wider.
 
-    What it costs: digits where the mean exceeds the deviation. In float32, at a deviation of 1, the
-    variance is off by about 0.1 at a mean of 1000; at 10 000 it may come out negative, and the
-    output NaN. With values and sums in bfloat16, which this norm avoids, a mean of 30 is enough.
+    At a deviation of 1, the variance is off by about 0.1 at a mean of 1000; at 10 000 it may come
+    out negative, and the output NaN.
     """
 
     def measure(self, x: Tensor, real: Tensor | None) -> Moments:
@@ -95,9 +89,8 @@ class BatchNormNaiveVariance(DeviatingBatchNorm):
 class BatchNormNoEps(DeviatingBatchNorm):
     """(x - mean) / sqrt(var) * weight + bias: batch norm without eps.
 
-    What it costs: outputs are sqrt(1 + eps / var) of batch norm's, 1.4 percent more at a variance
-    of 3.5e-4 and eps 1e-5. A constant channel, as after a dead ReLU, is 0 / 0: NaN, from
-    which no training recovers.
+    Outputs are sqrt(1 + eps / var) of batch norm's, 1.4 percent more at a variance of 3.5e-4 and
+    eps 1e-5. A constant channel, as after a dead ReLU, is 0 / 0: NaN, from which none recovers.
     """
 
     eps: float = field(default=0.0, init=False)
@@ -110,11 +103,9 @@ class BatchNormNoEps(DeviatingBatchNorm):
 class BatchNormFlattened(PositionwiseNorm):
     """Batch norm of C * T features: each position has its own statistics, weight and bias.
 
-    Batch norm over the first axis of (N, T, C) instead of over (N, T) per channel.
-    `norm=batch_per_position` has these statistics too, but a weight and a bias per channel.
-
-    What it costs: 2 * C * T parameters instead of 2 * C, statistics over N values instead of N * T,
-    and a fixed length. No position looks at another, but samples do.
+    Batch norm over the first axis of (N, T, C): 2 * C * T parameters instead of 2 * C, statistics
+    over N values instead of N * T, and a fixed length. `norm=batch_per_position` has these
+    statistics too, but a weight and a bias per channel.
     """
 
     affine: bool = field(default=False, init=False)
@@ -134,12 +125,9 @@ class BatchNormFlattened(PositionwiseNorm):
 class LayerNormUnbiased(AffineNorm):
     """Layer norm that divides by the root of the unbiased variance, D / (D - 1) times the biased.
 
-    D is the number of pooled values: C and all positions, as in `LayerNorm`. What it costs: outputs
-    are sqrt((D - 1) / D) of layer norm's where eps is small: 0.866 at D = 4, 0.992 at 64, 0.995 at
-    100, 0.9993 at 768. A constant, which `weight` takes up.
-
-    Raises:
-        UserError: in forward, one value to pool.
+    D is the number of pooled values: C and all positions, as in `LayerNorm`. Outputs are
+    sqrt((D - 1) / D) of layer norm's, 0.866 at D = 4, 0.992 at 64: a constant, which `weight` takes
+    up.
     """
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -157,8 +145,7 @@ class LayerNormUnbiased(AffineNorm):
 class LayerNormNoEps(AffineNorm):
     """(x - mean) / sqrt(var) * weight + bias: layer norm without eps.
 
-    What it costs: outputs are sqrt(1 + eps / var) of layer norm's, 1.4 percent more at a variance
-    of 3.5e-4 and eps 1e-5. A constant sample is 0 / 0: NaN, from which no training recovers.
+    As `BatchNormNoEps`, for a sample in place of a channel.
     """
 
     eps: float = field(default=0.0, init=False)

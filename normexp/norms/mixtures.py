@@ -23,8 +23,7 @@ class SwitchableNorm(RunningMomentsNorm):
     arXiv:1806.10779.
 
     The authors' code (switchablenorms/Switchable-Normalization) takes the unbiased variance over a
-    sample's positions and, for (N, C), of all three; here it is biased, as in the paper. Its
-    evaluation may pool many batches instead of the running averages; that is evaluate_with=precise.
+    sample's positions and, for (N, C), of all three; here it is biased, as in the paper.
     """
 
     def add_state(self) -> None:
@@ -122,10 +121,9 @@ class BatchInstanceNorm(GatedBatchNorm):
 class BatchChannelNorm(GatedBatchNorm):
     """Batch norm mixed with layer norm of the whole sample in each channel. arXiv:2312.00596.
 
-    rho is not bounded. The authors' code (AfifaKhaled/Batch-Channel-Normalization) differs in its
-    evaluation: it multiplies the running variance with m / (m - 1), m the values of the batch that
-    is evaluated. Its version for transformers takes the moments of each token in both parts.
-    Another BCN, arXiv:1911.09738, normalizes groups of channels after estimated batch statistics.
+    rho is not bounded. The authors' code (AfifaKhaled/Batch-Channel-Normalization) multiplies the
+    running variance with m / (m - 1), m the values of the batch that is evaluated; its version for
+    transformers takes the moments of each token in both parts. arXiv:1911.09738 is another BCN.
     """
 
     def num_groups(self) -> int:

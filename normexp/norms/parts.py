@@ -90,8 +90,7 @@ class WeightStandardizedConv2d(nn.Conv2d):
     Qiao et al. 2019, arXiv:1903.10520; var is biased. timm's StdConv2d is the same; the authors'
     code (joe-siyuan-qiao/WeightStandardization) takes the unbiased standard deviation and adds 1e-5
     to it. A filter has variance 1 and not 1 / fan_in, so outputs grow by the root of fan_in: a norm
-    should follow. The scale and mean of the stored weight have no effect, and nothing depends
-    on the input. Shapes as nn.Conv2d: (N, I, H, W) -> (N, O, H', W').
+    should follow. Shapes as nn.Conv2d: (N, I, H, W) -> (N, O, H', W').
     """
 
     def filters(self) -> Tensor:

@@ -29,7 +29,7 @@ class FrozenBatchNorm(AffineNorm):
 
     The same in training and evaluation. The statistics are 0 and 1 unless loaded from a batch norm,
     whose state_dict fits. Weight and bias are trained; torchvision's FrozenBatchNorm2d fixes them
-    too. Used to fine-tune detectors at 1 or 2 images (torchvision, Detectron).
+    too, to fine-tune detectors at 1 or 2 images.
     """
 
     running_mean: Tensor
@@ -81,9 +81,8 @@ class DynamicSquashing(AffineNorm):
 class DyT(DynamicSquashing):
     """tanh(alpha * x) * weight + bias: dynamic tanh. arXiv:2503.10622.
 
-    The authors' code agrees; its channels are first or last by an argument. The paper replaces the
-    layer norms of transformers, and reports a loss of accuracy where it replaces batch norm; its
-    language models start attention with a larger alpha.
+    The paper replaces the layer norms of transformers, and reports a loss of accuracy where it
+    replaces batch norm; its language models start attention with a larger alpha.
     """
 
     is_shifted = False
@@ -105,9 +104,8 @@ class Derf(DynamicSquashing):
 class ISRU(DynamicSquashing):
     """z / sqrt(z^2 + 1) * weight + bias, z = alpha * x + shift: inverse square root unit.
 
-    One of the functions that arXiv:2512.10938 compares with Derf; the authors' code
-    (zlab-princeton/Derf, other_functions/isru.py) agrees. arXiv:2503.21708 derives the function
-    from RMS norm; by its abstract, with another parameter and without a shift.
+    One of the functions that arXiv:2512.10938 compares with Derf. arXiv:2503.21708 derives it from
+    RMS norm, with another parameter and without a shift.
     """
 
     def squash(self, z: Tensor) -> Tensor:

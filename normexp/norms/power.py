@@ -96,7 +96,7 @@ class PowerNorm(SquareNorm):
 
     The authors' code (sIncerass/powernorm) differs: it first scales each token by its root mean
     square in groups of channels, divides the gradient by the deviation of the batch, counts with nu
-    while it warms up, and warms up for 10000 steps. None of that is here.
+    while it warms up, and warms up for 10000 steps.
 
     If a site splits a batch into groups and the last is short, nu does not move in that step.
 

@@ -22,9 +22,9 @@ LEARNED_EPS_INIT = 1e-4  # the paper's
 class RMSNorm(AffineNorm):
     """x / sqrt(mean_C(x^2) + eps) * weight. Pools C at each position. arXiv:1910.07467.
 
-    On (N, C) it is torch.nn.RMSNorm(C), whose default eps is that of the dtype, 1.2e-7 in float32.
-    Language models differ in whether they return to half precision before or after the weight; some
-    store the weight less one, which is `zero_centered`.
+    On (N, C) it is torch.nn.RMSNorm(C), whose default eps is 1.2e-7 in float32. Language models
+    differ in whether they return to half precision before or after the weight; some store the
+    weight less one, which is `zero_centered`.
     """
 
     has_bias = False
@@ -36,11 +36,23 @@ class RMSNorm(AffineNorm):
         return affine.apply(x * inverse_rms(x, self.eps))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
+class SimpleRMSNorm(RMSNorm):
+    """x / sqrt(mean_C(x^2) + eps): RMS norm without parameters. arXiv:2307.14995.
+
+    The paper has x * sqrt(C) / |x| without eps; implementations bound |x| from below by a small
+    number instead. timm's SimpleNorm is another norm: it has a weight, and divides by the unbiased
+    standard deviation over C without centring x.
+    """
+
+    affine: bool = field(default=False, init=False)
+
+
 class PreAffineRMSNorm(RMSNorm):
     """RMS norm of p * x, with a second learned weight p (C,) before the statistics.
 
-    p is `pre_weight` and starts at 1; a large p lets one channel set the scale of all others, which
-    otherwise takes an outlier in x. arXiv:2601.22966.
+    p is `pre_weight` and starts at 1; a large p lets one channel set the scale of all others.
+    arXiv:2601.22966.
     """
 
     def add_state(self) -> None:
@@ -56,8 +68,7 @@ class GatedRMSNorm(RMSNorm):
 
     D (rank, C) is `down.weight`, U (C, rank) `up.weight`. arXiv:2601.22966, which does not say
     where they start; as in kubotadaichi/gated-norm-experiment it is torch's default for linear
-    layers, so that all gates begin near 1/2. They count as parameters of a norm for weight decay.
-    Under autocast D and U are applied in half precision, as any linear layer is.
+    layers, so that all gates begin near 1/2. Under autocast both are applied in half precision.
 
     Args:
         rank: numbers between D and U; 16 in the paper.
@@ -80,9 +91,8 @@ class SeeDNorm(AffineNorm):
     """x / sqrt(mean_C(x^2) + eps) * (weight + alpha * tanh(sum_C(beta * x))).
 
     RMS norm with a gain that depends on x. Pools C at each position. alpha (C,) starts at 1 and
-    beta (C,) at 0, where it is RMS norm. arXiv:2510.22777, as swiss-ai/Megatron-LM (torch_norm.py)
-    has it, where weight decay reaches alpha and beta. The paper's form with several heads is not
-    here.
+    beta (C,) at 0, where it is RMS norm. arXiv:2510.22777, without its form with several heads, as
+    in swiss-ai/Megatron-LM (torch_norm.py).
     """
 
     has_bias = False
@@ -105,9 +115,8 @@ class BHyT(AffineNorm):
 
     DyT of RMS-normalized values, which |alpha| / kappa sqrt(C) bounds, so that the tanh does not
     saturate in depth. Pools C at each position. arXiv:2601.09719; this is BHyT* of the authors'
-    code (MLAI-Yonsei/BHyT, `BHyT_Star`). Plain BHyT does the same at the first norm of a block; at
-    the second it estimates the mean square from that of the first, which is faster, and which a
-    norm by itself cannot.
+    code (MLAI-Yonsei/BHyT). Plain BHyT estimates the mean square at the second norm of a block
+    from that of the first, which a norm by itself cannot.
 
     Args:
         alpha_init: initial alpha; the code's default is 2, its scripts try 1 to 5.
@@ -130,31 +139,12 @@ class BHyT(AffineNorm):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class SimpleRMSNorm(AffineNorm):
-    """x / sqrt(mean_C(x^2) + eps): RMS norm without parameters. arXiv:2307.14995.
-
-    The paper has x * sqrt(C) / |x| without eps; implementations bound |x| from below by a small
-    number instead. timm's SimpleNorm is another norm: it has a weight, and divides by the unbiased
-    standard deviation over C without centring x.
-    """
-
-    affine: bool = field(default=False, init=False)
-
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real, affine
-        if x.ndim == 2:
-            return F.rms_norm(x, (self.num_features,), None, self.eps)
-        return x * inverse_rms(x, self.eps)
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
 class ScaleNorm(AffineNorm):
     """g * x / sqrt(sum_C(x^2) + C * eps), with one learned g. Pools C at each position.
 
     g is the parameter `weight` () and starts at sqrt(C), where the norm is RMS norm.
-    arXiv:1910.05895. The paper has g * x / |x|; implementations bound |x| from below by eps. Here
-    eps adds to the mean square, as in every norm of this package. Some learn g / sqrt(C), from 1:
-    the same function, but a step of the learning rate moves it sqrt(C) times as far.
+    arXiv:1910.05895. The paper has g * x / |x|; implementations bound |x| from below by eps. Some
+    learn g / sqrt(C), from 1, which a step of the learning rate moves sqrt(C) times as far.
     """
 
     affine: bool = field(default=False, init=False)
@@ -172,11 +162,10 @@ class ScaleNorm(AffineNorm):
 class CRMSNorm(AffineNorm):
     """x / sqrt((sum_C(x^2) + sum_C(x)^2) / (C + 1) + eps) * weight: compressed RMS norm.
 
-    Pools C at each position. arXiv:2305.14858. The paper keeps a vector of C + 1 coordinates and
-    mean zero without its last one, which is minus the sum of the others; this is the RMS norm, and
-    the layer norm, of the whole vector. The paper also changes the layers around the norm, so that
-    C coordinates carry what C + 1 did. A norm alone cannot: here the C channels of the model are
-    the kept coordinates, as in the authors' code, which has no weight.
+    Pools C at each position. arXiv:2305.14858. The channels are a vector of mean zero without its
+    last coordinate, minus the sum of the others; this is the RMS norm, and the layer norm, of the
+    whole vector. The authors' code has no weight. The paper also changes the layers around the
+    norm, so that C coordinates carry what C + 1 did, which a norm alone cannot.
     """
 
     has_bias = False
@@ -195,10 +184,9 @@ class FilterResponseNorm(AffineNorm):
 
     Nothing is centred. The paper's activation, max(y, tau), is a slot (act=tlu). arXiv:1911.09737.
 
-    With one position the output is close to the sign of x. The paper's remedy for maps of 1x1 is a
-    learned eps + |learned_eps|, one number per layer; without it one position is refused.
-    Implementations differ: eps is 1e-6 in the paper and 1e-5 in timm, which has no learned part;
-    some learn a number per channel, and some learn |eps| from 1e-6 with nothing added to it.
+    With one position the output is close to the sign of x, and refused. The paper's remedy for maps
+    of 1x1 is a learned eps + |learned_eps|, one number per layer. Implementations differ: eps is
+    1e-6 in the paper and 1e-5 in timm, which has no learned part; some learn a number per channel.
 
     Args:
         learn_eps: adds |learned_eps| to eps, a parameter () that starts at 1e-4.

@@ -35,9 +35,8 @@ class TaperNorm(RunningNorm):
 
     The paper learns one vector in place of anchor + drift, copied from the weight at the end of the
     warm-up, which is the same training without weight decay of norms. It also keeps the last norm
-    of the network, because without one the logits grow, or replaces it by a loss; here every site
-    is tapered. Its implementations (Danieldotcomcoder/domain-shift-forgetting, models/norms.py)
-    agree on c and on averages with 0.99 of the past.
+    of the network, or replaces it by a loss; here every site is tapered. Its implementations
+    (Danieldotcomcoder/domain-shift-forgetting) agree on c and on averages with 0.99 of the past.
 
     Args:
         warmup, taper_end: shares of the training.
@@ -76,7 +75,8 @@ class TaperNorm(RunningNorm):
         return self.momentum * (step <= self.start).to(dtype)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        weight = self._weight(affine, x)
+        weight = affine.weight
+        assert weight is not None
         step = before_step(self.num_batches_tracked, x.dtype) + 1
         with torch.no_grad():
             learns = step <= self.start + 1
@@ -94,10 +94,8 @@ class TaperNorm(RunningNorm):
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
         step, anchor = self.num_batches_tracked.to(x.dtype), self.anchor.to(x.dtype)
-        return self._taper(x, self._weight(affine, x), step, anchor, self._scale(x.dtype))
-
-    def _weight(self, affine: Affine, x: Tensor) -> Tensor:
-        return x.new_ones(self.num_features) if affine.weight is None else affine.weight
+        assert affine.weight is not None
+        return self._taper(x, affine.weight, step, anchor, self._scale(x.dtype))
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         """Returns c (1,), as it is before a step moves its averages."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from normexp.reporting.cells import as_keys, size_key
 from normexp.reporting.frame import (
     config_columns,
     metric_names,
@@ -22,17 +23,8 @@ from normexp.reporting.metric import choose_metric, describe_metric, format_inte
 from normexp.reporting.tables import Table, show
 from normexp.stats.interval import paired_difference
 
-COLUMNS = [
-    "before",
-    "after",
-    "norm",
-    "setting",
-    "metric",
-    "before: mean",
-    "after: mean",
-    "after - before [95 % interval]",
-    "n pairs",
-]
+COLUMNS = ["before", "after", "norm", "setting", "metric", "before: mean", "after: mean"]
+COLUMNS += ["after - before [95 % interval]", "n pairs"]
 PLACE = ["base", "model", "data", "batch_size", "micro_batch_size"]
 
 
@@ -58,17 +50,13 @@ def compare_studies(cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None)
 
     Cells also match by learning rate if the first study has several.
     """
-    names = list(runs["study"].unique())
-    key = cells[PLACE].map(repr).agg(" ".join, axis=1)
-    key += cells["norm_batch_size"].where(cells["mixes_samples"], 0).map(" {}".format)
-    if cells["lr"][cells["study"] == names[0]].map(repr).nunique() > 1:
-        key += cells["lr"].map(" {}".format)
-    placed = cells.assign(place=key).drop_duplicates(["study", "place"], keep="last")
+    first, *later = runs["study"].unique()
+    place = cells[PLACE].assign(size=size_key(cells))
+    if cells["lr"][cells["study"] == first].map(repr).nunique() > 1:
+        place["lr"] = cells["lr"]
+    placed = cells.assign(place=as_keys(place)).drop_duplicates(["study", "place"], keep="last")
     by_study = {name: own.set_index("place") for name, own in placed.groupby("study")}
-    return [
-        _change(by_study[names[0]], by_study[name], names[0], name, runs, metric)
-        for name in names[1:]
-    ]
+    return [_change(by_study[first], by_study[name], runs, metric) for name in later]
 
 
 def difference_table(changes: Sequence[Change]) -> Table:
@@ -78,57 +66,43 @@ def difference_table(changes: Sequence[Change]) -> Table:
 
 
 def _change(
-    first: pd.DataFrame,
-    second: pd.DataFrame,
-    before: str,
-    after: str,
-    runs: pd.DataFrame,
-    metric: str | None,
+    first: pd.DataFrame, second: pd.DataFrame, runs: pd.DataFrame, metric: str | None
 ) -> Change:
-    shared = [place for place in first.index if place in second.index]
-    compared = [_compare(first.loc[place], second.loc[place], runs, metric) for place in shared]
-    rows = [row for row in compared if row is not None]
+    """first, second: the cells of two studies, by place."""
+    before, after = first["study"].iloc[0], second["study"].iloc[0]
+    pairs = [(first.loc[at], second.loc[at]) for at in first.index if at in second.index]
+    rows = [_compare(a, b, runs, metric) for a, b in pairs]
     alone = [
         f"only in {name}: {_words(cell)}"
         for name, own, other in ((before, first, second), (after, second, first))
         for _, cell in own[~own.index.isin(other.index)].iterrows()
     ]
     config = runs.drop_duplicates("cell").set_index("cell")[config_columns(runs)]
-    changed = {
-        line
-        for place in shared
-        for line in _differences(
-            config.loc[[str(first.loc[place, "cell"]), str(second.loc[place, "cell"])]]
-        )
-    }
-    environment = pd.DataFrame(
-        [_environment(runs[runs["study"] == name]) for name in (before, after)]
+    changed = {line for a, b in pairs for line in _differences(config.loc[[a["cell"], b["cell"]]])}
+    # Each key of the environment with all the values that the runs of a study have.
+    environment = (
+        runs.filter(regex=r"^environment\.")
+        .groupby(runs["study"])
+        .agg(lambda values: ", ".join(sorted(set(map(show, values)))))
     )
-    return Change(before, after, rows, alone, sorted(changed), _differences(environment))
+    environment.columns = environment.columns.str.removeprefix("environment.")
+    moved = _differences(environment.loc[[before, after]])
+    return Change(before, after, [row for row in rows if row], alone, sorted(changed), moved)
 
 
-def _compare(
-    a: pd.Series, b: pd.Series, runs: pd.DataFrame, wanted: str | None
-) -> dict[str, Any] | None:
-    """The row of two cells; None if they share no metric."""
+def _compare(a: pd.Series, b: pd.Series, runs: pd.DataFrame, wanted: str | None) -> dict[str, Any]:
+    """The row of two cells; empty if they share no metric."""
     own = [runs[runs["cell"] == cell["cell"]] for cell in (a, b)]
     name = choose_metric(set(metric_names(own[0])) & set(metric_names(own[1])), wanted)
     if name is None:
-        return None
+        return {}
     metric = describe_metric(name)
     old, new = paired_values(a["cell"], b["cell"], values_of(pd.concat(own), metric))
-    raw = paired_difference(new, old, limit=metric.limit)
-    return {
-        "before": a["study"],
-        "after": b["study"],
-        "norm": a["base"],
-        "setting": _words(a),
-        "metric": metric.label,
-        "before: mean": f"{old.mean():.{metric.digits}f}" if len(old) else None,
-        "after: mean": f"{new.mean():.{metric.digits}f}" if len(new) else None,
-        "after - before [95 % interval]": format_interval(raw, metric.digits),
-        "n pairs": raw.n,
-    }
+    gap = paired_difference(new, old, limit=metric.limit)
+    means = [f"{values.mean():.{metric.digits}f}" if len(values) else None for values in (old, new)]
+    shown = format_interval(gap, metric.digits)
+    words = (a["study"], b["study"], a["base"], _words(a), metric.label, *means, shown, gap.n)
+    return dict(zip(COLUMNS, words, strict=True))
 
 
 def _words(cell: pd.Series) -> str:
@@ -144,14 +118,3 @@ def _differences(two_rows: pd.DataFrame) -> list[str]:
         f"{key}: {show(two_rows[key].iloc[0])} -> {show(two_rows[key].iloc[1])}"
         for key in sorted(varying_columns(two_rows))
     ]
-
-
-def _environment(runs: pd.DataFrame) -> dict[str, str]:
-    """Each key with all the values that the runs of a study have."""
-    found = runs.filter(regex=r"^environment\.")
-    return {
-        str(key).removeprefix("environment."): ", ".join(
-            sorted({show(value) for value in found[key]})
-        )
-        for key in found
-    }

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection
+import statistics
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from normexp.errors import UserError
 
 if TYPE_CHECKING:
+    from normexp.records.result import Result
     from normexp.stats.interval import Interval
 
 # The main metric is the first of these that was recorded.
@@ -63,6 +65,18 @@ class Metric:
         """`1 point`, `0.05 nats`."""
         unit = self.unit.removesuffix("s") if self.tolerance == 1 else self.unit
         return f"{self.tolerance:g} {unit}".strip()
+
+    @property
+    def worst(self) -> float:
+        """What a run counts as that has not finished, where points of a search are compared."""
+        return 0.0 if self.higher_is_better else math.inf
+
+    def mean_over(self, results: Sequence[Result]) -> float:
+        """The recorded mean over runs, in which one that has not finished counts as the worst."""
+        return statistics.fmean(
+            run.metrics.get(self.name, self.worst) if run.status == "finished" else self.worst
+            for run in results
+        )
 
     @property
     def selection_name(self) -> str:

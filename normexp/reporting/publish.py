@@ -15,7 +15,6 @@ from functools import cache, partial
 from glob import escape, glob
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -24,13 +23,12 @@ from markupsafe import Markup
 from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
 from normexp.reporting.charts import Figure
-from normexp.reporting.detail import cell_details, seed_chart
-from normexp.reporting.export import log_to_wandb
-from normexp.reporting.frame import plain_rows
-from normexp.reporting.report import Report, build_report
+from normexp.reporting.curves import seed_chart
+from normexp.reporting.report import Report, build_report, cell_details
 from normexp.reporting.style import order_norms
-from normexp.reporting.tables import Table
+from normexp.reporting.tables import to_csv
 from normexp.reporting.terminal import print_report
+from normexp.reporting.wandb_runs import log_to_wandb
 
 PNG_SCALE = 2.0  # pixels per point of the figure
 LOOK_EVERY = 2.0  # seconds between checks for new results
@@ -119,11 +117,10 @@ def _write_report(report: Report, reload_seconds: int | None) -> None:
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror})") from error
     try:
-        new, old = fresh / "new", fresh / "old"
-        _write_into(new, report, reload_seconds)
+        _write_into(fresh / "new", report, reload_seconds)
         with suppress(FileNotFoundError):
-            os.replace(target, old)
-        os.replace(new, target)
+            os.replace(target, fresh / "old")
+        os.replace(fresh / "new", target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -139,27 +136,24 @@ def _write_into(folder: Path, report: Report, reload_seconds: int | None) -> Non
     # Drawing and bundling release Python's lock, so threads use all cores.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         bundle = pool.submit(_bundle)
-        images = dict(
-            zip(
-                (one.name for one in report.figures),
-                pool.map(partial(_write_figure, figures), report.figures),
-                strict=True,
-            )
-        )
+        drawn = pool.map(partial(_write_figure, figures), report.figures)
+        images = {
+            figure.name: b64encode(svg.encode()).decode()
+            for figure, svg in zip(report.figures, drawn, strict=True)
+        }
         page = _render_page(report, images, bundle.result(), reload_seconds)
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 
 def _write_figure(folder: Path, figure: Figure) -> str:
     """Writes the files of a figure; returns its SVG."""
-    svg = vl_convert.vegalite_to_svg(json.dumps(figure.spec))
-    (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
-    (folder / f"{figure.name}.csv").write_text(figure.rows.to_csv(), encoding="utf-8")
-    (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
+    (folder / f"{figure.name}.csv").write_text(to_csv(figure.table), encoding="utf-8")
+    svg = ""
+    for place, spec in ((folder / "paper", figure.for_paper), (folder, figure.spec)):
+        svg = vl_convert.vegalite_to_svg(json.dumps(spec))
+        (place / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
+        (place / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
     (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
-    bare = vl_convert.vegalite_to_svg(json.dumps(figure.for_paper))
-    (folder / "paper" / f"{figure.name}.svg").write_text(bare, encoding="utf-8")
-    (folder / "paper" / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(bare))
     return svg
 
 
@@ -171,7 +165,7 @@ def _render_page(
 ) -> str:
     """index.html with everything needed to show it; reloads itself if `reload_seconds` is set.
 
-    images: the SVG of each figure, which is what is printed
+    images: the SVG of each figure in base 64, which is what is printed
 
     Everything from configs, file names and error messages is escaped by the template or, as data,
     is JSON without a `<`.
@@ -183,30 +177,30 @@ def _render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = [table for table in report.tables if table.name != "runs"]  # a cell opens its runs
+    tables = [table for table in report.tables if table.name != "runs"]  # a cell opens its runs
     content = {
         "figures": {figure.name: figure.spec for figure in report.figures},
-        "tables": {table.name: table.to_csv() for table in shown}
-        | {figure.name: figure.rows.to_csv() for figure in report.figures},
+        "tables": {table.name: table.to_csv() for table in tables}
+        | {figure.name: to_csv(figure.table) for figure in report.figures},
         "cells": cell_details(report.cells, report.runs),
         "seeds": seed_chart(),
+    }
+    assets = {
+        name: Markup(files("normexp.reporting").joinpath(f"page.{name}").read_text("utf-8"))
+        for name in ("css", "js")
     }
     return environment.get_template("page.html.j2").render(
         report=report,
         reload_seconds=reload_seconds,
         filters=_filters(report),
-        images={name: b64encode(svg.encode()).decode() for name, svg in images.items()},
-        tables=[_shown(table) for table in shown],
+        images=images,
+        tables=tables,
+        shown_rows=SHOWN_ROWS,
         policy=Markup(POLICY),
-        css=_asset("page.css"),
-        js=_asset("page.js"),
         bundle=Markup(bundle),
         data=Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c")),
+        **assets,
     )
-
-
-def _asset(name: str) -> Markup:
-    return Markup(files("normexp.reporting").joinpath(name).read_text(encoding="utf-8"))
 
 
 @cache
@@ -227,19 +221,3 @@ def _filters(report: Report) -> dict[str, list[str]]:
         "size": list(map(str, sorted({size for part in parts for size in part.sizes}))),
     }
     return {key: found for key, found in values.items() if len(found) > 1}
-
-
-def _shown(table: Table) -> dict[str, Any]:
-    """A table as the template needs it; columns with one value are named once, above it."""
-    same, texts = table.split()
-    return {
-        "name": table.name,
-        "title": table.title,
-        "note": table.note,
-        "columns": list(texts),
-        "same": same,
-        "bold": table.bold,
-        "texts": texts.head(SHOWN_ROWS).to_numpy().tolist(),
-        "rows": plain_rows(table.frame.head(SHOWN_ROWS)),
-        "cut": max(0, len(texts) - SHOWN_ROWS),
-    }

@@ -1,19 +1,27 @@
-"""The content of a report: sentences, figures and tables, not yet written."""
+"""The content of a report: sentences, figures, tables and cells, not yet written."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
+from normexp.config.rules import counted
+from normexp.errors import UserError
+from normexp.records.history import History, read_history
 from normexp.reporting.cells import build_cells
 from normexp.reporting.charts import Figure
 from normexp.reporting.compare import Change, compare_studies, difference_table
+from normexp.reporting.curves import read_curves, seed_curves
 from normexp.reporting.figures import draw_figures
-from normexp.reporting.frame import StudyRecords, metric_names, read_studies
-from normexp.reporting.metric import require_metric
+from normexp.reporting.frame import StudyRecords, config_columns, metric_names, read_studies
+from normexp.reporting.metric import choose_metric, describe_metric, require_metric
 from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.sentences import Answer, answer_slices
 from normexp.reporting.slices import build_slices
@@ -24,9 +32,17 @@ from normexp.reporting.tables import (
     comparison_table,
     run_table,
     sensitivity_table,
+    show,
     size_table,
 )
 from normexp.reporting.tuning import draw_tuning
+
+RUN_COLUMNS = ["seed", "status", "diverged_at_step", "steps", "stopped", "error"]
+# Keys of the typed command that say where, when and how often; this cell has its own.
+NOT_REPEATED = (
+    *("-m", "--multirun", "tune", "hydra", "dry_run", "workers", "seed", "replicas", "study"),
+    "runs_dir",
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,84 @@ def _count_words(cells: pd.DataFrame, records: StudyRecords) -> str:
         "unreadable": len(records.problems),
         "seeds missing": int(cells["missing"].sum()),
     }
-    numbers = {"cell": len(cells), "run": sum(ended.values())}
-    head = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for noun, count in numbers.items())
+    head = f"{counted(len(cells), 'cell')}, {counted(sum(ended.values()), 'run')}: "
     words = ", ".join(f"{count} {status}" for status, count in ended.items() if count)
-    return f"{head}: {words}" + "".join(f"; {n} {word}" for word, n in lost.items() if n)
+    return head + words + "".join(f"; {count} {word}" for word, count in lost.items() if count)
+
+
+# What a cell opens on the page
+
+
+def cell_details(cells: pd.DataFrame, runs: pd.DataFrame) -> list[dict[str, Any]]:
+    """For each cell, in order: its runs, their curves, config and environment, and its command."""
+    histories: dict[Path, History] = {}
+    for study in {Path(cell).parent for cell in cells["cell"]}:
+        histories[study] = History()
+        with suppress(UserError):  # a report does not depend on the history
+            histories[study] = read_history(study)
+    curves = dict(list(read_curves(runs).groupby("cell")))
+    own_runs = dict(list(runs.groupby("cell")))
+    found = []
+    for cell in map(Path, cells["cell"]):
+        own = own_runs[str(cell)]
+        names = metric_names(own)
+        selected = describe_metric(choose_metric(names, None) or "val/loss").selection_name
+        shown = own[[*RUN_COLUMNS, *names]].dropna(axis="columns", how="all")
+        heads = (str(name).replace("_", " ").replace("@", " @") for name in shown)
+        environment = own.filter(regex=r"^environment\.")
+        drawn = curves.get(str(cell), pd.DataFrame())
+        found.append(
+            {
+                "directory": str(cell),
+                "command": repeat_command(histories[cell.parent], cell, sorted(own["seed"])),
+                "columns": [head.replace("/", "/\u200b") for head in heads],
+                "runs": shown.map(show).to_numpy().tolist(),
+                "curves": seed_curves(drawn, ["train/loss", selected]) if len(drawn) else {},
+                "config": _values(own[config_columns(own)]),
+                "environment": _values(environment.rename(columns=lambda key: key[12:])),
+            }
+        )
+    return found
+
+
+def _values(table: pd.DataFrame) -> dict[str, str]:
+    """Each key with its values in any row, without those that are not recorded."""
+    found = {
+        key: ", ".join(show(value) for value in table[key].dropna().unique())
+        for key in sorted(map(str, table))
+    }
+    return {key: text for key, text in found.items() if text}
+
+
+def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
+    """The command that trains the cell again, or finds it recorded; empty if none is known.
+
+    That is the last command that asked for it, with the values of this cell where it named several.
+    """
+    asked = [
+        (entry.command, one.title)
+        for digest, one in history.cells.items()
+        for entry in history.commands
+        if one.cell_id == cell.name and digest in entry.cells
+    ]
+    if not asked:
+        return ""
+    typed, title = asked[-1]
+    own = re.split(r" (?=[+~]*[\w./@]+=)", title)
+    own_keys = {_key(word) for word in own}
+    kept = [
+        word
+        for word in typed[1:]
+        if _key(word) not in own_keys and _key(word).partition(".")[0] not in NOT_REPEATED
+    ]
+    runs_dir = cell.parent.parent
+    place = [
+        f"study={cell.parent.name}",
+        *([] if runs_dir == Path("runs") else [f"runs_dir={runs_dir}"]),
+    ]
+    count = [f"seed={seeds[0]}", f"replicas={len(seeds)}"]
+    return f"python -m normexp.train {shlex.join([*kept, *own, *place, *count])}"
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from shlex import join, quote
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +20,7 @@ from normexp.records.state import shared_words
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
+LOG_WIDTH = 200  # columns of a log file
 WIDE = 110  # terminal width from which the folder of each cell is shown
 # Norms to compare with: for images, and for language models (these do not read future tokens).
 OF_IMAGES = ("batch", "layer", "instance", "group")
@@ -49,12 +48,14 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
     table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
     for name in shown_metrics(outcome.results):
         values = values_of(outcome.results, name)
+        spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
+        mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
         stamp = " INVALID" if outcome.invalid else ""
-        table.add_row(name + stamp, *_spread(values), str(len(values)))
+        table.add_row(name + stamp, mean, spread, least, most, str(len(values)))
     console.print(table)
-    diverged = [result for result in outcome.results if result.status == "diverged"]
-    for result in diverged:
-        console.print(f"seed {result.seed} diverged at step {result.diverged_at_step}")
+    for result in outcome.results:
+        if result.status == "diverged":
+            console.print(f"seed {result.seed} diverged at step {result.diverged_at_step}")
     for result in outcome.results:
         if result.stopped:
             told = f"seed {result.seed} ended at step {result.steps}: {result.stopped}"
@@ -95,6 +96,8 @@ def shown_metrics(results: Sequence[Result]) -> list[str]:
 def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     """Commands that repeat the training with other norms and other norm batch sizes.
 
+    The sizes are the smallest above 1, a middle and the largest that divide a device's samples.
+
     Args:
         words: the typed command, program first; all but the norm and its knobs is kept.
     """
@@ -106,26 +109,17 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     ours = OF_LANGUAGE if is_text else OF_IMAGES
     norms = list(dict.fromkeys([*own, *ours]))
     lines = [[f"norm={','.join(norms)}", *kept]]
-    sizes = _norm_batch_sizes(record)
+    share = (record["micro_batch_size"] or record["batch_size"]) // record["devices"]
+    sizes = [size for size in range(2, share + 1) if share % size == 0]
     if len(sizes) > 1:
         rest = [word for word in kept if not word.startswith("norm_batch_size=")]
-        values = ",".join(map(str, sizes))
+        chosen = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+        values = ",".join(map(str, chosen))
         lines.append([f"norm={ours[0]},{ours[-1]}", f"norm_batch_size={values}", *rest])
     return [
         *(f"python -m normexp.train -m {join(line)}" for line in lines),
         "python -m normexp.train --help",
     ]
-
-
-def _norm_batch_sizes(record: Mapping[str, Any]) -> list[int]:
-    """The smallest size above 1, a middle and the largest that divide a device's samples."""
-    share = (record["micro_batch_size"] or record["batch_size"]) // record["devices"]
-    sizes = [size for size in range(2, share + 1) if share % size == 0]
-    return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
-
-
-def _runs_dir(study: Path) -> list[str]:
-    return [] if str(study.parent) == "runs" else [f"runs_dir={quote(str(study.parent))}"]
 
 
 def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
@@ -140,13 +134,13 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     has_place = console.width >= WIDE
     table = Table("status", "cell", metric or "result", "n", *["where"] * has_place, box=None)
     for titles, outcome in rows:
-        shown, count = _shown(outcome, in_header=metric), _num_values(outcome)
-        row = ["/".join(_statuses_of(outcome)), shared_words(titles), shown, count]
-        table.add_row(
-            *map(Text, [*row, *[outcome.cell_id] * has_place])
-        )  # Text, so that [...] is not read as markup
+        values = values_of(outcome.results, _main_metric(outcome))
+        shown, count = _shown(outcome, in_header=metric), len(values) if outcome.results else ""
+        row = [_status_of(outcome), shared_words(titles), shown, str(count)]
+        row += [outcome.cell_id] * has_place
+        table.add_row(*map(Text, row))  # Text, so that [...] is not read as markup
     console.print(table)
-    counts = Counter(status for outcome in outcomes for status in _statuses_of(outcome))
+    counts = Counter(map(_status_of, outcomes))
     console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for titles, outcome in rows:
         for note in notes_on(outcome):
@@ -158,7 +152,7 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
 def wide_console() -> Console:
     """Standard output, as wide as a table may want where it is no terminal but a log file."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
+    return console if console.is_terminal else Console(highlight=False, width=LOG_WIDTH)
 
 
 def by_cell(
@@ -176,38 +170,32 @@ def _main_metric(outcome: Outcome) -> str:
     return next((name for name in MAIN if values_of(outcome.results, name)), "")
 
 
-def _num_values(outcome: Outcome) -> str:
-    if not outcome.results:
-        return ""
-    return str(len(values_of(outcome.results, _main_metric(outcome))))
-
-
 def _shown(outcome: Outcome, *, in_header: str) -> str:
     """The main metric, or why it is missing."""
     name = _main_metric(outcome)
     values = values_of(outcome.results, name)
     label = "" if name == in_header else f"{name} "
-    told = [f"{label}{_mean_and_sd(values)}"] if values else []
+    spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
+    told = [f"{label}{statistics.mean(values):.4f}{spread}"] if values else []
     told += [outcome.error] if outcome.error else []
-    diverged = [run for run in outcome.results if run.status == "diverged"]
-    if diverged:
-        steps = ", ".join(str(step) for step in sorted({r.diverged_at_step or 0 for r in diverged}))
-        told.append(f"{len(diverged)} of {len(outcome.results)} diverged, at step {steps}")
+    diverged = [run.diverged_at_step or 0 for run in outcome.results if run.status == "diverged"]
     stopped = [run.steps for run in outcome.results if run.stopped]
-    if stopped:
-        steps = ", ".join(map(str, stopped))
-        told.append(f"{len(stopped)} of {len(outcome.results)} ended early, at step {steps}")
+    for end, own, steps in (
+        ("diverged", diverged, sorted(set(diverged))),
+        ("ended early", stopped, stopped),
+    ):
+        if own:
+            where = ", ".join(map(str, steps))
+            told.append(f"{len(own)} of {len(outcome.results)} {end}, at step {where}")
     shown = "; ".join(told)
     return f"INVALID {shown}" if outcome.invalid else shown
 
 
-def _statuses_of(outcome: Outcome) -> list[str]:
+def _status_of(outcome: Outcome) -> str:
     """The status of the outcome; `diverged` if all of its runs have diverged."""
-    ended = [run for run in outcome.results if run.status != "failed"]
-    all_diverged = bool(ended) and all(run.status == "diverged" for run in ended)
-    if outcome.status in ("finished", "skipped") and all_diverged:
-        return ["diverged"]
-    return [outcome.status]
+    ended = {run.status for run in outcome.results} - {"failed"}
+    is_lost = outcome.status in ("finished", "skipped") and ended == {"diverged"}
+    return "diverged" if is_lost else outcome.status
 
 
 def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
@@ -218,18 +206,11 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
         if outcome.status == "failed" and outcome.directory is not None
     ]
     studies = {outcome.directory.parent for outcome in outcomes if outcome.directory is not None}
-    where = [" ".join([f"study={study.name}", *_runs_dir(study)]) for study in sorted(studies)]
+    where = [
+        f"study={study.name}"
+        + ("" if str(study.parent) == "runs" else f" runs_dir={quote(str(study.parent))}")
+        for study in sorted(studies)
+    ]
     has_more = any(outcome.status not in ("finished", "skipped") for outcome in outcomes)
     status = [f"python -m normexp.status {words}" for words in where] if has_more else []
     return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]
-
-
-def _spread(values: list[float]) -> list[str]:
-    deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
-    return [f"{statistics.mean(values):.4f}", deviation, f"{min(values):.4f}", f"{max(values):.4f}"]
-
-
-def _mean_and_sd(values: list[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.4f}"
-    return f"{statistics.mean(values):.4f} (sd {statistics.stdev(values):.4f})"

@@ -1,30 +1,62 @@
-"""The main table and the verdict in a terminal."""
+"""What the entries report, status and evaluate print. Without torch."""
 
 from __future__ import annotations
 
+import re
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from rich.console import Console
-from rich.table import Table as RichTable
+from rich.table import Table
 from rich.text import Text
 
-from normexp.reporting.report import Report
+from normexp.config.rules import counted
+from normexp.config.spec import tell_apart
+from normexp.records.history import CommandEntry
+from normexp.records.state import STATES, StudyStatus, is_search
 
-# Columns of the main tables that only the files and the page have.
+if TYPE_CHECKING:
+    from normexp.reporting.report import Report
+
+PIPE_WIDTH = 200  # characters, without a terminal
+# Columns of the main tables of a report that only the files and the page have.
 LEFT_OUT = (
     *("median [95 % interval]", "IQM [95 % interval]", "n", "seeds", "diverged", "failed"),
     *("missing", "directory", "before", "after", "before: mean", "after: mean"),
 )
 WRAPPED = ("note", "setting")
-PIPE_WIDTH = 200  # characters, without a terminal
 MOST_ROWS = 40
+ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
+Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
+
+
+def open_console() -> Console:
+    """Standard output for text as it is: unwrapped, no markup, wide where it is a log file."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> Table:
+    """A table without rules, whose texts may hold brackets."""
+    table = Table(box=None, **options)
+    for column in columns:
+        table.add_column(Text(column))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def print_report(report: Report) -> None:
     """Counts, the main table, the verdict, and what is missing."""
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = open_console()
     console.print(f"{report.title}: {report.counts}")
-    _print_table(console, report)
+    _print_main_table(console, report)
     for section in report.sections:
         console.print(f"\n{section.answer.heading}", style="bold")
         if section.answer.measured_on:
@@ -42,24 +74,134 @@ def print_report(report: Report) -> None:
         console.print(f"not read: {problem}", style="red")
 
 
-def _print_table(console: Console, report: Report) -> None:
+def _print_main_table(console: Console, report: Report) -> None:
     table = report.main_table
     if table.frame.empty:
         console.print("no cell is in both studies: nothing to compare", style="red")
         return
     same, texts = table.split()
     texts = texts.drop(columns=[name for name in LEFT_OUT if name in texts])
-    common = [f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT]
-    console.print(", ".join(common))
-    if "count" in table.frame:
-        texts["seeds"] = table.frame["count"]
-    drawn = RichTable(box=None)
-    for column in texts:
-        drawn.add_column(Text(str(column)), no_wrap=column not in WRAPPED)
-    for row in texts.head(MOST_ROWS).to_numpy().tolist():
-        drawn.add_row(*map(Text, row))
+    console.print(
+        ", ".join(f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT)
+    )
+    counts = table.frame.get("count")
+    if counts is not None:
+        texts["seeds"] = counts
+    drawn = text_table(map(str, texts), texts.head(MOST_ROWS).to_numpy().tolist())
+    for name, column in zip(texts, drawn.columns, strict=True):
+        column.no_wrap = name not in WRAPPED
     console.print(drawn)
-    if "count" in table.frame and table.frame["count"].str.contains("[×!?]").any():
+    if counts is not None and counts.str.contains("[×!?]").any():
         console.print("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
     if len(texts) > MOST_ROWS:
         console.print(f"... and {len(texts) - MOST_ROWS} more rows in tables/{table.name}.md")
+
+
+def print_evaluations(
+    contents: Contents, title: str, *, why_nothing: str, invalid: str | None
+) -> None:
+    """Prints a table with a row per kind of statistics: mean and standard deviation over seeds.
+
+    Args:
+        why_nothing: printed if there is no number.
+        invalid: why the numbers must not be compared; None if they may.
+    """
+    found = dict.fromkeys(kind for c in contents.values() for kind in c)
+    kinds = [kind for kind in found if kind not in ("asked", "gap")]
+    names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
+    names.pop("num_samples", None)
+    console = open_console()
+    if invalid:
+        console.print(f"INVALID, every number below: {invalid}")
+    if not kinds:
+        console.print(f"{title}: {why_nothing}")
+        return
+    console.print(f"{title}: n = {counted(len(contents), 'seed')}, mean (sd)")
+    rows = [[kind, *(_spread(contents, kind, name) for name in names)] for kind in kinds]
+    console.print(text_table(["statistics", *names], rows), soft_wrap=False)
+
+
+def _spread(contents: Contents, kind: str, name: str) -> str:
+    values = [c[kind][name] for c in contents.values() if name in c.get(kind, {})]
+    if not values:
+        return "-"
+    spread = f" ({statistics.stdev(values):.4f})" if len(values) > 1 else ""
+    fewer = f" n={len(values)}" if len(values) < len(contents) else ""
+    return f"{statistics.mean(values):.4f}{spread}{fewer}"
+
+
+# The status of a study
+
+
+def print_status(status: StudyStatus) -> None:
+    """Prints a row per cell, the commands so far, and the command to type next."""
+    console, runs = open_console(), status.runs
+    console.print(_status_table(status), soft_wrap=False)
+    counts = ", ".join(f"{runs[state]} {state}" for state in STATES if runs[state])
+    num_refused = sum(bool(cell.refused) for cell in status.cells)
+    refused = f"; {num_refused} cells refused" if num_refused else ""
+    total = f"{sum(runs.values())} runs of {len(status.cells)} cells"
+    console.print(f"{status.root}: {total}: {counts}{refused}")
+    if status.commands:
+        console.print("commands so far:")
+    for each in status.commands:
+        console.print(f"  {each.time}  {_as_typed(each.command)}")
+    for line in _next(status):
+        console.print(line)
+
+
+def _status_table(status: StudyStatus) -> Table:
+    """A row per cell; what their titles share stands below, once."""
+    states = [state for state in STATES if status.runs[state]]
+    named = [cell.title for cell in status.cells if cell.digests and not cell.refused]
+    shared, apart = tell_apart(named)
+    own = dict(zip(named, apart, strict=True))
+    rows = []
+    for cell in status.cells:
+        title = own.get(cell.title, cell.title)
+        count = Counter(cell.states.values())
+        notes = [cell.refused, *cell.notes] if cell.refused else cell.notes
+        rows.append([title, *(str(count[state] or "-") for state in states), "; ".join(notes)])
+    caption = Text(f"all with {shared}") if shared else None
+    return text_table(["cell", *states, ""], rows, caption=caption, caption_justify="left")
+
+
+def _as_typed(command: Sequence[str]) -> str:
+    return " ".join([ENTRIES.get(command[0], command[0]), shlex.join(command[1:])])
+
+
+def _again(root: Path, command: CommandEntry, *, max_attempts: int | None) -> str:
+    """A recorded command, adapted to the study's present folder and name.
+
+    Args:
+        max_attempts: how often a run may fail; None keeps the typed value.
+    """
+    keys = "study|runs_dir" if max_attempts is None else "study|runs_dir|max_attempts|retry_failed"
+    typed = command.command
+    words = [word for word in typed if not re.match(rf"\+*({keys})=", word)]
+    name = root.name
+    if is_search(command) and not any(re.match(r"study=.*-search$", word) for word in typed):
+        name = name.removesuffix("-search")  # trials go to a study named after the report's
+    if name != "default" or any(word.startswith("experiment=") for word in typed):
+        words.append(f"study={name}")
+    if root.parent != Path("runs"):
+        words.append(f"runs_dir={root.parent}")
+    return _as_typed(words if max_attempts is None else [*words, f"max_attempts={max_attempts}"])
+
+
+def _next(status: StudyStatus) -> list[str]:
+    """The commands that finish the study, or that report on a finished one."""
+    if status.is_complete:
+        place = "" if status.root.parent == Path("runs") else f" runs_dir={status.root.parent}"
+        return ["complete; next:", f"  python -m normexp.report study={status.root.name}{place}"]
+    commands, purpose, tries = status.unfinished_commands(with_spent=False), "to finish", None
+    most = max((n for cell in status.cells for n in cell.attempts.values()), default=0)
+    if status.runs["running"]:
+        purpose = "running now; if that stops"
+    elif not commands and most:
+        commands, tries = status.unfinished_commands(with_spent=True), most + 1
+        purpose = "runs have failed as often as max_attempts allows; to try once more"
+    again = [_again(status.root, each, max_attempts=tries) for each in commands or status.commands]
+    if not again:
+        return ["incomplete, and study.jsonl holds no command to type again"]
+    return [f"{purpose}, type again:", *(f"  {line}" for line in dict.fromkeys(again))]

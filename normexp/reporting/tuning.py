@@ -8,7 +8,6 @@ value is taken on test, so the curve holds no optimism from the choice.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,22 +16,14 @@ from typing import Any
 
 import altair as alt
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import gammaln
 
 from normexp.records.history import SearchEntry, read_history
 from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir
-from normexp.records.result import Result, read_run
-from normexp.reporting.charts import (
-    HEIGHT,
-    ROWS,
-    WIDTH,
-    Figure,
-    encode_style,
-    finish_figure,
-    tooltip,
-    visible,
-)
+from normexp.records.result import Result, read_result
+from normexp.reporting.charts import HEIGHT, WIDTH, Figure, encode_style, tooltip
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.style import assign_styles
 
@@ -129,8 +120,8 @@ def _read_curve(study_dir: Path, search: SearchEntry) -> Curve | None:
     has_test = any(on_test in result.metrics for results in cells for result in results)
     metric = describe_metric(on_test) if has_test else objective
     sign = 1 if objective.higher_is_better else -1
-    scores = np.array([sign * _mean(results, objective) for results in cells])
-    values = np.array([_mean(results, metric) for results in cells])
+    scores = np.array([sign * objective.mean_over(results) for results in cells])
+    values = np.array([metric.mean_over(results) for results in cells])
     knobs = [word for word in search.words if word.lstrip("+").startswith(("norm=", "norm."))]
     named = [word.lstrip("+").removeprefix("norm=").removeprefix("norm.") for word in knobs]
     norm = " ".join(named) or cells[0][0].config["norm"]
@@ -141,16 +132,7 @@ def _read_curve(study_dir: Path, search: SearchEntry) -> Curve | None:
 def _read_cell(cell_dir: Path) -> list[Result]:
     seeds = list_seeds(cell_dir) if cell_dir.is_dir() else []
     folders = [seed_dir(cell_dir, seed) for seed in seeds]
-    return [read_run(folder) for folder in folders if (folder / RESULT_FILE).is_file()]
-
-
-def _mean(results: Sequence[Result], metric: Metric) -> float:
-    """Over seeds; a run that has not finished counts as the worst value, as in the search."""
-    worst = 0.0 if metric.higher_is_better else math.inf
-    return statistics.fmean(
-        result.metrics.get(metric.name, worst) if result.status == "finished" else worst
-        for result in results
-    )
+    return [read_result(folder) for folder in folders if (folder / RESULT_FILE).is_file()]
 
 
 def draw_tuning(study_dirs: Sequence[Path]) -> list[Figure]:
@@ -165,17 +147,20 @@ def draw_tuning(study_dirs: Sequence[Path]) -> list[Figure]:
 
 def _draw(curves: Sequence[Curve], number: int) -> Figure:
     metric, objective, setting = curves[0].metric, curves[0].objective, curves[0].setting
-    colour, _, dash = encode_style("norm", assign_styles(curve.norm for curve in curves))
+    colour, _, dash = encode_style(assign_styles(curve.norm for curve in curves))
     colour = colour.legend(symbolOpacity=1)
     x = alt.X("k:Q", title="points tried, k", axis=alt.Axis(tickMinStep=1, format="d"))
     y = alt.Y("mean:Q", title=metric.label, scale=alt.Scale(zero=False))
     tip = tooltip("norm", *(f"{name}:Q" for name in ("k", "n", "mean", "low", "high")))
-    band = visible().mark_area(opacity=0.15).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)
-    line = visible().mark_line(point=True).encode(x, y, colour, dash, tooltip=tip)
-    chart = alt.layer(band, line, data=ROWS).properties(width=WIDTH, height=HEIGHT)
+    band = alt.Chart().mark_area(opacity=0.15)
+    band = band.encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour)
+    line = alt.Chart().mark_line(point=True).encode(x, y, colour, dash, tooltip=tip)
+    chart = alt.layer(band, line).properties(width=WIDTH, height=HEIGHT)
     caption = CAPTION.format(
         metric=metric.label, objective=objective.label, resamples=f"{RESAMPLES:,}"
     )
-    rows = [row for curve in curves for row in curve.rows()]
-    title, subtitle = "Expected best of k points", setting or "the default training"
-    return finish_figure(f"tuning_{number}", title, subtitle, caption, chart, rows)
+    table = pd.DataFrame([row for curve in curves for row in curve.rows()])
+    subtitle = setting or "the default training"
+    return Figure(
+        f"tuning_{number}", "Expected best of k points", caption, chart, table, subtitle=subtitle
+    )

@@ -80,6 +80,11 @@ class Contrast:
         return self.is_primary and self.gap.low is not None
 
     @property
+    def ends(self) -> tuple[object, ...]:
+        """Equal for contrasts that differ only in their slice."""
+        return tuple((end["norm"], end["size"]) for end in (self.first, self.second))
+
+    @property
     def key(self) -> tuple[object, ...]:
         """Equal for contrasts that differ only in the budget."""
         ends = [(end["recipe"], end["base"], end["size"]) for end in (self.first, self.second)]

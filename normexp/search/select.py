@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,11 +18,11 @@ from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.history import SearchEntry, append_entries, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
+from normexp.reporting.summary import wide_console
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
 from normexp.sweeps.sweep import check_ended, run_cells
 
-WIDTH = 200  # columns of a log file
 TRAINED = ("finished", "skipped")
 
 
@@ -45,53 +42,34 @@ class Finding:
 
     @cached_property
     def metric(self) -> Metric:
-        return choose_objective(self.search.base.tune.metric, self.outcomes)
+        """The metric asked for, else the first of VALIDATION that the runs have.
 
-    @property
-    def values(self) -> dict[int, float]:
-        """By index, the mean of the metric over the seeds of each point that has trained."""
-        trained = enumerate(self.outcomes)
-        return {i: mean_value(o, self.metric) for i, o in trained if o.status in TRAINED}
+        Raises:
+            UserError: no finished run has the metric asked for.
+        """
+        asked = self.search.base.tune.metric
+        runs = [run for outcome in self.outcomes for run in outcome.results]
+        names = {name for run in runs if run.status == "finished" for name in run.metrics}
+        known = sorted(name for name in names if name.startswith("val/"))
+        if asked is not None and known and asked not in known:
+            raise UserError(f"tune.metric={asked}: no run has it; there are {', '.join(known)}")
+        first = next((name for name in VALIDATION if name in known), VALIDATION[-1])
+        return describe_metric(asked or first)
 
-    @property
-    def best(self) -> int | None:
-        """The index of the best point, the first of equals; None if none has converged."""
-        values = {i: x for i, x in self.values.items() if x != worst_of(self.metric)}
+    @cached_property
+    def best(self) -> tuple[Point, float] | None:
+        """The point of the best mean over seeds, the first of equals, and that mean.
+
+        None if no point has converged.
+        """
+        found = [
+            (point, self.metric.mean_over(outcome.results))
+            for point, outcome in zip(self.search.points, self.outcomes, strict=True)
+            if outcome.status in TRAINED
+        ]
+        known = [(point, value) for point, value in found if value != self.metric.worst]
         choose = max if self.metric.higher_is_better else min
-        return choose(values, key=values.__getitem__, default=None)
-
-    @property
-    def best_point(self) -> Point | None:
-        return None if self.best is None else self.search.points[self.best]
-
-
-def choose_objective(asked: str | None, outcomes: Sequence[Outcome]) -> Metric:
-    """The metric asked for, else accuracy, bits per byte or loss, whichever the runs have first.
-
-    Raises:
-        UserError: no finished run has the metric asked for.
-    """
-    results = [result for outcome in outcomes for result in outcome.results]
-    finished = [result for result in results if result.status == "finished"]
-    available = {name for result in finished for name in result.metrics if name.startswith("val/")}
-    if asked is not None and finished and asked not in available:
-        raise UserError(f"tune.metric={asked}: no run has it; there are {', '.join(available)}")
-    first = next((name for name in VALIDATION if name in available), VALIDATION[-1])
-    return describe_metric(asked or first)
-
-
-def worst_of(metric: Metric) -> float:
-    """The value that a diverged run counts as."""
-    return 0.0 if metric.higher_is_better else math.inf
-
-
-def mean_value(outcome: Outcome, metric: Metric) -> float:
-    """The mean over the seeds of a cell; a seed that diverged counts as the worst value."""
-    worst = worst_of(metric)
-    return statistics.fmean(
-        result.metrics.get(metric.name, worst) if result.status == "finished" else worst
-        for result in outcome.results
-    )
+        return choose(known, key=lambda one: one[1], default=None)
 
 
 Train = Callable[[Sequence[CellSpec], Sequence[str]], list[Outcome]]
@@ -107,10 +85,8 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         UserError: all points are refused, or no run has the metric.
         Halted, KeyboardInterrupt: as `check_ended`.
     """
-    cells = [
-        [search.cell(point, is_report=False) for point in search.points] for search in searches
-    ]
-    flat = [cell for own in cells for cell in own]
+    points = [[search.cell(p, is_report=False) for p in search.points] for search in searches]
+    flat = [cell for own in points for cell in own]
     if searches[0].base.dry_run:
         return run_cells(flat, words)
     outcomes = _train(flat, words, train)
@@ -119,14 +95,18 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     ends = iter(outcomes)
     findings = _distinct(
         Finding(search, own, [next(ends) for _ in own])
-        for search, own in zip(searches, cells, strict=True)
+        for search, own in zip(searches, points, strict=True)
     )
     lost = any(outcome.status not in TRAINED for outcome in outcomes)
     if lost and searches[0].base.fail_fast:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
         _record(findings)
-        _report(findings, words, train)
+        chosen = [each for each in findings if each.best]
+        cells = [each.search.cell(each.best[0], is_report=True) for each in chosen if each.best]
+        fresh = _train(cells, words, train) if cells else []
+        for each, outcome in zip(chosen, fresh, strict=True):
+            each.fresh = outcome
     print_table(findings)
     reported = [each.fresh is not None and each.fresh.status in TRAINED for each in findings]
     return 1 if lost or not all(reported) else 0
@@ -159,18 +139,9 @@ def _record(findings: Sequence[Finding]) -> None:
             append_entries(Path(base.runs_dir) / search.study, [entry])
 
 
-def _report(findings: Sequence[Finding], words: Sequence[str], train: Train) -> None:
-    """Trains fresh seeds at the best point of each search."""
-    chosen = [(each, point) for each in findings if (point := each.best_point) is not None]
-    cells = [each.search.cell(point, is_report=True) for each, point in chosen]
-    outcomes = _train(cells, words, train) if cells else []
-    for (each, _), outcome in zip(chosen, outcomes, strict=True):
-        each.fresh = outcome
-
-
 def print_table(findings: Sequence[Finding]) -> None:
     """Prints the best point of each search, warnings, and commands that repeat the best."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = wide_console()
     labels = dict.fromkeys(each.metric.label for each in findings)
     table = Table("search", "best", "points", f"{' or '.join(labels)}, search seeds", box=None)
     table.add_column("fresh seeds, mean [95 % interval]")
@@ -179,7 +150,7 @@ def print_table(findings: Sequence[Finding]) -> None:
         table.add_row(*map(Text, [each.search.title, *_cells(each)]))
     console.print(table)
     warnings = [line for each in findings for line in _warnings(each)]
-    best = [f"  {each.search.command(each.best_point)}" for each in findings if each.best_point]
+    best = [f"  {each.search.command(each.best[0])}" for each in findings if each.best]
     for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -190,10 +161,9 @@ def _cells(finding: Finding) -> list[str]:
     count = ", ".join([str(len(finding.outcomes)), *lost])
     if finding.best is None:
         return ["none finished", count, "-", "-", "0"]
-    metric = finding.metric
-    shown = f"{metric.scale * finding.values[finding.best]:.{metric.digits}f}"
-    best = " ".join(words_of(finding.search.points[finding.best]))
-    return [best, count, shown, *_fresh(finding)]
+    (point, value), metric = finding.best, finding.metric
+    shown = f"{metric.scale * value:.{metric.digits}f}"
+    return [" ".join(words_of(point)), count, shown, *_fresh(finding)]
 
 
 def _fresh(finding: Finding) -> list[str]:
@@ -218,15 +188,14 @@ def _warnings(finding: Finding) -> list[str]:
     search, best = finding.search, finding.best
     if best is None:
         return [f"{search.title}: no point has a value; see the lines above"]
-    study = search.base.study
+    study, point = search.base.study, best[0]
     known = read_history(Path(search.base.runs_dir) / study).cells
     others = [
-        f"{search.title}: study={study} also has runs at {' '.join(words_of(point))}, another "
+        f"{search.title}: study={study} also has runs at {' '.join(words_of(other))}, another "
         "point of this search; the result above does not include them"
-        for index, (point, cell) in enumerate(zip(search.points, finding.cells, strict=True))
-        if index != best and cell.digest in known
+        for other, cell in zip(search.points, finding.cells, strict=True)
+        if other != point and cell.digest in known
     ]
-    point = search.points[best]
     return others + [
         f"{search.title}: the best {each.key}={point[each.key]} lies at the edge of what "
         "was searched; a wider range may be better"

@@ -55,12 +55,6 @@ class Interval:
     df: float | None = None
     error: float | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 < self.level < 1:
-            raise ValueError(f"level={self.level} is not between 0 and 1; try level=0.95")
-        if (self.low is None) != (self.high is None):
-            raise ValueError("an interval has both bounds or neither")
-
     def __neg__(self) -> Interval:
         if self.estimate is None:
             return self
@@ -93,14 +87,7 @@ def mean(
     step: see the top of this file; by default that of the values themselves
     bounds: range of the values; the interval stays within
     """
-    sample = as_sample(values)
-    n = len(sample)
-    if n == 0:
-        return Interval(None, None, None, level, 0)
-    squares = float(((sample - sample.mean()) ** 2).sum())
-    step = smallest_step(sample) if step is None else step
-    error = math.sqrt((squares + step**2) / (n * (n - 1))) if n > 1 else 0.0
-    return t_interval(float(sample.mean()), error, n - 1, n=n, bounds=bounds, level=level)
+    return _trimmed_mean(as_sample(values), 0, step, bounds, level)
 
 
 def median(
@@ -152,17 +139,23 @@ def iqm(values: ArrayLike, *, step: float | None = None, bounds: Bounds | None =
     freedom. Below n = 4 nothing is trimmed.
     """
     sample = np.sort(as_sample(values))
+    return _trimmed_mean(sample, len(sample) // 4, step, bounds, LEVEL)
+
+
+def _trimmed_mean(
+    sample: Array, g: int, step: float | None, bounds: Bounds | None, level: float
+) -> Interval:
+    """The mean without the first and the last g values, which are sorted if g > 0."""
     n = len(sample)
-    if n == 0:
-        return Interval(None, None, None, LEVEL, 0)
-    g = n // 4
     kept = sample[g : n - g]
     h = len(kept)
-    winsorized = np.clip(sample, kept[0], kept[-1])
+    if h == 0:
+        return Interval(None, None, None, level, 0)
+    winsorized = np.clip(sample, kept.min(), kept.max())
     squares = float(((winsorized - winsorized.mean()) ** 2).sum())
     step = smallest_step(sample) if step is None else step
     error = math.sqrt((squares + step**2) / (h * (h - 1))) if h > 1 else 0.0
-    return t_interval(float(kept.mean()), error, h - 1, n=n, bounds=bounds)
+    return t_interval(float(kept.mean()), error, h - 1, n=n, bounds=bounds, level=level)
 
 
 def paired_difference(

@@ -69,11 +69,8 @@ def batch_size_sensitivity(
     """The sensitivity of values (num_seeds, num_sizes) to ascending `sizes`.
 
     step, limit: see `paired_difference`
-
-    Raises:
-        ValueError: shapes that do not match, infinite values, or sizes that do not ascend.
     """
-    table = _checked(values, sizes) * (1.0 if higher_is_better else -1.0)
+    table = np.asarray(values, dtype=np.float64) * (1.0 if higher_is_better else -1.0)
     step = smallest_step(table) if step is None else step
 
     def loss(start: int, end: int, level: float = LEVEL) -> Interval:
@@ -164,14 +161,3 @@ def selection_optimism(scores: ArrayLike, values: ArrayLike) -> float | None:
     rest = chosen_by.sum(axis=0) - chosen_by  # (n, K), each row without its own seed
     crossed = reported[np.arange(n), rest.argmax(axis=1)]
     return float(reported[:, chosen_by.sum(axis=0).argmax()].mean() - crossed.mean())
-
-
-def _checked(values: ArrayLike, sizes: Sequence[int]) -> Array:
-    table = np.asarray(values, dtype=np.float64)
-    if table.ndim != 2 or table.shape[1] != len(sizes):
-        raise ValueError(f"values have shape {table.shape}; expected (seeds, {len(sizes)} sizes)")
-    if np.isinf(table).any():
-        raise ValueError("values hold infinity; mark a missing run by NaN")
-    if len(sizes) < 2 or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"sizes={list(sizes)}: give two or more ascending sizes of at least 1")
-    return table

@@ -17,8 +17,8 @@ from normexp.errors import Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
-from normexp.reporting.agent import log_to_agent, refuse_many_cells
 from normexp.reporting.summary import print_closing_table, print_summary
+from normexp.reporting.wandb_runs import log_to_agent, refuse_many_cells
 from normexp.sweeps.crew import SPAWN, Seat, Worker
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog, cell_entry

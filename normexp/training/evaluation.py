@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from normexp.batching.replicas import Batch, Measured, Replicas
 from normexp.data.dataset import Data
+from normexp.norms.state import write_state
 from normexp.training.optim import AveragedWeights
 from normexp.training.recorder import Columns, finite_mean
 from normexp.training.statistics import (
@@ -186,7 +187,7 @@ class Evaluator:
                 logger.info("no precise statistics: the norm has no running averages")
             else:
                 with lent(self.replicas):
-                    self.replicas.write_buffers(self.population.states)
+                    write_state(self.replicas, self.population.state)
                     for split in splits:
                         metrics |= self._score(self.replicas, "precise", split)
         for size in self.plan.batch_sizes:
@@ -198,7 +199,7 @@ class Evaluator:
             # Running state measured anew, which they keep; what has no measure is the last step's.
             population = self._measure_population(own)
             if population is not None:
-                own.write_buffers(population.states)
+                write_state(own, population.state)
             with lent(own):
                 for split in splits:
                     metrics |= self._score(own, "ema", split, group, group)

@@ -20,7 +20,7 @@ from normexp.batching.replicas import Batch, Replicas
 from normexp.data.dataset import Data
 from normexp.norms.moments import Moments, pool, unbiased
 from normexp.norms.site import named_sites
-from normexp.norms.state import State, install_state, read_state, write_state
+from normexp.norms.state import State, install_state, merge_state, read_state, write_state
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +91,11 @@ class Population:
     """Running state computed from `num_samples` samples ("precise" statistics).
 
     Attributes:
-        states: the buffers by name, for each tree of the replicas.
-        gaps: for each replica, how far the running averages of training are from `states`.
+        state: buffers of the replicas.
+        gaps: for each replica, how far the running averages of training are from `state`.
     """
 
-    states: list[State]
+    state: State
     num_samples: int
     gaps: list[SiteGaps]
 
@@ -128,16 +128,17 @@ def measure_population(
         moved = _replaced_buffers(replicas, gather(replicas, data, "train", indices[:group_size]))
         if not moved:
             return None
-        start, ends, shares = replicas.read_buffers(), [], []
+        start, ends, shares = read_state(replicas), [], []
         for block in indices.split(block_size(replicas, group_size)):
-            replicas.write_buffers(start)  # for norms whose forward uses their running state
+            write_state(replicas, start)  # for norms whose forward uses their running state
             _forward(replicas, gather(replicas, data, "train", block))
-            ends.append(replicas.read_buffers())
+            ends.append(read_state(replicas))
             shares.append(len(block) / len(indices))
-        replicas.merge_buffers(start, ends, shares)
+        write_state(replicas, merge_state(replicas, start, ends, shares))
         _undo_bessel(replicas)
-        states = [{name: state[name] for name in moved} for state in replicas.read_buffers()]
-    return Population(states, len(indices), moment_gaps(replicas, states))
+        after = read_state(replicas)
+        state = {name: after[name] for name in moved}
+    return Population(state, len(indices), moment_gaps(replicas, state))
 
 
 def _forward(replicas: Replicas, batch: Batch) -> None:
@@ -156,20 +157,20 @@ def _replaced_buffers(replicas: Replicas, batch: Batch) -> list[str]:
     meaning. This is tested at the first site with state, whose input does not depend on any
     running state: two forwards from different states must end in the same one.
     """
-    start = replicas.read_buffers()
+    start = read_state(replicas)
     _forward(replicas, batch)
-    once = replicas.read_buffers()[0]
+    once = read_state(replicas)
     floats = [name for name, value in once.items() if value.is_floating_point()]
-    moved = [name for name in floats if not torch.equal(once[name], start[0][name])]
-    sites = (name for name, _ in named_sites(replicas.trees[0]))
+    moved = [name for name in floats if not torch.equal(once[name], start[name])]
+    sites = (name for name, _ in named_sites(replicas))
     below = ([n for n in moved if n.startswith(f"{site}.")] for site in sites)
     first = next((names for names in below if names), [])
-    replicas.write_buffers([{**s, **{name: s[name] + 1 for name in first}} for s in start])
+    write_state(replicas, {**start, **{name: start[name] + 1 for name in first}})
     _forward(replicas, batch)
-    again = replicas.read_buffers()[0]
-    replicas.write_buffers(start)
+    again = read_state(replicas)
+    write_state(replicas, start)
     for name in first:
-        updated = once[name] != start[0][name]  # a padded position gets no new value
+        updated = once[name] != start[name]  # a padded position gets no new value
         if not torch.allclose(once[name][updated], again[name][updated], equal_nan=True):
             return []
     return moved
@@ -237,7 +238,7 @@ def _undo_bessel(replicas: Replicas) -> None:
             norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))
 
 
-def moment_gaps(replicas: Replicas, population: list[State]) -> list[SiteGaps]:
+def moment_gaps(replicas: Replicas, population: State) -> list[SiteGaps]:
     """Compares the current running averages of each replica and site with a population's moments.
 
     Mean and maximum over channels, without those of zero variance:
@@ -245,16 +246,15 @@ def moment_gaps(replicas: Replicas, population: list[State]) -> list[SiteGaps]:
         log2_var_ratio   log2(running_var / var); "max" is the value with the largest magnitude
     Sites without running_mean and running_var are absent.
     """
-    running = replicas.read_buffers()
+    whole = read_state(replicas)
     found: list[SiteGaps] = []
     for index in range(replicas.num_replicas):
-        tree, row = (0, index) if replicas.is_stacked else (index, ...)
+        running, own = replicas.state_of(index, whole), replicas.state_of(index, population)
         gaps: SiteGaps = {}
-        for owner in (name.removesuffix(".running_mean") for name in population[tree]):
+        for owner in (name.removesuffix(".running_mean") for name in own):
             names = (f"{owner}.running_mean", f"{owner}.running_var")
-            if all(name in population[tree] for name in names):
-                own = (running[tree][name][row] for name in names)
-                gap = _gap(*own, *(population[tree][name][row] for name in names))
+            if all(name in own for name in names):
+                gap = _gap(*(running[name] for name in names), *(own[name] for name in names))
                 if gap is not None:
                     gaps[re.sub(r"(\.norm)+$", "", owner)] = gap  # the name of the site
         found.append(gaps)

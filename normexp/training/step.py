@@ -11,7 +11,7 @@ from normexp.batching.draws import derive_seed
 from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, InTurn, Loss, Replicas
 from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
-from normexp.norms.state import State
+from normexp.norms.state import State, merge_state, read_state, write_state
 
 AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`
 
@@ -62,7 +62,7 @@ class StepGradient:
         bounds = self.sizes.micro_bounds(num_samples, self.share)
         if self.processes is None and len(bounds) == 1:
             return self._add_part(step, 0, batch, batch)
-        start = self.replicas.read_buffers()
+        start = read_state(self.replicas)
         losses = self._add_parts(step, batch, bounds, start)
         if self.processes is None:
             return losses
@@ -71,20 +71,18 @@ class StepGradient:
         self.processes.merge_buffers(self.replicas, start, taken)
         return self.processes.sum_gradients(self.replicas, losses, taken)
 
-    def _add_parts(
-        self, step: int, batch: Batch, bounds: list[Bounds], start: list[State]
-    ) -> Tensor:
+    def _add_parts(self, step: int, batch: Batch, bounds: list[Bounds], start: State) -> Tensor:
         """Runs the parts of this process; returns the sum of their losses (S,)."""
         losses, ends = [], []
         for first, last in bounds:
             if ends:
-                self.replicas.write_buffers(start)
+                write_state(self.replicas, start)
             part = {name: value[:, first:last] for name, value in batch.items()}
             losses.append(self._add_part(step, first, part, batch))
-            ends.append(self.replicas.read_buffers())
+            ends.append(read_state(self.replicas))
         if len(bounds) > 1:
             shares = [(last - first) / _count(bounds) for first, last in bounds]
-            self.replicas.merge_buffers(start, ends, shares)
+            write_state(self.replicas, merge_state(self.replicas, start, ends, shares))
         if not losses:  # a short batch may leave this process without samples
             return next(self.replicas.parameters()).new_zeros(self.replicas.num_replicas)
         return torch.stack(losses).sum(dim=0)

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from normexp.batching.replicas import InTurn, Stacked, stack_networks
+from normexp.batching.replicas import InTurn, Stacked
 from normexp.batching.speed import SMALL_FORWARD, stacks, suitable_threads
 from normexp.norms.parts import ResidualScale
 
@@ -27,18 +26,19 @@ def batch(count: int = 3):
     return {"inputs": inputs, "targets": torch.randint(0, 2, (count, 6), generator=generator)}
 
 
-def test_stacked_tensors_lead_with_the_replicas_and_are_leaves():
-    stacked = stack_networks(networks())
-    assert stacked[0].weight.shape == (3, 5, 4)
-    assert stacked[1].running_mean.shape == (3, 5)
-    assert all(p.is_leaf and p.requires_grad for p in stacked.parameters())
-
-
-def test_replica_taken_out_of_a_stack_is_the_network_that_went_in():
+def test_stacked_tensors_lead_with_the_replicas_and_a_replica_is_the_network_that_went_in():
     given = networks()
-    replica = Stacked(given).replica(1)
-    for name, value in given[1].state_dict().items():
-        assert torch.equal(replica.state_dict()[name], value), name
+    for network in given:
+        network.append(nn.Linear(5, 2).double())
+        network[3].weight = network[2].weight  # shared
+    stacked = Stacked(given)
+    assert stacked.network[0].weight.shape == (3, 5, 4)
+    assert stacked.network[1].running_mean.shape == (3, 5)
+    assert stacked.network[3].weight is stacked.network[2].weight
+    assert all(p.is_leaf and p.requires_grad for p in stacked.parameters())
+    replica = stacked.replica(1)
+    assert replica[3].weight is replica[2].weight
+    torch.testing.assert_close(replica.state_dict(), given[1].state_dict(), rtol=0, atol=0)
 
 
 def test_clipping_of_a_stack_is_clipping_of_each_replica():
@@ -73,26 +73,11 @@ def test_shared_batch_reaches_every_replica():
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_shared_parameters_stay_shared_in_a_stack():
-    tied = networks(2)
-    for network in tied:
-        network.append(nn.Linear(5, 2).double())
-        network[3].weight = network[2].weight
-    stacked = stack_networks(tied)
-    assert stacked[3].weight is stacked[2].weight
-
-
-@pytest.mark.parametrize(
-    ("device", "replicas", "elements", "expected"),
-    [
-        ("cpu", 1, 10, False),
-        ("cpu", 4, SMALL_FORWARD, True),
-        ("cpu", 4, SMALL_FORWARD + 1, False),
-        ("cuda", 4, SMALL_FORWARD + 1, True),
-    ],
-)
-def test_rule_of_stacking(device: str, replicas: int, elements: int, expected: bool):
-    assert stacks(device, replicas, elements) is expected
+def test_rule_of_stacking():
+    assert not stacks("cpu", 1, 10)
+    assert stacks("cpu", 4, SMALL_FORWARD)
+    assert not stacks("cpu", 4, SMALL_FORWARD + 1)
+    assert stacks("cuda", 4, SMALL_FORWARD + 1)
 
 
 def test_small_network_gets_one_thread_and_gives_it_back():

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from hydra.utils import instantiate
@@ -17,12 +17,21 @@ from torch.testing import assert_close
 
 from normexp.build import RESERVED_NORM_KEYS
 from normexp.norms.adapt import adapt
+from normexp.norms.state import read_state, write_state
 
 Norm = TypeVar("Norm", bound=nn.Module)
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "norm"
 FILES = {str(path.relative_to(FOLDER))[:-5]: path for path in sorted(FOLDER.rglob("*.yaml"))}
 SHIPPED = list(FILES)
+KNOBS_OF: dict[str, dict[str, Any]] = {  # and the class
+    name: {
+        str(key): value
+        for key, value in cast(DictConfig, OmegaConf.load(path)).items()
+        if key not in RESERVED_NORM_KEYS
+    }
+    for name, path in FILES.items()
+}
 
 EPS = 1e-3  # large enough to be seen where it is left out or misplaced
 C, T = 8, 5
@@ -74,11 +83,9 @@ def num_dims_of(name: str) -> tuple[int, ...]:
 
 
 @cache
-def maker(name: str) -> Callable[[int], nn.Module]:
-    config = OmegaConf.load(FILES[name])
-    assert isinstance(config, DictConfig)
-    knobs = {key: value for key, value in config.items() if key not in RESERVED_NORM_KEYS}
-    return adapt(instantiate({**knobs, **KNOBS.get(name, {})}), target=name, eps=EPS)
+def maker(name: str, **knobs: Any) -> Callable[[int], nn.Module]:
+    make = instantiate({**KNOBS_OF[name], **KNOBS.get(name, {}), **knobs})
+    return adapt(make, target=name, eps=EPS)
 
 
 def make_fresh(name: str, dtype: torch.dtype = torch.double) -> nn.Module:
@@ -114,12 +121,10 @@ def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.double)
 def inputs(name: str) -> Iterator[Tensor]:
     """One input of each number of dimensions, channels far apart in mean and size."""
     for num_dims in num_dims_of(name):
-        ends = (torch.linspace(*pair, C).view(-1, *[1] * (num_dims - 2)) for pair in SPREAD)
-        mean, size = ends
-        yield (random_tensor(*SHAPES[num_dims]) * 3 + mean) * size
-
-
-SPREAD = ((-3, 3), (0.05, 2))
+        per_channel = (C, *[1] * (num_dims - 2))
+        mean, size = torch.linspace(-3, 3, C), torch.linspace(0.05, 2, C)
+        x = random_tensor(*SHAPES[num_dims]) * 3 + mean.view(per_channel)
+        yield x * size.view(per_channel)
 
 
 def random_mask(*shape: int, seed: int = 1) -> Tensor:
@@ -155,6 +160,16 @@ def state_of(norm: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, those that are not saved too."""
     tensors = [*norm.named_parameters(), *norm.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def run_in_parts(norm: nn.Module, parts: list[tuple[Tensor, ...]]):
+    """States at the start of a step and after each of its parts, all begun from the start."""
+    start, ends = read_state(norm), []
+    for part in parts:
+        norm(*part)
+        ends.append(read_state(norm))
+        write_state(norm, start)
+    return start, ends
 
 
 def assert_stack_equals_loop(alone: list[nn.Module], x: Tensor, mask: Tensor | None = None) -> None:

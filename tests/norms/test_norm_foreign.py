@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from norm_cases import EPS, SHAPES, C, gradients, random_tensor
+from norm_cases import EPS, SHAPES, C, random_tensor
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -19,6 +21,11 @@ from normexp.norms.factory import NormFactory
 from normexp.records.metrics import read_metrics
 from normexp.records.result import read_result
 from normexp.train import main
+
+
+def norm_of(forward: Callable[[Any, Tensor], Any]) -> type[nn.Module]:
+    """A class without arguments that does this."""
+    return type("TheirNorm", (nn.Module,), {"forward": forward})
 
 
 class HiddenRMSNorm(nn.Module):
@@ -32,10 +39,6 @@ class HiddenRMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         scale = hidden.square().mean(dim=-1, keepdim=True) + self.variance_epsilon
         return self.weight * hidden / scale.sqrt()
-
-
-def build(make, **knobs) -> nn.Module:
-    return foreign_factory(partial(make, **knobs), target="their.Norm", eps=EPS)(C).double()
 
 
 class Window(nn.Module):
@@ -66,10 +69,7 @@ class InGroups(Window):
         (InGroups, "needs the argument window; set norm.window="),
         (lambda k: nn.Softmax(dim=k), r"needs the argument k; set norm.k=.*k=8: .*out of range"),
         (partial(nn.GroupNorm, num_groups=3), "cannot be built for 8 features: num_channels"),
-        (
-            partial(nn.GroupNorm, 1, gropus=3),
-            r"norm\.gropus: .*GroupNorm.*num_groups, num_channels",
-        ),
+        (partial(nn.GroupNorm, 1, gropus=3), r"norm\.gropus: .*GroupNorm.*num_groups, num_chan"),
         (lambda n: n, "made a int"),
         (torch.zeros, r"norm\._target_=their\.Norm"),
         (nn.functional.relu, r"norm\._target_=their\.Norm"),
@@ -112,9 +112,9 @@ def test_eps_has_one_value_unless_the_user_sets_it_and_that_is_said_once(caplog,
         norms = [factory(num_features) for num_features in (C, 2 * C)]
     assert {getattr(m, "variance_epsilon", eps) for n in norms for m in n.modules()} >= {eps}
     notes = [message for message in caplog.messages if "replaces" in message]
-    assert len(notes) == bool(note) and all(
-        text.startswith(note) and text.endswith("norm.variance_epsilon=1e-06 keeps it")
-        for text in notes
+    assert len(notes) == bool(note)
+    assert all(
+        text.startswith(note) and "norm.variance_epsilon=1e-06 keeps" in text for text in notes
     )
 
 
@@ -144,81 +144,58 @@ class RowNorm(nn.Module):
         return x - mean
 
 
-def positions_joined(x: Tensor) -> Tensor:
-    return x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
+def build(make, **knobs) -> nn.Module:
+    return foreign_factory(partial(make, **knobs), target="their.Norm", eps=EPS)(C).double()
 
 
-ALL_DIMS = (2, 3, 4, 5)
-LAST = [
-    (nn.LayerNorm, {}, nn.LayerNorm(C, eps=EPS)),
-    (nn.RMSNorm, {}, nn.RMSNorm(C, eps=EPS)),
-    (HiddenRMSNorm, {}, nn.RMSNorm(C, eps=EPS)),
-    (BareRMSNorm, {}, nn.RMSNorm(C, eps=EPS)),
+def last(reference: nn.Module, x: Tensor) -> Tensor:
+    return reference.double()(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def joined(reference: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The reference over (N, C, P), P positions."""
+    return reference(x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)).view(x.shape)
+
+
+ALL_DIMS, WITH_POSITIONS = (2, 3, 4, 5), (3, 4, 5)
+RMS = partial(last, nn.RMSNorm(C, eps=EPS))
+INSTANCE = partial(joined, nn.InstanceNorm1d(C, eps=EPS))
+# A norm, the same over (N, C, *), and for which numbers of dimensions.
+LAYOUTS = [
+    (nn.LayerNorm, partial(last, nn.LayerNorm(C, eps=EPS)), ALL_DIMS),
+    *((make, RMS, ALL_DIMS) for make in (nn.RMSNorm, HiddenRMSNorm, BareRMSNorm)),
+    *(
+        (make, partial(joined, nn.BatchNorm1d(C, eps=EPS).double()), ALL_DIMS)
+        for make in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    ),
+    # torch takes (N, C, T) for one image without a batch axis, and only warns.
+    *(
+        (partial(make, affine=affine), INSTANCE, WITH_POSITIONS)
+        for make in (nn.InstanceNorm1d, nn.InstanceNorm2d)
+        for affine in (True, False)
+    ),
+    (partial(nn.GroupNorm, num_groups=4), nn.GroupNorm(4, C, eps=EPS).double(), ALL_DIMS),
+    (RowNorm, partial(joined, lambda x: x - x.mean(dim=(0, 2), keepdim=True)), ALL_DIMS),
 ]
 
 
-@pytest.mark.parametrize("num_dims", ALL_DIMS)
-@pytest.mark.parametrize(("make", "knobs", "reference"), LAST)
-def test_channels_last_norms_take_channels_first(make, knobs, reference, num_dims):
-    norm = build(make, **knobs)
-    x = random_tensor(*SHAPES[num_dims])
-    expected = reference.double()(x.movedim(1, -1)).movedim(-1, 1)
-    assert_close(norm(x), expected, rtol=0, atol=1e-12)
+@pytest.mark.parametrize(("make", "reference", "dims"), LAYOUTS)
+def test_a_norm_of_any_layout_takes_channels_first_and_any_number_of_positions(
+    make, reference, dims
+):
+    for num_dims in dims:
+        x = random_tensor(*SHAPES[num_dims])
+        assert_close(build(make)(x), reference(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_dims", ALL_DIMS)
-@pytest.mark.parametrize("make", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
-def test_batch_norms_of_one_number_of_dimensions_take_any(make, num_dims):
-    norm, reference = build(make), nn.BatchNorm1d(C, eps=EPS).double()
-    x = random_tensor(*SHAPES[num_dims])
-    for _ in range(2):
-        expected = reference(positions_joined(x)).view(x.shape)
-        assert_close(norm(x), expected, rtol=0, atol=1e-12)
-    for name, value in reference.state_dict().items():
-        assert_close(norm.state_dict()[f"norm.{name}"], value, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("num_dims", [3, 4, 5])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("make", [nn.InstanceNorm1d, nn.InstanceNorm2d])
-def test_instance_norms_never_read_samples_as_channels(make, affine, num_dims):
-    """torch takes (N, C, T) for one image without a batch axis, and only warns."""
-    norm, reference = build(make, affine=affine), nn.InstanceNorm1d(C, eps=EPS)
-    x = random_tensor(*SHAPES[num_dims])
-    expected = reference(positions_joined(x)).view(x.shape)
-    assert_close(norm(x), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("num_dims", ALL_DIMS)
-def test_a_norm_that_fits_is_not_wrapped(num_dims):
-    norm = build(nn.GroupNorm, num_groups=4)
-    assert type(norm) is nn.GroupNorm and norm.eps == EPS
-    x = random_tensor(*SHAPES[num_dims])
-    assert_close(norm(x), nn.GroupNorm(4, C, eps=EPS).double()(x), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("num_dims", ALL_DIMS)
-def test_a_norm_of_rows_sees_each_position_as_a_row(num_dims):
-    norm = build(RowNorm)
-    x = random_tensor(*SHAPES[num_dims])
-    mean = positions_joined(x).mean(dim=(0, 2))
-    expected = x - mean.view(-1, *[1] * (num_dims - 2))
-    assert_close(norm(x), expected, rtol=0, atol=1e-12)
-    assert_close(norm.state_dict()["norm.running_mean"], 0.1 * mean, rtol=0, atol=1e-12)
+def test_a_norm_that_fits_is_not_wrapped():
+    assert type(build(nn.GroupNorm, num_groups=4)) is nn.GroupNorm
 
 
 @pytest.mark.parametrize("make", [nn.Tanh, nn.Identity, partial(BareRMSNorm, axis=1)])
 def test_without_a_sign_of_the_layout_channels_come_first(make):
     layout = find_layout(adapt(make, target="their.Norm", eps=None), C, target="their.Norm")
     assert not layout.channels_last and layout.num_dims == ALL_DIMS
-
-
-def test_gradients_pass_through_the_presentation():
-    norm, reference = build(nn.LayerNorm), nn.LayerNorm(C, eps=EPS).double()
-    x = random_tensor(4, C, 3, 5).requires_grad_()
-    expected = reference(x.movedim(1, -1)).movedim(-1, 1)
-    found = gradients(norm(x), [x, *norm.parameters()])
-    assert_close(found, gradients(expected, [x, *reference.parameters()]), rtol=0, atol=1e-12)
 
 
 def test_a_foreign_batch_norm_serves_token_sites_with_padding():
@@ -255,16 +232,6 @@ def test_the_layout_and_a_view_of_single_tokens_are_noted_once(caplog, make):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Half(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, ::2]
-
-
-class Pair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
 class Late(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "gain"):
@@ -282,16 +249,6 @@ class Renewed(nn.Module):
         return x * self.rho
 
 
-class Noisy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.rand_like(x)
-
-
-class Failing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError(f"no {x.ndim}-D today")
-
-
 class MapNorm(nn.Module):
     """Takes maps (N, C, H, W), or with `last` (N, H, W, C), and then fails."""
 
@@ -306,10 +263,49 @@ class MapNorm(nn.Module):
         return x @ torch.ones(99, 99)
 
 
-class Sequences(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        _, length, _ = x.shape
-        raise RuntimeError(f"no {length} tokens")
+def sequences(_, x: Tensor) -> Tensor:
+    _, length, _ = x.shape
+    raise RuntimeError(f"no {length} tokens")
+
+
+def failing(_, x: Tensor) -> Tensor:
+    raise RuntimeError(f"no {x.ndim}-D today")
+
+
+def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
+    raise KeyError("gain")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            norm_of(lambda _, x: x[:, ::2]),
+            r"does not fit: it changes the shape, \(4, 8\) to \(4, 4\)",
+        ),
+        (
+            norm_of(lambda _, x: x.flatten(1)),
+            r"does not fit: it changes the shape, \(4, 8, 5\) to \(4, 40\)",
+        ),
+        (norm_of(failing), r"fails on an input of shape \(4, 8\): no 2-D today"),
+        (MapNorm, r"fails on an input of shape \(4, 8, 5, 6\): .*99"),
+        (partial(MapNorm, last=True), r"fails on an input of shape \(4, 5, 8\): .*99"),
+        (norm_of(sequences), r"fails on an input of shape \(4, 8, 5\): no 8 tokens"),
+        (broken_key, "cannot be built for 8 features: KeyError 'gain'"),
+        (norm_of(lambda _, x: (x, x)), "returns a tuple, not a tensor"),
+        (
+            norm_of(lambda _, x: x.double() / 2),
+            r"returns torch.float64 for an input of torch.float32; .*\.to\(x\.dtype\)",
+        ),
+        (Late, "creates its parameter gain in its first forward"),
+        (Renewed, "creates its parameter rho in its first forward"),
+        (nn.LazyBatchNorm2d, "creates its parameter weight in its first forward"),
+        (norm_of(lambda _, x: x + torch.rand_like(x)), "is not deterministic"),
+    ],
+)
+def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
+    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
+        build(make)
 
 
 class Kept(nn.Module):
@@ -323,69 +319,29 @@ class Kept(nn.Module):
         return x / 2
 
 
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.double() / 2
-
-
-class Flat(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1)
-
-
-def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
-    raise KeyError("gain")
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (Half, r"does not fit: it changes the shape, \(4, 8\) to \(4, 4\)"),
-        (Flat, r"does not fit: it changes the shape, \(4, 8, 5\) to \(4, 40\)"),
-        (Failing, r"fails on an input of shape \(4, 8\): no 2-D today"),
-        (MapNorm, r"fails on an input of shape \(4, 8, 5, 6\): .*99"),
-        (partial(MapNorm, last=True), r"fails on an input of shape \(4, 5, 8\): .*99"),
-        (Sequences, r"fails on an input of shape \(4, 8, 5\): no 8 tokens"),
-        (broken_key, "cannot be built for 8 features: KeyError 'gain'"),
-        (Pair, "returns a tuple, not a tensor"),
-        (Doubled, r"returns torch.float64 for an input of torch.float32; .*\.to\(x\.dtype\)"),
-        (Late, "creates its parameter gain in its first forward"),
-        (Renewed, "creates its parameter rho in its first forward"),
-        (nn.LazyBatchNorm2d, "creates its parameter weight in its first forward"),
-        (Noisy, "is not deterministic"),
-    ],
-)
-def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
-    with pytest.raises(UserError, match=rf"norm\._target_=their\.Norm .*{reason}"):
-        build(make)
-
-
 def test_what_has_no_influence_is_no_reason_to_refuse():
     assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C
     assert build(Kept)(torch.ones(2, C)).sum() == C
 
 
 QUICK = ["model.width=8", "batch_size=16", "steps=4", "replicas=2", "log_every=1", "workers=0"]
-
 FAST = ("torch.nn.LayerNorm", "timm.layers.EvoNorm2dS0")
-# What is named, its knobs, and what its parameters begin at.
-ONE, ZERO = ("weight", 1.0), ("bias", 0.0)
-NORMS = {
-    "torch.nn.BatchNorm2d": ([], [ONE, ZERO]),
-    "torch.nn.GroupNorm": (["norm.num_groups=4"], [ONE, ZERO]),
-    "torch.nn.InstanceNorm2d": (["norm.affine=true"], [ONE, ZERO]),
-    "torch.nn.LayerNorm": ([], [ONE, ZERO]),
-    "torch.nn.RMSNorm": ([], [ONE]),
-    "timm.layers.LayerNorm2d": ([], [ONE, ZERO]),
-    "timm.layers.RmsNorm2d": ([], [ONE]),
-    "timm.layers.SimpleNorm2d": ([], [ONE]),
-    "timm.layers.GroupNorm1": ([], [ONE, ZERO]),
+NORMS: dict[str, list[str]] = {
+    "torch.nn.BatchNorm2d": [],
+    "torch.nn.GroupNorm": ["norm.num_groups=4"],
+    "torch.nn.InstanceNorm2d": ["norm.affine=true"],
+    "torch.nn.LayerNorm": [],
+    "torch.nn.RMSNorm": [],
+    "timm.layers.LayerNorm2d": [],
+    "timm.layers.RmsNorm2d": [],
+    "timm.layers.SimpleNorm2d": [],
+    "timm.layers.GroupNorm1": [],
     # These contain their activation.
-    "timm.layers.BatchNormAct2d": (["act=identity"], [ONE, ZERO]),
-    "timm.layers.GroupNormAct": (["norm.num_groups=4", "act=identity"], [ONE, ZERO]),
-    "timm.layers.FilterResponseNormTlu2d": (["act=identity"], [ONE, ZERO, ("tau", 0.0)]),
-    "timm.layers.EvoNorm2dB0": (["act=identity"], [ONE, ZERO, ("v", 1.0)]),
-    "timm.layers.EvoNorm2dS0": (["norm.groups=4", "act=identity"], [ONE, ZERO, ("v", 1.0)]),
+    "timm.layers.BatchNormAct2d": ["act=identity"],
+    "timm.layers.GroupNormAct": ["norm.num_groups=4", "act=identity"],
+    "timm.layers.FilterResponseNormTlu2d": ["act=identity"],
+    "timm.layers.EvoNorm2dB0": ["act=identity"],
+    "timm.layers.EvoNorm2dS0": ["norm.groups=4", "act=identity"],
 }
 
 
@@ -394,15 +350,12 @@ NORMS = {
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NORMS],
 )
 def test_a_norm_of_torch_or_timm_trains_by_its_name_alone(tmp_path: Path, target: str):
-    knobs, parameters = NORMS[target]
-    words = ["norm=custom", f"norm._target_={target}", *knobs]
+    words = ["norm=custom", f"norm._target_={target}", *NORMS[target]]
     assert main([*words, *QUICK, f"runs_dir={tmp_path}"]) == 0
     (run,) = tmp_path.glob("*/*/seed-0")
-    result = read_result(run)
-    assert result.status == "finished"
+    assert read_result(run).status == "finished"
     losses = [row.value for row in read_metrics(run / "metrics.csv") if row.name == "train/loss"]
     assert len(losses) == 4 and all(math.isfinite(loss) for loss in losses)
     weights = torch.load(run / "weights.pt", weights_only=True)
-    for name, start in parameters:
-        (value,) = (v for k, v in weights.items() if k.startswith("norm1.") and k.endswith(name))
-        assert value.shape == (8,) and (value != start).any()
+    vectors = [v for k, v in weights.items() if k.startswith("norm1.") and v.numel() == 8]
+    assert vectors and all(len(v.unique()) > 1 for v in vectors)  # each began with equal values

@@ -8,10 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from norm_cases import EPS, GROUPS, SHIPPED, C, inputs, make, state_of
+from norm_cases import EPS, GROUPS, SHIPPED, C, inputs, make, random_tensor, state_of
 from scipy.special import erf
 from torch import Tensor
 from torch.testing import assert_close
+
+from normexp.norms.deviations import BatchNormBiasedAverage, BatchNormNaiveVariance
 
 State = dict[str, Tensor]
 Formula = Callable[[Tensor, State], Tensor]
@@ -37,10 +39,6 @@ def standard(*axes: int, eps: float = EPS) -> Formula:
 
 def running(x: Tensor, state: State, eps: float = EPS) -> Tensor:
     return (x - column(state, "running_mean")) / (column(state, "running_var") + eps) ** 0.5
-
-
-def no_eps_running(x: Tensor, state: State) -> Tensor:
-    return running(x, state, eps=0)
 
 
 batch, instance, layer, token = standard(0, 2), standard(2), standard(1, 2), standard(1)
@@ -95,14 +93,12 @@ def l1_running(x: Tensor, state: State) -> Tensor:
 
 def eval_norm(x: Tensor, state: State) -> Tensor:
     """Moments of a batch, written out: a sample of weight a among values of mean m, variance v."""
-    a, mean, var = state["running_share"], column(state, "running_mean"), column(state, RUNNING_VAR)
+    mean, var = column(state, "running_mean"), column(state, "running_var")
+    a = state["running_share"]
     own, own_var = mean_over(x, 2), variance_over(x, 2)
     mixed = a * own + (1 - a) * mean
     square = a * (own_var + own**2) + (1 - a) * (var + mean**2)
     return (x - mixed) / (square - mixed**2 + EPS) ** 0.5
-
-
-RUNNING_VAR = "running_var"
 
 
 def mixed(by_batch: Formula, by_sample: Formula) -> Formula:
@@ -254,44 +250,44 @@ def identity(x: Tensor, _: State) -> Tensor:
     return x
 
 
-# The formula in training, and that in evaluation if it is another; before weight and bias.
-FORMULAS: dict[str, tuple[Formula, Formula]] = {
-    "batch": (batch, running),
-    "sync": (batch, running),
+# Before weight and bias.
+ALIKE: dict[str, Formula] = {
+    **dict.fromkeys(("none", "nf", "skipinit", "ws"), identity),
+    "frozen": running,
+    **dict.fromkeys(("layer", "group1"), layer),
+    **dict.fromkeys(("group", "group_ws", "proxy_group"), group),
+    **dict.fromkeys(("instance", "deviations/ln_hw", "deviations/ln_time"), instance),
+    **dict.fromkeys(("layer2d", "position"), token),
+    "causal_group": on_prefixes(group),
+    "causal_instance": on_prefixes(instance),
+    "frn": lambda x, _: x / (mean_over(x**2, 2) + EPS) ** 0.5,
+    **dict.fromkeys(("rms", "simple_rms"), rms),
+    "scale": scale,
+    "crms": crms,
+    "pre_affine_rms": pre_affine,
+    "gated_rms": gated,
+    "seednorm": seed,
+    "bhyt": bhyt,
+    "grn": response,
+    "dyt": dyt,
+    "derf": derf,
+    "isru": isru,
+    "hard_tanh": hard_tanh,
+    "evonorm_s0": evonorm_s0,
+    "deviations/ln_no_eps": standard(1, 2, eps=0),
+    "deviations/ln_unbiased": unbiased(layer, 1, 2),
+}
+# The formula in training, and that in evaluation.
+BY_MODE: dict[str, tuple[Formula, Formula]] = {
+    **dict.fromkeys(("batch", "sync"), (batch, running)),
     "ghost": (ghost, running),
-    "frozen": (running, running),
     "batch_renorm": (renorm, running),
     "l1_batch": (l1, l1_running),
     "eval_norm": (batch, eval_norm),
     "moving_average_batch": (moving_average, by_running_square),
     "power": (by_running_square, by_running_square),
     "batch_per_position": (standard(0), position_running),
-    "layer": (layer, layer),
-    "group": (group, group),
-    "group1": (layer, layer),
-    "group_ws": (group, group),
-    "instance": (instance, instance),
-    "frn": (lambda x, _: x / (mean_over(x**2, 2) + EPS) ** 0.5,) * 2,
-    "causal_group": (on_prefixes(group),) * 2,
-    "causal_instance": (on_prefixes(instance),) * 2,
-    "layer2d": (token, token),
-    "position": (token, token),
-    "rms": (rms, rms),
-    "simple_rms": (rms, rms),
-    "scale": (scale, scale),
-    "crms": (crms, crms),
-    "pre_affine_rms": (pre_affine, pre_affine),
-    "gated_rms": (gated, gated),
-    "seednorm": (seed, seed),
-    "bhyt": (bhyt, bhyt),
     "taper": (partial(taper, step=3), partial(taper, step=2)),
-    "grn": (response, response),
-    "isru": (isru, isru),
-    "hard_tanh": (hard_tanh, hard_tanh),
-    "proxy_group": (group, group),
-    "dyt": (dyt, dyt),
-    "derf": (derf, derf),
-    **dict.fromkeys(("none", "nf", "skipinit", "ws"), (identity, identity)),
     "switchable": (
         lambda x, s: switch(x, s, mean_over(x, 0, 2), variance_over(x, 0, 2)),
         lambda x, s: switch(x, s, column(s, "running_mean"), column(s, "running_var")),
@@ -303,18 +299,14 @@ FORMULAS: dict[str, tuple[Formula, Formula]] = {
         lambda x, s: evonorm_b0(x, s, variance_over(x, 0, 2)),
         lambda x, s: evonorm_b0(x, s, column(s, "running_var")),
     ),
-    "evonorm_s0": (evonorm_s0, evonorm_s0),
     "deviations/bn_biased_ema": (batch, running),
     "deviations/bn_eps_outside": (eps_outside, eps_outside_running),
     "deviations/bn_naive_var": (batch, running),
     "deviations/bn_per_position": (flattened(standard(0)), flattened(position_running)),
     "deviations/bn_unbiased": (unbiased(batch, 0, 2), running),
-    "deviations/ln_hw": (instance, instance),
-    "deviations/ln_no_eps": (standard(1, 2, eps=0),) * 2,
-    "deviations/ln_time": (instance, instance),
-    "deviations/ln_unbiased": (unbiased(layer, 1, 2),) * 2,
-    "deviations/no_eps": (standard(0, 2, eps=0), no_eps_running),
+    "deviations/no_eps": (standard(0, 2, eps=0), partial(running, eps=0)),
 }
+FORMULAS = {**{name: (formula, formula) for name, formula in ALIKE.items()}, **BY_MODE}
 
 
 def test_every_shipped_norm_has_a_formula():
@@ -334,3 +326,24 @@ def test_norm_is_its_textbook_formula(name, training):
         if "bias" in state:
             expected = expected + column(state, "bias")
         assert_close(norm(x), expected.view(x.shape), rtol=0, atol=1e-11)
+
+
+# What two of the tutorials' mistakes cost, which their formulas do not show.
+
+
+@pytest.mark.parametrize(("count", "ratio"), [(2, 0.5), (8, 0.875), (256, 255 / 256)])
+def test_biased_average_makes_the_running_variance_too_small(count, ratio):
+    norm, x = BatchNormBiasedAverage(C, momentum=1.0).double(), random_tensor(count, C)
+    norm(x)
+    assert_close(norm.running_var, ratio * x.var(dim=0), rtol=0, atol=1e-12)
+
+
+def test_naive_variance_loses_its_digits_with_the_mean():
+    errors = []
+    for mean in (0.0, 1000.0, 10_000.0):
+        x = (random_tensor(256, 64) + mean).float()
+        norm = BatchNormNaiveVariance(64, momentum=1.0)
+        out = norm(x)
+        errors.append((norm.running_var - x.double().var(dim=0)).abs().max().item())
+    assert errors[0] < 1e-5 and 0.02 < errors[1] < 0.5 and errors[2] > 2
+    assert out.isnan().any()

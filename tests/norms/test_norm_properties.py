@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import norm_cases as cases
 import pytest
 import torch
 from norm_cases import (
@@ -18,16 +19,14 @@ from norm_cases import (
     C,
     S,
     T,
-    assert_stack_equals_loop,
     gradients,
-    inputs,
     make,
     make_fresh,
     mask_for,
     num_dims_of,
-    random_mask,
     random_tensor,
     run,
+    run_in_parts,
     state_of,
 )
 from torch import Tensor, nn
@@ -36,13 +35,17 @@ from torch.testing import assert_close
 
 from normexp.errors import UserError
 from normexp.norms.site import Site
-from normexp.norms.state import merge_state, read_state, write_state
+from normexp.norms.state import merge_state, read_state
 
 ALL = pytest.mark.parametrize("name", SHIPPED)
 MODES = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 WITHIN_SAMPLES = [name for name in SHIPPED if name not in RUNNING]
 MERGE_EXACTLY = [n for n in RUNNING if n not in ("l1_batch", "eval_norm", "ghost", "mode")]
 GRADIENT_IS_DEFINED_OTHERWISE = [*APPROXIMATE, "batch_renorm", "taper"]  # or steps differ
+
+
+def twins(name: str, training: bool, dtype: torch.dtype = torch.double) -> list[nn.Module]:
+    return [make(name, dtype).train(training) for _ in range(2)]
 
 
 @ALL
@@ -52,10 +55,12 @@ def test_half_precision_far_from_zero_is_the_float32_result_rounded(name, traini
         dtype = (torch.bfloat16, torch.float16)[index % 2]
         x = (random_tensor(*SHAPES[num_dims], dtype=torch.float) + 30).to(dtype)
         for mask in (None, mask_for(x)):
-            norms = [make(name, torch.float).train(training) for _ in range(2)]
-            out, expected = norms[0](x, mask), norms[1](x.float(), mask)
+            norm, other = twins(name, training, torch.float)
+            out, expected = norm(x, mask), other(x.float(), mask)
             assert (out.shape, out.dtype) == (x.shape, dtype)
             assert_close(out, expected.to(dtype), rtol=0, atol=0)
+        cast = make_fresh(name, dtype).train(training)  # as a whole, it still runs
+        assert cast(x).dtype == dtype
 
 
 @MODES
@@ -63,19 +68,11 @@ def test_half_precision_far_from_zero_is_the_float32_result_rounded(name, traini
 def test_autocast_does_not_take_statistics_in_half_precision(name, training):
     for num_dims in num_dims_of(name):
         x = random_tensor(*SHAPES[num_dims], dtype=torch.float) + 30
-        norm, plain = (make(name, torch.float).train(training) for _ in range(2))
+        norm, plain = twins(name, training, torch.float)
         with torch.autocast("cpu", torch.bfloat16):
             out = norm(x)
         assert_close(out, plain(x), rtol=0, atol=0)
         assert_close(state_of(norm), state_of(plain), rtol=0, atol=0)
-
-
-@ALL
-def test_a_norm_cast_to_bf16_as_a_whole_still_runs(name):
-    norm = make_fresh(name, torch.bfloat16)
-    for num_dims in num_dims_of(name):
-        x = random_tensor(*SHAPES[num_dims], dtype=torch.bfloat16)
-        assert norm.train()(x).dtype == norm.eval()(x).dtype == torch.bfloat16
 
 
 @ALL
@@ -114,8 +111,7 @@ def test_values_and_gradients_are_finite_on_constants_and_at_any_scale(name, tra
     for scale in (0.0, 1e-12, 1e3):
         for x in (noise * scale, torch.full_like(noise, scale)):
             out, grads = run(make(name, torch.float).train(training), x)
-            assert out.isfinite().all()
-            assert all(g.isfinite().all() for g in grads)
+            assert all(value.isfinite().all() for value in (out, *grads))
 
 
 @ALL
@@ -135,7 +131,8 @@ def test_a_batch_without_samples_is_a_step_that_moves_nothing(name, training):
         if "num_batches_tracked" in before:
             steps = after.pop("num_batches_tracked") - before.pop("num_batches_tracked")
             assert steps == (2 if training else 0)
-        before.pop("num_values", None), after.pop("num_values", None)
+        for state in (after, before):
+            state.pop("num_values", None)
         assert_close(after, before, rtol=0, atol=0)
 
 
@@ -152,13 +149,22 @@ def test_every_parameter_learns_and_a_trained_norm_can_be_copied_and_saved(name)
     del out  # holds the graph while the norm is copied
 
 
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "affine" in cases.KNOBS_OF[name]])
+def test_without_affine_weight_is_one_and_bias_zero(name):
+    norm, bare = make_fresh(name), cases.maker(name, affine=False)(C).double()
+    bare.load_state_dict(norm.state_dict(), strict=False)  # other parameters may be drawn
+    assert getattr(bare, "weight", None) is None
+    for x in cases.inputs(name):
+        assert_close(bare(x), norm(x), rtol=0, atol=1e-12)
+
+
 @ALL
 @MODES
 def test_samples_mix_in_training_alone_and_only_in_batch_norms(name, training):
     for num_dims in num_dims_of(name):
         x = random_tensor(*SHAPES[num_dims])
         changed = torch.cat([x[:1], 3 * x[1:]])
-        outs = [make(name).train(training)(y)[0] for y in (x, changed)]
+        outs = [norm(y)[0] for norm, y in zip(twins(name, training), (x, changed), strict=True)]
         assert torch.equal(*outs) != (training and name in MIX_SAMPLES)
 
 
@@ -167,33 +173,27 @@ def test_samples_mix_in_training_alone_and_only_in_batch_norms(name, training):
 def test_content_under_the_mask_has_no_effect_and_comes_back_zero(name, training):
     contents = torch.tensor([1e9, float("inf"), float("nan")], dtype=torch.double)
     for num_dims in num_dims_of(name):
-        norms = [make(name).train(training) for _ in range(2)]
+        norm, soiled = twins(name, training)
         x = random_tensor(*SHAPES[num_dims])
         mask = mask_for(x)
-        out, grads = run(norms[0], x, mask)
+        out, grads = run(norm, x, mask)
         soil = contents[torch.arange(x.numel()) % 3].view_as(x)
-        soiled = run(norms[1], torch.where(mask.unsqueeze(1), x, soil), mask)
-        assert torch.equal(out, soiled[0])
+        found = run(soiled, torch.where(mask.unsqueeze(1), x, soil), mask)
         assert not out.movedim(1, -1)[~mask].any()
-        assert_close(soiled[1], grads, rtol=0, atol=0)
-        assert_close(state_of(norms[1]), state_of(norms[0]), rtol=0, atol=0)
+        assert_close(found, (out, grads), rtol=0, atol=0)
+        assert_close(state_of(soiled), state_of(norm), rtol=0, atol=0)
 
 
 @ALL
 @MODES
-def test_a_mask_without_padding_changes_nothing(name, training):
+def test_neither_a_full_mask_nor_more_padding_changes_anything(name, training):
     for num_dims in num_dims_of(name):
-        plain, masked = make(name).train(training), make(name).train(training)
+        plain, masked = twins(name, training)
         x = random_tensor(*SHAPES[num_dims])
-        everything = torch.ones(len(x), *x.shape[2:], dtype=torch.bool)
-        assert_close(run(masked, x, everything), run(plain, x), rtol=0, atol=1e-12)
+        full = torch.ones(len(x), *x.shape[2:], dtype=torch.bool)
+        assert_close(run(masked, x, full), run(plain, x), rtol=0, atol=1e-12)
         assert_close(state_of(masked), state_of(plain), rtol=0, atol=1e-12)
-
-
-@ALL
-@MODES
-def test_amount_of_padding_changes_nothing(name, training):
-    short, long = make(name).train(training), make(name).train(training)
+    short, long = twins(name, training)
     x = random_tensor(*SHAPES[3])
     mask, pad = mask_for(x), nn.functional.pad
     longer = long(pad(x, (0, 4), value=77.0), pad(mask, (0, 4)))
@@ -216,7 +216,7 @@ def test_a_masked_sample_is_normalized_as_its_real_positions_alone(name):
 def test_masked_rows_count_as_if_they_were_not_there(name, training):
     x = random_tensor(*SHAPES[2])
     mask = mask_for(x)
-    whole, rest = make(name).train(training), make(name).train(training)
+    whole, rest = twins(name, training)
     assert_close(whole(x, mask)[mask], rest(x[mask]), rtol=0, atol=1e-12)
     assert_close(state_of(whole), state_of(rest), rtol=0, atol=1e-12)
 
@@ -243,7 +243,7 @@ def test_norms_stacked_under_vmap_equal_norms_alone(name, training):
         x = random_tensor(S, *SHAPES[num_dims])
         for mask in (None, torch.stack([mask_for(x[k]).roll(2 * k, 0) for k in range(S)])):
             alone = [make(name, seed=k).train(training) for k in range(S)]
-            assert_stack_equals_loop(alone, x, mask)
+            cases.assert_stack_equals_loop(alone, x, mask)
 
 
 @ALL
@@ -251,7 +251,7 @@ def test_norms_stacked_under_vmap_equal_norms_alone(name, training):
 def test_ghost_sub_batches_equal_accumulated_parts(name, masked):
     """One forward of a site in groups of 4, against four samples at a time from the same state."""
     x = random_tensor(8, C, T) + torch.arange(8).view(-1, 1, 1)
-    mask = random_mask(8, T) if masked else None
+    mask = cases.random_mask(8, T) if masked else None
     site, alone = Site(make(name), "map", 4).train(), make(name)
     x.requires_grad_()
     out = site(x, mask)
@@ -260,9 +260,8 @@ def test_ghost_sub_batches_equal_accumulated_parts(name, masked):
     for part in (slice(0, 4), slice(4, 8)):
         ends.append(read_state(alone))  # moved in place by the part
         tensors = {**dict(alone.named_parameters()), **ends[-1]}
-        outs.append(
-            functional_call(alone, tensors, (x[part], None if mask is None else mask[part]))
-        )
+        own = None if mask is None else mask[part]
+        outs.append(functional_call(alone, tensors, (x[part], own)))
     assert_close(out, torch.cat(outs), rtol=0, atol=1e-12)
     if name in APPROXIMATE:  # its backward uses and moves the state of each part here
         return
@@ -278,24 +277,44 @@ def test_merged_parts_are_the_state_after_one_forward_on_all(name, masked):
     """Parts of 5, 2 and 4 samples; under the mask some have 0 or 1 values at a position."""
     norm, x = make(name), random_tensor(11, C, T) + 3 * torch.arange(11).view(-1, 1, 1)
     mask = torch.arange(T) < 1 + torch.arange(11)[:, None] % T
-    mask = mask if masked else torch.ones_like(mask)
-    whole, start, ends = copy.deepcopy(norm), read_state(norm), []
+    mask, sizes = mask if masked else torch.ones_like(mask), [5, 2, 4]
+    whole = copy.deepcopy(norm)
     whole(x, mask)
-    for part, own in zip(x.split([5, 2, 4]), mask.split([5, 2, 4]), strict=True):
-        norm(part, own)
-        ends.append(read_state(norm))
-        write_state(norm, start)
-    merged = merge_state(norm, start, ends, [5 / 11, 2 / 11, 4 / 11])
+    start, ends = run_in_parts(norm, list(zip(x.split(sizes), mask.split(sizes), strict=True)))
+    merged = merge_state(norm, start, ends, [size / 11 for size in sizes])
     assert_close(merged, read_state(whole), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [n for n in SHIPPED if hasattr(make(n), "merge_state")])
+def test_merged_replicas_equal_each_merged_alone(name):
+    """As many replicas as positions: axes must not be taken for one another."""
+    runs, norm = [], make(name)
+    for replica in range(T):
+        parts = [(random_tensor(n, C, T, seed=10 * replica + n),) for n in (6, 3)]
+        runs.append(run_in_parts(cases.randomize(norm, seed=replica), parts))
+    alone = [norm.merge_state(start, ends, [2 / 3, 1 / 3]) for start, ends in runs]
+    start = {key: torch.stack([run[0][key] for run in runs]) for key in runs[0][0]}
+    ends = [{key: torch.stack([run[1][i][key] for run in runs]) for key in start} for i in (0, 1)]
+    for key, value in norm.merge_state(start, ends, [2 / 3, 1 / 3]).items():
+        assert_close(value, torch.stack([own[key] for own in alone]), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [n for n in RUNNING if n not in APPROXIMATE])
+def test_a_backward_may_come_after_another_forward(name):
+    """A model may use a module twice; kernels keep buffers that the second forward moves."""
+    norm, twin, x = make(name), make(name), random_tensor(6, C, T).requires_grad_()
+    late, _ = norm(x), norm(2 * x.detach())
+    found = gradients(late, [x, *norm.parameters()])
+    assert_close(found, gradients(twin(x), [x, *twin.parameters()]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [n for n in RUNNING if n not in (*PER_POSITION, "taper")])
 def test_one_value_per_statistic_is_refused_in_training_only(name):
-    shape = (1, C, 1) if name in NEED_POSITIONS else (1, C)
+    x = torch.zeros((1, C, 1) if name in NEED_POSITIONS else (1, C), dtype=torch.double)
     with pytest.raises(UserError, match=r"input of shape \(1, 8.*try"):
-        make(name)(torch.zeros(shape, dtype=torch.double))
+        make(name)(x)
     if name not in NEED_POSITIONS:
-        make(name).eval()(torch.zeros(shape, dtype=torch.double))
+        make(name).eval()(x)
 
 
 @pytest.mark.parametrize("name", NEED_POSITIONS)
@@ -310,7 +329,7 @@ def test_a_norm_that_pools_positions_refuses_one(name):
 def test_dynamo_traces_the_norm_as_one_graph(name):
     torch.compiler.reset()  # many classes share one `forward`
     x = random_tensor(*SHAPES[3], dtype=torch.float)
-    norm, reference = make(name, torch.float), make(name, torch.float)
+    norm, reference = twins(name, True, torch.float)
     compiled = torch.compile(norm, backend="eager", fullgraph=True)
     assert_close(compiled(x, mask_for(x)), reference(x, mask_for(x)), rtol=0, atol=0)
 
@@ -321,19 +340,9 @@ def test_a_compiled_backward_uses_the_state_before_the_step(name):
     """Functionalized graphs may read a buffer that the forward has written since."""
     torch.compiler.reset()
     x = random_tensor(*SHAPES[3], dtype=torch.float)
-    norm, reference = make(name, torch.float), make(name, torch.float)
+    norm, reference = twins(name, True, torch.float)
     y = x.clone().requires_grad_()
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     found = gradients(compiled(y), [y, *norm.parameters()])
     assert_close(found, run(reference, x)[1], rtol=1e-5, atol=1e-6)
     assert_close(state_of(norm), state_of(reference), rtol=1e-5, atol=1e-6)
-
-
-@ALL
-def test_without_affine_weight_is_one_and_bias_zero(name):
-    norm, (x, *_) = make_fresh(name), inputs(name)
-    bare = copy.deepcopy(norm)
-    for key in ("weight", "bias"):
-        if getattr(bare, key, None) is not None and getattr(bare, key).ndim:
-            setattr(bare, key, None)
-    assert_close(bare(x), norm(x), rtol=0, atol=1e-12)

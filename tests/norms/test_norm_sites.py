@@ -61,53 +61,47 @@ def test_an_unknown_norm_is_split_as_a_loop_over_its_groups(size):
         outputs.append(fresh(part))
         averages.append(fresh.running_max * len(part) / 10)
     expected = torch.cat(outputs)
-    out = Site(norm, "map", size)(x)
+    site = Site(norm, "map", size)
+    out = site(x)
     assert_close(out, expected, rtol=0, atol=0)
     found = gradients(out, [x, norm.weight])
     assert_close(found, gradients(expected, [x, by_hand.weight]), rtol=0, atol=1e-14)
     assert_close(norm.running_max, torch.stack(averages).sum(dim=0), rtol=0, atol=1e-14)
     assert norm.num_forwards == 1
+    assert torch.equal(site.eval()(x), norm(x))  # evaluation is not split
 
 
 def shown(x: Tensor, view: str) -> Tensor:
+    """As a norm sees x: maps as they are, tokens (B, T, C) in the view."""
+    if view == "map":
+        return x
     return x.transpose(1, 2) if view == "sequence" else x.flatten(0, 1)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("view", ["token", "sequence"])
+@pytest.mark.parametrize("view", ["map", "token", "sequence"])
 @pytest.mark.parametrize("size", [2, 4, None])
-def test_batch_norm_over_tokens_is_split_by_sample(size, view, masked):
-    """Six samples: size 4 leaves a ragged group of two."""
+def test_batch_norm_is_split_by_sample_with_the_state_of_one_forward(size, view, masked):
+    """Six samples: size 4 leaves a ragged group of two. torch's batch norm has the state."""
     x = random_tensor(6, 5, C) + torch.arange(6).view(6, 1, 1)
+    x = (x.mT if view == "map" else x).requires_grad_()
     mask = random_mask(6, 5) if masked else None
-    site = NormFactory(lambda n: randomize(BatchNorm(n).double()), view=view, norm_batch_size=size)
-    site = site.tokens(C)
-    alone = copy.deepcopy(site.norm)
-    theirs = nn.BatchNorm1d(C).double()
+    site = Site(randomize(BatchNorm(C).double()), view, size)
+    alone, theirs = copy.deepcopy(site.norm), nn.BatchNorm1d(C).double()
     theirs.load_state_dict(alone.state_dict())
-    out = site(x, mask)
+    out, parts = site(x, mask), []
     for i in range(0, 6, size or 6):
         part = slice(i, i + (size or 6))
         real = None if mask is None else mask[part].view(shown(x[part], view)[:, 0].shape)
-        expected = alone(shown(x[part], view), real)
-        assert_close(shown(out[part], view), expected, rtol=0, atol=1e-12)
-    theirs(x.flatten(0, 1) if mask is None else x[mask])
-    assert_close(site.norm.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_batch_norm_on_maps_in_ghost_batches_equals_torch_per_group(size):
-    x = random_tensor(7, C, 3, 3).requires_grad_()  # every size leaves a ragged group
-    site = Site(randomize(BatchNorm(C).double()), "map", size)
-    theirs = nn.BatchNorm2d(C).double()
-    theirs.load_state_dict(site.norm.state_dict())
-    per_group = copy.deepcopy(theirs)
-    expected = torch.cat([per_group(part) for part in x.split(size)])
-    out = site(x)
-    assert_close(out, expected, rtol=0, atol=1e-12)
-    found = gradients(out, [x, *site.norm.parameters()])
-    assert_close(found, gradients(expected, [x, *per_group.parameters()]), rtol=0, atol=1e-12)
-    theirs(x)
+        parts.append(alone(shown(x[part], view), real))
+        assert_close(shown(out[part], view), parts[-1], rtol=0, atol=1e-12)
+    weight = random_tensor(*out.shape, seed=11)
+    weights = [shown(own, view) for own in weight.split(size or 6)]
+    loss = sum((own * part).sum() for own, part in zip(weights, parts, strict=True))
+    expected = torch.autograd.grad(loss, [x, *alone.parameters()])
+    assert_close(gradients(out, [x, *site.parameters()]), expected, rtol=0, atol=1e-12)
+    tokens = x.mT if view == "map" else x
+    theirs(tokens.flatten(0, 1) if mask is None else tokens[mask])
     assert_close(site.norm.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)
 
 
@@ -132,18 +126,10 @@ def test_stacked_sites_in_ragged_groups_equal_sites_alone(name, view, masked):
     assert_stack_equals_loop(sites, random_tensor(S, 7, 5, C), mask)
 
 
-def test_evaluation_is_not_split():
-    norm = randomize(BatchNorm(C).double())
-    x = random_tensor(7, C)
-    assert torch.equal(Site(norm, "map", 2).eval()(x), norm.eval()(x))
-
-
-@pytest.mark.parametrize("view", ["token", "sequence"])
-def test_views_put_the_result_back(view):
-    """Layer norm pools a token, or with `sequence` a whole sample."""
+@pytest.mark.parametrize(("view", "axes"), [("token", (2,)), ("sequence", (1, 2))])
+def test_layer_norm_pools_a_token_or_in_view_sequence_a_sample(view, axes):
     x = random_tensor(4, 5, C)
     site = NormFactory(lambda n: LayerNorm(n).double(), view=view).tokens(C)
-    axes = (2,) if view == "token" else (1, 2)
     var, mean = torch.var_mean(x, dim=axes, correction=0, keepdim=True)
     assert_close(site(x), (x - mean) / (var + 1e-5).sqrt(), rtol=0, atol=1e-12)
 
@@ -157,10 +143,8 @@ class Widening(nn.Module):
 
 @pytest.mark.parametrize("view", ["token", "sequence"])
 def test_norm_without_a_mask_may_answer_in_another_dtype(view):
-    x, mask = (
-        torch.randn(2, 3, 4, dtype=torch.bfloat16),
-        torch.tensor([[True] * 3, [True] * 2 + [False]]),
-    )
+    x = torch.randn(2, 3, 4, dtype=torch.bfloat16)
+    mask = torch.tensor([[True] * 3, [True] * 2 + [False]])
     out = Site(Widening(), view, None)(x, mask)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out[mask], 2 * x[mask])

@@ -20,10 +20,9 @@ from synthetic_study import slices_of, write_cell, write_study
 from normexp.records.history import CellHistory, CommandEntry, History
 from normexp.report import main
 from normexp.reporting import publish
-from normexp.reporting.detail import repeat_command
-from normexp.reporting.export import find_project
-from normexp.reporting.report import build_report
+from normexp.reporting.report import build_report, repeat_command
 from normexp.reporting.sentences import answer_slices
+from normexp.reporting.wandb_runs import find_project
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -170,7 +169,7 @@ SWEEP = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2,8", "lr=0
 def test_the_command_of_a_cell_is_the_typed_one_with_its_own_values(typed, title, words):
     history = History(cells={"d": CellHistory(title, {0, 1}, "cell")})
     assert repeat_command(history, Path("runs/new/cell"), [0, 1]) == ""  # typed elsewhere
-    history.commands.append(CommandEntry("now", typed, {}, "", {"d": [0, 1]}))
+    history.commands.append(CommandEntry(typed, "", {"d": [0, 1]}))
     words = "experiment=zoo " if "experiment=zoo" in typed else words
     own = shlex.join(re.split(" (?=\\+?[a-z_.]+=)", title))
     expected = f"python -m normexp.train {words}{own} study=new seed=0 replicas=2"

@@ -19,7 +19,7 @@ from normexp.config.spec import CellSpec, CellStatus, Outcome
 from normexp.errors import UserError
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result
-from normexp.reporting.agent import (
+from normexp.reporting.wandb_runs import (
     log_to_agent,
     mean_metrics,
     mean_rows,
@@ -83,12 +83,10 @@ def test_rows_are_means_by_step(tmp_path: Path):
             if seed == 0:
                 writer.add(2, 0, 16, {"train/loss": 5.0})
     both = [result(0, "finished"), result(1, "finished")]
-    assert mean_rows(tmp_path, both) == [
-        (1, {"train/loss": 2.0, "val/loss": 2.0}),
-        (2, {"train/loss": 5.0}),
-    ]
+    rows = mean_rows(tmp_path, both)
+    assert rows == {1: {"train/loss": 2.0, "val/loss": 2.0}, 2: {"train/loss": 5.0}}
     lost = [result(0, "finished"), result(1, "diverged")]
-    assert mean_rows(tmp_path, lost)[0] == (1, {"train/loss": 2.0})
+    assert mean_rows(tmp_path, lost)[1] == {"train/loss": 2.0}
 
 
 class FakeRun:

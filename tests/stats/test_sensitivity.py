@@ -137,22 +137,4 @@ def test_a_choice_among_equal_candidates_flatters_and_one_among_distinct_ones_do
         distinct.append(selection_optimism(apart, apart))
     assert np.mean(equal) == pytest.approx(1.163 / np.sqrt(8), rel=0.25)  # E max of 5 normals
     assert np.abs(distinct).max() == 0
-
-
-def test_two_seeds_are_too_few_to_tell_the_optimism():
-    assert selection_optimism(np.ones((2, 3)), np.ones((2, 3))) is None
-
-
-@pytest.mark.parametrize("sizes", [[2, 2], [0, 2], [8, 2], [4]])
-def test_sizes_must_ascend_and_be_positive(sizes):
-    with pytest.raises(ValueError, match="sizes="):
-        sensitivity(np.ones((3, len(sizes))), sizes)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [(np.ones((3, 3)), "shape"), (np.ones(3), "shape"), ([[1, np.inf]], "NaN")],
-)
-def test_another_shape_and_infinity_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        sensitivity(values, [2, 4])
+    assert selection_optimism(noise[:2], noise[:2]) is None  # too few to tell

@@ -5,37 +5,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from pathlib import Path
 
 import pytest
-from kill_campaign import GRID, WAYS, Campaign, check, train_whole
+from kill_campaign import GRID, WAYS, Campaign, differing, left_over, runs_of, unmounted
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
-    campaign = Campaign(tmp_path_factory.mktemp("campaign"), seed=0)
-    train_whole(campaign)
-    yield campaign
-    campaign.close()
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    return Campaign(tmp_path_factory.mktemp("campaign"), seed=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_disturbed_study_ends_as_the_whole_one(campaign: Campaign, way: str):
-    before = campaign.kills.total()
-    WAYS[way](campaign, way.replace(" ", "-"))
-    if way == "full disk" and campaign.kills.total() == before:
-        pytest.skip("only root can mount a small disk")
+@pytest.mark.parametrize("name", WAYS)
+def test_disturbed_study_ends_as_the_whole_one(campaign: Campaign, name: str):
+    study = campaign.runs / name.replace(" ", "-")
+    campaign.disturb(WAYS[name], study.name)
+    assert campaign.problems == []  # exit codes, and files torn or written twice on the way
+    assert differing(study, campaign.runs / WAYS[name].whole) == []
+    assert left_over(study) == []
+    assert campaign.orphans() == set()
+
+
+def test_study_on_a_full_disk_goes_on_when_there_is_room(campaign: Campaign):
+    with unmounted(campaign.fill_disk("full")) as study:
+        if study is None:
+            pytest.skip("only root can mount a small disk")
+        assert campaign.problems == []
+        assert differing(study, campaign.runs / "whole") == []
+        assert left_over(study) == []
+        assert campaign.orphans() == set()
 
 
 def test_two_commands_at_once_train_each_run_once(campaign: Campaign):
     words = [[*GRID, "replicas=4", f"workers={number}"] for number in (0, 2)]
-    both = [campaign.command("shared", line) for line in words]
-    assert [command.wait() for command in both] == [0, 0]
-    check(campaign, "shared", "whole")
-    told = (campaign.folder / "shared.log").read_text()
+    both = [campaign.type("shared", line) for line in words]
+    assert [campaign.end("shared", command, {0}) for command in both] == [0, 0]
+    assert differing(campaign.runs / "shared", campaign.runs / "whole") == []
+    told = campaign.log("shared").read_text()
     lines = [line.split() for line in told.splitlines() if line.startswith("[")]
     assert len(lines) == 2 * 8  # each command has a line for each of its cells
     trained = [line for line in lines if line[1] == "finished"]
     assert len(trained) == 6  # of which six differ, as group norm mixes no samples
+
+
+def test_rate_that_raises_takes_no_other_with_it(campaign: Campaign):
+    runs = runs_of(campaign.runs / "failing").items()
+    ends = Counter(("lr30000" in Path(name).parts[0], run["status"]) for name, run in runs)
+    assert ends == {(False, "finished"): 6, (True, "failed"): 2}

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,6 @@ from normexp.sweeps.sweep import train_cells
 from normexp.train import main
 
 QUICK = ["steps=8", "replicas=1"]
-
-
-@pytest.mark.skipif(find_spec("hydra_plugins.hydra_ray_launcher") is not None, reason="it is")
-def test_launcher_that_is_not_installed_names_its_extra(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "far.yaml").write_text(RECIPE.format(launcher="ray"))
-    recipe = ["--config-dir", str(tmp_path), "experiment=far"]
-    for words in (["-m", "norm=batch,group", "hydra/launcher=ray"], recipe):
-        assert main(words) == 2
-        told = capsys.readouterr().err
-        assert "hydra/launcher=ray" in told and "normexp[ray]" in told
-
-
 RECIPE = """\
 # @package _global_
 defaults:
@@ -56,14 +40,30 @@ hydra:
 """
 
 
+def recipe(tmp_path: Path, launcher: str) -> list[str]:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "far.yaml").write_text(RECIPE.format(launcher=launcher))
+    return ["--config-dir", str(tmp_path), "experiment=far", f"runs_dir={tmp_path / 'runs'}"]
+
+
+@pytest.mark.skipif(find_spec("hydra_plugins.hydra_ray_launcher") is not None, reason="it is")
+def test_launcher_that_is_not_installed_names_its_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    typed = ["-m", "norm=batch,group", "hydra/launcher=ray"]
+    for words in (typed, recipe(tmp_path, "ray")):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert "hydra/launcher=ray" in told and "normexp[ray]" in told
+    assert main(["-m", "norm=batch,group", "hydra/launcher=dask"]) == 2
+    assert "basic, ray, ray_aws, submitit_local" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_launcher_of_an_experiment_runs_its_cells_with_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     launcher = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
-    (tmp_path / "experiment").mkdir()
-    file = tmp_path / "experiment" / "far.yaml"
-    file.write_text(RECIPE.format(launcher="submitit_local"))
     launched: list[tuple[int, list[str]]] = []
 
     def launch(self: Any, overrides: list[list[str]], initial_job_idx: int) -> list[Any]:  # noqa: ARG001
@@ -72,7 +72,7 @@ def test_launcher_of_an_experiment_runs_its_cells_with_its_settings(
         return []
 
     monkeypatch.setattr(launcher.LocalLauncher, "launch", launch)
-    words = ["--config-dir", str(tmp_path), "experiment=far", f"runs_dir={tmp_path / 'runs'}"]
+    words = recipe(tmp_path, "submitit_local")
     assert main(words) == 1  # no job has run
     assert "2 failed" in capsys.readouterr().out
     assert main([*words, "hydra.launcher.timeout_min=9"]) == 1
@@ -81,46 +81,23 @@ def test_launcher_of_an_experiment_runs_its_cells_with_its_settings(
     assert "timeout_min" in capsys.readouterr().err
 
 
-def test_unknown_launcher_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]):
-    assert main(["-m", "norm=batch,group", "hydra/launcher=dask"]) == 2
-    assert "basic, ray, ray_aws, submitit_local" in capsys.readouterr().err
-
-
-def line(runs: Path, launcher: str, *words: str) -> list[str]:
-    sweep = ["-m", "norm=batch,group", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
-    return [sys.executable, "-m", "normexp.train", *sweep, *words]
-
-
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, sys.path))
-    env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(
-        words, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900
-    )
-
-
 @pytest.mark.slow
 def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = ["-m", "norm=none,group", "hydra/launcher=submitit_local", *QUICK, "workers=0"]
-    words += [f"runs_dir={tmp_path / 'runs'}"]
+    for num_jobs, told in ((1, "1 finished, 1 failed"), (2, "1 finished, 1 skipped")):
 
-    def run_jobs(count: int) -> None:
-        def train(_: object, launcher: str, folder: Path, tasks: list[list[CellSpec]]) -> str:  # noqa: ARG001
-            for task in tasks[:count]:
+        def train(*arguments: Any, num_jobs: int = num_jobs) -> str:
+            tasks: list[list[CellSpec]] = arguments[-1]
+            for task in tasks[:num_jobs]:
                 train_cells(task, [], workers=0)
-            return "one of them was killed" if count < len(tasks) else ""
+            return "one of them was killed" if num_jobs < len(tasks) else ""
 
         monkeypatch.setattr(launching, "_run_hydra", train)
-
-    run_jobs(1)
-    assert main(words) == 1
-    assert "1 finished, 1 failed" in capsys.readouterr().out
-    run_jobs(2)
-    assert main(words) == 0
-    assert "1 finished, 1 skipped" in capsys.readouterr().out
+        assert main([*words, f"runs_dir={tmp_path / 'runs'}"]) == 2 - num_jobs
+        assert told in capsys.readouterr().out
 
 
 def test_old_error_is_not_shown_for_a_job_that_died(
@@ -139,30 +116,45 @@ def test_old_error_is_not_shown_for_a_job_that_died(
     assert "its job died" in told.out + told.err and "an old mistake" not in told.out + told.err
 
 
-def results(runs: Path) -> dict[str, bytes]:
-    paths = runs.glob("default/*/seed-*/result.json")
-    return {str(path.relative_to(runs)): path.read_bytes() for path in paths}
+# --- With jobs in processes of their own ---------------------------------------------------------
+
+
+def line(runs: Path, launcher: str, *words: str) -> list[str]:
+    sweep = ["-m", "norm=batch,group", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
+    return [sys.executable, "-m", "normexp.train", *sweep, *words]
+
+
+def start(words: list[str], folder: Path, **streams: Any) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(words, cwd=folder, env=env, text=True, **streams)
+
+
+def run(words: list[str], folder: Path) -> tuple[int, str, str]:
+    with start(words, folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=900)
+    return process.returncode, out, err
+
+
+def results(runs: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in runs.glob("default/*/seed-*/result.json")}
 
 
 @pytest.mark.slow
 def test_sweep_through_a_launcher_leaves_the_usual_records(tmp_path: Path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    launcher = "submitit_local"
-    first = run(line(tmp_path / "runs", launcher, *QUICK), tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "2 finished" in first.stdout
+    words = line(tmp_path / "runs", "submitit_local", *QUICK)
+    code, out, err = run(words, tmp_path)
+    assert code == 0 and "2 finished" in out, err
     recorded = results(tmp_path / "runs")
     assert len(recorded) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # Hydra left nothing beside
-    again = run(line(tmp_path / "runs", launcher, *QUICK), tmp_path)
-    assert again.returncode == 0
-    assert "2 skipped" in again.stdout
+    code, out, _ = run(words, tmp_path)
+    assert code == 0 and "2 skipped" in out
     assert results(tmp_path / "runs") == recorded
-    refused = run(line(tmp_path / "runs", launcher, *QUICK, "micro_batch_size=5"), tmp_path)
-    assert refused.returncode == 2
-    assert "micro_batch_size=5" in refused.stderr
+    code, _, err = run([*words, "micro_batch_size=5"], tmp_path)
+    assert code == 2 and "micro_batch_size=5" in err
     (command, _, _) = read_history(tmp_path / "runs" / "default").commands  # none for a job
-    assert command.command == ["normexp-train", *line(tmp_path / "runs", launcher, *QUICK)[3:]]
+    assert command.command == ["normexp-train", *words[3:]]
 
 
 @pytest.mark.slow
@@ -172,24 +164,19 @@ def test_two_terminals_and_a_launcher_share_a_study(tmp_path: Path):
     words = ["lr=0.03,0.1", "norm_batch_size=4,32", "steps=60", "replicas=2"]
     local = line(tmp_path / "runs", "basic", *words)
     launched = line(tmp_path / "runs", "submitit_local", *words)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    commands = [
-        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
-        for command in (local, local, launched)
-    ]
-    ended: dict[str, int] = {}
+    commands = [start(each, tmp_path) for each in (local, local, launched)]
+    ended: dict[Path, int] = {}
     while any(command.poll() is None for command in commands):
-        for path in glob(f"{tmp_path}/runs/default/*/seed-*/result.json"):
-            assert ended.setdefault(path, os.stat(path).st_mtime_ns) == os.stat(path).st_mtime_ns
+        for path in results(tmp_path / "runs"):
+            assert ended.setdefault(path, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
         time.sleep(0.05)
     assert [command.returncode for command in commands] == [0, 0, 0]
-    runs = [path.parent for path in tmp_path.glob("runs/default/*/seed-*/result.json")]
+    runs = results(tmp_path / "runs")
     assert len(runs) == (2 * 2 + 2) * 2  # group norm mixes no samples: one size
     assert {read_result(path).status for path in runs} == {"finished"}
     left = {".lock", "last.ckpt", "members.json"}
     assert not [p for p in tmp_path.rglob("*") if p.name in left or p.suffix in (".tmp", ".pickle")]
-    again = run(local, tmp_path)
-    assert "8 skipped" in again.stdout
+    assert "8 skipped" in run(local, tmp_path)[1]
 
 
 @pytest.fixture
@@ -215,24 +202,17 @@ def test_killed_ray_worker_fails_its_sweep_and_the_same_line_completes_it(
     launcher = "hydra.launcher.ray"
     ray = [f"{launcher}.init.address={ray_address}", f"+{launcher}.remote.max_retries=0"]
     words = line(tmp_path / "runs", "ray", *ray, "steps=1500", "replicas=1")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(words, cwd=tmp_path, env=env) as sweep:
+    with start(words, tmp_path) as sweep:
         while len(list(tmp_path.glob("runs/default/*/stacks/*/run.log"))) < 2:
             assert sweep.poll() is None, "the sweep ended before a job could be killed"
             time.sleep(0.1)
-        jobs = ray_jobs()
+        listed = subprocess.check_output(["ps", "-eo", "pid,args"], text=True).splitlines()
+        jobs = [int(text.split()[0]) for text in listed if "ray::_run_job" in text]
         assert len(jobs) == 2  # one on each node
         os.kill(jobs[0], signal.SIGKILL)
         assert sweep.wait(300) == 1
     assert len(results(tmp_path / "runs")) < 2
-    again = run(words, tmp_path)
-    assert again.returncode == 0, again.stderr
-    runs = [path.parent for path in tmp_path.glob("runs/default/*/seed-*/result.json")]
+    code, _, err = run(words, tmp_path)
+    assert code == 0, err
+    runs = results(tmp_path / "runs")
     assert [read_result(path).status for path in runs] == ["finished", "finished"]
-
-
-def ray_jobs() -> list[int]:
-    """Processes that Ray has given a job of ours."""
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
-    lines = listed.stdout.splitlines()
-    return [int(text.split()[0]) for text in lines if "ray::_run_job" in text]

@@ -48,12 +48,8 @@ def train(tmp_path: Path, *words: str) -> int:
     return main(line(tmp_path, *words))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of runs of one cell, which no test changes."""
-    root = tmp_path_factory.mktemp("trained")
-    assert train(root) == 0
-    return root / "runs"
+def ids(tmp_path: Path) -> set[str]:
+    return {path.parts[-3] for path in tmp_path.glob("runs/default/*/seed-0/result.json")}
 
 
 def is_passed(tmp_path: Path, *words: str) -> bool:
@@ -61,25 +57,12 @@ def is_passed(tmp_path: Path, *words: str) -> bool:
     return passed_over(cells).keys() == set(range(len(cells)))
 
 
-@pytest.fixture
-def own_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A package with a norm, which its module reads from a helper; returns the helper."""
-    package = tmp_path / "a_package_of_a_test"
-    package.mkdir()
-    (package / "__init__.py").write_text("imported = True\n")
-    (package / "norms.py").write_text("from a_helper_of_a_test import Scale\n")
-    helper = tmp_path / "a_helper_of_a_test.py"
-    helper.write_text(NORM.format(factor=1))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield helper
-    forget_own()
-
-
-def forget_own() -> None:
-    for name in [
-        name for name in sys.modules if name.endswith("_of_a_test") or "_of_a_test." in name
-    ]:
-        del sys.modules[name]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of runs of one cell, which no test changes."""
+    root = tmp_path_factory.mktemp("trained")
+    assert train(root) == 0
+    return root / "runs"
 
 
 def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
@@ -94,178 +77,16 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
     for words in (["replicas=3"], ["seed=1"], ["lr=0.2"], ["study=other"], ["dry_run=true"]):
         assert not is_passed(tmp_path, *words), words
     assert outcome.directory is not None
-    (outcome.directory / "seed-1" / "result.json").unlink()
-    assert not is_passed(tmp_path)
-
-
-def test_torn_result_and_a_held_lock_are_left_to_the_training(tmp_path: Path, trained: Path):
-    shutil.copytree(trained, tmp_path / "runs")
-    (outcome,) = passed_over(specs(tmp_path)).values()
-    assert outcome.directory is not None
     lock = outcome.directory / ".lock"
-    lock.touch()
+    lock.touch()  # something may be left over
     assert not is_passed(tmp_path)
     lock.unlink()
     assert is_passed(tmp_path)
-    (outcome.directory / "seed-0" / "result.json").write_text('{"sch')
+    result = outcome.directory / "seed-1" / "result.json"
+    result.write_text('{"sch')
     assert not is_passed(tmp_path)
-
-
-def test_edited_norm_is_trained_again_and_is_found_without_importing_it(
-    tmp_path: Path, own_norm: Path
-):
-    assert train(tmp_path, *OWN) == 0
-    forget_own()
-    assert is_passed(tmp_path, *OWN)
-    assert not [name for name in sys.modules if "_of_a_test" in name]
-    package = tmp_path / "a_package_of_a_test" / "__init__.py"
-    for file, text in ((own_norm, NORM.format(factor=2)), (package, "imported = 2\n")):
-        before = file.read_text()
-        file.write_text(text)
-        assert not is_passed(tmp_path, *OWN), file
-        file.write_text(before)
-        assert is_passed(tmp_path, *OWN)
-    own_norm.write_text(NORM.format(factor=2))
-    assert train(tmp_path, *OWN) == 0
-    assert len(list(tmp_path.glob("runs/default/*/seed-0/result.json"))) == 2
-    forget_own()
-    assert is_passed(tmp_path, *OWN)
-
-
-@pytest.mark.slow
-def test_process_that_has_imported_a_norm_does_not_train_an_edit_of_it(
-    tmp_path: Path, own_norm: Path, capsys: pytest.CaptureFixture[str]
-):
-    def ids() -> set[str]:
-        return {path.parts[-3] for path in tmp_path.glob("runs/default/*/seed-0/result.json")}
-
-    assert train(tmp_path, *OWN) == 0
-    first = ids()
-    package = tmp_path / "a_package_of_a_test" / "__init__.py"
-    package.write_text("imported = 2\n")
-    own_norm.write_text(NORM.format(factor=2))
-    assert train(tmp_path, *OWN) == 0 and ids() == first
-    assert "edited after its import" in capsys.readouterr().err
-    assert not is_passed(tmp_path, *OWN)
-    forget_own()
-    assert train(tmp_path, *OWN) == 0 and len(ids()) == 2
-    assert is_passed(tmp_path, *OWN)
-    own_norm.write_text(NORM.format(factor=3))
-    for name in ("a_helper_of_a_test", "a_package_of_a_test.norms"):  # as a notebook does
-        importlib.reload(sys.modules[name])
-    assert train(tmp_path, *OWN) == 0 and is_passed(tmp_path, *OWN)
-
-
-def test_module_that_takes_the_place_of_another_is_not_passed_over(
-    tmp_path: Path, own_norm: Path, monkeypatch: pytest.MonkeyPatch
-):
-    assert own_norm.is_file() and train(tmp_path, *OWN) == 0
-    forget_own()
-    first = tmp_path / "first" / "a_package_of_a_test"
-    first.mkdir(parents=True)
-    (first / "__init__.py").touch()
-    (first / "norms.py").write_text(NORM.format(factor=1))
-    monkeypatch.syspath_prepend(str(first.parent))
-    assert not is_passed(tmp_path, *OWN)
-
-
-@pytest.mark.slow
-def test_changed_text_is_trained_again(tmp_path: Path):
-    text = tmp_path / "text.txt"
-    words = ["data=text_file", f"data.path={text}", "data.block_size=8", "model.depth=1"]
-    text.write_text("what it says and how it says it; " * 40)
-    assert train(tmp_path, *words) == 0
-    assert is_passed(tmp_path, *words)
-    text.write_text("how it says it and what it says; " * 40)
-    assert not is_passed(tmp_path, *words)
-    assert train(tmp_path, *words) == 0
-    assert len(list(tmp_path.glob("runs/default/*/seed-0/result.json"))) == 2
-
-
-def test_digest_of_a_folder_changes_with_a_file_in_it(tmp_path: Path):
-    data = {"_target_": "normexp.data.image_folder.load_image_folder", "root": str(tmp_path)}
-    (tmp_path / "train").mkdir()
-    before = digest_of_data(data)
-    (tmp_path / "train" / "a.png").write_bytes(b"1")
-    between = digest_of_data(data)
-    (tmp_path / "train" / "a.png").write_bytes(b"22")
-    assert len({before, between, digest_of_data(data)}) == 3
-    assert digest_of_data({"_target_": "my_data.load", "root": str(tmp_path)}) is None
-
-
-@pytest.mark.slow
-def test_evaluation_asked_for_anew_is_named_and_one_that_is_gone_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    asked = "evaluate_with=[running,precise]"
-    words = ["norm=batch", asked]
-    assert train(tmp_path, "norm=batch") == 0
-    assert not is_passed(tmp_path, *words)
-    assert train(tmp_path, *words) == 0
-    assert "normexp.evaluate run=" in capsys.readouterr().err
-    assert not is_passed(tmp_path, *words)  # still not there
-    assert train(tmp_path, *words, "study=with") == 0
-    assert is_passed(tmp_path, *words, "study=with")
-    (file,) = tmp_path.glob("runs/with/*/seed-1/evaluation.json")
-    file.unlink()
-    assert not is_passed(tmp_path, *words, "study=with")
-
-
-@pytest.mark.slow
-def test_evaluation_with_other_samples_is_another_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["norm=batch", "evaluate_with=[precise,batch]", "evaluate_batch_sizes=[8]"]
-    assert train(tmp_path, *words, "precise_samples=64") == 0
-    capsys.readouterr()
-    assert train(tmp_path, *words, "precise_samples=96") == 0
-    told = capsys.readouterr().err
-    assert "normexp.evaluate run=" in told and "precise_samples=96" in told
-    assert is_passed(tmp_path, *words, "precise_samples=64")
-    assert train(tmp_path, *words[:2], "precise_samples=64", "evaluate_batch_sizes=[4,8]") == 0
-    assert "evaluate_batch_sizes=[4,8]" in capsys.readouterr().err
-    (cell,) = tmp_path.glob("runs/default/batch*")
-    asked = ["evaluate_with=[precise]", "precise_samples=96"]
-    assert evaluate([f"run={cell}", *asked]) == 0
-    assert not is_passed(tmp_path, *words, "precise_samples=64")  # there is one, and it is newer
-    capsys.readouterr()
-    assert train(tmp_path, *words, "precise_samples=96") == 0
-    assert "normexp.evaluate" not in capsys.readouterr().err
-    assert is_passed(tmp_path, *words, "precise_samples=96")
-
-
-@pytest.mark.slow
-def test_norm_that_an_evaluation_gives_nothing_is_passed_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["norm=group", "evaluate_with=[precise,batch]"]
-    assert train(tmp_path, *words) == 0
-    assert is_passed(tmp_path, *words)
-    assert train(tmp_path, *words, "precise_samples=96", "evaluate_batch_sizes=[8]") == 0
-    assert "precise_samples=96" in capsys.readouterr().err  # not known before it is asked
-    assert train(tmp_path, "norm=group", "evaluate_with=[batch]", "evaluate_batch_sizes=[8]") == 0
-    assert "normexp.evaluate" not in capsys.readouterr().err  # known: it mixes no samples
-
-
-@pytest.mark.slow
-def test_history_is_read_no_more_often_for_more_cells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    reads: list[Path] = []
-    read_lines = history.read_lines
-
-    def counted(path: Path) -> list[str]:
-        reads.append(path)
-        return read_lines(path)
-
-    monkeypatch.setattr(history, "read_lines", counted)
-    counts = []
-    for words in (["norm=none"], ["-m", "norm=none", "log_every=10,3,4"]):
-        assert train(tmp_path, *words) == 0
-        reads.clear()
-        assert train(tmp_path, *words) == 0
-        counts.append(len(reads))
-    assert counts[0] == counts[1] > 0
+    result.unlink()
+    assert not is_passed(tmp_path)
 
 
 def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path, trained: Path):
@@ -274,6 +95,22 @@ def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path, trained: Path)
         assert train(tmp_path, *words) == 0
     keys = read_history(tmp_path / "runs" / "default").keys
     assert [len(entries) for entries in keys.values()] == [2]
+
+
+@pytest.mark.slow
+def test_history_is_read_no_more_often_for_more_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    reads: list[Path] = []
+    read_lines = history.read_lines
+    monkeypatch.setattr(history, "read_lines", lambda path: reads.append(path) or read_lines(path))
+    counts = []
+    for words in (["norm=none"], ["-m", "norm=none", "log_every=10,3,4"]):
+        assert train(tmp_path, *words) == 0
+        reads.clear()
+        assert train(tmp_path, *words) == 0
+        counts.append(len(reads))
+    assert counts[0] == counts[1] > 0
 
 
 def test_finished_sweep_typed_again_ends_without_torch(
@@ -293,3 +130,151 @@ def test_finished_sweep_typed_again_ends_without_torch(
         assert again.returncode == 0, again.stderr
         assert "2 skipped" in again.stdout
         assert shown == again.stdout.split()
+
+
+# --- The user's own files ------------------------------------------------------------------------
+
+
+def forget_own() -> None:
+    for name in [name for name in sys.modules if "_of_a_test" in name]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def own_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A package with a norm, which its module reads from a helper; returns the helper."""
+    package = tmp_path / "a_package_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("imported = True\n")
+    (package / "norms.py").write_text("from a_helper_of_a_test import Scale\n")
+    helper = tmp_path / "a_helper_of_a_test.py"
+    helper.write_text(NORM.format(factor=1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield helper
+    forget_own()
+
+
+def test_edited_norm_is_trained_again_and_is_found_without_importing_it(
+    tmp_path: Path, own_norm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert train(tmp_path, *OWN) == 0
+    forget_own()
+    assert is_passed(tmp_path, *OWN)
+    assert not [name for name in sys.modules if "_of_a_test" in name]
+    package = tmp_path / "a_package_of_a_test" / "__init__.py"
+    for file, text in ((own_norm, NORM.format(factor=2)), (package, "imported = 2\n")):
+        before = file.read_text()
+        file.write_text(text)
+        assert not is_passed(tmp_path, *OWN), file
+        file.write_text(before)
+        assert is_passed(tmp_path, *OWN)
+    first = tmp_path / "first" / "a_package_of_a_test"  # takes the place of the package
+    first.mkdir(parents=True)
+    (first / "__init__.py").touch()
+    (first / "norms.py").write_text(NORM.format(factor=1))
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(first.parent))
+        assert not is_passed(tmp_path, *OWN)
+    own_norm.write_text(NORM.format(factor=2))
+    assert train(tmp_path, *OWN) == 0
+    assert len(ids(tmp_path)) == 2
+    forget_own()
+    assert is_passed(tmp_path, *OWN)
+
+
+@pytest.mark.slow
+def test_process_that_has_imported_a_norm_does_not_train_an_edit_of_it(
+    tmp_path: Path, own_norm: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert train(tmp_path, *OWN) == 0
+    first = ids(tmp_path)
+    (tmp_path / "a_package_of_a_test" / "__init__.py").write_text("imported = 2\n")
+    own_norm.write_text(NORM.format(factor=2))
+    assert train(tmp_path, *OWN) == 0 and ids(tmp_path) == first
+    assert "edited after its import" in capsys.readouterr().err
+    assert not is_passed(tmp_path, *OWN)
+    forget_own()
+    assert train(tmp_path, *OWN) == 0 and len(ids(tmp_path)) == 2
+    own_norm.write_text(NORM.format(factor=3))
+    for name in ("a_helper_of_a_test", "a_package_of_a_test.norms"):  # as a notebook does
+        importlib.reload(sys.modules[name])
+    assert train(tmp_path, *OWN) == 0 and is_passed(tmp_path, *OWN)
+
+
+@pytest.mark.slow
+def test_changed_text_is_trained_again(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    words = ["data=text_file", f"data.path={text}", "data.block_size=8", "model.depth=1"]
+    for content in ("what it says and how it says it; ", "how it says it and what it says; "):
+        text.write_text(content * 40)
+        assert not is_passed(tmp_path, *words)
+        assert train(tmp_path, *words) == 0
+        assert is_passed(tmp_path, *words)
+    assert len(ids(tmp_path)) == 2
+
+
+def test_digest_of_a_folder_changes_with_a_file_in_it(tmp_path: Path):
+    data = {"_target_": "normexp.data.image_folder.load_image_folder", "root": str(tmp_path)}
+    digests = {digest_of_data(data)}
+    for content in (b"1", b"22"):
+        (tmp_path / "a.png").write_bytes(content)
+        digests.add(digest_of_data(data))
+    assert len(digests) == 3 and None not in digests
+    assert digest_of_data({"_target_": "my_data.load", "root": str(tmp_path)}) is None
+
+
+# --- Evaluations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_evaluation_asked_for_anew_is_named_and_one_that_is_gone_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["norm=batch", "evaluate_with=[running,precise]"]
+    assert train(tmp_path, "norm=batch") == 0
+    assert not is_passed(tmp_path, *words)
+    assert train(tmp_path, *words) == 0
+    assert "normexp.evaluate run=" in capsys.readouterr().err
+    assert not is_passed(tmp_path, *words)  # still not there
+    assert train(tmp_path, *words, "study=with") == 0
+    assert is_passed(tmp_path, *words, "study=with")
+    (file,) = tmp_path.glob("runs/with/*/seed-1/evaluation.json")
+    file.unlink()
+    assert not is_passed(tmp_path, *words, "study=with")
+
+
+@pytest.mark.slow
+def test_evaluation_with_other_samples_is_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["norm=batch", "evaluate_with=[precise,batch]", "evaluate_batch_sizes=[8]"]
+    assert train(tmp_path, *words, "precise_samples=64") == 0
+    for asked in (
+        [words[2], "precise_samples=96"],
+        ["precise_samples=64", "evaluate_batch_sizes=[4,8]"],
+    ):
+        capsys.readouterr()
+        assert train(tmp_path, *words[:2], *asked) == 0
+        told = capsys.readouterr().err
+        assert "normexp.evaluate run=" in told and asked[1] in told
+    assert is_passed(tmp_path, *words, "precise_samples=64")
+    (cell,) = tmp_path.glob("runs/default/batch*")
+    assert evaluate([f"run={cell}", "evaluate_with=[precise]", "precise_samples=96"]) == 0
+    assert not is_passed(tmp_path, *words, "precise_samples=64")  # there is one, and it is newer
+    capsys.readouterr()
+    assert train(tmp_path, *words, "precise_samples=96") == 0
+    assert "normexp.evaluate" not in capsys.readouterr().err
+    assert is_passed(tmp_path, *words, "precise_samples=96")
+
+
+@pytest.mark.slow
+def test_norm_that_an_evaluation_gives_nothing_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["norm=group", "evaluate_with=[precise,batch]"]
+    assert train(tmp_path, *words) == 0
+    assert is_passed(tmp_path, *words)
+    assert train(tmp_path, *words, "precise_samples=96", "evaluate_batch_sizes=[8]") == 0
+    assert "precise_samples=96" in capsys.readouterr().err  # not known before it is asked
+    assert train(tmp_path, "norm=group", "evaluate_with=[batch]", "evaluate_batch_sizes=[8]") == 0
+    assert "normexp.evaluate" not in capsys.readouterr().err  # known: it mixes no samples

@@ -21,12 +21,11 @@ def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
     return OmegaConf.create({"workers": workers, "trainer": trainer})
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "usable_cores", lambda: 8)
 
 
-@pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize(
     ("workers", "num_cells", "count", "threads"),
     [(None, 100, 8, 1), (None, 3, 3, 2), (2, 100, 2, 4), (20, 100, 20, 1), (1, 100, 1, 8)],
@@ -38,26 +37,29 @@ def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, t
     assert {len(place.slots) for place in places} == {max(8, count)}
 
 
-@pytest.mark.usefixtures("eight_cores")
-def test_gpus_take_turns_and_a_cpu_training_gets_none(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("num_cells", "cfgs", "gpus", "num_workers"),
+    [
+        (100, [cfg(accelerator="auto")], ["0", "1", "2"], 3),
+        (2, [cfg(accelerator="auto")], ["0", "1", "2"], 2),
+        (100, [cfg(6, accelerator="gpu")], ["0", "1", "2", "0", "1", "2"], 6),
+        (1, [cfg(accelerator="gpu", devices=3)], [None], 0),  # it sees all
+        (100, [cfg()], [None] * 8, 8),
+        (9, [cfg(0)], [None] * 8, 0),
+        (9, [cfg(), cfg(devices=2)], [None] * 8, 0),
+        (1, [cfg()], [None], 0),
+    ],
+)
+def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+    num_cells: int,
+    cfgs: list[DictConfig],
+    gpus: list[str | None],
+    num_workers: int,
+):
     monkeypatch.setattr(spread, "visible_gpus", lambda: ["0", "1", "2"])
-
-    def gpus(num_cells: int, *cfgs: DictConfig) -> tuple[list[str | None], int]:
-        places, num_workers = places_for(cfgs, num_cells)
-        return [place.gpu for place in places], num_workers
-
-    assert gpus(100, cfg(accelerator="auto")) == (["0", "1", "2"], 3)
-    assert gpus(2, cfg(accelerator="auto")) == (["0", "1", "2"], 2)
-    assert gpus(100, cfg(6, accelerator="gpu")) == (["0", "1", "2", "0", "1", "2"], 6)
-    assert gpus(1, cfg(accelerator="gpu", devices=3)) == ([None], 0)
-    assert set(gpus(100, cfg())[0]) == {None}
-
-
-def test_this_process_trains_where_asked_and_where_a_cell_takes_the_whole_machine():
-    assert places_for([cfg(0)], 9)[1] == 0
-    assert places_for([cfg(), cfg(devices=2)], 9)[1] == 0
-    assert places_for([cfg()], 1)[1] == 0
-    assert places_for([cfg()], 2)[1] > 0
+    places, count = places_for(cfgs, num_cells)
+    assert ([place.gpu for place in places], count) == (gpus, num_workers)
 
 
 def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -105,32 +107,35 @@ def test_a_containers_quota_cuts_the_cores(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(environment, "CGROUP_LIMITS", ((str(file),),))
     affinity = len(os.sched_getaffinity(0))
     assert usable_cores() == affinity  # no such file
-    file.write_text("max 100000\n")
-    assert usable_cores() == affinity
-    file.write_text("100000 100000\n")
-    assert usable_cores() == 1
+    for quota, cores in (("max 100000", affinity), ("100000 100000", 1)):
+        file.write_text(f"{quota}\n")
+        assert usable_cores() == cores
 
 
+@pytest.mark.parametrize(
+    ("build", "asked", "gpus"),
+    [
+        ("2.11.0+cu128", None, ["0", "1"]),
+        ("2.11.0+cu128", "1", ["1"]),
+        ("2.11.0+cu128", "", []),
+        ("2.11.0+cpu", None, []),
+    ],
+)
 def test_gpus_are_named_as_the_environment_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str, asked: str | None, gpus: list[str]
 ):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)'; echo 'GPU 1: H200 (UUID: GPU-b)'\n"
-    )
+    tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: a)'; echo 'GPU 1: H200 (UUID: b)'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(environment, "version", lambda _: "2.11.0+cu128")
+    monkeypatch.setattr(environment, "version", lambda _: build)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus() == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert visible_gpus() == ["1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(environment, "version", lambda _: "2.11.0+cpu")
-    assert visible_gpus() == []
+    if asked is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    assert visible_gpus() == gpus
 
+
+# --- Tasks ---------------------------------------------------------------------------------------
 
 CONFIG = {
     **{"lr": 0.1, "seed": 0, "replicas": 2, "batch_size": 32, "stack": "auto", "dry_run": False},
@@ -145,30 +150,27 @@ def cell(lr: float | None, norm: str = "batch", **own: Any) -> CellSpec:
     return CellSpec(config, {"norm": norm}, f"lr={lr}")
 
 
-def test_cells_that_differ_in_lr_alone_are_one_task():
-    cells = [cell(0.1), cell(None), cell(0.1, norm="group"), cell(1.0), cell(1.0, norm="group")]
-    cells += [cell(3.0, batch_size=16), cell(3.0)]
-    assert group_cells(cells) == [(0, 3, 6), (1,), (2, 4), (5,)]
-
-
-def test_a_task_has_sixteen_runs_at_most():
-    rates = [0.01 * (index + 1) for index in range(5)]
-    assert group_cells([cell(lr, replicas=8) for lr in rates]) == [(0, 1), (2, 3), (4,)]
-    assert group_cells([cell(lr, replicas=9) for lr in rates[:2]]) == [(0,), (1,)]
-
-
-def test_the_same_rate_twice_is_not_stacked_with_itself():
-    assert group_cells([cell(0.1), cell(0.1)]) == [(0,), (1,)]
+MIXED = [cell(0.1), cell(None), cell(0.1, "group"), cell(1.0), cell(1.0, "group")]
+MIXED += [cell(3.0, batch_size=16), cell(3.0)]
 
 
 @pytest.mark.parametrize(
-    "own",
+    ("cells", "tasks"),
     [
-        {"stack": False},
-        {"dry_run": True},
-        {"trainer": {"devices": 2}},
-        {"logger": {"csv": {}, "tensorboard": {}}},
+        (MIXED, [(0, 3, 6), (1,), (2, 4), (5,)]),
+        ([cell(0.1 + i, replicas=8) for i in range(5)], [(0, 1), (2, 3), (4,)]),  # 16 runs at most
+        ([cell(0.1 + i, replicas=9) for i in range(2)], [(0,), (1,)]),
+        ([cell(0.1), cell(0.1)], [(0,), (1,)]),  # not stacked with itself
+        *(
+            ([cell(0.1, **own), cell(1.0, **own)], [(0,), (1,)])
+            for own in (
+                {"stack": False},
+                {"dry_run": True},
+                {"trainer": {"devices": 2}},
+                {"logger": {"csv": {}, "tensorboard": {}}},
+            )
+        ),
     ],
 )
-def test_what_cannot_mix_rates_trains_alone(own: dict[str, Any]):
-    assert group_cells([cell(0.1, **own), cell(1.0, **own)]) == [(0,), (1,)]
+def test_cells_that_differ_in_lr_alone_are_one_task(cells: list[CellSpec], tasks: list[object]):
+    assert group_cells(cells) == tasks

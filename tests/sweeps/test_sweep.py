@@ -62,11 +62,14 @@ def test_outcomes_come_in_the_order_of_the_cells_from_workers_that_stay(tmp_path
     assert [cell.cell_id for cell in history.cells.values()] == [f"cell-{n}" for n in "abcdef"]
 
 
-def test_this_process_walks_the_same_list(tmp_path: Path):
-    sweep = sweep_of(tmp_path, "finish", "out of memory", "finish", tasks=[(0, 2), (1,), (3,)])
-    sweep.log.cells = [*sweep.cells, CellSpec(None, {}, "norm=bad", "no such norm")]
-    sweep = Sweep(sweep.log, sweep.tasks, sweep.places, run_task=run_task)
-    assert statuses(sweep.train()) == ["finished", "failed", "finished", "refused"]
+@pytest.mark.parametrize(("fail_fast", "last"), [(False, "finished"), (True, "stopped")])
+def test_this_process_walks_the_same_list(tmp_path: Path, fail_fast: bool, last: str):
+    sweep = sweep_of(tmp_path, "finish", "finish", "out of memory", "finish")
+    cells = [CellSpec(None, {}, "norm=bad", "no such norm"), *sweep.cells]
+    log = StudyLog(cells, ["normexp-train", "-m"])
+    tasks = [(0,), (1, 2), (3,), (4,)]
+    outcomes = Sweep(log, tasks, sweep.places, fail_fast=fail_fast, run_task=run_task).train()
+    assert statuses(outcomes) == ["refused", "finished", "finished", "failed", last]
 
 
 @pytest.mark.parametrize(

@@ -50,17 +50,6 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path, capsys: pytest.Captu
     assert files(cell) == before
 
 
-@pytest.mark.slow
-def test_more_replicas_train_only_the_new_seeds(tmp_path: Path):
-    train(tmp_path, "norm=group")
-    (cell,) = cells(tmp_path)
-    before = files(cell / "seed-0")
-    quick = [word for word in QUICK if not word.startswith("replicas")]
-    assert main(["norm=group", "replicas=3", *quick, f"runs_dir={tmp_path / 'runs'}"]) == 0
-    assert files(cell / "seed-0") == before
-    assert read_result(cell / "seed-2").status == "finished"
-
-
 def test_norm_batch_sizes_are_one_cell_for_a_norm_that_does_not_mix_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -128,16 +117,6 @@ class Shifted(nn.Module):
         self.shift = nn.Parameter(torch.full((num_features,), float(knob)))
     def forward(self, x):
         return x + self.shift.view(1, -1, *[1] * (x.ndim - 2))
-
-class Failing(nn.Module):
-    calls = 0
-    def __init__(self, num_features):
-        super().__init__()
-    def forward(self, x):
-        Failing.calls += 1
-        if Failing.calls > 1000:  # the probes are done
-            raise RuntimeError("no more")
-        return x
 """
 
 
@@ -167,26 +146,6 @@ def test_a_norm_of_the_users_by_target_and_by_yaml(tmp_path: Path, own_module: P
     assert train(tmp_path, *by_yaml, "norm.knob=2") == 0
     (other,) = [each for each in cells(tmp_path) if each != cell]  # never a stale answer
     assert read_result(other / "seed-0").config["norm"] == "mine"
-
-
-@pytest.mark.slow
-def test_a_failure_is_a_row_with_its_error_and_is_tried_again(
-    tmp_path: Path,
-    own_module: Path,  # noqa: ARG001
-    capsys: pytest.CaptureFixture[str],
-):
-    words = ["norm=custom", "norm._target_=own_norms_of_a_test.Failing", "steps=200", "stack=false"]
-    words += ["replicas=2", f"runs_dir={tmp_path / 'runs'}"]
-    assert main(words) == 1
-    (cell,) = cells(tmp_path)
-    result = read_result(cell / "seed-0")
-    assert result.status == "failed"
-    assert result.error == "RuntimeError: no more (own_norms_of_a_test.py, line 19)"
-    assert "RuntimeError: no more" in capsys.readouterr().err
-    assert "Traceback" in (cell / "stacks" / "0-1" / "run.log").read_text()
-    sys.modules["own_norms_of_a_test"].Failing.calls = -100_000
-    assert main(words) == 0
-    assert read_result(cell / "seed-0").status == "finished"
 
 
 # --- mistakes -----------------------------------------------------------------------------------

@@ -81,9 +81,7 @@ def population_of(module: TrainingModule, num_samples: int, group_size: int) -> 
 
 
 def states_of(module: TrainingModule, population: Population, index: int) -> dict[str, Tensor]:
-    if not module.replicas.is_stacked:
-        return population.states[index]
-    return {name: value[index] for name, value in population.states[0].items()}
+    return module.replicas.state_of(index, population.state)
 
 
 def snapshot(module: TrainingModule) -> dict[str, object]:

@@ -1,0 +1,154 @@
+"""Image data: splits and channel statistics, the digits of scikit-learn, CIFAR-10 and CIFAR-100."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normexp.data.augment import Augmentation
+from normexp.data.dataset import Data, Examples
+from normexp.data.sources import downloading, split_off_test, split_off_val
+from normexp.errors import UserError
+
+if TYPE_CHECKING:
+    from torchvision.datasets import CIFAR10
+
+
+def build_image_data(
+    name: str,
+    train: Examples,
+    test: Examples,
+    *,
+    num_classes: int,
+    val_fraction: float,
+    split_seed: int,
+    augmentation: Augmentation | None = None,
+    source_version: str = "",
+) -> Data:
+    """Data for image classification: val is split off `train`, test is unchanged.
+
+    Shapes: inputs uint8 (N, C, H, W), targets int64 (N,) in [0, num_classes).
+
+    Raises:
+        UserError: train images of another dtype or shape; a fraction that empties train or val.
+    """
+    if train.inputs.ndim != 4 or train.inputs.dtype != torch.uint8:
+        found = f"{train.inputs.dtype} {tuple(train.inputs.shape)}"
+        raise UserError(f"data={name}: train.inputs is {found}, must be torch.uint8 (N, C, H, W)")
+    if len(train.inputs) != len(train.targets):
+        lengths = f"{len(train.inputs)} images and {len(train.targets)} targets"
+        raise UserError(f"data={name}: train has {lengths}")
+    kept, held_out = (
+        Examples(train.inputs[indices], train.targets[indices])
+        for indices in split_off_val(len(train), val_fraction, split_seed)
+    )
+    mean, std = compute_channel_moments(kept.inputs)
+    return Data(
+        name=name,
+        task="classification",
+        train=kept,
+        val=held_out,
+        test=test,
+        num_outputs=num_classes,
+        input_shape=tuple(train.inputs.shape[1:]),
+        mean=mean,
+        std=std,
+        augmentation=augmentation if augmentation and augmentation.is_on else None,
+        source_version=source_version,
+    )
+
+
+def compute_channel_moments(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of uint8 (N, C, H, W), in 0..1 units.
+
+    Computed from a histogram of the 256 values: exact, and without a float copy of the images. A
+    constant channel gets a standard deviation of 1.
+    """
+    counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)  # (C, 256)
+    for part in images.split(4096):
+        for channel, pixels in enumerate(part.unbind(dim=1)):
+            counts[channel] += torch.bincount(pixels.flatten(), minlength=256)
+    values = torch.arange(256, dtype=torch.float64) / 255
+    weights = counts / counts.sum(dim=1, keepdim=True)
+    mean = weights @ values  # (C,)
+    var = (weights * (values - mean[:, None]).square()).sum(dim=1)
+    std = torch.where(var > 0, var.sqrt(), 1)
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def load_digits(*, val_fraction: float, split_seed: int, augmentation: Augmentation | None) -> Data:
+    """1,797 grey 8x8 images of ten classes, uint8 (N, 1, 8, 8); a fifth of each class is test.
+
+    Grey values 0..16 become 0..255, rounded. Alpaydin & Kaynak 1998, UCI "Optical Recognition of
+    Handwritten Digits" (its test part).
+    """
+    found = find_spec("sklearn")  # importing it takes two seconds
+    assert found is not None and found.submodule_search_locations is not None
+    file = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    table = torch.from_numpy(np.loadtxt(file, delimiter=","))  # float64 (1797, 65)
+    grey = table[:, :-1].reshape(-1, 1, 8, 8)  # in 0..16
+    images = (grey * (255 / 16)).round().to(torch.uint8)
+    targets = table[:, -1].long()
+    train, test = (Examples(images[part], targets[part]) for part in split_off_test(targets))
+    return build_image_data(
+        "digits",
+        train,
+        test,
+        num_classes=10,
+        val_fraction=val_fraction,
+        split_seed=split_seed,
+        augmentation=augmentation,
+        source_version=f"scikit-learn {version('scikit-learn')}",
+    )
+
+
+def load_cifar10(
+    *, data_dir: str, val_fraction: float, split_seed: int, augmentation: Augmentation | None
+) -> Data:
+    """50,000 train and 10,000 test images, uint8 (N, 3, 32, 32), 10 classes. Krizhevsky 2009."""
+    from torchvision.datasets import CIFAR10
+
+    return _load_cifar("cifar10", CIFAR10, data_dir, val_fraction, split_seed, augmentation)
+
+
+def load_cifar100(
+    *, data_dir: str, val_fraction: float, split_seed: int, augmentation: Augmentation | None
+) -> Data:
+    """50,000 train and 10,000 test images, uint8 (N, 3, 32, 32), 100 classes. Krizhevsky 2009."""
+    from torchvision.datasets import CIFAR100
+
+    return _load_cifar("cifar100", CIFAR100, data_dir, val_fraction, split_seed, augmentation)
+
+
+def _load_cifar(
+    name: str,
+    source: type[CIFAR10],
+    data_dir: str,
+    val_fraction: float,
+    split_seed: int,
+    augmentation: Augmentation | None,
+) -> Data:
+    with downloading(name, Path(data_dir) / source.filename):
+        parts = [source(data_dir, train=train, download=True) for train in (True, False)]
+    train, test = (
+        Examples(
+            torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(),  # NHWC -> NCHW
+            torch.tensor(part.targets),
+        )
+        for part in parts
+    )
+    return build_image_data(
+        name,
+        train,
+        test,
+        num_classes=len(parts[0].classes),
+        val_fraction=val_fraction,
+        split_seed=split_seed,
+        augmentation=augmentation,
+    )

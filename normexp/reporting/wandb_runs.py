@@ -1,0 +1,183 @@
+"""Runs in Weights & Biases: that of a report, and the one of a command under a W&B agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from normexp.config.process import is_under_agent
+from normexp.config.spec import CellSpec, Outcome
+from normexp.errors import UserError
+from normexp.records.metrics import read_metrics
+from normexp.records.paths import CONFIG_FILE, METRICS_FILE, seed_dir
+from normexp.records.result import Result, hyperparameters
+from normexp.reporting.metric import describe_metric
+
+if TYPE_CHECKING:
+    from normexp.reporting.report import Report
+
+DEFAULT_PROJECT = "normexp"  # as in conf/logger/wandb.yaml
+
+
+def _start(mode: str, **words: Any) -> Any:
+    """A silent W&B run; `auto` is online if logged in."""
+    import wandb
+
+    from normexp.training.recorder import resolve_mode  # torch
+
+    settings = wandb.Settings(silent=True, console="off")
+    return wandb.init(mode=resolve_mode(mode), settings=settings, **words)  # type: ignore[arg-type]
+
+
+# A report
+
+
+def log_to_wandb(report: Report) -> str:
+    """Logs figures, main table and verdict of a written report; returns a line saying where.
+
+    The run has the job type `report` and the study as its group, in the project of the study's own
+    runs. Each call is a new run, online if logged in, unless WANDB_MODE says otherwise.
+
+    Raises:
+        UserError: W&B refuses, as without a network; the report itself stands.
+    """
+    import wandb
+
+    project, entity = find_project(Path(cell) for cell in report.cells["cell"])
+    try:
+        run = _start(
+            os.environ.get("WANDB_MODE", "auto"),
+            project=project,
+            entity=entity,
+            dir=report.directory.parent,
+            name=f"{report.title}/report",
+            group=report.title,
+            job_type="report",
+            tags=["report"],
+            reinit="create_new",
+        )
+        run.log(_content(report))
+        run.finish()
+    except wandb.Error as error:
+        raise UserError(f"log=wandb: {error}; try WANDB_MODE=offline") from error
+    if run.offline:
+        return f"W&B was offline; send the report later: wandb sync {Path(run.dir).parent}"
+    return f"W&B: {run.url or 'disabled'}"
+
+
+def find_project(cell_dirs: Iterable[Path]) -> tuple[str, str | None]:
+    """Project and entity of the first cell trained with logger=wandb, else the default project.
+
+    Skips a config.yaml that cannot be read, because the report does not need it.
+    """
+    for cell_dir in cell_dirs:
+        try:
+            config = yaml.safe_load((cell_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+            chosen = config["logger"]["wandb"]
+            return chosen["project"], chosen.get("entity")
+        except (OSError, yaml.YAMLError, KeyError, TypeError):
+            continue
+    return DEFAULT_PROJECT, None
+
+
+def _content(report: Report) -> dict[str, Any]:
+    """Tables as text: W&B wants one type per column, and a norm batch size may be `any`."""
+    import wandb
+
+    main, folder = report.main_table, report.directory / "figures"
+    verdict: list[Any] = [
+        [section.answer.heading, one.kind, one.text]
+        for section in report.sections
+        for one in section.answer.sentences
+    ]
+    images = {
+        f"figures/{figure.name}": wandb.Image(
+            str(folder / f"{figure.name}.png"), caption=figure.caption
+        )
+        for figure in report.figures
+    }
+    rows: list[Any] = main.texts().to_numpy().tolist()
+    return images | {
+        f"tables/{main.name}": wandb.Table(columns=list(main.columns), data=rows),
+        "tables/verdict": wandb.Table(columns=["setting", "kind", "text"], data=verdict),
+    }
+
+
+# A command under an agent, which allows one run for each command that it starts. The run is written
+# from the records when the cell has ended, even if nothing was left to train: an agent may propose
+# a point twice.
+
+
+def refuse_many_cells(cells: Sequence[CellSpec]) -> None:
+    """Raises UserError if an agent's command has several cells: an agent's run logs one."""
+    if is_under_agent() and len(cells) > 1:
+        raise UserError(
+            f"a W&B agent's command trains one cell, not {len(cells)}: name one value per key in "
+            "its command, and let the sweep vary them"
+        )
+
+
+def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
+    """Writes the agent's run: mean curves over the seeds, and the final means as its summary.
+
+    If a run of the cell failed or is missing, writes no means and marks the run as failed: a mean
+    over the other seeds would not be comparable with other cells.
+    """
+    if outcome.directory is None or not outcome.results:
+        return
+    logger = None if cell.cfg is None else cell.cfg.logger.get("wandb")
+    study = outcome.directory.parent
+    run = _start(
+        "auto" if logger is None else logger.mode,
+        dir=study,
+        name=outcome.cell_id,
+        config={
+            **hyperparameters(outcome.record, study=study.name),
+            "seeds": [result.seed for result in outcome.results],
+        },
+    )
+    is_whole = outcome.status in ("finished", "skipped")
+    if is_whole:
+        rows = mean_rows(outcome.directory, outcome.results)
+        for step, row in rows.items():
+            run.log(row, step=step)
+        # The last row is the summary.
+        run.log(mean_metrics(outcome.results), step=max(rows, default=0))
+    run.finish(exit_code=0 if is_whole else 1)
+
+
+def mean_rows(directory: Path, results: Sequence[Result]) -> dict[int, dict[str, float]]:
+    """By optimizer step, in order: the mean of each metric over the seeds that have it there.
+
+    If a seed diverged, evaluation losses are left out: the mean of the others would look too good.
+    """
+    found: dict[int, dict[str, list[float]]] = {}
+    for result in results:
+        path = seed_dir(directory, result.seed) / METRICS_FILE
+        for row in read_metrics(path) if path.is_file() else []:
+            found.setdefault(row.step, {}).setdefault(row.name, []).append(row.value)
+    hides = any(result.status != "finished" for result in results)
+    return {
+        step: {
+            name: sum(values) / len(values)
+            for name, values in found[step].items()
+            if not hides or name.startswith("train/") or describe_metric(name).higher_is_better
+        }
+        for step in sorted(found)
+    }
+
+
+def mean_metrics(results: Sequence[Result]) -> dict[str, float]:
+    """The final means over seeds. A diverged seed counts as accuracy 0 and removes mean losses."""
+    finished = [result for result in results if result.status == "finished"]
+    lost = len(results) - len(finished)
+    means = {"seeds": float(len(results)), "diverged_seeds": float(lost)}
+    for name in sorted({name for result in results for name in result.metrics}):
+        values = [result.metrics[name] for result in finished if name in result.metrics]
+        if not lost or describe_metric(name).higher_is_better:
+            means[name] = sum(values) / len(results)
+    return means
