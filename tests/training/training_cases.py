@@ -163,10 +163,8 @@ def train(
     fit(
         module,
         checkpoint=checkpoint,
-        epochs=EPOCHS,
         val_every_epochs=1,
         trainer_options={"accelerator": "cpu", "devices": 1, "precision": precision, **placement},
-        loggers=[],
         callbacks=callbacks or [],
         stop=stop,
     )
