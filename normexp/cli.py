@@ -11,8 +11,8 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from normexp.config.help import conf_dir, help_text
-from normexp.config.rules import OPTIONS, REQUIRED, Rule, suggest
+from normexp.config.help import conf_dir, help_text, option_defaults
+from normexp.config.rules import OPTIONS, Rule, suggest
 from normexp.config.spec import Command
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import full_disk
@@ -164,11 +164,12 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
         if key not in options:
             hint = suggest(key, options) or f"{name} takes {', '.join(options)}"
             raise UserError(f"{key}: unknown key; {hint}")
-        given[key] = _read(key, text, options[key].rule)
-    for key, option in options.items():
-        if key not in given and option.default is REQUIRED:
-            raise UserError(f"{key} is missing: {key}=... is {option.rule.wanted}")
-    return {key: option.default for key, option in options.items()} | given
+        given[key] = _read(key, text, options[key])
+    values = option_defaults(name) | given
+    for key, value in values.items():
+        if value == "???":
+            raise UserError(f"{key} is missing: {key}=... is {options[key].wanted}")
+    return values
 
 
 def _read(key: str, text: str, rule: Rule) -> Any:

@@ -68,9 +68,9 @@ def _values(entry: str, key: str, before: Sequence[str]) -> Sequence[str]:
     if key == "study":
         runs_dir = Path([*_after(before, "runs_dir"), "runs"][0])
         return sorted(path.parent.name for path in runs_dir.glob("*/study.jsonl"))
-    known = OPTIONS.get(entry, {}).get(key) or KEYS.get(key)
-    if known is not None:
-        return known.rule.choices
+    rules = {name: known.rule for name, known in KEYS.items()} | OPTIONS.get(entry, {})
+    if key in rules:
+        return rules[key].choices
     group, _, knob = key.partition(".")
     is_flag = isinstance(_knobs(group, before).get(knob), bool)
     return FLAG.choices if is_flag else ()

@@ -22,7 +22,7 @@ from normexp.cells.naming import GROUPS, choices_in
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
 from normexp.config.compose import shipped_config, shipped_defaults
-from normexp.config.rules import OPTIONS
+from normexp.config.help import option_defaults
 from normexp.config.target import plain
 from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, refusing_denied, write_json
@@ -37,7 +37,7 @@ from normexp.records.paths import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import Result, read_records, read_run
+from normexp.records.result import Result, read_records, read_result
 from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
@@ -66,7 +66,7 @@ def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
     """
     cell_dir, seed = find_run(run_dir)
-    choices = choices_in(read_run(seed_dir(cell_dir, seed)).config)
+    choices = choices_in(read_result(seed_dir(cell_dir, seed)).config)
     cfg = load_config(cell_dir, choices)
     cfg.seed = seed
     cfg.model.weights = None  # those of the run replace the weights that it started from
@@ -169,7 +169,7 @@ def finished_results(cell_dir: Path) -> list[Result]:
     """The results of the runs that can be evaluated: finished, with weights."""
     folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
     ended = [folder for folder in folders if (folder / RESULT_FILE).is_file()]
-    results = [read_run(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
+    results = [read_result(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
     finished = [result for result in results if result.status == "finished"]
     if not finished:
         why = "kept its weights (save_weights=true)" if ended else "has ended: train it first"
@@ -204,7 +204,7 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
     for key in ("precise_samples", "evaluate_batch_sizes"):
         value = plain(cell.cfg)[key]
-        if value != OPTIONS["evaluate"][key].default:
+        if value != option_defaults("evaluate")[key]:
             words.append(f"{key}={value}".replace(" ", ""))
     logger.info(
         "recorded without these statistics; to add them: python -m normexp.evaluate %s",

@@ -11,8 +11,8 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from normexp.config.rules import OPTIONS, REQUIRED, as_typed
 from normexp.errors import UserError
 from normexp.norms.slots import PLACEMENTS
 
@@ -163,27 +163,28 @@ def help_text(entry: str, config_dirs: Sequence[str] = ()) -> str:
         keys = _table(title, config_lines())
         parts = [_norms(config_dirs), _groups(config_dirs), placements, keys]
     elif entry == "tune":
-        parts = [_table(f"{VALUES}:", ((f"tune.{s}", text) for s, text in config_lines("tune")))]
+        lines = config_lines("tune")
+        parts = [_table(f"{VALUES}:", [(f"tune.{setting}", text) for setting, text in lines])]
     else:
         known = CHECK_KEYS if entry == "check" else ()
-        options = OPTIONS[entry].items()
-        own = [(_setting(key, option.default), option.meaning) for key, option in options]
-        parts = [_table(f"{VALUES}:", [*known, *own])]
+        parts = [_table(f"{VALUES}:", [*known, *config_lines(entry, "entries.yaml")])]
     return "\n".join([USAGE[entry], *parts, *filter(None, [ENDINGS.get(entry)])]).rstrip("\n")
 
 
-def config_lines(section: str = "") -> Iterator[tuple[str, str]]:
-    """`key=default` and comment of each value in config.yaml, at the top or under one key."""
-    text = (conf_dir() / "config.yaml").read_text(encoding="utf-8")
-    indent = ""
+def config_lines(section: str = "", file: str = "config.yaml") -> Iterator[tuple[str, str]]:
+    """`key=default` and comment of each value in a YAML of conf/, at the top or under one key."""
+    text, indent = (conf_dir() / file).read_text(encoding="utf-8"), ""
     if section:
         text, indent = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0], "  "
     for found in re.finditer(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE):
-        yield f"{found[1]}={found[2]}", found[3]
+        yield f"{found[1]}={found[2].replace('???', '')}", found[3]
 
 
-def _setting(key: str, default: object) -> str:
-    return f"{key}=" if default is REQUIRED else f"{key}={as_typed(default)}"
+def option_defaults(entry: str) -> dict[str, Any]:
+    """The default of each key of an entry without a config; ??? for one that must be given."""
+    import yaml
+
+    return yaml.safe_load((conf_dir() / "entries.yaml").read_text(encoding="utf-8"))[entry]
 
 
 def _norms(config_dirs: Sequence[str]) -> str:

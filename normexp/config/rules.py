@@ -1,7 +1,7 @@
 """Every key of the command line: its values, its unit, and whether it defines a training.
 
 A new knob takes a line in conf/config.yaml (default and meaning), a line in `KEYS`, and code that
-reads it. `OPTIONS` has the keys of the entries without a config (check, evaluate, report, status).
+reads it.
 """
 
 from __future__ import annotations
@@ -263,70 +263,24 @@ def sees_validations(config: Mapping[str, Any]) -> bool:
     return acts and config["val_every_epochs"] != 1
 
 
-REQUIRED = object()  # marks an option without a default
-
-
-@dataclass(frozen=True)
-class Option:
-    """A key of an entry that has no config: its rule, its default, its meaning for --help."""
-
-    rule: Rule
-    default: Any
-    meaning: str
-
-
-OPTIONS: dict[str, dict[str, Option]] = {
-    "check": {
-        "part": Option(one_of("all", "contract"), "all", "contract: that part alone, in seconds"),
-        "format": Option(
-            one_of("table", "json", "markdown"), "table", "table, json or markdown, to stdout"
-        ),
-    },
+# The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
+OPTIONS: dict[str, dict[str, Rule]] = {
+    "check": {"part": one_of("all", "contract"), "format": one_of("table", "json", "markdown")},
     "evaluate": {
-        "run": Option(FOLDER, REQUIRED, "folder of a cell, runs/<study>/<cell_id>"),
-        "evaluate_with": Option(
-            KEYS["evaluate_with"].rule.or_null(),
-            None,
-            "statistics that norms use, a list: running (averages), precise (moments pooled over "
-            "training samples), batch (each batch's own); null: running and precise, and batch "
-            "if evaluate_batch_sizes is set",
-        ),
-        "precise_samples": Option(
-            KEYS["precise_samples"].rule, 4096, "training samples for precise statistics"
-        ),
-        "evaluate_batch_sizes": Option(
-            KEYS["evaluate_batch_sizes"].rule,
-            None,
-            "samples per batch, as in [2,8,32]; null: as in training",
-        ),
+        "run": FOLDER,
+        "evaluate_with": KEYS["evaluate_with"].rule.or_null(),
+        "precise_samples": KEYS["precise_samples"].rule,
+        "evaluate_batch_sizes": KEYS["evaluate_batch_sizes"].rule,
     },
     "report": {
-        "study": Option(list_of(NAME), REQUIRED, "name of a study, or [a,b]: the earlier first"),
-        "runs_dir": Option(FOLDER, "runs", "folder of all studies"),
-        "metric": Option(
-            TEXT.or_null(),
-            None,
-            "main metric, such as val/loss; null: test accuracy, bits per byte or loss",
-        ),
-        "tolerance": Option(
-            NOT_NEGATIVE.or_null(),
-            None,
-            "smaller differences are called a tie, in the metric's unit; null: 1 point of "
-            "accuracy, 0.05 nats, 0.02 bits per byte",
-        ),
-        "watch": Option(
-            FLAG, False, "true: write the page again as results come, until Ctrl-C; it reloads"
-        ),
-        "log": Option(
-            list_of(one_of("wandb")).or_null(),
-            None,
-            "wandb: also log figures, main table and verdict, to the project of the study's runs",
-        ),
+        "study": list_of(NAME),
+        "runs_dir": FOLDER,
+        "metric": TEXT.or_null(),
+        "tolerance": NOT_NEGATIVE.or_null(),
+        "watch": FLAG,
+        "log": list_of(one_of("wandb")).or_null(),
     },
-    "status": {
-        "study": Option(NAME, REQUIRED, "name of a study"),
-        "runs_dir": Option(FOLDER, "runs", "folder of all studies"),
-    },
+    "status": {"study": NAME, "runs_dir": FOLDER},
 }
 
 

@@ -6,15 +6,17 @@ import gc
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from normexp.cli import ask_hydra, entry, parse_command, read_options
+from normexp import train
+from normexp.cli import entry, parse_command, read_options
 from normexp.complete import complete
-from normexp.config.help import GROUPS, USAGE, conf_dir, group_choices, help_text
+from normexp.config.help import GROUPS, USAGE, group_choices, help_text
 from normexp.config.process import importing_torch
 from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
@@ -31,47 +33,24 @@ def test_options_and_overrides_stand_in_any_order():
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--confg-dir", "a"], "--confg-dir"),
-        (["--cfg", "everything"], "everything"),
-        (["--config-dir"], "--config-dir"),
-        (["--cfg", "job", "-m"], "drop -m"),
-        (["lr=1", "seed=3", "lr=2"], "lr is given twice, as lr=1 and lr=2"),
-        (["norm=batch", "norm=batch"], "norm is given twice"),
-        (["norm.momentum=1", "+norm.momentum=2"], "norm.momentum is given twice"),
-    ],
-)
-def test_an_unknown_option_is_a_users_mistake(words: list[str], part: str):
-    with pytest.raises(UserError, match=part):
-        parse_command(words)
-
-
-@pytest.mark.parametrize(
-    ("entry", "word", "value"),
+    ("entry", "line", "value"),
     [
         ("report", "study=[a, b]", ["a", "b"]),
-        ("report", "study=a,b", ["a", "b"]),
-        ("report", "study=2026", ["2026"]),
-        ("report", "tolerance=1e-2", 0.01),
-        ("report", "tolerance=null", None),
-        ("report", "watch=True", True),
-        ("report", "log=wandb", ["wandb"]),
+        ("report", "study=2026,b", ["2026", "b"]),
+        ("report", "tolerance=1e-2 study=a", 0.01),
+        ("report", "tolerance=null study=a", None),
+        ("report", "watch=True study=a", True),
         ("status", "study=2026", "2026"),
-        ("status", 'runs_dir="a=[b,c]"', "a=[b,c]"),
+        ("status", 'runs_dir="a=[b,c]" study=a', "a=[b,c]"),
         ("evaluate", "run=runs/my study/x", "runs/my study/x"),
-        ("evaluate", "evaluate_batch_sizes=[2, 8]", [2, 8]),
-        ("evaluate", "evaluate_batch_sizes=8", [8]),
-        ("evaluate", "evaluate_with=[running,'batch']", ["running", "batch"]),
-        ("check", "format=json", "json"),
+        ("evaluate", "evaluate_batch_sizes=8 run=a", [8]),
+        ("evaluate", "evaluate_with=[running,'batch'] run=a", ["running", "batch"]),
     ],
 )
-def test_a_plain_value_is_read_as_its_rule_wants(entry: str, word: str, value: object):
-    required = {"report": "study=s", "status": "study=s", "evaluate": "run=r"}
-    key = word.partition("=")[0]
-    words = [given for given in [required.get(entry, "")] if given and given[: len(key)] != key]
-    options = read_options(entry, [*words, word])
-    assert options[key] == value
+def test_a_plain_value_is_read_as_its_rule_wants(entry: str, line: str, value: object):
+    words = re.split(r" (?=\w+=)", line)
+    options = read_options(entry, words)
+    assert options[line.partition("=")[0]] == value
     assert options.keys() == OPTIONS[entry].keys()
 
 
@@ -79,32 +58,28 @@ REFUSED = [
     ("train", "norm=nrom", "norm=nrom: no such norm; did you mean"),
     ("train", "norm=naive_var", "deviations/"),
     ("train", "batch_size=0", "batch_size=0: must be a whole number above 0"),
-    ("train", "--nothing", "--nothing"),
+    ("train", "--confg-dir a", "--confg-dir"),
+    ("train", "--config-dir", "--config-dir"),
+    ("train", "--config-dir nowhere --help", "--config-dir nowhere: no such folder"),
+    ("train", "--cfg everything", "everything"),
+    ("train", "--cfg job -m", "drop -m"),
+    ("train", "--cfg job optim=sgdd", "optim=sgdd: no such optim"),
+    ("train", "norm.momentum=1 +norm.momentum=2", "norm.momentum is given twice, as norm.mom"),
     ("tune", "norm=batch", "nothing to search"),
-    ("check", "norm=grup", "did you mean group"),
     ("check", "formt=json", "did you mean format?"),
     ("check", "format=csv", "format=csv: must be one of table, json, markdown"),
     ("check", "batch_size=4", "batch_size=4: no key of a card"),
-    ("check", "ddp=true", "ddp=true: no key of a card"),
     ("evaluate", "", "run is missing"),
     ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with?"),
     ("evaluate", "run=a evaluate_with=[exact]", "evaluate_with=[exact]: must be"),
-    ("evaluate", "run=a evaluate_with=[running,running]", "different values"),
     ("evaluate", "run=a evaluate_batch_sizes=[0]", "evaluate_batch_sizes=[0]: must be"),
-    ("evaluate", "run=a precise_samples=1.5", "precise_samples=1.5: must be"),
-    ("report", "", "study is missing"),
-    ("report", "study=", "study=: must be"),
     ("report", "synthetic", "'synthetic' is not key=value"),
-    ("report", "study=a metrc=x", "metrc: unknown key; did you mean metric?"),
     ("report", "study=a serve=true", "serve: unknown key"),
     ("report", "study=[a,a]", "study=[a,a]: must be a list of different values"),
     ("report", "study=a study=b", "study is given twice"),
-    ("report", "study=a tolerance=-1", "tolerance=-1: must be"),
     ("report", "study=a tolerance=nan", "tolerance=nan: must be"),
     ("report", "study=a watch=maybe", "watch=maybe: must be true or false"),
-    ("report", "study=a log=tensorboard", "log=tensorboard: must be"),
-    ("status", "", "study is missing"),
-    ("status", "stduy=a", "did you mean study?"),
+    ("status", "study=", "study=: must be"),
     ("status", "study=../up", "study=../up: must be a folder name"),
 ]
 
@@ -206,18 +181,7 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
     assert "\n  kin\n    kin " in families
     assert "Kin norm: it pools\n" in families and "More" not in families
     assert "my_norm" in families.partition("\n  other\n")[2]
-
-
-@pytest.mark.parametrize("folder", ["deviations"])
-def test_norms_in_a_folder_are_one_line_of_the_help(folder: str):
-    names = [name for name in group_choices("norm") if name.startswith(f"{folder}/")]
-    lines = [line for line in help_text("train").splitlines() if f"{folder}/" in line]
-    assert len(lines) == bool(names)
-
-
-def test_help_needs_a_folder_that_exists(tmp_path: Path):
-    with pytest.raises(UserError, match="--config-dir .*nowhere: no such folder"):
-        help_text("train", [str(tmp_path / "nowhere")])
+    assert len([line for line in text.splitlines() if "deviations/" in line]) == 1
 
 
 @pytest.mark.parametrize(
@@ -250,25 +214,17 @@ def test_help_and_refusals_import_nothing_heavy(lines: list[str], heavy: set[str
     assert ends == [f"{line} {code} set()" for line in lines]
 
 
-# --- what Hydra answers itself ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words", [["--cfg", "job"], ["--info"]])
-def test_hydra_answers_its_own_questions(words: list[str]):
-    assert parse_command(words).asks_hydra
-
-
 def test_cfg_shows_the_config_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
     before = list(sys.argv)
-    assert ask_hydra(["--cfg", "job", "optim=adamw", "batch_size=8"]) == 0
+    assert train.main(["--cfg", "job", "optim=adamw", "batch_size=8"]) == 0
     shown = capsys.readouterr().out
     assert "batch_size: 8" in shown and "_target_: torch.optim.AdamW" in shown
     assert sys.argv == before
-    with pytest.raises(UserError, match="optim=sgdd: no such optim"):
-        ask_hydra(["--cfg", "job", "optim=sgdd"])
+    assert train.main(["--info"]) == 0
+    assert "Defaults List" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -281,15 +237,12 @@ def test_cfg_shows_the_config_and_writes_nothing(
         ("python -m normexp.train norm=grou", "norm=group norm=group1 norm=group_ws"),
         ("python -m normexp.train -m norm=batch,rm", "norm=batch,rms"),
         ("normexp-train norm=group norm.num", "norm.num_groups="),
-        ("normexp-train optim.schedule=cos", "optim.schedule=cosine"),
-        ("./scripts/train  lr_rule=s", "lr_rule=sqrt"),
+        ("./scripts/train  optim.schedule=cos", "optim.schedule=cosine"),
         ("normexp-train evaluate_with=[running,p", "evaluate_with=[running,precise"),
-        ("normexp-train evaluate_with=[ru", "evaluate_with=[running"),
         ("normexp-train data=digits data.val", "data.val_fraction="),
         ("normexp-train drop_last=f", "drop_last=false"),
         ("normexp-train batch_size=8 batch_s", ""),
         ("normexp-tune tune.p", "tune.points="),
-        ("normexp-check ba", ""),
         ("normexp-check format=j", "format=json"),
         ("normexp-report to", "tolerance="),
         ("normexp-status study=", "study=mine"),
@@ -308,12 +261,6 @@ def test_a_line_is_completed(
     assert complete(line) == words.split()
 
 
-def test_every_key_of_a_training_is_completed():
-    assert {key for key in KEYS if "." not in key} <= {
-        word.rstrip("=") for word in complete("normexp-train ")
-    }
-
-
 @pytest.mark.parametrize(("word", "reply"), [("grou", "group group1 group_ws"), ("", "")])
 def test_bash_completes_what_follows_the_equals_sign(word: str, reply: str):
     run = [sys.executable, "-m", "normexp.complete"]
@@ -323,7 +270,3 @@ def test_bash_completes_what_follows_the_equals_sign(word: str, reply: str):
     script += "echo ${COMPREPLY[@]}\n"
     run = ["bash", "--norc", "-c", script]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == reply
-
-
-def test_the_conf_folder_is_found():
-    assert (conf_dir() / "config.yaml").is_file()

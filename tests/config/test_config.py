@@ -1,13 +1,17 @@
-"""Composing and validating one cell: values, the user's own YAMLs, and mistakes in one line."""
+"""Composing and validating a cell: values, YAMLs of the user and shipped, mistakes in one line."""
 
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
+from normexp.cli import parse_command
 from normexp.config.compose import compose_cell, compose_config
+from normexp.config.grid import list_cells
+from normexp.config.help import GROUPS, conf_dir, group_choices
 from normexp.config.rules import validate
 from normexp.errors import UserError
 
@@ -27,16 +31,15 @@ REFUSED = {
     "data_dir=a=b": "quote it, as in 'data_dir=\"a=b\"'",
     "study=a b ü": "study=a b ü: must be a folder name of letters",
     "seed=1,2": "seed=1,2 names several values: add -m",
-    "model=null": "model=null: model takes one name",
     "optim=[sgd,adamw]": "optim takes one name (choices: adamw, custom, sgd)",
     "~model": "~model: a key cannot be removed; give it a value",
     "+optim=sgd": "+optim=sgd: optim is always there",
     "+batch_size=3": "+batch_size=3: the key exists, write it without the +",
-    "norm._target_=my.Norm": "try norm=custom norm._target_=...",
+    "lr@x=3": "lr",
     "batch_size=abc": "batch_size=abc: must be a whole number, as its default 32",
-    "batch_size=2.5": "batch_size=2.5: must be a whole number",
     "optim.momentum=abc": "optim.momentum=abc: must be a number",
     "dry_run=1": "dry_run=1: must be true or false",
+    "optim=adamw optim.betas=3": "optim.betas=3: must be a list",
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
     "hydra.searchpath=[a]": "name each folder with --config-dir",
     "hydra/launcher=foo": "hydra/launcher=foo: no such launcher",
@@ -45,44 +48,28 @@ REFUSED = {
     "+btch_size=4": "btch_size: unknown key; did you mean batch_size?",
     "+scheduler=step": "scheduler: unknown key; set optim.schedule=...",
     "schedule.peak=0.2": "schedule: this training has none; choose one, as schedule=custom",
-    "callback.patience=3": "callback: this training has none; choose one, as callback=custom",
     "weights=w.pt": "weights: unknown key; did you mean model.weights?",
-    "precision=bf16": "precision: unknown key; set trainer.precision=...",
-    "clip=1": "clip: unknown key; set max_grad_norm=...",
-    "debug=true": "debug: unknown key; set experiment=debug",
     "+logger.x=1": "logger.x: unknown key (logger has csv)",
-    "logger=wandb +logger.wandb.tags=[a]": "logger.wandb.tags: unknown key; set tags=[...]",
     "+tune.x=1": "tune.x: unknown key (tune has",
-    "+trainer.fast_dev_run=true": "trainer.fast_dev_run: unknown key; set steps=...",
     "++trainer.gradient_clip_val=1": "unknown key; set max_grad_norm=...",
-    "+trainer.callbacks=[]": "trainer.callbacks: unknown key; set callback=",
     "hydra.verbose=true": "hydra.verbose: nothing reads this key of Hydra",
     "optim._target_=torch.optim.Adam": "try optim=custom optim._target_=...",
     "optim=custom optim._target_=torch.optim.Adam": "optimizer has no default, set lr=...",
     # Validating.
-    "epochs=0": "epochs=0: must be a whole number above 0",
     "batch_size=null": "batch_size=null: must be a whole number above 0 (samples)",
+    "epochs=0": "epochs=0: must be a whole number above 0",
     "norm_batch_size=1.5": "norm_batch_size=1.5: must be a whole number above 0 or null",
     "micro_batch_size=true": "micro_batch_size=true: must be a whole number above 0 or null",
     "micro_batch_size=12": "try micro_batch_size=8 or micro_batch_size=16",
-    "norm_batch_size=64": "norm_batch_size=64 does not divide batch_size=32",
     "lr=nan": "lr=nan: must be a number above 0",
     "eps=-1e-5": "eps=-1e-05: must be a number, 0 or more",
-    "seed=-1": "seed=-1: must be a whole number, 0 or more",
-    "lr_rule=cubic": "lr_rule=cubic: must be one of none, linear, sqrt",
     "stack=1": "stack=1: must be one of auto, true, false",
-    "study=../up": "study=../up: must be a folder name",
     f"study={'n' * 201}": "of at most 200 bytes",
-    "optim.schedule=step": "optim.schedule=step: must be one of constant, cosine, linear, wsd",
     "optim.warmup=1.0": "optim.warmup=1.0: must be a number from 0 to below 1",
-    "trainer.accelerator=tpu": "trainer.accelerator=tpu: must be one of auto, cpu, gpu, cuda",
     "replicas=100000000": "replicas=100000000: must be a whole number from 1 to 1000000",
-    "trainer.precision=16": "trainer.precision=16: must be one of 32-true, bf16-mixed, 64-true",
     "trainer.devices=2": "trainer.devices=2: several devices need trainer=ddp",
     "+norm.placement=mid": "norm.placement=mid: must be one of pre, post",
     "norm=custom": "norm._target_ is missing",
-    "logger=wandb logger.wandb.mode=offlin": "logger.wandb.mode=offlin: must be one of auto",
-    "optim=adamw optim.betas=3": "optim.betas=3: must be a list",
 }
 
 
@@ -95,43 +82,21 @@ def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
     assert "\n" not in str(caught.value)
 
 
-def test_defaults_are_those_of_the_design():
-    config = compose_config([])
-    assert config.batch_size == 32
-    assert config.micro_batch_size is None and config.norm_batch_size is None
-    assert config.seed == 0 and config.replicas == 4 and config.study == "default"
-    assert config.lr == config.optim.default_lr
-    assert "hydra" not in config
-
-
 @pytest.mark.parametrize(
     ("line", "values"),
     [
-        ("eps=0 max_grad_norm=1 stack=true", (0, 1, True)),
-        ("optim=adamw batch_size=6 norm_batch_size=3", (1e-5, None, "auto")),
+        ("", {"lr": 0.1, "micro_batch_size": None, "study": "default", "replicas": 4}),
+        ("lr=1 micro_batch_size=8 stack=false", {"lr": 1, "micro_batch_size": 8, "stack": False}),
+        ("study=2026 eps=0 stack=true", {"study": "2026", "eps": 0, "stack": True}),
+        ("optim=adamw batch_size=6 norm_batch_size=3", {"lr": 1e-3, "norm_batch_size": 3}),
     ],
 )
-def test_values_at_the_edge_are_accepted(line: str, values: tuple[object, ...]):
-    config = compose_config(line.split())
+def test_a_line_sets_its_values_and_leaves_the_defaults(line: str, values: dict[str, object]):
+    config, choices = compose_cell(line.split())
     validate(config)
-    assert (config.eps, config.max_grad_norm, config.stack) == values
-
-
-def test_values_keep_their_types():
-    config = compose_config(["lr=1", "micro_batch_size=8", "stack=false", "study=2026"])
-    assert (config.lr, config.micro_batch_size, config.stack) == (1, 8, False)
-    assert config.study == "2026"
-
-
-def test_last_of_two_choices_wins():
-    assert compose_config(["optim=adamw", "optim=sgd"]).optim._target_ == "torch.optim.SGD"
-
-
-def test_cell_names_its_choices():
-    _, choices = compose_cell(["optim=adamw", "trainer=cpu"])
-    assert choices["optim"] == "adamw"
-    assert choices["trainer"] == "cpu"
-    assert "experiment" not in choices
+    assert {key: config[key] for key in values} == values
+    assert choices["optim"] == ("adamw" if "adamw" in line else "sgd")
+    assert "hydra" not in config and "experiment" not in choices
 
 
 def test_composing_one_cell_leaves_the_next_alone():
@@ -153,41 +118,11 @@ def test_users_own_norm_file_is_a_choice(tmp_path: Path):
     assert dict(config.norm) == {"_target_": "my.Norm", "knob": 3}
 
 
-def test_unknown_norm_offers_the_users_own(tmp_path: Path):
-    folder = own_yaml(tmp_path, "norm/mine.yaml", "_target_: my.Norm\n")
-    with pytest.raises(UserError, match=r"norm=mime: no such norm; did you mean mine"):
-        compose_config(["norm=mime"], [folder])
-
-
 def test_users_file_may_pick_a_model(tmp_path: Path):
     text = "# @package _global_\ndefaults: [override /optim: adamw]\ndata: {_target_: my.load}\n"
     folder = own_yaml(tmp_path, "data/mine.yaml", text)
     assert compose_config(["data=mine"], [folder]).optim._target_ == "torch.optim.AdamW"
     assert compose_config(["data=mine", "optim=sgd"], [folder]).optim._target_ == "torch.optim.SGD"
-
-
-def test_users_file_with_a_shipped_name_is_refused(tmp_path: Path):
-    folder = own_yaml(tmp_path, "optim/sgd.yaml", "momentum: 0.5\n")
-    with pytest.raises(UserError, match=r"sgd\.yaml: normexp has optim=sgd itself"):
-        compose_config([], [folder])
-
-
-def test_missing_config_dir_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"--config-dir .*nowhere: no such folder"):
-        compose_config([], [str(tmp_path / "nowhere")])
-
-
-def test_broken_yaml_is_refused_with_its_line(tmp_path: Path):
-    folder = own_yaml(tmp_path, "norm/mine.yaml", "_target_: my.Norm\nknob: [1, 2\n")
-    with pytest.raises(UserError, match=r"mine\.yaml, line 3: not valid YAML"):
-        compose_config(["norm=mine"], [folder])
-
-
-def test_users_file_that_names_an_unknown_model_is_refused(tmp_path: Path):
-    text = "# @package _global_\ndefaults: [override /model: gtp]\ndata: {_target_: my.load}\n"
-    folder = own_yaml(tmp_path, "data/mine.yaml", text)
-    with pytest.raises(UserError, match="model=gtp: no such model"):
-        compose_config(["data=mine"], [folder])
 
 
 @pytest.mark.parametrize(
@@ -198,9 +133,17 @@ def test_users_file_that_names_an_unknown_model_is_refused(tmp_path: Path):
         ("experiment/mine.yaml", "epochs: 3\n", "experiment=mine: nothing reads its keys; let its"),
         ("trainer/mine.yaml", "defaults: [auto]\nmax_steps: 3\n", "trainer.max_steps: unknown key"),
         ("optim/mine.yaml", "_target_: my.Sgd\ndefault_lr: 1\n", "optim.weight_decay is missing"),
+        ("optim/sgd.yaml", "momentum: 0.5\n", "sgd.yaml: normexp has optim=sgd itself; rename"),
+        ("norm/mine.yaml", "_target_: my.Norm\nk: [1, 2\n", "mine.yaml, line 3: not valid YAML"),
+        (
+            "data/mine.yaml",
+            "# @package _global_\ndefaults: [override /model: gtp]\ndata: {_target_: my.load}\n",
+            "model=gtp: no such model",
+        ),
+        ("norm/mime.yaml", "_target_: my.Norm\n", "norm=mine: no such norm; did you mean mime"),
     ],
 )
-def test_keys_of_a_users_file_that_nothing_reads_are_refused(
+def test_a_mistake_in_a_users_file_is_one_line_too(
     tmp_path: Path, name: str, text: str, message: str
 ):
     folder = own_yaml(tmp_path, name, text)
@@ -221,3 +164,46 @@ def test_keys_of_a_users_file_that_nothing_reads_are_refused(
 def test_a_users_own_part_has_its_own_name(word: str, name: str):
     group = word.partition("=")[0]
     assert compose_cell(word.split())[1][group] == name
+
+
+# --- the shipped YAMLs --------------------------------------------------------------------------
+
+# Norms are composed where their traits are measured; tests of the search compose its recipe.
+CHOICES = [
+    f"{group}={name}"
+    for group in GROUPS
+    for name in group_choices(group)
+    if group != "norm" and name not in ("custom", "tuned_sensitivity")
+]
+FILES = sorted(conf_dir().rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choice_composes_and_validates(choice: str):
+    group, _, name = choice.partition("=")
+    cells = list_cells(parse_command([choice])) if group == "experiment" else [[choice]]
+    for cell in (cells[0], cells[-1])[: len(cells)]:
+        config, choices = compose_cell(cell)
+        validate(config)
+        assert choices[group] == name or group == "logger"  # several may be chosen
+
+
+def test_every_file_belongs_to_a_group_and_begins_with_a_comment():
+    for file in FILES:
+        parts = file.relative_to(conf_dir()).parts
+        assert parts in (("config.yaml",), ("entries.yaml",)) or parts[0] in GROUPS, file
+        text = file.read_text()
+        assert text.startswith("#"), file
+        if parts[0] == "norm":  # --help shows the first line and the family
+            header = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
+            assert re.match(r"# [^:(]+( \(arXiv:.+?\))?: .+", header[0]), file
+            assert re.match(r"# family: \w+$", header[-1]), file
+
+
+@pytest.mark.parametrize("name", group_choices("experiment"))
+def test_recipe_runs_at_two_budgets_or_says_that_it_has_one(name: str):
+    text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
+    is_swept = re.search(r"^ {6}(epochs|samples|steps): \d+,\d+", text, flags=re.MULTILINE)
+    header = " ".join(takewhile(lambda line: line.startswith("#"), text.splitlines()))
+    assert is_swept or re.search(r"(this|one) budget", header, flags=re.IGNORECASE)
+    assert re.search(r"float32 on a CPU", header, flags=re.IGNORECASE)

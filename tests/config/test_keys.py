@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 from torch import nn
 
 import normexp
@@ -17,12 +21,11 @@ from normexp.cells.draft import Draft
 from normexp.cells.naming import id_of, identity_of
 from normexp.cells.plan import plan_training
 from normexp.config.compose import compose_cell, compose_config, shipped_config
-from normexp.config.help import config_lines
-from normexp.config.rules import KEYS, OPTIONS, REQUIRED, in_identity, validate, validate_keys
+from normexp.config.help import config_lines, option_defaults
+from normexp.config.rules import KEYS, OPTIONS, in_identity, validate_keys
 from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.data.images import load_digits
-from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve
 
@@ -39,19 +42,49 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def test_every_key_has_a_line_in_the_config_and_one_in_the_table():
-    """A new knob is these two lines."""
     in_config = set(leaves(shipped_config()))
     in_table = {key for key in KEYS if not key.startswith(GROUPED)}
     assert not in_config - in_table, "add a line for them to KEYS in normexp/config/rules.py"
     assert not in_table - in_config, "add `key: default  # meaning` for them to conf/config.yaml"
 
 
+LINES = {
+    "conf/config.yaml": ("eps: 1e-5", "warp: 1.0  # how far the norm goes, in furlongs\n"),
+    "normexp/config/rules.py": ('    "eps": Key(', '    "warp": Key(POSITIVE, "furlongs"),\n'),
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "line", "told"),
+    [
+        (["conf/config.yaml"], "train warp=2", "add its rule to KEYS in normexp/config/rules.py"),
+        (["normexp/config/rules.py"], "train warp=2", "add its default to conf/config.yaml"),
+        (LINES, "train warp=0", "warp=0: must be a number above 0 (furlongs)"),
+        (LINES, "train --help", "warp=1.0                    how far the norm goes"),
+        (LINES, "complete 'normexp-train war'", "warp="),
+    ],
+)
+def test_a_new_knob_is_two_lines(files: Iterable[str], line: str, told: str, tmp_path: Path):
+    """In a copy of the repository; if one is missing, the message leads to it."""
+    for folder in ("normexp", "conf"):
+        shutil.copytree(PACKAGE.parent / folder, tmp_path / folder)
+    for file in files:
+        before, own = LINES[file]
+        text = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(text.replace(f"\n{before}", f"\n{own}{before}"))
+    entry, *words = shlex.split(line)
+    command = [sys.executable, "-m", f"normexp.{entry}", *words]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert told in run.stdout + run.stderr
+
+
 def test_every_default_holds_its_rule():
     config = OmegaConf.to_container(compose_config(["logger=wandb"]), resolve=True)
     validate_keys(config, KEYS)
-    for options in OPTIONS.values():
-        for key, option in options.items():
-            assert option.default is REQUIRED or option.rule.holds(option.default), key
+    for entry, rules in OPTIONS.items():
+        defaults = option_defaults(entry)
+        assert defaults.keys() == rules.keys()
+        assert all(defaults[key] == "???" or rules[key].holds(defaults[key]) for key in rules)
 
 
 def test_every_comment_names_the_unit_of_the_table():
@@ -61,23 +94,13 @@ def test_every_comment_names_the_unit_of_the_table():
         assert KEYS[key].unit in comment, f"{key}: {KEYS[key].unit} in its comment"
 
 
-def test_a_knob_without_its_line_in_the_config_is_refused():
-    config = compose_config([])
-    with open_dict(config):
-        del config["epochs"]
-    with pytest.raises(UserError, match="^epochs is missing: it must be a whole number"):
-        validate(config)
+SOURCES = [file.read_text() for file in PACKAGE.rglob("*.py") if file.parent.name != "config"]
 
 
-SOURCES = [
-    file.read_text() for file in PACKAGE.rglob("*.py") if file.parent.name not in ("config",)
-]
-
-
-@pytest.mark.parametrize("key", [key for key in KEYS if "." not in key])
-def test_something_reads_every_key(key: str):
-    read = re.compile(rf"""cfg\.{key}\b|["']{key}["']|\b{key}: """)
-    assert any(read.search(source) for source in SOURCES)
+def test_something_reads_every_key():
+    for key in (key for key in KEYS if "." not in key):
+        read = re.compile(rf"""cfg\.{key}\b|["']{key}["']|\b{key}: """)
+        assert any(read.search(source) for source in SOURCES), key
 
 
 # --- identity -----------------------------------------------------------------------------------

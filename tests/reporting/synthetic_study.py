@@ -121,11 +121,24 @@ def write_study(
         write_cell(root, norm, draw(0.9), norm_batch_size=smallest, **place)
 
 
-def slices_of(root: Path, *names: str, tolerance: float | None = None) -> list[Slice]:
+def write_sizes(
+    root: Path,
+    values: Mapping[int, Mapping[int, float | None]],
+    norm: str = "batch",
+    *,
+    axis: str = "norm_batch_size",
+    **options: Any,
+) -> list[Path]:
+    """Writes a cell for each size with the accuracies of its seeds; options: of `write_cell`."""
+    return [write_cell(root, norm, own, **{axis: size}, **options) for size, own in values.items()]
+
+
+def slices_of(
+    root: Path, *names: str, metric: str | None = None, tolerance: float | None = None
+) -> list[Slice]:
     """The slices of the written studies."""
     records = read_studies(root, names or ["synthetic"])
-    cells = build_cells(records)
-    return build_slices(cells, records.runs, metric=None, tolerance=tolerance)
+    return build_slices(build_cells(records), records.runs, metric=metric, tolerance=tolerance)
 
 
 def _metrics_of(accuracy: float) -> dict[str, float]:

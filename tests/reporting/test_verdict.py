@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_study import slices_of, write_cell, write_study
+from synthetic_study import slices_of, write_cell, write_sizes, write_study
 
 from normexp.records.metrics import MetricsWriter
 from normexp.records.samples import write_samples
@@ -22,11 +22,6 @@ from normexp.reporting.verdict import DECIDED, Family, contrasts_of
 
 ACCURACIES = {"digits": (0.80, 0.81, 0.79, 0.804), "cifar10": (0.60, 0.62, 0.61, 0.605)}
 VERBS = re.compile(r"\b(better|worse|loses|gains|holds|tied)\b")
-
-
-def write_batch(root: Path, values: Mapping[int, Mapping[int, float | None]], **options) -> None:
-    for size, accuracies in values.items():
-        write_cell(root, "batch", accuracies, norm_batch_size=size, **options)
 
 
 def drawn(rng: np.random.Generator, level: float, sd: float = 0.001, n: int = 6) -> dict:
@@ -70,14 +65,14 @@ def comparisons_of(root: Path, tolerance: float | None = None) -> dict[str, Clai
 def test_kinds_along_the_sizes(
     tmp_path: Path, smallest: dict, largest: dict, kind: str, words: str
 ):
-    write_batch(tmp_path, {2: smallest, 128: largest})
+    write_sizes(tmp_path, {2: smallest, 128: largest})
     loss = loss_of(tmp_path)
     assert loss.kind == kind and words in loss.text
     assert bool(VERBS.search(loss.text)) is (kind in DECIDED)
 
 
 def test_two_seeds_with_equal_counts_in_every_cell_hold_nothing(tmp_path: Path):
-    write_batch(tmp_path, dict.fromkeys((2, 8, 128), {0: 0.975, 1: 0.972}))
+    write_sizes(tmp_path, dict.fromkeys((2, 8, 128), {0: 0.975, 1: 0.972}))
     write_cell(tmp_path, "group", {0: 0.975, 1: 0.972})
     for claim in (loss_of(tmp_path), comparisons_of(tmp_path)["group"]):
         assert claim.kind == "open" and not VERBS.search(claim.text)
@@ -108,9 +103,8 @@ def test_lower_is_better_turns_the_sign(tmp_path: Path):
 def test_only_norms_that_mix_samples_have_a_verb_along_the_batch_size(tmp_path: Path):
     rng = np.random.default_rng(0)
     for norm in ("batch", "group"):
-        for size, level in ((8, 0.8), (32, 0.9)):
-            values = drawn(rng, level)
-            write_cell(tmp_path, norm, values, batch_size=size)
+        ends = {8: drawn(rng, 0.8), 32: drawn(rng, 0.9)}
+        write_sizes(tmp_path, ends, norm, axis="batch_size")
     kinds = {one.norm: one for one in answer_of(tmp_path).losses}
     assert kinds["batch"].kind == "loses"
     assert kinds["group"].kind == "interval" and kinds["group"].p is None
@@ -126,7 +120,7 @@ def diverged(*lost: int) -> dict[int, float | None]:
 
 
 def test_diverged_runs_count_as_the_worst_run_and_do_not_drop_out(tmp_path: Path):
-    write_batch(tmp_path, {2: diverged(4, 5), 128: {k: 0.9 + 0.0013 * k for k in range(6)}})
+    write_sizes(tmp_path, {2: diverged(4, 5), 128: {k: 0.9 + 0.0013 * k for k in range(6)}})
     loss = loss_of(tmp_path)
     assert loss.contrast.gap.n == 6 and "2 of 6 diverged" in loss.text and "worst run" in loss.text
     clean = [2.0 + 0.02 * k for k in range(4)] + [100 * (0.9 + 0.0013 * k) - 88.0 for k in (4, 5)]
@@ -141,7 +135,7 @@ def test_diverged_runs_neither_hold_nor_gain(tmp_path: Path, size: int):
     level = {k: 0.9 + 0.0001 * k for k in range(6)}
     ends = {2: dict(level), 128: dict(level)}
     ends[size] = {seed: None if seed < 2 else value for seed, value in level.items()}
-    write_batch(tmp_path, ends)
+    write_sizes(tmp_path, ends)
     assert loss_of(tmp_path).kind == "open"
 
 
@@ -205,9 +199,7 @@ def test_a_larger_family_takes_a_verdict_back(tmp_path: Path):
 
 def test_the_family_is_the_whole_report(tmp_path: Path):
     for data in ("digits", "cifar10"):
-        for size in (2, 128):
-            values = {0: 0.9, 1: 0.905, 2: 0.9102}
-            write_cell(tmp_path, "batch", values, norm_batch_size=size, data=data)
+        write_sizes(tmp_path, dict.fromkeys((2, 128), {0: 0.9, 1: 0.905, 2: 0.9102}), data=data)
         write_cell(tmp_path, "group", {0: 0.9, 1: 0.9049, 2: 0.9101}, data=data)
     answers = answer_slices(slices_of(tmp_path))
     assert len(answers) == 2
@@ -329,9 +321,9 @@ LEVEL = [2.3, 0.9, 0.3, 0.1, 0.06, 0.055, 0.053, 0.051, 0.05, 0.05]
 def test_a_verdict_says_whether_training_had_converged(
     tmp_path: Path, smallest: list[float], largest: list[float], words: str
 ):
-    for size, level, losses in ((2, 0.85, smallest), (128, 0.9, largest)):
-        values = {k: level + 0.0011 * k ** (size % 5) for k in range(3)}
-        write_curves(write_cell(tmp_path, "batch", values, norm_batch_size=size), losses)
+    ends = {2: {0: 0.85, 1: 0.8511, 2: 0.8544}, 128: {0: 0.9, 1: 0.9011, 2: 0.9088}}
+    for cell, losses in zip(write_sizes(tmp_path, ends), (smallest, largest), strict=True):
+        write_curves(cell, losses)
     assert words in loss_of(tmp_path).text
 
 
@@ -339,16 +331,9 @@ def write_budgets(root: Path, drops: Mapping[int, float], *, studies: bool = Fal
     """batch loses drops[epochs] from size 128 to 2."""
     rng = np.random.default_rng(0)
     for epochs, drop in drops.items():
-        for size, level in ((2, 0.9 - drop), (128, 0.9)):
-            values = drawn(rng, level)
-            study = f"e{epochs}" if studies else "synthetic"
-            options = {"norm_batch_size": size, "epochs": float(epochs), "study": study}
-            write_cell(root, "batch", values, **options)
-
-
-def losses_at(root: Path, *names: str) -> list[str]:
-    answers = answer_slices(slices_of(root, *names))
-    return [one.text for answer in answers for one in answer.losses]
+        study = f"e{epochs}" if studies else "synthetic"
+        ends = {2: drawn(rng, 0.9 - drop), 128: drawn(rng, 0.9)}
+        write_sizes(root, ends, epochs=float(epochs), study=study)
 
 
 @pytest.mark.parametrize("studies", [False, True])
@@ -356,17 +341,14 @@ def test_another_budget_is_said_to_turn_or_to_confirm_a_verdict(tmp_path: Path, 
     write_budgets(tmp_path / "turns", {12: 0.02, 48: -0.02}, studies=studies)
     write_budgets(tmp_path / "stays", {12: 0.02, 48: 0.03}, studies=studies)
     names = ("e12", "e48") if studies else ()
-    for text in losses_at(tmp_path / "turns", *names):
+    turned, kept = (slices_of(tmp_path / name, *names) for name in ("turns", "stays"))
+    for answer in answer_slices(turned):
+        text = answer.losses[0].text
         assert re.search(r"at this budget \(epochs=(12|48)\)", text)
         assert "verdict does not survive, the sign turns" in text
-    for text in losses_at(tmp_path / "stays", *names):
+    for answer in answer_slices(kept):
+        text = answer.losses[0].text
         assert "at this budget" not in text and "sign and verdict survive" in text
-
-
-def test_a_verdict_at_one_budget_is_said_to_be_of_it(tmp_path: Path):
-    write_budgets(tmp_path, {12: 0.02})
-    (text,) = losses_at(tmp_path)
-    assert "at this budget (epochs=12)" in text and "survive" not in text
 
 
 def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
@@ -374,10 +356,9 @@ def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
     rng = np.random.default_rng(0)
     for samples, drop in ((16000, 0.02), (64000, -0.02)):
         for size, level in ((8, 0.9 - drop), (128, 0.9)):
-            values = drawn(rng, level)
             steps = samples // size
             length = {"num_steps": steps, "epochs": steps / (1294 // size)}
-            write_cell(tmp_path, "batch", values, batch_size=size, **length)
+            write_cell(tmp_path, "batch", drawn(rng, level), batch_size=size, **length)
     short, long = slices_of(tmp_path)
     assert (short.sizes, short.axis) == ([8, 128], "batch_size")
     assert "samples=16000," in short.heading and "steps" not in short.heading
@@ -466,10 +447,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Slice:
 
 
 def mixing_norms(root: Path, count: int, sizes: tuple[int, ...]) -> Slice:
+    values = dict(enumerate(np.linspace(0.89, 0.91, 8)))
     for norm in ("batch", *(f"norm{i}" for i in range(1, count))):
-        for size in sizes:
-            values = dict(enumerate(np.linspace(0.89, 0.91, 8)))
-            write_cell(root, norm, values, norm_batch_size=size, mixes_samples=True)
+        write_sizes(root, dict.fromkeys(sizes, values), norm, mixes_samples=True)
     (part,) = slices_of(root)
     return part
 
@@ -492,16 +472,6 @@ def kinds_of(part: Slice) -> list[tuple[bool, str]]:
     """Whether each contrast is along the sizes, and its kind: what `answer_slices` writes out."""
     family = Family(list(contrasts_of(part)))
     return [(one.is_along_sizes, family.kind(one)) for one in family.contrasts]
-
-
-def test_sentences_have_the_kinds_of_their_contrasts(report: Slice):
-    rng = np.random.default_rng(0)
-    for drop in (0.0, 3.0):
-        part = redrawn(report, rng, 8, drop=drop)
-        (answer,) = answer_slices([part])
-        assert sorted(one.kind for one in answer.sentences) == sorted(k for _, k in kinds_of(part))
-        for one in answer.sentences:
-            assert bool(VERBS.search(one.text)) is (one.kind in DECIDED)
 
 
 def false_alarms(part: Slice, n: int, count: int) -> float:

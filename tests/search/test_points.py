@@ -8,7 +8,7 @@ import pytest
 
 from normexp.cli import parse_command
 from normexp.config.compose import parse_overrides
-from normexp.config.grid import compose_cells, is_searched, list_cells
+from normexp.config.grid import compose_cells, list_cells
 from normexp.config.help import help_text
 from normexp.config.space import Choice, Range, Space, read_space
 from normexp.errors import UserError
@@ -53,14 +53,6 @@ def test_command_repeats_the_report_and_quotes_for_the_shell():
     assert plan.command({"lr": "0.02"}) == (
         "python -m normexp.train '+optim.betas=[1,2]' norm=group study=mine lr=0.02"
     )
-
-
-@pytest.mark.slow
-def test_recipe_searches_a_rate_for_each_norm_and_size():
-    searches = searches_of("experiment=tuned_sensitivity")
-    assert len(searches) == 4 * 4
-    assert {search.base.batch_size for search in searches} == {128}
-    assert all(len(search.points) == 5 for search in searches)
 
 
 def test_training_of_a_recipe_to_be_searched_names_the_command():
@@ -134,11 +126,6 @@ def test_each_kind_of_dimension_is_read(text: str, dimension: Choice | Range):
     assert space_of(text).dimensions == (dimension,)
 
 
-def test_comma_list_is_a_grid_and_no_dimension():
-    texts = ["norm=batch,group", "lr=0.1", "norm=glob(*)", "lr=choice(0.1,1)", "lr=interval(0.1,1)"]
-    assert [is_searched(o) for o in parse_overrides(texts)] == [False, False, False, True, True]
-
-
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -191,13 +178,6 @@ def test_space_with_fewer_points_than_asked_for_gives_all_of_them():
 def test_points_are_the_same_in_every_process_and_release():
     """A search goes on after an update only if the sequence stays as it is."""
     assert texts(space_of(*MIXED), 3) == GOLDEN
-
-
-def test_sobol_points_fill_each_half_of_every_dimension_equally():
-    space = space_of("lr=interval(1e-4,1)", "optim.momentum=interval(0,1)")
-    points = [(float(lr), float(momentum)) for lr, momentum in texts(space, 32)]
-    assert sum(lr < 1e-2 for lr, _ in points) == 16  # the middle of its log scale
-    assert sum(momentum < 0.5 for _, momentum in points) == 16
 
 
 def test_values_have_four_digits_and_stay_between_the_ends():

@@ -1,9 +1,10 @@
-"""normexp.tune as a user runs it: seeds, the table, a stop, a failure, kills."""
+"""normexp.tune as a user runs it: seeds, the table, a stop, a failure, kills; and Optuna."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from typing import Literal
 
 import pytest
 
+import normexp
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.history import CellEntry, append_entries, read_history
 from normexp.records.result import Result, read_result
 from normexp.sweeps import sweep
 from normexp.tune import main
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 class Trainer:
@@ -153,18 +157,6 @@ def test_stop_while_fresh_seeds_train_is_told_as_one(
     assert "stopped" in told.err and told.out == ""
 
 
-def test_full_disk_ends_a_search_with_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def train(cells: Sequence[CellSpec], _: object) -> list[Outcome]:
-        full = Outcome("failed", "a", error="the disk is full", halts=True)
-        return [full, *(Outcome("stopped", "b") for _ in cells[1:])]
-
-    monkeypatch.setattr(sweep, "train_cells", train)
-    assert main(["lr=choice(0.1,1)", f"runs_dir={tmp_path}"]) == 1
-    assert capsys.readouterr().err == "normexp: the disk is full\n"
-
-
 def test_failed_point_is_not_chosen_and_fails_the_command(
     tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ):
@@ -246,3 +238,24 @@ def test_search_killed_at_any_moment_finishes_as_an_undisturbed_one(tmp_path: Pa
     subprocess.run(command("cut"), check=True, capture_output=True)
     assert metrics("cut") == metrics("whole")
     assert all(path.stat().st_mtime_ns == before for path, before in ended.items())
+
+
+@pytest.mark.slow
+def test_lines_of_the_readme_let_an_optuna_study_drive_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("optuna").logging.set_verbosity(40)
+    (lines,) = [
+        code
+        for code in re.findall("```python\n(.+?)```", README.read_text(), re.S)
+        if "ask()" in code
+    ]
+    assert len(lines.splitlines()) <= 10
+    monkeypatch.chdir(tmp_path)
+    exec(
+        lines.replace("range(20)", "range(2)").replace('"seed=1000"', '"seed=1000", "steps=4"'), {}
+    )
+    assert re.fullmatch(r"\{'lr': [\d.]+\}", capsys.readouterr().out.splitlines()[-1])
+    runs = normexp.load_study("adaptive")
+    assert len(runs) == 2 * 4 and runs["lr"].nunique() == 2
+    assert set(runs["seed"]) == {1000, 1001, 1002, 1003}

@@ -78,3 +78,4 @@ def test_seeds_for_a_difference_are_the_fewest_that_show_it(difference, family_s
 def test_only_a_t_interval_has_a_p():
     with pytest.raises(ValueError, match="t interval"):
         p_value(Interval(0.5, 0.2, 0.8, 0.95, 8))
+    assert p_value(Interval(0.5, None, None, 0.95, 1)) == 1
