@@ -47,7 +47,10 @@ class Target:
     @property
     def own(self) -> Any:
         """The class or function itself, without knobs."""
-        return self.call.func if isinstance(self.call, partial) else self.call
+        own = self.call
+        while isinstance(own, partial):  # Hydra's own partial does not merge with another
+            own = own.func
+        return own
 
     @property
     def arguments(self) -> set[str]:
@@ -60,7 +63,10 @@ class Target:
 
     @property
     def knobs(self) -> Mapping[str, Any]:
-        return self.call.keywords if isinstance(self.call, partial) else {}
+        call, knobs = self.call, {}
+        while isinstance(call, partial):
+            call, knobs = call.func, {**call.keywords, **knobs}
+        return knobs
 
     def offered(self, facts: Mapping[str, Any]) -> Target:
         """With the facts that its signature names and no knob sets."""

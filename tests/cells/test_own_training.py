@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim import SGD
 
+from normexp.build import build_schedule
 from normexp.cells.cell import prepare_cell
 from normexp.config.compose import compose_cell
 from normexp.records.result import Result, read_result
@@ -83,6 +86,14 @@ def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them
 ):
     each, third = (id_of(*line.split(), *more) for more in ([], ["val_every_epochs=3"]))
     assert (each != third) == differs
+
+
+def test_scheduler_class_with_a_knob_is_given_the_number_of_steps():
+    target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
+    cfg, _ = compose_cell(["schedule=custom", target, "schedule.max_lr=0.5"])
+    build = build_schedule(cfg, 7).build
+    assert build is not None
+    assert build(SGD([torch.ones(1, requires_grad=True)], lr=0.1)).total_steps == 7  # type: ignore[attr-defined]
 
 
 def results_in(folder: Path) -> list[Result]:
