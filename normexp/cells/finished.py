@@ -37,7 +37,7 @@ from normexp.records.paths import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import Result, read_records, read_run
+from normexp.records.result import Result, read_records, read_result
 from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import EvaluationPlan
@@ -66,7 +66,7 @@ def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
     """
     cell_dir, seed = find_run(run_dir)
-    choices = choices_in(read_run(seed_dir(cell_dir, seed)).config)
+    choices = choices_in(read_result(seed_dir(cell_dir, seed)).config)
     cfg = load_config(cell_dir, choices)
     cfg.seed = seed
     cfg.model.weights = None  # those of the run replace the weights that it started from
@@ -169,7 +169,7 @@ def finished_results(cell_dir: Path) -> list[Result]:
     """The results of the runs that can be evaluated: finished, with weights."""
     folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
     ended = [folder for folder in folders if (folder / RESULT_FILE).is_file()]
-    results = [read_run(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
+    results = [read_result(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
     finished = [result for result in results if result.status == "finished"]
     if not finished:
         why = "kept its weights (save_weights=true)" if ended else "has ended: train it first"

@@ -86,49 +86,40 @@ def write_result(run_dir: Path, result: Result) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Reads a result. `path` is result.json or the run directory that holds it.
+    """Reads a result and checks that it belongs to its directory.
+
+    Args:
+        path: result.json, or the run directory that holds it.
 
     Raises:
-        UserError: a missing, torn or foreign file, or one that was edited by hand.
+        UserError: a missing, torn or foreign file, one that was edited by hand, or the result of
+            another run.
     """
     path = path / RESULT_FILE if path.is_dir() else path
-    content = read_json(path)
-    schema = content.get("schema")
-    if schema != SCHEMA:
+    run_dir, content = path.parent, read_json(path)
+    again = "the same command trains the run again"
+    if (schema := content.pop("schema", None)) != SCHEMA:
         raise UserError(
             f"{path}: schema={schema!r}, this normexp reads schema={SCHEMA}; move the file away, "
             "or take another study=..."
         )
-    del content["schema"]
     try:
-        return Result(**content)
+        result = Result(**content)
     except (TypeError, ValueError) as error:  # TypeError: a key is missing or unknown
-        raise UserError(
-            f"{path} was edited by hand: {error}; remove it, and the same command trains the run "
-            "again"
-        ) from error
-
-
-def read_run(run_dir: Path) -> Result:
-    """Reads the result of a run directory, and checks that it belongs to that directory.
-
-    Raises:
-        UserError: see `read_result`; or the result of another run.
-    """
-    result = read_result(run_dir)
+        raise UserError(f"{path} was edited by hand: {error}; remove it, and {again}") from error
     if (result.cell_id, result.seed) != (run_dir.parent.name, seed_of(run_dir)):
         raise UserError(
             f"{run_dir} holds the result of cell {result.cell_id}, seed {result.seed}: was it "
-            "moved or copied? Move it away, and the same command trains the run again"
+            f"moved or copied? Move it away, and {again}"
         )
     return result
 
 
 def read_if_ended(run_dir: Path) -> Result | None:
-    """The result of a run; None if it has not ended. Raises UserError as `read_run` does."""
+    """The result of a run; None if it has not ended. Raises UserError as `read_result` does."""
     if run_dir.is_file():
         raise UserError(f"{run_dir} is a file, and must be the folder of a run; move it away")
-    return read_run(run_dir) if (run_dir / RESULT_FILE).is_file() else None
+    return read_result(run_dir) if (run_dir / RESULT_FILE).is_file() else None
 
 
 @dataclass(frozen=True)

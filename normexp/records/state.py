@@ -21,7 +21,7 @@ from normexp.records.paths import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import read_run
+from normexp.records.result import read_result
 from normexp.records.stacks import Member, list_stacks
 
 ENDED = ("finished", "diverged")
@@ -171,7 +171,7 @@ def _title_of(cell_id: str, asked: Mapping[str, CellHistory], history: History) 
 def _read_state(run_dir: Path, seed: int, status: CellState) -> str:
     """The state of an ended run; adds its error and attempts to `status`."""
     try:
-        result = read_run(run_dir)
+        result = read_result(run_dir)
     except UserError as error:
         state, reason = "unreadable", str(error)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ BUDGET = ("epochs", "num_steps", "samples")
 # May follow from the sizes and the budget (steps, a half-life): they separate cells only if they
 # differ between cells that are equal in those.
 DERIVED = (*BUDGET, "optim.momentum")
+
+# Values of keys that are recorded only if they differ.
+UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
 
 
 def build_cells(records: StudyRecords) -> pd.DataFrame:
@@ -224,7 +228,7 @@ def _tell_apart(config: pd.DataFrame, groups: Mapping[str, pd.Series], mark: str
         for _, alike in config[key].groupby(group):
             if alike.map(repr).nunique() > 1:
                 name = key.removeprefix("norm.")
-                default = getattr(Slots(), key, None)  # a slot is recorded if it is changed
+                default = UNRECORDED.get(key)
                 values = [default if value is None else value for value in alike]
                 words[alike.index] += [f"{mark}{name}={_typed(value)}" for value in values]
     return words

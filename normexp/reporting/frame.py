@@ -15,7 +15,7 @@ import pandas as pd
 from normexp.errors import UserError
 from normexp.records.files import read_json
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list_runs, seed_of
-from normexp.records.result import read_run
+from normexp.records.result import read_result
 from normexp.reporting.metric import Metric
 
 Row = dict[Any, Any]  # column to plain value
@@ -132,7 +132,7 @@ def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> lis
 
 
 def _read_row(study: str, run_dir: Path) -> dict[str, Any]:
-    result = read_run(run_dir)
+    result = read_result(run_dir)
     if not isinstance(result.config.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no config.batch_size; was it edited by hand?")
     own = result.to_dict()

@@ -22,7 +22,7 @@ from scipy.special import gammaln
 
 from normexp.records.history import SearchEntry, read_history
 from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir
-from normexp.records.result import Result, read_run
+from normexp.records.result import Result, read_result
 from normexp.reporting.charts import HEIGHT, WIDTH, Figure, encode_style, tooltip
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.style import assign_styles
@@ -132,7 +132,7 @@ def _read_curve(study_dir: Path, search: SearchEntry) -> Curve | None:
 def _read_cell(cell_dir: Path) -> list[Result]:
     seeds = list_seeds(cell_dir) if cell_dir.is_dir() else []
     folders = [seed_dir(cell_dir, seed) for seed in seeds]
-    return [read_run(folder) for folder in folders if (folder / RESULT_FILE).is_file()]
+    return [read_result(folder) for folder in folders if (folder / RESULT_FILE).is_file()]
 
 
 def draw_tuning(study_dirs: Sequence[Path]) -> list[Figure]:

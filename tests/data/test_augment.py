@@ -36,45 +36,33 @@ def augment_one(image: Tensor, draws: dict[str, Tensor], i: int, spec: Augmentat
 )
 def test_augmentation_equals_slicing_one_image_at_a_time(padding: int, flip: bool, cutout: int):
     spec = Augmentation(padding, flip, cutout)
-    images = torch.randint(1, 256, (40, 3, 6, 5), generator=torch.manual_seed(0)).to(torch.uint8)
-    draws = spec.draw(seed=1, step=2, num_samples=40)
-    expected = torch.stack([augment_one(image, draws, i, spec) for i, image in enumerate(images)])
-    out = spec.apply(images, draws)
+    images = torch.randint(1, 256, (2, 20, 3, 6, 5), generator=torch.manual_seed(0)).byte()
+    draws = [spec.draw(seed, step=2, num_samples=20) for seed in (1, 2)]  # of two replicas
+    out = spec.apply(images, {name: torch.stack([d[name] for d in draws]) for name in draws[0]})
     assert out.dtype == torch.uint8
-    assert torch.equal(out, expected)
+    for replica, own in enumerate(draws):
+        for i, image in enumerate(images[replica]):
+            assert torch.equal(out[replica, i], augment_one(image, own, i, spec))
 
 
-@pytest.mark.parametrize("num_samples", [1, 7, 16, 17, 500])
-def test_draws_of_a_sample_do_not_depend_on_the_number_of_samples(num_samples: int):
-    long = EVERYTHING.draw(seed=4, step=9, num_samples=1000)
-    for name, draw in EVERYTHING.draw(seed=4, step=9, num_samples=num_samples).items():
-        assert torch.equal(draw, long[name][:num_samples]), name
-
-
-def test_draws_of_one_kind_do_not_depend_on_the_other_kinds():
-    every = EVERYTHING.draw(seed=4, step=9, num_samples=50)
+def test_draws_of_a_sample_depend_on_seed_step_and_sample_alone():
+    every = EVERYTHING.draw(seed=4, step=9, num_samples=1000)
+    for num_samples in (1, 7, 16, 17, 500):
+        for name, draw in EVERYTHING.draw(4, 9, num_samples).items():
+            assert torch.equal(draw, every[name][:num_samples]), name
     for alone in (Augmentation(2, False, 0), Augmentation(0, True, 0), Augmentation(0, False, 3)):
-        draws = alone.draw(seed=4, step=9, num_samples=50)
+        draws = alone.draw(4, 9, 1000)
         assert draws and all(torch.equal(draw, every[name]) for name, draw in draws.items())
+    for seed, step in ((4, 1), (1, 9)):
+        assert not torch.equal(every["crop_left"], EVERYTHING.draw(seed, step, 1000)["crop_left"])
 
 
-def test_draws_change_with_step_and_seed_and_cover_their_range_evenly():
+def test_draws_cover_their_range_evenly():
     draws = EVERYTHING.draw(seed=0, step=0, num_samples=5000)
     counts = torch.bincount(draws["crop_top"])
     assert len(counts) == 5
     assert counts.min() > 900 and counts.max() < 1100  # 1000 each, standard deviation 28
     assert abs(draws["flip"].float().mean() - 0.5) < 0.025
-    for seed, step in ((0, 1), (1, 0)):
-        assert not torch.equal(draws["crop_left"], EVERYTHING.draw(seed, step, 5000)["crop_left"])
-
-
-def test_leading_replica_axis_equals_each_replica_alone():
-    images = torch.randint(0, 256, (3, 8, 2, 5, 5), dtype=torch.uint8)
-    per_replica = [EVERYTHING.draw(seed, step=1, num_samples=8) for seed in range(3)]
-    stacked = {name: torch.stack([d[name] for d in per_replica]) for name in per_replica[0]}
-    out = EVERYTHING.apply(images, stacked)
-    for replica, draws in enumerate(per_replica):
-        assert torch.equal(out[replica], EVERYTHING.apply(images[replica], draws))
 
 
 @pytest.mark.parametrize("key", ["crop_padding", "cutout"])

@@ -1,19 +1,21 @@
-"""The shipped sources, a few lines each; conf/data gives each function its arguments."""
+"""The shipped sources of data; conf/data gives each function its arguments."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from urllib.error import URLError
 
 import numpy as np
 import pytest
+import sklearn.datasets
 import torch
 from hydra.utils import get_method, instantiate
 from omegaconf import OmegaConf
 from torchvision import datasets
 
-from normexp.data import Data, Examples, text
+from normexp.data import Data, Examples, Windows, build_text_data, sources, text
 from normexp.data.dataset import validate
 from normexp.data.images import load_cifar10, load_cifar100
 from normexp.data.langid import read_own_strings
@@ -52,17 +54,11 @@ def test_digits_hold_every_image_of_the_source_once():
     data = load("digits")
     assert [len(part) for part in splits(data)] == [1294, 144, 359]
     assert data.input_shape == (1, 8, 8) and data.source_version.startswith("scikit-learn ")
-    source = datasets_of_sklearn()
+    source = torch.as_tensor(sklearn.datasets.load_digits(return_X_y=True)[0])  # (1797, 64)
     held = torch.cat([part.inputs for part in splits(data)]).flatten(1)
     assert (int(held.min()), int(held.max())) == (0, 255)
     back = (held.double() * 16 / 255).round()  # the 17 grey values survive the conversion
     assert sorted(back.tolist()) == sorted(source.tolist())
-
-
-def datasets_of_sklearn() -> torch.Tensor:
-    from sklearn.datasets import load_digits
-
-    return torch.as_tensor(load_digits(return_X_y=True)[0])  # (1797, 64)
 
 
 @pytest.mark.parametrize("name", ["digits", "langid"])
@@ -73,15 +69,6 @@ def test_split_seed_moves_val_and_leaves_test(name: str):
     )
     assert torch.equal(test.inputs, other_test.inputs)
     assert not torch.equal(val.inputs, other_val.inputs)
-
-
-def test_manual_is_the_language_reference_of_this_python():
-    from pydoc_data.topics import topics
-
-    data = load("manual")
-    length = sum(len(part.tensors[0]) for part in (data.train, data.val, data.test))
-    assert length == sum(map(len, topics.values())) + 2 * (len(topics) - 1) > 300_000
-    assert data.source_version.startswith("python 3.")
 
 
 def test_languages_are_balanced_and_share_no_string():
@@ -139,11 +126,16 @@ def test_cifar_images_become_channels_first(monkeypatch: pytest.MonkeyPatch, tmp
     assert test.targets.tolist() == list(range(10))
 
 
-@pytest.mark.parametrize("placed", [False, True], ids=["nothing there", "placed by the user"])
-@pytest.mark.parametrize("load", [load_cifar10, load_cifar100])
-@pytest.mark.parametrize("error", [URLError("no route"), RuntimeError("corrupted")])
+@pytest.mark.parametrize(
+    ("load", "error", "placed"),
+    [
+        (load_cifar10, URLError("no route"), False),
+        (load_cifar10, URLError("no route"), True),  # by the user
+        (load_cifar100, RuntimeError("corrupted"), False),
+    ],
+)
 def test_failed_download_names_the_archive_and_leaves_the_folder_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load, placed: bool, error: Exception
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load, error: Exception, placed: bool
 ):
     archive = tmp_path / "data" / f"{load.__name__.replace('load_cifar', 'cifar-')}-python.tar.gz"
     if placed:
@@ -161,6 +153,90 @@ def test_failed_download_names_the_archive_and_leaves_the_folder_as_it_was(
     assert archive.exists() == archive.parent.exists() == placed
 
 
+# --- Texts ---------------------------------------------------------------------------------------
+
+
+def test_manual_is_the_language_reference_of_this_python():
+    from pydoc_data.topics import topics
+
+    data = load("manual")
+    length = sum(len(part.tensors[0]) for part in (data.train, data.val, data.test))
+    assert length == sum(map(len, topics.values())) + 2 * (len(topics) - 1) > 300_000
+    assert data.source_version.startswith("python 3.")
+
+
+def read(path: Path, block_size: int = 4) -> Data:
+    data = text.load_text_file(
+        path=str(path), block_size=block_size, val_fraction=0.1, test_fraction=0.2
+    )
+    validate(data)
+    return data
+
+
+def test_splits_are_contiguous_parts_and_tokens_spell_the_text(tmp_path: Path):
+    content = "abcdefghij" * 20 + "é€𝄞 tail of the text " * 5
+    (tmp_path / "a.txt").write_text(content)
+    data = read(tmp_path / "a.txt")
+    assert data.symbols == tuple(sorted(set(content)))
+    assert data.vocab_size == data.num_outputs == len(set(content))
+    parts = []
+    for part in (data.train, data.val, data.test):
+        assert isinstance(part, Windows)
+        parts.append("".join(data.symbols[token] for token in part.tokens.tolist()))
+    assert "".join(parts) == content
+    assert list(map(len, parts)) == [214, 30, 61] and len(content) == 305
+
+
+def test_bytes_per_token_counts_utf8_in_each_split():
+    data = build_text_data("toy", "a€" * 160 + "é" * 40 + "𝄞" * 40, 2, 0.1, 0.1)
+    assert data.bytes_per_token == {"train": 2.0, "val": 2.0, "test": 4.0}
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 9])
+def test_shortest_accepted_text_is_the_one_that_the_message_names(tmp_path: Path, block_size: int):
+    path = tmp_path / "a.txt"
+    path.write_text("xy")
+    needed = math.ceil(2 * block_size / 0.1) + 1
+    with pytest.raises(UserError, match=f"2 characters.*block_size={block_size} needs {needed};"):
+        read(path, block_size)
+    path.write_text("xy" * (needed // 2) + "x" * (needed % 2))
+    assert len(read(path, block_size).val) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("ein Käse".encode("latin-1") * 50, "0xe4 at offset 5"),
+        (b"abcdefghij" * 100_000, "needs 0.0 GB of memory"),
+        (None, "cannot be read"),
+    ],
+)
+def test_text_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None, message: str
+):
+    monkeypatch.setattr(sources, "available_memory", lambda: 20_000_000)
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=f"data.path={path}.*{message}"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "val", "test", "message"),
+    [
+        (2, 0.0, 0.1, "data.val_fraction=0.0 and data.test_fraction=0.1"),
+        (2, 0.1, 0.0, "data.test_fraction=0.0"),
+        (2, 0.6, 0.5, "data.val_fraction=0.6"),
+        (2, -0.1, 0.1, "data.val_fraction=-0.1"),
+        (0, 0.1, 0.1, "data.block_size=0"),
+    ],
+)
+def test_bad_sizes_are_refused(block_size: int, val: float, test: float, message: str):
+    with pytest.raises(UserError, match=message):
+        build_text_data("toy", "abc" * 100, block_size, val, test)
+
+
 @pytest.fixture
 def shakespeare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A file that stands for the one on the network."""
@@ -173,12 +249,16 @@ def shakespeare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return file
 
 
-def test_shakespeare_is_downloaded_once(shakespeare: Path, tmp_path: Path):
-    first = text.load_shakespeare(data_dir=str(tmp_path / "data"), **TEXT_OPTIONS)
+def test_shakespeare_is_downloaded_once_and_verified(shakespeare: Path, tmp_path: Path):
+    options = {"data_dir": str(tmp_path / "data"), **TEXT_OPTIONS}
+    first = text.load_shakespeare(**options)
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["tinyshakespeare.txt"]
     shakespeare.unlink()
-    again = text.load_shakespeare(data_dir=str(tmp_path / "data"), **TEXT_OPTIONS)
-    assert again.digest == first.digest
+    assert text.load_shakespeare(**options).digest == first.digest
+    path = tmp_path / "data" / "tinyshakespeare.txt"
+    path.write_text("Marlowe")
+    with pytest.raises(UserError, match=f"{path}.*data=text_file data.path={path}"):
+        text.load_shakespeare(**options)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("captive portal")])
@@ -187,10 +267,3 @@ def test_failed_download_of_shakespeare_leaves_nothing(shakespeare: Path, tmp_pa
     with pytest.raises(UserError, match=f"tinyshakespeare.txt.*{tmp_path / 'data'}.*data=digits"):
         text.load_shakespeare(data_dir=str(tmp_path / "data"), **TEXT_OPTIONS)
     assert not (tmp_path / "data").exists()
-
-
-def test_another_file_instead_of_shakespeare_is_refused(tmp_path: Path):
-    path = tmp_path / "tinyshakespeare.txt"
-    path.write_text("Marlowe")
-    with pytest.raises(UserError, match=f"{path}.*data=text_file data.path={path}"):
-        text.load_shakespeare(data_dir=str(tmp_path), **TEXT_OPTIONS)

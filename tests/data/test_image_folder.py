@@ -64,19 +64,15 @@ def test_images_and_classes_are_those_of_the_files(root: Path):
         assert torch.equal(data.test.inputs[row], expected)
 
 
-def test_grey_and_palette_images_become_rgb(root: Path):
+def test_grey_images_nested_folders_and_capital_suffixes_count(root: Path):
     grey = pixels("test", "cat", 0)[..., 0]
     Image.fromarray(grey).save(root / "test/cat/0.png")
+    (root / "train/cat/more").mkdir()
+    Image.fromarray(pixels("train", "cat", 9)).save(root / "train/cat/more/x.JPG", quality=95)
     data = load(root)
     assert isinstance(data.test, Examples)
     assert torch.equal(data.test.inputs[0], torch.from_numpy(grey).expand(3, -1, -1))
-
-
-def test_images_in_nested_folders_and_capital_suffixes_count(root: Path):
-    (root / "train/cat/more").mkdir()
-    image = Image.fromarray(pixels("train", "cat", 9))
-    image.save(root / "train/cat/more/x.JPG", quality=95)
-    assert len(load(root).train) == 9
+    assert len(data.train) == 9
 
 
 def test_size_scales_and_crops_the_centre(root: Path):
@@ -89,25 +85,19 @@ def test_size_scales_and_crops_the_centre(root: Path):
     assert (data.test.inputs[0].float() - 200).abs().max() <= 25  # bicubic overshoots
 
 
-def spoil_keeping_status(path: Path) -> None:
-    """Other bytes, same size and time: noticed only by decoding the file again."""
-    status = path.stat()
-    path.write_bytes(b"x" * status.st_size)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def test_second_load_reads_the_cache(root: Path, capsys: pytest.CaptureFixture[str]):
+def test_second_load_reads_the_cache_until_a_file_is_edited(
+    root: Path, capsys: pytest.CaptureFixture[str]
+):
     first = load(root)
     assert "decoding 14 images of data.root=" in capsys.readouterr().err
-    spoil_keeping_status(root / "train/cat/3.png")
+    path = root / "train/cat/3.png"
+    status = path.stat()
+    path.write_bytes(b"x" * status.st_size)  # noticed only by decoding the file again
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert load(root).digest == first.digest
     assert capsys.readouterr().err == ""
     assert len(list((root.parent / "data/cache").iterdir())) == 1
-
-
-def test_edited_file_is_decoded_again(root: Path):
-    first = load(root)
-    Image.fromarray(pixels("edited", "cat", 0)).save(root / "train/cat/3.png")
+    Image.fromarray(pixels("edited", "cat", 0)).save(path)
     assert load(root).digest != first.digest
 
 
@@ -131,36 +121,23 @@ def test_cache_that_cannot_be_written_is_reported(root: Path, caplog: pytest.Log
     assert str(root.parent / "data" / "cache") in caplog.text
 
 
-def remove_test(root: Path) -> None:
-    shutil.rmtree(root / "test")
+SPOILT = {  # how a folder is made unusable, by the message
+    "data.root=.*pets.*train/<class>/": shutil.rmtree,
+    "data.root=.*test/<class>/": lambda root: shutil.rmtree(root / "test"),
+    "train/dog has no images": lambda root: [p.unlink() for p in root.glob("train/dog/?.png")],
+    "class lynx is in train/ only": lambda root: (root / "train/dog").rename(root / "train/lynx"),
+    "class lynx is in test/ only": lambda root: shutil.copytree(
+        root / "test/cat", root / "test/lynx"
+    ),
+    "test/dog/1.png is 9x5 pixels.*6x5.*data.size=32": lambda root: Image.fromarray(
+        pixels("test", "dog", 1, height=9)
+    ).save(root / "test/dog/1.png"),
+}
 
 
-def empty_class(root: Path) -> None:
-    for path in (root / "train/dog").glob("?.png"):
-        path.unlink()
-
-
-def add_class(split: str):
-    return lambda root: shutil.copytree(root / split / "cat", root / split / "lynx")
-
-
-def resize(root: Path) -> None:
-    Image.fromarray(pixels("test", "dog", 1, height=9)).save(root / "test/dog/1.png")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (shutil.rmtree, "data.root=.*pets.*train/<class>/"),
-        (remove_test, "data.root=.*test/<class>/"),
-        (empty_class, "train/dog has no images"),
-        (add_class("train"), "class lynx is in train/ only"),
-        (add_class("test"), "class lynx is in test/ only"),
-        (resize, "test/dog/1.png is 9x5 pixels.*6x5.*data.size=32"),
-    ],
-)
-def test_folder_that_cannot_be_used_is_refused(root: Path, spoil, message: str):
-    spoil(root)
+@pytest.mark.parametrize("message", SPOILT)
+def test_folder_that_cannot_be_used_is_refused(root: Path, message: str):
+    SPOILT[message](root)
     with pytest.raises(UserError, match=message):
         load(root)
     assert not (root.parent / "data").exists()
@@ -175,14 +152,11 @@ def test_corrupt_file_is_refused_by_name(root: Path, content: bytes):
         load(root)
 
 
-def test_size_must_be_positive(root: Path):
-    with pytest.raises(UserError, match="data.size=0"):
-        load(root, size=0)
-
-
-def test_more_than_memory_holds_is_refused_with_its_size(
+def test_bad_size_and_more_than_memory_holds_are_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    with pytest.raises(UserError, match="data.size=0"):
+        load(root, size=0)
     monkeypatch.setattr(sources, "available_memory", lambda: 1000)
     with pytest.raises(UserError, match="14 images of 6x5 needs .* GB of memory.*data.size"):
         load(root)

@@ -1,13 +1,21 @@
-"""The pure part of a cell's id: sizes, differences, slug and hash, digests of source files."""
+"""A cell's id and what a result followed from: sizes, differences, sources, the environment."""
 
 from __future__ import annotations
 
+import json
+import platform
 import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import normexp
+from normexp.records import environment
+from normexp.records.environment import describe_environment, git_commit
 from normexp.records.identity import (
     canonical_sizes,
     cell_id,
@@ -55,11 +63,9 @@ def test_differences_are_what_is_not_as_by_default(values, found):
 
 def test_the_hash_is_of_values_whatever_their_order_and_spelling():
     one = cell_id({"a": 0.1, "b": [1, {"c": 2.0}]}, ["x"])
-    assert cell_id({"b": (1.0, {"c": 2}), "a": 0.10}, ["x"]) == one
-    assert cell_id({"b": (1.0, {"c": 2}), "a": 0.1 + 2e-17}, ["x"]) == one  # 16th digit
-    assert cell_id({"b": (1.0, {"c": 2}), "a": 0.1 + 1e-12}, ["x"]) != one
-    assert cell_id({"b": (1.0, {"c": 2}), "a": "0.1"}, ["x"]) != one
     assert re.fullmatch(r"x-[0-9a-f]{10}", one)
+    for a, is_same in ((0.10, True), (0.1 + 2e-17, True), (0.1 + 1e-12, False), ("0.1", False)):
+        assert (cell_id({"b": (1.0, {"c": 2}), "a": a}, ["x"]) == one) == is_same  # 15 digits
 
 
 @pytest.mark.parametrize("part", ["b/../c", "Very" * 40, "Größe mit=Leer,Zeichen", "", "."])
@@ -69,40 +75,87 @@ def test_a_slug_is_safe_and_short(part: str):
     assert len(named) <= 80
 
 
+# --- Sources -------------------------------------------------------------------------------------
+
+
 def source_digest(module_file: Path) -> str | None:
     root = source_root(module_file)
     return None if root is None else digest_of_source(root)
 
 
-def test_a_source_digest_follows_an_edit_of_its_file(tmp_path: Path):
-    module = tmp_path / "my_norm.py"
-    module.write_text("scale = 1\n")
-    before = source_digest(module)
-    (tmp_path / "unrelated.py").write_text("")
-    assert source_digest(module) == before == digest_of_source(module)
-    module.write_text("scale = 2\n")
-    assert source_digest(module) != before
-
-
-def test_a_source_digest_in_a_package_follows_its_helpers(tmp_path: Path):
+def test_a_source_digest_follows_an_edit_of_its_file_or_of_a_helper_in_its_package(tmp_path: Path):
     package = tmp_path / "my_pkg"
     (package / "norms").mkdir(parents=True)
     for file in ("__init__.py", "norms/__init__.py", "norms/mine.py", "helper.py", "notes.txt"):
         (package / file).write_text("x = 1\n")
-    before = source_digest(package / "norms" / "mine.py")
+    (tmp_path / "alone.py").write_text("x = 1\n")
+    alone, mine = tmp_path / "alone.py", package / "norms" / "mine.py"
+    digests = [source_digest(alone), source_digest(mine)]
     (package / "notes.txt").write_text("not source")
-    assert source_digest(package / "norms" / "mine.py") == before
+    (tmp_path / "unrelated.py").touch()
+    assert [source_digest(alone), source_digest(mine)] == digests
     (package / "helper.py").write_text("x = 2\n")
-    edited = source_digest(package / "norms" / "mine.py")
-    assert edited != before
+    digests.append(source_digest(mine))
     (package / "helper.py").rename(package / "renamed.py")
-    assert source_digest(package / "norms" / "mine.py") != edited
+    digests.append(source_digest(mine))
+    alone.write_text("x = 2\n")
+    assert len({*digests, source_digest(alone)}) == 5
 
 
 def test_normexp_and_installed_packages_have_no_source_digest(tmp_path: Path):
-    assert source_digest(Path(normexp.__file__).parent / "norms" / "group.py") is None
-    assert source_digest(Path(pytest.__file__)) is None
     installed = tmp_path / "site-packages" / "foreign.py"
     installed.parent.mkdir()
-    installed.write_text("")
-    assert source_digest(installed) is None
+    installed.touch()
+    group = Path(normexp.__file__).parent / "norms" / "group.py"
+    assert [source_digest(file) for file in (group, Path(pytest.__file__), installed)] == [None] * 3
+
+
+# --- The environment -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder in which normexp seems to lie."""
+    monkeypatch.setattr(environment, "PACKAGE", tmp_path)
+    git_commit.cache_clear()
+    yield tmp_path
+    git_commit.cache_clear()
+
+
+def test_environment_is_plain_and_names_the_versions():
+    described = describe_environment()
+    assert json.loads(json.dumps(described, allow_nan=False)) == described
+    assert described["python"] == platform.python_version()
+    assert described["torch"] == version("torch")
+    assert described["cpu_count"] >= 1
+    assert "gpu" not in described and describe_environment(gpu="H200")["gpu"] == "H200"
+    assert len(described["code_version"]) == 16
+    assert not {None, platform.node()} & {*described.values()}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git on this machine")
+def test_commit_is_of_the_checkout_around_the_code(package: Path, monkeypatch, capfd):
+    assert git_commit() is None  # no checkout
+    identity = ["-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", "-C", str(package), *command], check=True)
+    head = subprocess.check_output(["git", "-C", str(package), "rev-parse", "HEAD"], text=True)
+    git_commit.cache_clear()
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as inside a git hook
+    assert git_commit() == head.strip()
+    git_commit.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert git_commit() is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_records_import_the_standard_library_only():
+    script = """if True:
+        import sys
+        import normexp.records.result, normexp.records.metrics, normexp.records.history
+        import normexp.records.environment, normexp.records.stacks
+        normexp.records.environment.describe_environment()
+        print([name for name in ("torch", "numpy", "yaml", "hydra") if name in sys.modules])
+    """
+    told = subprocess.check_output([sys.executable, "-c", script], text=True)
+    assert told.strip() == "[]"

@@ -11,7 +11,7 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.paths import find_study, list_cells, list_runs, seed_dir, seed_of
-from normexp.records.result import Result, read_records, read_result, read_run, write_result
+from normexp.records.result import Result, read_records, read_result, write_result
 
 FAILED: dict[str, Any] = {"status": "failed", "error": "x", "metrics": {}, "timing": {}}
 
@@ -40,9 +40,11 @@ def make_result(**changes: Any) -> Result:
     ids=lambda result: result.status,
 )
 def test_result_round_trip_is_exact(tmp_path: Path, result: Result):
-    write_result(tmp_path, result)
-    assert read_result(tmp_path) == read_result(tmp_path / "result.json") == result
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    run_dir = seed_dir(tmp_path / result.cell_id, result.seed)
+    run_dir.mkdir(parents=True)
+    write_result(run_dir, result)
+    assert read_result(run_dir) == read_result(run_dir / "result.json") == result
+    assert [path.name for path in run_dir.iterdir()] == ["result.json"]
 
 
 def test_missing_values_are_absent_and_metrics_are_sorted():
@@ -133,12 +135,12 @@ def test_failed_runs_are_tried_again_up_to_the_limit(
 
 def test_result_of_another_run_and_file_in_place_of_a_run_are_named(tmp_path: Path):
     run_dir = add_run(tmp_path, "c", 1)
-    assert read_run(run_dir).seed == 1
+    assert read_result(run_dir).seed == 1
     shutil.copytree(run_dir, seed_dir(tmp_path / "c", 0))
     with pytest.raises(UserError, match=r"seed-0 holds the result of cell c, seed 1"):
         read_records(tmp_path / "c", [0, 1])
     with pytest.raises(UserError, match="cell c, seed 1"):
-        read_run((tmp_path / "c").rename(tmp_path / "d") / "seed-1")
+        read_result((tmp_path / "c").rename(tmp_path / "d") / "seed-1")
     seed_dir(tmp_path / "d", 2).touch()
     with pytest.raises(UserError, match="seed-2 is a file"):
         read_records(tmp_path / "d", [2])
