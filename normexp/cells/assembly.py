@@ -80,7 +80,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
 
 def build_callbacks(cell: Cell, on_steps: OnSteps | None) -> list[Callback]:
     """The callbacks of a training; without `on_steps`, a progress bar among them."""
-    bar = TrainingProgress(cell.title, cell.plan.epochs)
+    bar = TrainingProgress(cell.title)
     callbacks = [bar if on_steps is None else StepReports(on_steps), *_own_callbacks(cell)]
     if cell.cfg.diagnostics:
         callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
@@ -93,10 +93,6 @@ def _own_callbacks(cell: Cell) -> list[Callback]:
 
 
 # --- Replicas ------------------------------------------------------------------------------------
-
-
-def build_replicas(cell: Cell, seeds: list[int], *, is_stacked: bool | None = None) -> Replicas:
-    return arrange_replicas(cell, [cell.build(seed) for seed in seeds], is_stacked=is_stacked)
 
 
 def arrange_replicas(
@@ -144,12 +140,13 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
 
     A checkpoint that is torn or does not fit is renamed, and logged.
     """
+    networks = [cell.build(seed) for seed in seeds]
     if not checkpoint.is_file():
-        return build_replicas(cell, seeds)
+        return arrange_replicas(cell, networks)
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
         own = content["normexp"]
-        replicas = build_replicas(cell, seeds, is_stacked=own["is_stacked"])
+        replicas = arrange_replicas(cell, networks, is_stacked=own["is_stacked"])
         trained = {k: v for k, v in content["state_dict"].items() if not k.startswith("averaged.")}
         if _shapes(trained) != _shapes(replicas.state_dict(prefix="replicas.")):
             raise ValueError("it belongs to other networks")
@@ -163,7 +160,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
                 "%s cannot be used (%s); it is kept as %s and the stack starts over",
                 *(checkpoint, one_line(error), aside.name),
             )
-        return build_replicas(cell, seeds)
+        return arrange_replicas(cell, networks)
     logger.info("%s continues from step %d of %d", cell.title, step, cell.plan.num_steps)
     return replicas
 

@@ -22,11 +22,10 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.finished import suggest_evaluation
 from normexp.cells.recorded import has_evaluations, key_entry
-from normexp.cells.stack import Run, Stack, begun_stack, new_stack
+from normexp.cells.stack import Run, Stack, begun_stack, new_stack, record_failure
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
 from normexp.errors import UserError
-from normexp.records.environment import describe_environment
 from normexp.records.files import (
     ensure_writable,
     file_lock,
@@ -36,8 +35,8 @@ from normexp.records.files import (
 )
 from normexp.records.history import AttemptEntry, KeyEntry, append_entries, read_history
 from normexp.records.identity import place_of
-from normexp.records.paths import LOCK_FILE, LOG_FILE, seed_dir
-from normexp.records.result import CellRecords, Result, read_records, write_result
+from normexp.records.paths import LOCK_FILE, LOG_FILE
+from normexp.records.result import CellRecords, Result, read_records
 from normexp.records.stacks import StackRecord, end_stack, list_stacks
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -212,6 +211,7 @@ class Task:
     # --- Training: begun stacks as they were, then the other runs
 
     def _train_claimed(self, begun: Sequence[Stack]) -> list[Outcome]:
+        """Trains what is still missing, now that no other process does."""
         missing = [each for each in self.cells if each.missing()]
         try:
             with self.stop.listening():
@@ -239,7 +239,9 @@ class Task:
                 end_stack(stack.record)
                 waiting.extendleft(reversed(apart))
             elif error is not None:
-                self._record_failure(stack, error)
+                record_failure(stack, error)
+                where = f"{error} (see {stack.record.directory / LOG_FILE})"
+                self.errors.setdefault(stack.cell.id, where)
 
     def _arrange(self, begun: Sequence[Stack]) -> list[Stack]:
         """Begun stacks with a missing run; runs that failed or train alone; all others in one."""
@@ -302,25 +304,10 @@ class Task:
             return reason
         return None
 
-    def _record_failure(self, stack: Stack, reason: str) -> None:
-        """Writes the failed result of a stack of one."""
-        ((cell, seed),) = stack.runs
-        run_dir = seed_dir(cell.directory, seed)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        failed = Result(
-            *(cell.id, seed, "failed", cell.record, {}, describe_environment()),
-            error=reason,
-            attempts=stack.record.attempts + 1,
-            apart=stack.record.apart,
-        )
-        write_result(run_dir, failed)
-        end_stack(stack.record)
-        self.errors.setdefault(cell.id, f"{reason} (see {stack.record.directory / LOG_FILE})")
-
 
 @contextmanager
 def _claimed(cells: Iterable[Cell]) -> Iterator[Outcome | None]:
-    """Yields None holding the locks of all cells, or a `busy` outcome holding none of them."""
+    """Yields None with the locks of all cells, or a `busy` outcome if one of them is taken."""
     by_id = {cell.id: cell for cell in cells}
     ensure_writable(next(iter(by_id.values())).study_dir)
     with ExitStack() as held:
@@ -328,7 +315,6 @@ def _claimed(cells: Iterable[Cell]) -> Iterator[Outcome | None]:
             cell.directory.mkdir(parents=True, exist_ok=True)
             lock = cell.directory / LOCK_FILE
             if not held.enter_context(file_lock(lock)):
-                held.close()
                 yield Outcome("busy", cell.title, cell.id, cell.directory, holder=holder_of(lock))
                 return
         yield None

@@ -108,7 +108,7 @@ def begun_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     """
     known = {cell.id: cell for cell in cells}
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
-    for cell_id in record.rates.keys() - known.keys():
+    for cell_id in sorted(record.rates.keys() - known.keys()):
         cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
         known[cell_id] = prepare_cell(cfg, template.choices)
         if known[cell_id].id != cell_id:
@@ -171,10 +171,8 @@ def _fit(
     is_stopped = fit(
         module,
         checkpoint=stack.record.checkpoint,
-        epochs=cell.plan.epochs,
         val_every_epochs=cell.cfg.val_every_epochs,
         trainer_options=plain(cell.cfg.trainer),
-        loggers=list(recorder.loggers),
         callbacks=build_callbacks(cell, on_steps),
         stop=stop,
     )
@@ -205,6 +203,21 @@ def _record(stack: Stack, module: TrainingModule) -> None:
         results.append((run_dir, _result_of(stack, module, index, environment, timing)))
     for run_dir, result in results:
         write_result(run_dir, result)
+    end_stack(stack.record)
+
+
+def record_failure(stack: Stack, reason: str) -> None:
+    """Writes the failed result of a stack of one."""
+    ((cell, seed),) = stack.runs
+    run_dir = seed_dir(cell.directory, seed)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    failed = Result(
+        *(cell.id, seed, "failed", cell.record, {}, describe_environment()),
+        error=reason,
+        attempts=stack.record.attempts + 1,
+        apart=stack.record.apart,
+    )
+    write_result(run_dir, failed)
     end_stack(stack.record)
 
 

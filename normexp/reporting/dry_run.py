@@ -9,9 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome, spoken
 from normexp.errors import UserError
@@ -22,7 +19,8 @@ from normexp.reporting.cells import build_cells
 from normexp.reporting.frame import StudyRecords, config_row, run_frame
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.slices import build_slices
-from normexp.reporting.summary import by_cell, wide_console
+from normexp.reporting.summary import by_cell
+from normexp.reporting.terminal import open_console, text_table
 from normexp.reporting.verdict import contrasts_of
 from normexp.stats.family import seeds_for, smallest_difference
 
@@ -42,31 +40,32 @@ def print_plan(
 ) -> None:
     """Prints a row per cell, the totals, and the smallest difference that the report will call."""
     read = cache(read_timed)
-    table = Table("cell", "runs to do", "done", "steps", "time", "memory", box=None)
     planned: dict[Path, list[Outcome]] = {}  # by study
-    seconds: list[float | None] = []
-    refused = []
+    seconds, rows, refused = [], [], []
     for titles, outcome in by_cell(cells, outcomes):
         title = shared_words(titles) if len(cells) > 1 else outcome.title
         if outcome.directory is None:
             refused.append(f"{outcome.status}: {title}: {outcome.error}")
             continue
         planned.setdefault(outcome.directory.parent, []).append(outcome)
-        seconds.append(_expected_seconds(outcome, read))
-        table.add_row(Text(title), *_planned(outcome, seconds[-1]))
-    lines = [*refused, _total(list(planned.values()), seconds, num_workers)]
+        seconds.append(_find_seconds(outcome, outcome.directory.parent, read))
+        rows.append([title, *_planned(outcome, seconds[-1])])
+    num_runs = sum(len(outcome.missing) for own in planned.values() for outcome in own)
+    lines = [*refused, f"{counted(num_runs, 'run')} to do: {_total(seconds, num_workers)}"]
     lines += [power_words(own, read(study_dir)) for study_dir, own in planned.items()]
-    console = wide_console()
-    if planned:
-        console.print(table)
+    console = open_console()
+    if rows:
+        heads = ("cell", "runs to do", "done", "steps", "time", "memory")
+        console.print(text_table(heads, rows))
     for line in filter(None, lines):
-        console.print(line, markup=False, soft_wrap=True)
+        console.out(line)
 
 
-def _expected_seconds(outcome: Outcome, read: Callable[[Path], list[Result]]) -> float | None:
+def _find_seconds(
+    outcome: Outcome, study_dir: Path, read: Callable[[Path], list[Result]]
+) -> float | None:
     """Training time of what a cell lacks: as in its own study, else in the studies beside it."""
-    assert outcome.directory is not None
-    study_dir, count = outcome.directory.parent, len(outcome.missing)
+    count = len(outcome.missing)
     found = expected_seconds(outcome.record, count, read(study_dir)) if count else 0.0
     if found is None:
         others = (file.parent for file in study_dir.parent.glob(f"*/{STUDY_FILE}"))
@@ -120,21 +119,19 @@ def _planned(outcome: Outcome, seconds: float | None) -> list[str]:
     return [str(len(outcome.missing)), str(num_done), steps, time, memory]
 
 
-def _total(
-    planned: Sequence[Sequence[Outcome]], seconds: Sequence[float | None], num_workers: int
-) -> str:
-    """Runs and time of all cells; with several workers, no shorter than the longest cell."""
-    count = counted(sum(len(o.missing) for own in planned for o in own), "run")
+def _total(seconds: Sequence[float | None], num_workers: int) -> str:
+    """The time of all cells; with several workers, no shorter than the longest cell."""
     known = [each for each in seconds if each is not None]
-    num_unknown = len(seconds) - len(known)
-    parts = [f"{spoken(sum(known))} of training"] if any(known) or not num_unknown else []
+    parts = []
+    if any(known) or len(known) == len(seconds):
+        parts.append(f"{spoken(sum(known))} of training")
     if any(known) and num_workers > 1:
         at_best = max(sum(known) / num_workers, *known)
         parts[0] += f", {spoken(at_best)} in {num_workers} workers"
-    if num_unknown:
-        cells = counted(num_unknown, "cell")
+    if len(known) < len(seconds):
+        cells = counted(len(seconds) - len(known), "cell")
         parts.append(f"{cells} of unknown time until a similar training is recorded")
-    return f"{count} to do: {', and '.join(parts)}"
+    return ", and ".join(parts)
 
 
 def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:

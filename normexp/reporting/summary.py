@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from shlex import join, quote
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from normexp.config.rules import counted
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Result, values_of
 from normexp.records.state import shared_words
+from normexp.reporting.terminal import open_console, text_table
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
-LOG_WIDTH = 200  # columns of a log file
 WIDE = 110  # terminal width from which the folder of each cell is shown
 # Norms to compare with: for images, and for language models (these do not read future tokens).
 OF_IMAGES = ("batch", "layer", "instance", "group")
@@ -35,40 +32,39 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
         words: the typed command, program first.
     """
     if outcome.status == "failed":
-        error = Console(stderr=True, highlight=False)
-        error.print(f"failed: {outcome.error}", markup=False, soft_wrap=True)
+        print(f"failed: {outcome.error}", file=sys.stderr)
     if outcome.status not in ("finished", "skipped"):
         return
-    console = Console(highlight=False)
+    console = open_console()
     how = {"skipped": "already recorded", "finished": "trained"}
     count = counted(len(outcome.results), "seed")
-    console.print(f"\n{outcome.title}: {how[outcome.status]}, n = {count}", markup=False)
+    console.out(f"\n{outcome.title}: {how[outcome.status]}, n = {count}")
     if outcome.invalid:
-        console.print(f"INVALID, every number: {outcome.invalid}", markup=False, soft_wrap=True)
-    table = Table("metric", "mean", "sd over seeds", "lowest", "highest", "n", box=None)
+        console.out(f"INVALID, every number: {outcome.invalid}")
+    rows = []
     for name in shown_metrics(outcome.results):
         values = values_of(outcome.results, name)
         spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
         mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
         stamp = " INVALID" if outcome.invalid else ""
-        table.add_row(name + stamp, mean, spread, least, most, str(len(values)))
-    console.print(table)
+        rows.append([name + stamp, mean, spread, least, most, str(len(values))])
+    heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
+    console.print(text_table(heads, rows))
     for result in outcome.results:
         if result.status == "diverged":
-            console.print(f"seed {result.seed} diverged at step {result.diverged_at_step}")
+            console.out(f"seed {result.seed} diverged at step {result.diverged_at_step}")
     for result in outcome.results:
         if result.stopped:
-            told = f"seed {result.seed} ended at step {result.steps}: {result.stopped}"
-            console.print(told, markup=False, soft_wrap=True)
+            console.out(f"seed {result.seed} ended at step {result.steps}: {result.stopped}")
     seconds = max(result.timing.get("train_seconds", 0.0) for result in outcome.results)
     steps = outcome.results[0].timing.get("step_ms", 0.0)
-    console.print(f"trained in {seconds:.1f} s, {steps:.2f} ms per step of the whole stack")
-    console.print(f"run directory: {outcome.directory}", markup=False, soft_wrap=True)
+    console.out(f"trained in {seconds:.1f} s, {steps:.2f} ms per step of the whole stack")
+    console.out(f"run directory: {outcome.directory}")
     for note in notes_on(outcome):
-        console.print(note, markup=False, soft_wrap=True)
-    console.print("next:")
+        console.out(note)
+    console.out("next:")
     for command in next_commands(outcome, words):
-        console.print(f"  {command}", markup=False, soft_wrap=True)
+        console.out(f"  {command}")
 
 
 def notes_on(outcome: Outcome) -> list[str]:
@@ -127,32 +123,27 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
 
     A narrow terminal does not show the folders of the cells.
     """
-    console = wide_console()
+    console = open_console()
     rows = by_cell(cells, outcomes)
     names = {_main_metric(outcome) for outcome in outcomes} - {""}
     metric = names.pop() if len(names) == 1 else ""
     has_place = console.width >= WIDE
-    table = Table("status", "cell", metric or "result", "n", *["where"] * has_place, box=None)
+    table = []
     for titles, outcome in rows:
         values = values_of(outcome.results, _main_metric(outcome))
         shown, count = _shown(outcome, in_header=metric), len(values) if outcome.results else ""
         row = [_status_of(outcome), shared_words(titles), shown, str(count)]
         row += [outcome.cell_id] * has_place
-        table.add_row(*map(Text, row))  # Text, so that [...] is not read as markup
-    console.print(table)
+        table.append(row)
+    heads = ["status", "cell", metric or "result", "n", *["where"] * has_place]
+    console.print(text_table(heads, table))
     counts = Counter(map(_status_of, outcomes))
-    console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for titles, outcome in rows:
         for note in notes_on(outcome):
-            console.print(f"{shared_words(titles)}: {note}", markup=False)
+            console.print(f"{shared_words(titles)}: {note}", markup=False)  # wrapped
     for command in commands_to_look(outcomes):
-        console.print(f"  {command}", markup=False, soft_wrap=True)
-
-
-def wide_console() -> Console:
-    """Standard output, as wide as a table may want where it is no terminal but a log file."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=LOG_WIDTH)
+        console.out(f"  {command}")
 
 
 def by_cell(

@@ -35,11 +35,9 @@ Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by 
 
 
 def open_console() -> Console:
-    """Standard output for text as it is: unwrapped, no markup, wide where it is a log file."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    return console
+    """Standard output, wide where it is a log file: `print` for tables, `out` for text as it is."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> Table:
@@ -55,46 +53,44 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
 def print_report(report: Report) -> None:
     """Counts, the main table, the verdict, and what is missing."""
     console = open_console()
-    console.print(f"{report.title}: {report.counts}")
+    console.out(f"{report.title}: {report.counts}")
     _print_main_table(console, report)
     for section in report.sections:
-        console.print(f"\n{section.answer.heading}", style="bold")
+        console.out(f"\n{section.answer.heading}", style="bold")
         if section.answer.measured_on:
-            console.print(f"Measured on {section.answer.measured_on}.", style="dim")
+            console.out(f"Measured on {section.answer.measured_on}.", style="dim")
         for one in section.answer.sentences:
-            console.print(f"- {one.text}")
+            console.out(f"- {one.text}")
         if section.answer.note:
-            console.print(section.answer.note, style="dim")
+            console.out(section.answer.note, style="dim")
     for change in report.changes:
         for line in [*change.config, *change.environment, *change.alone]:
-            console.print(f"  {line}")
+            console.out(f"  {line}")
     for line in report.waiting:
-        console.print(f"not ended: {line}", style="dim")
+        console.out(f"not ended: {line}", style="dim")
     for problem in report.problems:
-        console.print(f"not read: {problem}", style="red")
+        console.out(f"not read: {problem}", style="red")
 
 
 def _print_main_table(console: Console, report: Report) -> None:
     table = report.main_table
     if table.frame.empty:
-        console.print("no cell is in both studies: nothing to compare", style="red")
+        console.out("no cell is in both studies: nothing to compare", style="red")
         return
     same, texts = table.split()
     texts = texts.drop(columns=[name for name in LEFT_OUT if name in texts])
-    console.print(
-        ", ".join(f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT)
-    )
+    console.out(", ".join(f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT))
     counts = table.frame.get("count")
     if counts is not None:
         texts["seeds"] = counts
     drawn = text_table(map(str, texts), texts.head(MOST_ROWS).to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
         column.no_wrap = name not in WRAPPED
-    console.print(drawn)
+    console.print(drawn, soft_wrap=True)
     if counts is not None and counts.str.contains("[×!?]").any():
-        console.print("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
+        console.out("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
     if len(texts) > MOST_ROWS:
-        console.print(f"... and {len(texts) - MOST_ROWS} more rows in tables/{table.name}.md")
+        console.out(f"... and {len(texts) - MOST_ROWS} more rows in tables/{table.name}.md")
 
 
 def print_evaluations(
@@ -112,13 +108,13 @@ def print_evaluations(
     names.pop("num_samples", None)
     console = open_console()
     if invalid:
-        console.print(f"INVALID, every number below: {invalid}")
+        console.out(f"INVALID, every number below: {invalid}")
     if not kinds:
-        console.print(f"{title}: {why_nothing}")
+        console.out(f"{title}: {why_nothing}")
         return
-    console.print(f"{title}: n = {counted(len(contents), 'seed')}, mean (sd)")
+    console.out(f"{title}: n = {counted(len(contents), 'seed')}, mean (sd)")
     rows = [[kind, *(_spread(contents, kind, name) for name in names)] for kind in kinds]
-    console.print(text_table(["statistics", *names], rows), soft_wrap=False)
+    console.print(text_table(["statistics", *names], rows))
 
 
 def _spread(contents: Contents, kind: str, name: str) -> str:
@@ -136,18 +132,18 @@ def _spread(contents: Contents, kind: str, name: str) -> str:
 def print_status(status: StudyStatus) -> None:
     """Prints a row per cell, the commands so far, and the command to type next."""
     console, runs = open_console(), status.runs
-    console.print(_status_table(status), soft_wrap=False)
+    console.print(_status_table(status))
     counts = ", ".join(f"{runs[state]} {state}" for state in STATES if runs[state])
     num_refused = sum(bool(cell.refused) for cell in status.cells)
     refused = f"; {num_refused} cells refused" if num_refused else ""
     total = f"{sum(runs.values())} runs of {len(status.cells)} cells"
-    console.print(f"{status.root}: {total}: {counts}{refused}")
+    console.out(f"{status.root}: {total}: {counts}{refused}")
     if status.commands:
-        console.print("commands so far:")
+        console.out("commands so far:")
     for each in status.commands:
-        console.print(f"  {each.time}  {_as_typed(each.command)}")
+        console.out(f"  {each.time}  {_as_typed(each.command)}")
     for line in _next(status):
-        console.print(line)
+        console.out(line)
 
 
 def _status_table(status: StudyStatus) -> Table:

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from normexp.config.rules import in_identity
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import UserError
 from normexp.records.history import SearchEntry, append_entries, read_history
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
-from normexp.reporting.summary import wide_console
+from normexp.reporting.terminal import open_console, text_table
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
 from normexp.sweeps.sweep import check_ended, run_cells
@@ -141,18 +138,16 @@ def _record(findings: Sequence[Finding]) -> None:
 
 def print_table(findings: Sequence[Finding]) -> None:
     """Prints the best point of each search, warnings, and commands that repeat the best."""
-    console = wide_console()
+    console = open_console()
     labels = dict.fromkeys(each.metric.label for each in findings)
-    table = Table("search", "best", "points", f"{' or '.join(labels)}, search seeds", box=None)
-    table.add_column("fresh seeds, mean [95 % interval]")
-    table.add_column("n")
-    for each in findings:
-        table.add_row(*map(Text, [each.search.title, *_cells(each)]))
-    console.print(table)
+    heads = ["search", "best", "points", f"{' or '.join(labels)}, search seeds"]
+    heads += ["fresh seeds, mean [95 % interval]", "n"]
+    rows = [[each.search.title, *_cells(each)] for each in findings]
+    console.print(text_table(heads, rows))
     warnings = [line for each in findings for line in _warnings(each)]
     best = [f"  {each.search.command(each.best[0])}" for each in findings if each.best]
     for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
-        console.print(line, markup=False, soft_wrap=True)
+        console.out(line)
 
 
 def _cells(finding: Finding) -> list[str]:

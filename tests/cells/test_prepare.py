@@ -1,4 +1,4 @@
-"""Preparing a cell: its slots, and the data that the cells of a process share."""
+"""Preparing a cell: what is refused, what is noted, and the data that cells share."""
 
 from __future__ import annotations
 
@@ -14,63 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from normexp.cells import draft
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.config.compose import compose_cell, compose_config
+from normexp.config.compose import compose_cell
 from normexp.config.rules import validate
 from normexp.errors import UserError
 
-
-@cache
-def prepare(*words: str) -> Cell:
-    names = {"norm": "batch", "model": "convnet", "data": "digits", "optim": "sgd"}
-    for word in words:
-        key, _, value = word.partition("=")
-        if key in names:
-            names[key] = value
-    config = compose_config(words)
-    validate(config)
-    return prepare_cell(config, names)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["model=vit", "act=relu"],
-            "act=relu: model=vit has no activation after a norm; try model=convnet or "
-            "model=small_resnet",
-        ),
-        (["model=vit", "conv=plain"], "conv=plain: model=vit has no convolution"),
-        (["residual_scale=0"], "residual_scale=0: model=convnet has no residual branch; try"),
-        (["placement=post"], "placement=post: model=convnet has no transformer block; try"),
-        (
-            ["model=small_resnet", "qk_norm=false"],
-            "qk_norm=false: model=small_resnet has no attention; try model=vit, gpt or",
-        ),
-        (
-            ["model=vit", "norm=none", "placement=sandwich"],
-            "placement=sandwich: norm=none has no norm to place; try placement=null, or norm=rms",
-        ),
-        (
-            ["model=vit", "placement=hybrid", "qk_norm=true"],
-            "qk_norm=true: placement=hybrid normalizes queries, keys and values already; leave",
-        ),
-        (["act=swish"], "act=swish: must be one of relu, gelu, silu, tlu"),
-        (["qk_norm=1"], "qk_norm=1: must be true or false or null"),
-        (["residual_scale=inf"], "residual_scale=inf: must be a number or null"),
-        (["data.limit_train=31"], "data.limit_train=31 is less than one batch_size=32; try"),
-        (["data.limit_train=9999"], "data.limit_train=9999: the training split of data=digits has"),
-        (["ema=1"], "ema=1: must be a number between 0 and 1 or null"),
-        (["norm=ws", "norm.conv=ws"], "norm.conv=ws: must be one of plain, weight_standardized"),
-    ],
-)
-def test_value_is_refused_in_one_line(words: list[str], message: str):
-    with pytest.raises(UserError) as caught:
-        prepare(*words)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-MODULE = """
+OWN = """
+import pytorch_lightning as pl
 import torch
 from torch import nn
 from normexp.data import Data
@@ -102,47 +51,110 @@ def load_own(fault=""):
     if fault == "classes":
         data.num_outputs = 5
     return (data, data) if fault == "tuple" else data
+
+def ramp(step, total_steps, low=0.1):
+    return low + step / total_steps
+
+def worse(step, total_steps):
+    return {}["shape"]
+
+class Step(torch.optim.SGD):
+    def step(self, closure):
+        raise AssertionError
+
+class Made(torch.optim.SGD):
+    def __init__(self, *args, **kwargs):
+        raise RuntimeError("no device")
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("model._target_=own.Net model.fault=raises", r"own.Net fails: KeyError: 'depth' \(own.py"),
-        ("model._target_=own.Net model.fault=forward", r"model Net fails: boom \(own.py, line 18"),
-        ("model._target_=own.Net model.fault=outputs", r"own.Net returns \(2, 11\) .* \(2, 10\)"),
-        ("model._target_=own.Net model.fault=tuple", "own.Net returns a tuple"),
-        ("model._target_=own.Net model.depth=3", "model.depth: own.Net has no such argument"),
-        ("model._target_=own.Net model.fault=ignores", "no norm site, so `norm` has no effect"),
-        ("model._target_=own.Net model.fault=drops", "norm at norm has no effect"),
-        ("model._target_=own.nothing", "own.nothing returned a NoneType, not a torch.nn"),
-        ("data._target_=own.load_own data.fault=raises", "own.load_own fails: OSError: the disk"),
-        ("data._target_=own.load_own data.fault=classes", "num_outputs=5 allows 0 to 4"),
-        ("data._target_=own.load_own data.fault=tuple", "own.load_own returned a tuple"),
-        ("data._target_=own.load_own data.folder=x", "data.folder: own.load_own has no such arg"),
-        ("optim._target_=torch.optim.RMSprop optim.foo=1 lr=1", "optim.foo: torch.optim.RMSprop"),
-        ("replicas=1000000", "replicas=1000000 .* GiB of memory, and this machine has .* try repl"),
-        ("evaluate_batch_sizes=[2]", "evaluate_batch_sizes=.2. is of batch statistics: add batch"),
-    ],
-)
-def test_what_cannot_train_is_refused_in_one_line_and_nothing_else(
-    words: str,
+@cache
+def prepare(*words: str) -> Cell:
+    """The cell of these words; a target of `own` chooses `custom` in its group."""
+    custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
+    config, choices = compose_cell([*custom, *words])
+    validate(config)
+    return prepare_cell(config, choices)
+
+
+TEXT = "data=manual model.width=16 model.depth=1"
+DDP = "trainer=ddp trainer.accelerator=cpu"
+PLATEAU = "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
+REFUSED = {
+    "model=vit act=relu": r"act=relu: model=vit has no activation after a norm; try model=convnet",
+    "model=vit conv=plain": "conv=plain: model=vit has no convolution",
+    "residual_scale=0": "residual_scale=0: model=convnet has no residual branch; try",
+    "placement=post": "placement=post: model=convnet has no transformer block; try",
+    "model=small_resnet qk_norm=false": "qk_norm=false: model=small_resnet has no attention; try",
+    "model=vit norm=none placement=sandwich": "placement=sandwich: norm=none has no norm to place",
+    "model=vit placement=hybrid qk_norm=true": "qk_norm=true: placement=hybrid normalizes",
+    "data.limit_train=31": "data.limit_train=31 is less than one batch_size=32; try",
+    "data.limit_train=9999": "data.limit_train=9999: the training split of data=digits has",
+    "replicas=1000000": "replicas=1000000 .* GiB of memory, and this machine has .* try repl",
+    "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2. is of batch statistics: add batch",
+    f"{TEXT} norm=batch evaluate_with=[batch]": r"try evaluate_with=\[running,precise\]",
+    (
+        "data=langid model.width=16 model.depth=1 norm=batch_per_position evaluate_with=[batch] "
+        "evaluate_batch_sizes=[1]"
+    ): ("evaluate_batch_sizes=1 leaves one value per statistic at blocks.0.attn_norm"),
+    "trainer.devices=2": "trainer=ddp",
+    f"{DDP} trainer.devices=3": "batch_size=32 cannot be shared evenly by 3 devices; try 2",
+    f"{DDP} trainer.num_nodes=2": "as 4",
+    f"{DDP} trainer.strategy=fsdp": "trainer.strategy=fsdp: must be one of auto, ddp",
+    f"{DDP} trainer.devices=0": "trainer.devices=0: must be a whole number above 0",
+    "model._target_=own.Net model.fault=raises": r"own.Net fails: KeyError: 'depth' \(own.py, line",
+    "model._target_=own.Net model.fault=forward": r"model Net fails: boom \(own.py, line \d+",
+    "model._target_=own.Net model.fault=outputs": r"own.Net returns \(2, 11\) .* \(2, 10\)",
+    "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple",
+    "model._target_=own.Net model.depth=3": "model.depth: own.Net has no such argument",
+    "model._target_=own.Net model.fault=ignores": "no norm site, so `norm` has no effect",
+    "model._target_=own.Net model.fault=drops": "norm at norm has no effect",
+    "model._target_=own.nothing": "own.nothing returned a NoneType, not a torch.nn",
+    "data._target_=own.load_own data.fault=raises": "own.load_own fails: OSError: the disk",
+    "data._target_=own.load_own data.fault=classes": "num_outputs=5 allows 0 to 4",
+    "data._target_=own.load_own data.fault=tuple": "own.load_own returned a tuple",
+    "data._target_=own.load_own data.folder=x": "data.folder: own.load_own has no such arg",
+    "optim._target_=torch.optim.RMSprop optim.foo=1 lr=1": "optim.foo: torch.optim.RMSprop",
+    "optim._target_=own.Step lr=1": "closure",
+    "optim._target_=own.Made lr=1": r"optim\._target_=own\.Made: no device \(own\.py, line \d+\)",
+    "schedule._target_=own.worse": r"own\.worse fails: KeyError: 'shape' \(own\.py, line \d+",
+    "schedule._target_=own.ramp schedule.lo=2": "schedule.lo: .* did you mean low",
+    "schedule._target_=own.ramp optim.warmup=0": "^optim.warmup=0: nothing reads this key",
+    f"{PLATEAU} schedule.monitor=loss": "^schedule.monitor=loss is not a .* val/loss, val/accuracy",
+    "callback._target_=own.Step": "^callback.params is missing",
+    "callback=custom": "^callback._target_ is missing",
+    "callback=early_stopping callback.monitor=loss": "monitor=loss is not a metric",
+    "callback=early_stopping callback.patience=-1": "^callback.patience=-1: must be a whole",
+    "schedule._target_=torch.optim.lr_scheduler.StepLR": (
+        "^schedule.step_size is missing: .*StepLR needs it; set schedule.step_size=..."
+    ),
+    "schedule=wsd": "optim.schedule=",
+    "logger=custom logger.custom._target_=collections.OrderedDict": "logger.custom._target_",
+    "logger=custom logger.custom._target_=own.Gone": "own has no Gone",
+    (
+        "logger=custom logger.custom._target_=pytorch_lightning.loggers.CSVLogger "
+        "logger.custom.nam=x"
+    ): "logger.custom.nam",
+    "logger=custom logger.custom._target_=a.B logger.custom.per=seed": "logger.custom.per",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED.items(), ids=REFUSED.keys())
+def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
+    line: str,
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "own.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own", raising=False)
-    group = words.partition("._target_")[0]
-    custom = [f"{group}=custom"] if "_target_" in words else []
-    config, choices = compose_cell([*custom, *words.split()])
-    validate(config)
     with caplog.at_level(logging.INFO, "normexp"), pytest.raises(UserError) as caught:
-        prepare_cell(config, choices)
+        prepare(*line.split())
     assert re.search(message, str(caught.value))
-    assert "\n" not in str(caught.value) and not caplog.records
+    assert "\n" not in str(caught.value)
+    assert not [each for each in caplog.records if each.name.startswith("normexp.cells")]
 
 
 def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(
@@ -151,7 +163,7 @@ def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(
     with caplog.at_level(logging.INFO, "normexp"):
         cell = prepare("norm=nf", "model=convnet")
     note = "the norm's residual_scale=0.0 has no effect: model=convnet has no residual branch"
-    assert [record.getMessage() for record in caplog.records].count(note) == 1
+    assert list(cell.messages).count(note) == 1
     assert "residual_scale" not in cell.record
     assert cell.record["act"] == "scaled_relu"
 
@@ -171,23 +183,13 @@ def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
 
 def test_a_slot_is_one_training_whoever_says_it():
     by_norm, by_key = prepare("norm=ws"), prepare("norm=none", "conv=weight_standardized")
-    assert by_norm.record["identity"] == by_key.record["identity"]
+    none, plain = prepare("norm=none"), prepare("norm=ws", "conv=plain")
     assert by_norm.record["conv"] == by_key.record["conv"] == "weight_standardized"
-    assert by_norm.record["identity"] != prepare("norm=none").record["identity"]
-    plain = prepare("norm=ws", "conv=plain")
-    assert plain.record["identity"] == prepare("norm=none").record["identity"]
+    identities = [each.record["identity"] for each in (by_norm, by_key, none, plain)]
+    assert identities[0] == identities[1] != identities[2] == identities[3]
 
 
-@pytest.mark.slow
-def test_a_default_of_a_norm_that_has_no_place_is_no_other_training():
-    cells = [prepare("model=vit", f"norm={norm}") for norm in ("ws", "none")]
-    assert cells[0].record["identity"] == cells[1].record["identity"]
-
-
-@pytest.mark.slow
-def test_number_of_a_residual_scale_counts_by_value():
-    whole, real = (prepare("model=vit", "norm=none", f"residual_scale={v}") for v in ("0", "0.0"))
-    assert whole.id == real.id != prepare("model=vit", "norm=none").id
+# --- Data in memory ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -221,6 +223,6 @@ def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[str]
 
 
 def test_other_values_and_files_are_other_data(loaded: list[str]):
-    assert len({load("a"), load("a", folder="there")}) == 2
-    assert len({load("a", digest="1"), load("a", digest="2")}) == 2
+    assert load("a") is not load("a", folder="there")
+    assert load("a", digest="1") is not load("a", digest="2")
     assert len(loaded) == 4

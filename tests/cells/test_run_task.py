@@ -106,12 +106,8 @@ def test_rate_that_fails_takes_no_other_run_with_it(
         **{(0.5, seed): "failed" for seed in (0, 1)},
     }
     assert {run.apart for run in results.values()} == {WHY}
-    (stack, *alone) = read_history(tmp_path / "s").attempts
-    assert (stack.error, stack.died, len(alone)) == (
-        WHY,
-        False,
-        2,
-    )
+    stack, *alone = read_history(tmp_path / "s").attempts
+    assert (stack.error, stack.died, len(alone)) == (WHY, False, 2)
     assert not list(tmp_path.rglob(MEMBERS_FILE))
     monkeypatch.undo()
     assert train(tmp_path, *RATES) == 0  # the failed runs are tried again, one by one
@@ -260,9 +256,8 @@ def test_recorded_cell_names_the_command_that_adds_an_evaluation(
     train_one(folder, "evaluate_with=[running,precise]", "precise_samples=64")
     _, _, line = capsys.readouterr().err.partition("python -m normexp.evaluate ")
     options = read_options("evaluate", shlex.split(line.splitlines()[0]))
-    assert Path(options["run"]) == cell
-    assert options["evaluate_with"] == ["running", "precise"]
-    assert options["precise_samples"] == 64
+    asked = {key: options[key] for key in ("run", "evaluate_with", "precise_samples")}
+    assert list(asked.values()) == [str(cell), ["running", "precise"], 64]
     (cell / "seed-0/weights.pt").unlink()
     train_one(folder, "evaluate_with=[running,precise]")
     told = capsys.readouterr().err

@@ -1,14 +1,51 @@
-"""Norms with one fault each, in what they compute or in what they keep, as found in the wild."""
+"""Norms with one fault each, as found in the wild, and the line of the contract that catches it."""
 
 from __future__ import annotations
 
+import copy
 import random
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 EPS = 1e-5
+Make = TypeVar("Make", bound=Callable[..., Any])
+CAUGHT_BY: dict[str, tuple[Callable[[int], nn.Module], str, str]] = {}  # norm, line, words of it
+UNSAVED: dict[str, tuple[Callable[[int], nn.Module], str]] = {}  # norm, what a checkpoint lacks
+
+
+class Applies(nn.Module):
+    """A function of (N, C, *) as a norm."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def caught_by(line: str, words: str = "") -> Callable[[Make], Make]:
+    """Enters a class, or a function of (N, C, *), into the table."""
+
+    def enter(norm: Make) -> Make:
+        any_norm: Any = norm
+        make = any_norm if isinstance(any_norm, type) else lambda _: Applies(any_norm)
+        CAUGHT_BY[norm.__name__] = make, line, words
+        return norm
+
+    return enter
+
+
+def unsaved(lacks: str) -> Callable[[Make], Make]:
+    def enter(norm: Make) -> Make:
+        UNSAVED[norm.__name__] = norm, lacks
+        return caught_by("state_dict round trip")(norm)
+
+    return enter
 
 
 def per_channel(vector: Tensor, x: Tensor) -> Tensor:
@@ -17,6 +54,14 @@ def per_channel(vector: Tensor, x: Tensor) -> Tensor:
 
 def pooled(x: Tensor) -> list[int]:
     return [0, *range(2, x.ndim)]
+
+
+class Bare(nn.Module):
+    """No parameters."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
 
 
 class Affine(nn.Module):
@@ -38,14 +83,10 @@ class Affine(nn.Module):
         return (out * per_channel(self.weight, x) + per_channel(self.bias, x)).to(x.dtype)
 
 
-class Bare(nn.Module):
-    """No parameters."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
+# ---------------------------------------------------------------- faults of the forward
 
 
+@caught_by("exact at mean 1e4", "(2, 8)")
 class NaiveVariance(Affine):
     """E[x^2] - E[x]^2."""
 
@@ -53,6 +94,7 @@ class NaiveVariance(Affine):
         return x.square().mean(pooled(x)) - x.mean(pooled(x)).square()
 
 
+@caught_by("statistics wide in bfloat16")
 class NarrowStatistics(Affine):
     """Moments in the dtype of the input."""
 
@@ -62,6 +104,15 @@ class NarrowStatistics(Affine):
         return self.scaled(x, mean, centred.square().mean(pooled(x)))
 
 
+@caught_by("statistics wide in bfloat16", "half")
+class HalfInside(Affine):
+    """Computes in float16 and returns the dtype of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.half()).to(x.dtype)
+
+
+@caught_by("one sample")
 class UnbiasedVariance(Affine):
     """Normalizes by the unbiased variance: a gain of sqrt(1 - 1/n)."""
 
@@ -69,6 +120,15 @@ class UnbiasedVariance(Affine):
         return x.var(pooled(x), correction=1)
 
 
+@caught_by("finite on constants")
+class NoEps(Affine):
+    """Divides by a variance that may be zero."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        return super().spread(x) - EPS
+
+
+@caught_by("channels_last kept")
 class ViewOfMaps(Affine):
     """Layer norm by `view`, which a channels_last input does not allow."""
 
@@ -79,6 +139,7 @@ class ViewOfMaps(Affine):
         return out.view(x.shape) * per_channel(self.weight, x) + per_channel(self.bias, x)
 
 
+@caught_by("channels_last kept")
 class DropsChannelsLast(Affine):
     """Always returns contiguous memory."""
 
@@ -96,52 +157,56 @@ class OtherShape(Affine):
         return out * self.weight.view(shape) + self.bias.view(shape)
 
 
-class NoisyEvaluation(Bare):
-    """Draws in evaluation, too."""
+@caught_by("deterministic in evaluation")
+def noisy_evaluation(x: Tensor) -> Tensor:
+    return x * (1 + 0.1 * torch.rand_like(x))
+
+
+class NoisyTraining(Affine):
+    """Draws noise in training, which is no fault."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + 0.1 * torch.rand_like(x))
+        out = super().forward(x)
+        return out * (1 + 0.1 * torch.randn_like(out)) if self.training else out
 
 
-class WritesItsInput(Bare):
-    """Centres the caller's tensor."""
+@caught_by("input unchanged")
+def writes_its_input(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x -= x.mean(dim=1, keepdim=True)
+    return x * 1.0
+
+
+@caught_by("dtype kept")
+def wrong_dtype(x: Tensor) -> Tensor:
+    return x.float() / (x.float().square().mean(dim=1, keepdim=True) + EPS).sqrt()
+
+
+@caught_by("gradient in training")
+def wrong_gradient(x: Tensor) -> Tensor:
+    return x / (x.detach().square().mean(dim=1, keepdim=True) + EPS).sqrt()
+
+
+@caught_by("one position", "in training, (4, 8, 1)")
+def erases_one_position(x: Tensor) -> Tensor:
+    dims = list(range(2, x.ndim))
+    if not dims:
+        raise ValueError("needs positions")
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + EPS)
+
+
+@caught_by("finite outputs", "NaN")
+def returns_nan(x: Tensor) -> Tensor:
+    return x.log()
+
+
+@caught_by("finite outputs", "NaN, in evaluation")
+class NaNInEvaluation(Affine):
+    """Forgets its statistics in evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x -= x.mean(dim=1, keepdim=True)
-        return x * 1.0
-
-
-class NoEps(Affine):
-    """Divides by a variance that may be zero."""
-
-    def spread(self, x: Tensor) -> Tensor:
-        return super().spread(x) - EPS
-
-
-class WrongDtype(Bare):
-    """Returns float32 whatever it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float() / (x.float().square().mean(dim=1, keepdim=True) + EPS).sqrt()
-
-
-class WrongGradient(Bare):
-    """Lets no gradient through its statistic."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / (x.detach().square().mean(dim=1, keepdim=True) + EPS).sqrt()
-
-
-class ErasesOnePosition(Bare):
-    """Instance norm without a word about one position, whose output is zero for any input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        dims = list(range(2, x.ndim))
-        if not dims:
-            raise ValueError("needs positions")
-        mean = x.mean(dims, keepdim=True)
-        return (x - mean) * torch.rsqrt((x - mean).square().mean(dims, keepdim=True) + EPS)
+        return super().forward(x) * (1.0 if self.training else torch.nan)
 
 
 class CallsNumpy(Affine):
@@ -151,48 +216,51 @@ class CallsNumpy(Affine):
         return super().forward(x + float(x.detach().numpy().mean()) * 0.0)
 
 
-class HalfInside(Affine):
-    """Computes in float16 and returns the dtype of the input."""
+class WritesItsParameters(Affine):
+    """Grows its weight in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.half()).to(x.dtype)
+        with torch.no_grad():
+            self.weight.copy_(1.5 * self.weight)
+        return x * per_channel(self.weight, x)
 
 
-class NoisyTraining(Affine):
-    """Draws noise in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out * (1 + 0.1 * torch.randn_like(out)) if self.training else out
+# ---------------------------------------------------------------- arguments, parameters, buffers
 
 
-class KeepsItsMean(Affine):
-    """Keeps the last mean for somebody to look at."""
+@caught_by("no argument swallowed", "affine, groups, sharpness: another value changes nothing")
+class Swallows(Affine):
+    """Takes arguments and computes the same whatever they say."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.last_mean = x.detach().mean()
-        return super().forward(x)
-
-
-class SwallowedAffine(Affine):
-    """Takes `affine` and has its parameters whatever it says."""
-
-    def __init__(self, num_features: int, affine: bool = True) -> None:
-        del affine
+    def __init__(
+        self, num_features: int, affine: bool = True, groups: int = 4, sharpness: float = 0.5
+    ) -> None:
+        del affine, groups, sharpness
         super().__init__(num_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float() if x.dtype != torch.double else x).to(x.dtype)
+        return x * per_channel(self.weight, x) + per_channel(self.bias, x)
 
 
-class LazyParameter(nn.Module):
+@caught_by("no argument swallowed", "misspelt")
+class AnyName(Bare):
+    """Takes arguments of any name."""
+
+    def __init__(self, num_features: int, **_: object) -> None:
+        super().__init__(num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+@caught_by("parameters made at once", "weight")
+class LazyParameter(Bare):
     """Makes its weight in the first forward."""
 
     weight: nn.Parameter | None
 
     def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
+        super().__init__(num_features)
         self.register_parameter("weight", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,6 +276,16 @@ class NoSuper(nn.Module):
         self.weight = nn.Parameter(torch.ones(num_features))
 
 
+@caught_by("gradient for every parameter", "rho")
+class UnusedParameter(Affine):
+    """A parameter that no output depends on."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.rho = nn.Parameter(torch.ones(num_features))
+
+
+@caught_by("buffers keep shape and dtype", "last")
 class GrowingBuffer(Affine):
     """A buffer that takes the shape of its batch: no rank knows how much to broadcast."""
 
@@ -223,6 +301,7 @@ class GrowingBuffer(Affine):
         return super().forward(x)
 
 
+@caught_by("buffers keep shape and dtype", "missing")
 class LateBuffer(Affine):
     """A buffer that is None until the first forward."""
 
@@ -238,25 +317,7 @@ class LateBuffer(Affine):
         return super().forward(x)
 
 
-class HiddenState(Affine):
-    """A running mean that is no buffer, so that no checkpoint has it."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.running_mean = torch.zeros(num_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.running_mean = 0.9 * self.running_mean + 0.1 * x.detach().mean(pooled(x))
-        return self.scaled(x, self.running_mean.to(x.dtype), torch.ones_like(self.running_mean))
-
-
-class UnusedParameter(Affine):
-    """A parameter that no output depends on."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.rho = nn.Parameter(torch.ones(num_features))
+# ---------------------------------------------------------------- running averages
 
 
 class Averaging(Affine):
@@ -292,6 +353,7 @@ class Averaging(Affine):
         return x.var(pooled(x), correction=min(1, x.numel() // x.shape[1] - 1))
 
 
+@caught_by("no graph kept", "running_mean")
 class KeptGraph(Averaging):
     """Moves its running averages outside of no_grad."""
 
@@ -300,6 +362,7 @@ class KeptGraph(Averaging):
         self.running_var = 0.9 * self.running_var + 0.1 * self.spread(x)
 
 
+@caught_by("one sample")
 class PoisonedByOne(Averaging):
     """The unbiased variance of one sample, NaN, goes into the running average for good."""
 
@@ -307,6 +370,7 @@ class PoisonedByOne(Averaging):
         return x.var(pooled(x), correction=1)
 
 
+@caught_by("evaluation changes no state", "running_mean")
 class EvaluationLearns(Averaging):
     """Moves its running averages in evaluation."""
 
@@ -315,6 +379,7 @@ class EvaluationLearns(Averaging):
         return super().evaluate(x)
 
 
+@caught_by("running averages", "weight of the old")
 class OppositeMomentum(Averaging):
     """Momentum as flax has it: the weight of the old value."""
 
@@ -322,6 +387,7 @@ class OppositeMomentum(Averaging):
         return 1 - self.momentum
 
 
+@caught_by("running averages", "standard deviation")
 class AveragedDeviation(Averaging):
     """Averages the standard deviation and squares it in evaluation."""
 
@@ -332,6 +398,7 @@ class AveragedDeviation(Averaging):
         return self.scaled(x, self.running_mean, self.running_var.square())
 
 
+@caught_by("running averages", "biased variance")
 class BiasedRunningVariance(Averaging):
     """Averages the biased variance."""
 
@@ -339,6 +406,7 @@ class BiasedRunningVariance(Averaging):
         return self.spread(x)
 
 
+@caught_by("evaluation by averages", "running_mean")
 class EvaluatesByBatch(Averaging):
     """Keeps averages, and evaluates by the statistics of the batch."""
 
@@ -346,144 +414,32 @@ class EvaluatesByBatch(Averaging):
         return self.scaled(x, x.mean(pooled(x)), self.spread(x))
 
 
-class ReturnsNaN(Bare):
-    """The logarithm of the values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.log()
+# ---------------------------------------------------------------- state that checkpoints lack
 
 
-class Counter(Bare):
-    """Grows its output with the training steps, which a Python attribute counts."""
-
-    warmup = 1
+@unsaved("its state_dict lacks: running_mean")
+class HiddenState(Affine):
+    """A running mean that is no buffer."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
-        self.steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return torch.tanh(x)
-        self.steps += 1
-        return torch.tanh(x) * (1.0 + max(0, self.steps - self.warmup))
-
-
-class LateCounter(Counter):
-    """A counter that matters after a long warm-up."""
-
-    warmup = 1000
-
-
-class LateCounterInList(Bare):
-    """A counter in a list that matters after a long warm-up."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.steps = [0]
+        self.running_mean = torch.zeros(num_features)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.steps[0] += 1
-        return torch.tanh(x) * (2.0 if self.steps[0] > 1000 else 1.0)
+            self.running_mean = 0.9 * self.running_mean + 0.1 * x.detach().mean(pooled(x))
+        return self.scaled(x, self.running_mean.to(x.dtype), torch.ones_like(self.running_mean))
 
 
-class LateCounterTensor(Bare):
-    """A counter in a tensor that is no buffer, and matters after a long warm-up."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.steps = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps = self.steps + 1
-        return torch.tanh(x) * (1.0 + (self.steps > 1000))
-
-
-class CountsInClass(Bare):
-    """Counts its training steps in the class, which all replicas share."""
-
-    steps = [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps[0] += 1
-        return torch.tanh(x) / (1 + self.steps[0])
-
-
-class LastMean(Bare):
-    """Keeps the last mean, at first a number, for evaluation."""
-
-    mean: Tensor | float = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.keep(x.detach().mean())
-            return torch.tanh(x)
-        return torch.tanh(x) - self.mean
-
-    def keep(self, mean: Tensor) -> None:
-        self.mean = mean
-
-
-class MeanInClass(LastMean):
-    """Keeps it in the class."""
-
-    def keep(self, mean: Tensor) -> None:
-        type(self).mean = mean
-
-
-class InClosure(Bare):
-    """Keeps its steps in a closure."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        steps = [0]
-
-        def count() -> int:
-            steps[0] += 1
-            return steps[0]
-
-        self.count = count
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x) * (self.count() if self.training else 1)
-
-
-SEEN: list[float] = []
-
-
-class InGlobal(Bare):
-    """Keeps the means of its training steps in a list of the module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            SEEN.append(float(x.detach().mean()))
-        return torch.tanh(x) + 0.1 * len(SEEN)
-
-
-class InList(Bare):
-    """Keeps the means of its training steps in a list, for evaluation."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.means: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.means.append(x.detach().mean())
-            return torch.tanh(x)
-        return torch.tanh(x) - (torch.stack(self.means).mean() if self.means else 0.0)
-
-
-class Unsaved(Affine):
+@unsaved("its state_dict lacks: mean")
+class Unsaved(HiddenState):
     """A running mean in a buffer that is not persistent."""
 
     mean: Tensor
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
+        del self.running_mean
         self.register_buffer("mean", torch.zeros(num_features), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -492,26 +448,75 @@ class Unsaved(Affine):
         return self.scaled(x, self.mean, torch.ones_like(self.mean))
 
 
-class OwnGenerator(Bare):
-    """Draws noise from numbers that torch does not seed."""
+class Remembers(nn.Module):
+    """tanh(x), scaled by what it keeps of the means of its training steps.
+
+    Args:
+        state: at first.
+        keep: the next state, of the state and the mean of an input.
+        read: the number to scale by, of the state and the mode.
+    """
+
+    def __init__(self, state: Any, keep: Callable[..., Any], read: Callable[..., Any]) -> None:
+        super().__init__()
+        self.state, self.keep, self.read = copy.copy(state), keep, read
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x) * (random.random() if self.training else 1.0)
+        if self.training:
+            self.state = self.keep(self.state, x.detach().mean())
+        return torch.tanh(x) * (1.0 + self.read(self.state, self.training))
 
 
-UNSAVED = (
-    *(HiddenState, Counter, LateCounter, CountsInClass, LastMean, MeanInClass, InClosure, InGlobal),
-    *(InList, Unsaved, OwnGenerator),
-)
+def count_in_list(state: list[int], _: Tensor) -> list[int]:
+    state[0] += 1
+    return state
 
 
-class WritesItsParameters(Affine):
-    """Constrains its weight to unit length in each forward."""
+def append(state: list[Tensor], mean: Tensor) -> list[Tensor]:
+    state.append(mean)
+    return state
+
+
+COUNTS = lambda state, _: state + 1  # noqa: E731
+KEEPS_LAST = lambda _, mean: mean  # noqa: E731
+LATE = lambda state, _: state > 1000  # noqa: E731
+IN_EVALUATION = lambda state, training: 0 if training else state  # noqa: E731
+IN_TRAINING = lambda state, training: state if training else 0  # noqa: E731
+LACKS, LACKS_COUNTER = "its state_dict lacks: state", "a counter that its state_dict lacks: state"
+OUTSIDE = "outside of the module"
+SHARED: list[Any] = [0]  # as in a class, a closure or a Python module
+
+
+def count_in_shared(_: Any, mean: Tensor) -> None:
+    SHARED[0] = float(mean) + SHARED[0]
+
+
+# The state, how it is kept and read, and how it is named.
+KEPT = {
+    "a number": (0, COUNTS, IN_TRAINING, LACKS),
+    "the last mean": (0.0, KEEPS_LAST, IN_EVALUATION, LACKS),
+    "a list of means": ([], append, lambda s, training: 0 if training else sum(s), LACKS),
+    "a late counter": (0, COUNTS, LATE, LACKS_COUNTER),
+    "a late tensor": (torch.zeros(()), COUNTS, LATE, LACKS_COUNTER),
+    "a late list": ([0], count_in_list, lambda state, _: state[0] > 1000, LACKS_COUNTER),
+    "a shared number": (None, count_in_shared, lambda *_: 0.1 * SHARED[0], OUTSIDE),
+    "a generator": (None, lambda *_: None, lambda _, t: random.random() if t else 0, "not seed"),
+}
+for name, (state, keep, read, lacks) in KEPT.items():
+    make = partial(lambda *arguments: Remembers(*arguments[:3]), state, keep, read)
+    UNSAVED[name] = make, lacks
+    CAUGHT_BY[name] = make, "state_dict round trip", ""
+
+
+class KeepsItsMean(Affine):
+    """Keeps the last mean for somebody to look at, which is no state of its training."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.copy_(1.5 * self.weight)
-        return x * per_channel(self.weight, x)
+        self.last_mean = x.detach().mean()
+        return super().forward(x)
+
+
+# ---------------------------------------------------------------- dependences
 
 
 class ReadsFurther(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -37,41 +38,31 @@ def source(seed: int = 0) -> torch.Generator:
 
 def text_data() -> Data:
     """A text of random symbols in windows of 8."""
-
-    def windows(seed: int) -> Windows:
-        return Windows(torch.randint(VOCAB, (200,), generator=source(seed)), LENGTH)
-
+    train, val, test = (
+        Windows(torch.randint(VOCAB, (200,), generator=source(seed)), LENGTH) for seed in range(3)
+    )
     return Data(
         name="text",
         task="language_modeling",
-        train=windows(0),
-        val=windows(1),
-        test=windows(2),
+        train=train,
+        val=val,
+        test=test,
         num_outputs=VOCAB,
         input_shape=(LENGTH,),
         vocab_size=VOCAB,
-        bytes_per_token={"train": 1.0, "val": 1.0, "test": 1.0},
+        bytes_per_token=dict.fromkeys(("train", "val", "test"), 1.0),
     )
 
 
 def padded_data(lengths: Sequence[int] = (2, 3, 4, 5, 6, 8)) -> Data:
     """Strings of 8 places of which the first few are real."""
+    mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
 
     def examples(seed: int) -> Examples:
         tokens = torch.randint(1, VOCAB, (len(lengths), LENGTH), generator=source(seed))
-        mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
         return Examples(tokens, torch.arange(len(lengths)) % 3, mask)
 
-    return Data(
-        name="strings",
-        task="classification",
-        train=examples(0),
-        val=examples(1),
-        test=examples(2),
-        num_outputs=3,
-        input_shape=(LENGTH,),
-        vocab_size=VOCAB,
-    )
+    return _classes(examples(0), examples(1), input_shape=(LENGTH,), vocab_size=VOCAB)
 
 
 def image_data(num_train: int = 40) -> Data:
@@ -81,17 +72,13 @@ def image_data(num_train: int = 40) -> Data:
         images = torch.randint(256, (count, 1, 8, 8), generator=source(seed)).to(torch.uint8)
         return Examples(images, torch.arange(count) % 3)
 
-    return Data(
-        name="noise",
-        task="classification",
-        train=examples(num_train, 0),
-        val=examples(6, 1),
-        test=examples(6, 2),
-        num_outputs=3,
-        input_shape=(1, 8, 8),
-        mean=(0.5,),
-        std=(0.3,),
-    )
+    train, val = examples(num_train, 0), examples(6, 1)
+    return _classes(train, val, input_shape=(1, 8, 8), mean=(0.5,), std=(0.3,))
+
+
+def _classes(train: Examples, val: Examples, **others: Any) -> Data:
+    sets = {"train": train, "val": val, "test": val}
+    return Data(name="mine", task="classification", num_outputs=3, **sets, **others)
 
 
 def shipped(name: str, data: Data, view: View) -> NormFactory:
@@ -120,19 +107,44 @@ def convnet(norm: NormFactory) -> nn.Module:
     return ConvNet(norm, (1, 8, 8), 3, width=8)
 
 
-class Hidden(nn.Module):
+class Model(nn.Module):
+    """A model by a function of its modules and its inputs."""
+
+    def __init__(self, function: Callable[..., Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
+
+
+def text_model(function: Callable[..., Tensor], norm: nn.Module, **modules: nn.Module) -> Model:
+    """A model of tokens with an embedding, one norm and a head."""
+    ends = {"embedding": nn.Embedding(VOCAB, WIDTH), "head": nn.Linear(WIDTH, VOCAB)}
+    return Model(function, norm=norm, **ends, **modules)
+
+
+class Gate(nn.Module):
+    """A factor that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value * x
+
+
+def gated(norm: NormFactory) -> Model:
     """A language model whose one norm sits in a branch that starts at zero."""
 
-    def __init__(self, norm: NormFactory) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.norm = norm.tokens(WIDTH)
-        self.gate = nn.Parameter(torch.zeros(()))
-        self.head = nn.Linear(WIDTH, VOCAB)
+    def run(m: Any, inputs: Tensor) -> Tensor:
+        x = m.embedding(inputs)
+        return m.head(x + m.gate(m.norm(x)))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = self.embedding(inputs)
-        return self.head(x + self.gate * self.norm(x))
+    return text_model(run, norm.tokens(WIDTH), gate=Gate())
 
 
 class FlatNet(nn.Module):

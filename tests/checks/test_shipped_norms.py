@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from checks_cases import encoder, gpt, padded_data, shipped, text_data
+import torch
+from checks_cases import convnet, encoder, gpt, image_data, padded_data, shipped, text_data
+from omegaconf import DictConfig, OmegaConf
+from torch.nn import functional
 
 from normexp.batching.sizes import Sizes
-from normexp.build import norm_target
+from normexp.build import build_norm, norm_target
 from normexp.checks.card import Card, measure_card
 from normexp.checks.preflight import check_padding, examine
 from normexp.config.compose import compose_config
@@ -143,3 +148,34 @@ def test_card_of_a_shipped_norm_has_no_false_line(name: str):
 
 def test_norms_that_break_lines_are_shipped():
     assert set(BREAKS) <= set(SHIPPED)
+
+
+# ---------------------------------------------------------------- training
+
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "norm"
+FILES = {str(file.relative_to(FOLDER))[:-5]: file for file in sorted(FOLDER.rglob("*.yaml"))}
+TEXT_ONLY = ["batch_per_position", "deviations/bn_per_position", "causal_group", "causal_instance"]
+
+
+@cache
+def defaults() -> DictConfig:
+    return compose_config([])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_shipped_norm_takes_steps(name: str):
+    is_text = name in TEXT_ONLY
+    data = padded_data() if is_text else image_data()
+    cfg = OmegaConf.create({**defaults(), "norm": OmegaConf.load(FILES[name])})
+    network = (encoder if is_text else convnet)(build_norm(cfg, Sizes(8), data))
+    batch = data.train.gather(torch.arange(6))
+    arguments = [data.model_inputs(batch["inputs"]), *([batch["mask"]] if is_text else [])]
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+    for _ in range(3):
+        loss = functional.cross_entropy(network(*arguments), batch["targets"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    assert all(value.isfinite().all() for value in network.state_dict().values())
+    assert network.eval()(*arguments).isfinite().all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import socket
@@ -10,6 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,9 @@ CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
 MISSING = "needs chromium and chromedriver (Debian: apt install chromium chromium-driver)"
 ARGUMENTS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--force-device-scale-factor=1",
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--hide-scrollbars", "--force-device-scale-factor=1"),
 ]
 
 
@@ -46,7 +39,7 @@ class Browser:
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
         }
-        self._wait_for_driver()
+        _wait("chromedriver", self._answers)
         session = self._send("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self.session = f"/session/{session['sessionId']}"
 
@@ -60,48 +53,30 @@ class Browser:
     def open(self, url: str) -> None:
         self._send("POST", f"{self.session}/url", {"url": url})
 
-    def run(self, script: str, *arguments: Any) -> Any:
+    def run(self, script: str) -> Any:
         """Value of a script's `return`; a promise is awaited."""
-        body = {"script": script, "args": list(arguments)}
+        body = {"script": script, "args": []}
         return self._send("POST", f"{self.session}/execute/sync", body)
+
+    def wait(self, condition: str) -> None:
+        """Until the expression is true; TimeoutError otherwise."""
+        _wait(condition, lambda: self.run(f"return Boolean({condition})"))
 
     def command(self, name: str, **parameters: Any) -> Any:
         """A command of Chrome's own protocol, as `Emulation.setEmulatedMedia`."""
         body = {"cmd": name, "params": parameters}
         return self._send("POST", f"{self.session}/goog/cdp/execute", body)
 
-    def resize(self, width: int, height: int = 1200) -> None:
-        self.command(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+    def resize(self, width: int) -> None:
+        size = {"width": width, "height": 1200, "deviceScaleFactor": 1, "mobile": False}
+        self.command("Emulation.setDeviceMetricsOverride", **size)
 
     def dark(self, on: bool) -> None:
-        value = "dark" if on else "light"
-        feature = {"name": "prefers-color-scheme", "value": value}
+        feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
         self.command("Emulation.setEmulatedMedia", features=[feature])
 
     def move_to(self, x: float, y: float) -> None:
         self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        if whole:
-            height = self.run("return document.documentElement.scrollHeight")
-            width = self.run("return window.innerWidth")
-            self.resize(width, min(int(height), 12000))
-            time.sleep(1.5)
-        path.write_bytes(base64.b64decode(self._send("GET", f"{self.session}/screenshot")))
-
-    def wait(self, condition: str, seconds: float = 20) -> None:
-        """Until the expression is true; TimeoutError otherwise."""
-        end = time.monotonic() + seconds
-        while not self.run(f"return Boolean({condition})"):
-            if time.monotonic() > end:
-                raise TimeoutError(condition)
-            time.sleep(0.05)
 
     def errors(self) -> list[str]:
         """What went to the console as an error, since the last call."""
@@ -130,12 +105,16 @@ class Browser:
             with error:
                 raise RuntimeError(json.load(error)["value"]["message"]) from error
 
-    def _wait_for_driver(self) -> None:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            try:
-                self._send("GET", "/status")
-                return
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.05)
-        raise TimeoutError("chromedriver does not answer")
+    def _answers(self) -> bool:
+        try:
+            return bool(self._send("GET", "/status"))
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+
+def _wait(what: str, is_there: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not is_there():
+        if time.monotonic() > end:
+            raise TimeoutError(what)
+        time.sleep(0.05)

@@ -56,31 +56,23 @@ def test_a_recorded_cell_takes_no_time_and_one_cell_has_no_difference(tmp_path: 
     assert total == "0 runs to do: 0.0 s of training"
 
 
-SIZES = {"batch_size": 8, "micro_batch_size": None, "norm_batch_size": None}
-
-
 def timed(norm: str, step_ms: float, **config: object) -> Result:
-    content = {"model": "m", "data": "d", "norm": norm, **SIZES, **config}
     timing = {"step_ms": step_ms, "stack_size": 4}
-    return Result("c", 0, "finished", content, {}, {}, timing=timing)
+    return Result("c", 0, "finished", RECORD | {"norm": norm} | config, {}, {}, timing=timing)
 
 
-def expected(norm: str, runs: list[Result]) -> float | None:
-    config = {"model": "m", "data": "d", "norm": norm, **SIZES, "num_steps": 1000}
-    return expected_seconds(config, 2, runs)
-
-
-def test_expected_time_is_of_the_runs_most_alike():
+@pytest.mark.parametrize(
+    ("norm", "config", "seconds"),
+    [
+        ("batch", {}, 4.0),  # 8 ms for 4 replicas: 2 ms for one, of 1000 steps and 2 replicas
+        ("layer", {}, 40.0),  # another norm: the median of the same model, data and batch size
+        ("batch", {"model": "other"}, None),
+    ],
+)
+def test_expected_time_is_of_the_runs_most_alike(norm: str, config, seconds: float | None):
     runs = [timed("batch", 8.0), timed("batch", 80.0, norm_batch_size=2), timed("group", 800.0)]
-    # 8 ms for 4 replicas: 2 ms for one, of 1000 steps and 2 replicas
-    assert expected("batch", runs) == pytest.approx(4.0)
-    # another norm: the median of the same model, data and batch size, 80 ms for 4
-    assert expected("layer", runs) == pytest.approx(40.0)
-
-
-def test_expected_time_is_unknown_without_a_run_alike():
-    assert expected("batch", []) is None
-    assert expected("batch", [timed("batch", 8.0, model="other")]) is None
+    found = expected_seconds(RECORD | {"norm": norm} | config, 2, runs)
+    assert found == (seconds and pytest.approx(seconds))
 
 
 def run(seed: int, accuracy: float, **record: object) -> Result:

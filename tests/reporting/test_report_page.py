@@ -21,6 +21,10 @@ pytestmark = [
 MANY = ("layer", "instance", "group", "rms", "layer2d", "none", "dyt", "frn", "evonorm", "my_norm",
         "your_norm_with_a_name")  # fmt: skip
 CHART = "document.querySelectorAll('.chart')"
+AXIS_TITLE = "document.querySelector('.role-axis-title text')"
+CUT = """return [...document.querySelectorAll('.chart, .scroll')]
+    .filter(e => e.scrollWidth > e.clientWidth)
+    .map(e => e.dataset.figure ?? e.textContent.trim().slice(0, 50))"""
 # Pairs of texts in one chart whose boxes share more than a pixel or two of rounding.
 OVERLAPS = """
 const found = [];
@@ -79,42 +83,35 @@ def test_page_opens_fast_without_errors_or_requests(browser: Browser, page: str)
     assert [url for url in browser.requests() if not url.startswith("chrome:")] == [page]
 
 
-@pytest.mark.parametrize("width", [400, 1000, 2000])
+@pytest.mark.parametrize("width", [390, 1000, 2000])
 @pytest.mark.parametrize("dark", [False, True])
 def test_page_fits_its_width(browser: Browser, page: str, width: int, dark: bool):
     show(browser, page, width=width, dark=dark)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     paper = browser.run("return getComputedStyle(document.body).backgroundColor")
-    label = browser.run(
-        "return document.querySelector('.role-axis-title text').getAttribute('fill')"
-    )
+    label = browser.run(f"return {AXIS_TITLE}.getAttribute('fill')")
     assert (paper, label) == (
         ("rgb(22, 25, 29)", "#e6e9ed") if dark else ("rgb(255, 255, 255)", "#1b1f24")
     )
     assert browser.run(OVERLAPS) == []
+    assert browser.run(CUT) == []
 
 
 def test_changing_the_scheme_redraws(browser: Browser, page: str):
     show(browser, page)
     browser.dark(True)
-    axis = "document.querySelector('.role-axis-title text').getAttribute('fill')"
-    browser.wait(f"{axis} === '#e6e9ed'")
-    assert browser.run(f"return {axis}") == "#e6e9ed"
+    browser.wait(f"{AXIS_TITLE}.getAttribute('fill') === '#e6e9ed'")
 
 
 def test_filters_hide_rows_lines_and_sections(browser: Browser, page: str):
     show(browser, page)
-    shown = (
-        "return [...document.querySelectorAll('tbody tr[data-norm=batch]')]"
-        ".some(r => r.offsetParent)"
-    )
-    marks = "document.querySelector('[data-figure^=metric] .mark-symbol path')"
+    rows = "[...document.querySelectorAll('tbody tr[data-norm=batch]')]"
+    shown = f"return {rows}.some(r => r.offsetParent)"
     colours = (
         "[...document.querySelectorAll('[data-figure^=metric] .mark-rule line')]"
         ".map(l => l.getAttribute('stroke'))"
     )
     assert browser.run(f"return {colours}").count("#d55e00") >= 4 and browser.run(shown)
-    assert browser.run(f"return Boolean({marks})")
     browser.run("document.querySelector('[data-filter=norm][data-value=batch]').click()")
     browser.wait(f"!{colours}.includes('#d55e00')")
     assert not browser.run(shown)
@@ -186,9 +183,7 @@ def test_a_cell_opens_its_runs_and_closes_them(browser: Browser, page: str, widt
     seeds = "return document.querySelectorAll('.opened .chart .mark-line path').length"
     assert browser.run(rows) == 8 and browser.run(seeds) == 16
     assert browser.run("return document.documentElement.scrollWidth") <= width
-    cut = "return [...document.querySelectorAll('.chart, .scroll')]"
-    assert not browser.run(f"{cut}.some(e => e.scrollWidth > e.clientWidth)")
-    assert browser.errors() == []
+    assert browser.run(CUT) == browser.errors() == []
     browser.run("document.querySelector('[data-cell]').click()")
     assert browser.run("return document.querySelector('.opened')") is None
 
@@ -201,7 +196,7 @@ def test_the_first_screen_has_the_headline_and_the_main_figure_with_its_legend(
     assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
     show(browser, (tmp_path / "synthetic" / "report" / "index.html").as_uri(), width=width)
     figure = "document.querySelector('[data-figure^=metric]')"
-    for part in (".headline", "[data-figure^=metric] .mark-line", "[data-figure^=metric] svg"):
+    for part in (".headline", "[data-figure^=metric] svg"):
         found = f"document.querySelector('{part}').getBoundingClientRect().bottom"
         assert browser.run(f"return {found}") < height
     assert browser.run("return document.querySelector('.headline').textContent.length") < 120
@@ -209,15 +204,6 @@ def test_the_first_screen_has_the_headline_and_the_main_figure_with_its_legend(
     assert {"batch", "layer", "group", "rms", "instance"} <= set(browser.run(texts))
     sentences = "document.querySelector('.sentences').getBoundingClientRect().top"
     assert browser.run(f"return {sentences} > {figure}.getBoundingClientRect().bottom")
-
-
-@pytest.mark.parametrize("width", [390, 1000, 1400])
-def test_no_figure_or_table_is_cut_off_or_scrolls_sideways(browser: Browser, page: str, width: int):
-    show(browser, page, width=width)
-    cut = """return [...document.querySelectorAll('.chart, .scroll')]
-        .filter(e => e.scrollWidth > e.clientWidth)
-        .map(e => e.dataset.figure ?? e.textContent.trim().slice(0, 50))"""
-    assert browser.run(cut) == []
 
 
 def test_printing_shows_every_figure_also_those_not_yet_seen(browser: Browser, page: str):
@@ -243,9 +229,8 @@ def test_every_chart_and_table_can_be_saved(browser: Browser, page: str, tmp_pat
         browser.run(f"{buttons}[{index}].click()")
         time.sleep(0.1)  # Chromium lets a page save ten files at a time
     end = time.monotonic() + 10
-    while len(list(tmp_path.glob("*.csv"))) < count and time.monotonic() < end:
+    while len(files := list(tmp_path.glob("*.csv"))) < count and time.monotonic() < end:
         time.sleep(0.1)
-    files = list(tmp_path.glob("*.csv"))
     assert len(files) == count > 5
     assert "norm" in next(tmp_path.glob("metric_by_size*.csv")).read_text().splitlines()[0]
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -43,7 +43,7 @@ def test_command_that_an_agent_makes_of_it_composes():
     assert definition["metric"]["name"].startswith("val/")
     for end in (0, -1):
         values = {
-            key: spec["values"][end] if "values" in spec else spec.get("value", spec.get("max"))
+            key: spec.get("values", [spec.get("value", spec.get("max"))])[end]
             for key, spec in definition["parameters"].items()
         }
         args = {"args": {key: {"value": value} for key, value in values.items()}}
@@ -89,33 +89,20 @@ def test_rows_are_means_by_step(tmp_path: Path):
     assert mean_rows(tmp_path, lost)[1] == {"train/loss": 2.0}
 
 
-class FakeRun:
-    def __init__(self) -> None:
-        self.logged: dict[str, float] = {}
-        self.exit_code: int | None = None
-
-    def log(self, row: dict[str, float], step: int) -> None:
-        del step
-        self.logged |= row
-
-    def finish(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-
-
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("skipped", 0), ("failed", 1)])
 def test_cell_with_a_failed_seed_has_no_mean_and_an_exit_code(
     status: CellStatus, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    run = FakeRun()
-    fake = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", Mock(**{"init.return_value": run}))
     ended = "failed" if status == "failed" else "finished"
     results = [result(0, "finished", val_accuracy=0.5), result(1, ended, val_accuracy=0.6)]
     sizes = {"batch_size": 8, "micro_batch_size": None, "norm_batch_size": None}
     cell = CellSpec(OmegaConf.create({"logger": {"wandb": {"mode": "offline"}}}), {}, "a")
     log_to_agent(cell, Outcome(status, "a", "a", tmp_path / "a", sizes, results))
-    assert run.exit_code == code
-    assert ("val/accuracy" in run.logged) == (code == 0)
+    run.finish.assert_called_once_with(exit_code=code)
+    logged = [name for call in run.log.call_args_list for name in call.args[0]]
+    assert ("val/accuracy" in logged) == (code == 0)
 
 
 def test_sweep_of_cells_under_an_agent_is_refused(monkeypatch: pytest.MonkeyPatch):

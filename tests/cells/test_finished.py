@@ -1,0 +1,260 @@
+"""Finished runs: loaded and evaluated again, with every statistic, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import normexp
+from normexp.cells import finished
+from normexp.data.images import load_digits
+from normexp.errors import UserError
+from normexp.evaluate import main
+from normexp.records.metrics import read_metrics
+from normexp.records.paths import seed_dir
+from normexp.records.result import read_result
+from normexp.records.samples import read_samples
+from normexp.train import main as train
+
+ALL = "evaluate_with=[running,precise,batch]"
+SEEDS = (0, 1)
+
+
+def trained(runs_dir: Path, *words: str) -> Path:
+    """The folder of a cell trained for one epoch on digits, on the CPU."""
+    common = ["epochs=1", "model.width=4", "trainer=cpu", f"runs_dir={runs_dir}"]
+    assert train([*common, *words]) == 0
+    (config,) = runs_dir.glob("*/*/config.yaml")
+    return config.parent
+
+
+@pytest.fixture(scope="module")
+def cell_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = ["norm=batch", "norm_batch_size=2", "replicas=2", "ema=0.9", "study=mine", ALL]
+    return trained(tmp_path_factory.mktemp("runs"), *words)
+
+
+@pytest.fixture
+def copy(cell_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(cell_dir, tmp_path / "mine" / cell_dir.name)
+
+
+def evaluation(cell_dir: Path, seed: int = 0) -> dict[str, Any]:
+    return json.loads((seed_dir(cell_dir, seed) / "evaluation.json").read_text())
+
+
+def final_rows(cell_dir: Path, seed: int = 0) -> dict[str, float]:
+    """The last value of each metric in metrics.csv."""
+    return {row.name: row.value for row in read_metrics(seed_dir(cell_dir, seed) / "metrics.csv")}
+
+
+# --- Loading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ema", "suffix"), [(False, ""), (True, "@ema")])
+def test_loaded_networks_have_the_recorded_test_accuracy(cell_dir: Path, ema: bool, suffix: str):
+    data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
+    batch = data.test.gather(torch.arange(len(data.test)))
+    for seed in SEEDS:
+        network = normexp.load(cell_dir / f"seed-{seed}", ema=ema)
+        assert type(network).__name__ == "ConvNet" and not network.training
+        with torch.no_grad():
+            named = network(data.model_inputs(batch["inputs"])).argmax(dim=1)
+        accuracy = (named == batch["targets"]).double().mean().item()
+        recorded = read_result(seed_dir(cell_dir, seed)).metrics
+        assert accuracy == recorded[f"test/accuracy{suffix}"]
+        network.train()(torch.randn(4, 1, 8, 8)).sum().backward()
+        assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_single_seed_of_a_cell_is_loaded_in_the_precision_of_its_training(tmp_path: Path):
+    cell_dir = trained(tmp_path, "replicas=1", "trainer.precision=64-true")
+    weight = normexp.load(str(cell_dir)).get_parameter("conv1.weight")
+    saved = torch.load(cell_dir / "seed-0" / "weights.pt", weights_only=True)
+    assert torch.equal(weight, saved["conv1.weight"]) and weight.dtype == torch.float64
+
+
+def test_what_cannot_be_loaded_is_refused_with_the_nearest(cell_dir: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="give one of its seeds: seed-0, seed-1"):
+        normexp.load(cell_dir)
+    with pytest.raises(UserError, match="does not exist; nearest: .*seed-0"):
+        normexp.load(cell_dir / "seed-7")
+    for content in (b"junk", b"", b"PK\x03\x04", bytes(range(256))):
+        (tmp_path / "weights.pt").write_bytes(content)
+        with pytest.raises(UserError, match="does not fit its config.yaml, or is torn"):
+            finished.load_weights(nn.Linear(2, 2), tmp_path / "weights.pt", precision="32-true")
+
+
+def test_study_is_a_table_with_a_row_per_run(
+    copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    table = normexp.load_study("mine", runs_dir=tmp_path)
+    assert isinstance(table, pd.DataFrame)
+    assert table["seed"].tolist() == [0, 1] and set(table["cell_id"]) == {copy.name}
+    recorded = [read_result(seed_dir(copy, seed)).metrics["test/accuracy"] for seed in SEEDS]
+    assert table["test/accuracy"].tolist() == recorded
+    (copy / "seed-1" / "result.json").write_text("{")
+    (copy.parent / "later" / "seed-0").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, logger="normexp"):
+        table = normexp.load_study("mine", runs_dir=tmp_path)
+    assert table["seed"].tolist() == [0]
+    assert "seed-1" in caplog.text and "later: 1 run" in caplog.text
+    with pytest.raises(UserError, match="nearest: mine"):
+        normexp.load_study("mien", runs_dir=tmp_path)
+    (copy / "seed-0" / "result.json").unlink()
+    (copy / "seed-1" / "result.json").unlink()
+    with pytest.raises(UserError, match="study=mine has no ended run"):
+        normexp.load_study("mine", runs_dir=tmp_path)
+
+
+# --- Evaluating ----------------------------------------------------------------------------------
+
+
+def test_training_records_every_kind_of_statistics_in_every_file(cell_dir: Path):
+    suffixes = {"running": "", "precise": "@precise", "batch2": "@batch2", "ema": "@ema"}
+    for seed in SEEDS:
+        found, rows = evaluation(cell_dir, seed), final_rows(cell_dir, seed)
+        result = read_result(seed_dir(cell_dir, seed))
+        for kind, suffix in suffixes.items():
+            for name in ("val/accuracy", "val/loss", "test/accuracy", "test/loss"):
+                value = found[kind][name]
+                assert value == result.metrics[name + suffix] == rows[name + suffix]
+        assert found["precise"]["num_samples"] == 1294
+        assert set(found["gap"]) == {"norm1", "norm2", "norm3"}
+    assert found["batch2"]["test/loss"] > found["running"]["test/loss"]
+
+
+def test_evaluating_kept_weights_gives_what_training_recorded(
+    cell_dir: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Also of averaged weights, whose running state is measured anew."""
+    recorded = [evaluation(cell_dir, seed) for seed in SEEDS]
+    for seed in SEEDS:
+        (seed_dir(copy, seed) / "evaluation.json").unlink()
+    assert main([f"run={copy}", ALL]) == 0
+    assert [evaluation(copy, seed) for seed in SEEDS] == recorded
+    assert recorded[0]["ema"]["test/loss"] != recorded[0]["running"]["test/loss"]
+    shown = capsys.readouterr().out
+    assert "batch on digits: n = 2 seeds" in shown
+    for kind in ("precise", "ema"):
+        values = [found[kind]["test/accuracy"] for found in recorded]
+        assert f"{sum(values) / 2:.4f}" in shown
+
+
+def test_evaluating_again_adds_to_what_is_there(copy: Path):
+    before = evaluation(copy)
+    samples = [read_samples(seed_dir(copy, seed)) for seed in SEEDS]
+    assert main([f"run={copy}", "evaluate_with=[batch]", "evaluate_batch_sizes=[2,32]"]) == 0
+    after = evaluation(copy)
+    assert set(after) == {*before, "batch32"}
+    assert after["asked"] == before["asked"] | {"batch32": 32}
+    assert all(after[name] == before[name] for name in before if name != "asked")
+    assert after["batch32"]["test/loss"] < after["batch2"]["test/loss"]
+    for seed, old in zip(SEEDS, samples, strict=True):
+        found, own = read_samples(seed_dir(copy, seed)), evaluation(copy, seed)
+        assert found.keys() == {"running", "precise", "batch2", "batch32", "ema"}
+        for kind, right in found.items():
+            assert right.mean() == pytest.approx(own[kind]["test/accuracy"])
+        assert all(right.tolist() == found[kind].tolist() for kind, right in old.items())
+
+
+def test_statistics_that_a_norm_does_not_have_are_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cell_dir = trained(tmp_path, "norm=group", "norm.num_groups=2", "replicas=1", ALL)
+    assert set(evaluation(cell_dir)) == {"running", "asked"}
+    assert not [name for name in final_rows(cell_dir) if "@" in name]
+    told = capsys.readouterr().err
+    assert told.count("no precise statistics") == told.count("no batch statistics") == 1
+    assert main([f"run={cell_dir}", "evaluate_with=[precise,batch]"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "mix samples and keeps no running moments; try evaluate_with=[running]" in line
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def spoil(cell_dir: Path) -> None:
+        for run_dir in cell_dir.glob("seed-*"):
+            for name in names:
+                (run_dir / name).unlink()
+
+    return spoil
+
+
+def edited(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def spoil(cell_dir: Path) -> None:
+        (cell_dir / name).write_bytes(edit((cell_dir / name).read_bytes()))
+
+    return spoil
+
+
+REMEDY = "remove the cell's folder and train it again"
+REFUSED: dict[str, tuple[Callable[[Path], None] | None, list[str], str]] = {
+    "far": (None, ["run=/nowhere/at/all"], "/nowhere/at/all does not exist"),
+    "near": (None, ["run={cell}x"], "{cell}x does not exist; nearest: {cell}"),
+    "study": (None, ["run={study}"], "{study} is not a run"),
+    "seed": (None, ["run={cell}/seed-0"], "is one seed of a cell; give the cell, {cell}"),
+    "large": (None, ["run={cell}", "evaluate_batch_sizes=[145]"], "145 is more than the 144 sam"),
+    "no weights": (without("weights.pt"), [], "none of its seeds kept its weights (save_weights="),
+    "no end": (without("weights.pt", "result.json"), [], "none of its seeds has ended"),
+    "no average": (without("weights-ema.pt"), [], "weights-ema.pt does not exist"),
+    "another config": (
+        edited("config.yaml", lambda text: text.replace(b"width: 4", b"width: 8")),
+        *([], "has changed since it was trained"),
+    ),
+    "torn config": (edited("config.yaml", lambda _: b": ["), [], f"is not valid YAML; {REMEDY}"),
+    "foreign config": (edited("config.yaml", lambda _: b"a: 1"), [], f"has no norm; {REMEDY}"),
+    "torn weights": (
+        edited("seed-0/weights.pt", lambda content: content[:1000]),
+        *([], "weights.pt does not fit its config.yaml, or is torn"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words", "part"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_evaluated_is_refused_in_one_line_and_changes_nothing(
+    copy: Path,
+    spoil: Callable[[Path], None] | None,
+    words: list[str],
+    part: str,
+    capsys: pytest.CaptureFixture[str],
+):
+    if spoil is not None:
+        spoil(copy)
+    names = {"cell": copy, "study": copy.parent}
+    before = evaluation(copy)
+    assert main([word.format(**names) for word in words or ["run={cell}"]]) == 2
+    assert part.format(**names) in capsys.readouterr().err.splitlines()[-1]
+    assert evaluation(copy) == before
+
+
+def test_finished_runs_are_evaluated_with_the_defaults_of_newer_keys(cell_dir: Path, copy: Path):
+    lines = (copy / "config.yaml").read_text().splitlines()
+    newer = ("  affine:", "  nesterov:", "max_grad_norm:", "residual_scale:")
+    older = [line for line in lines if not line.startswith(newer)]
+    assert len(older) == len(lines) - len(newer)
+    (copy / "config.yaml").write_text("\n".join(older))
+    (seed_dir(copy, 1) / "result.json").unlink()
+    (seed_dir(copy, 1) / "evaluation.json").unlink()
+    assert main([f"run={copy}", "evaluate_with=[precise]", "precise_samples=100"]) == 0
+    assert evaluation(copy)["precise"]["num_samples"] == 100
+    assert evaluation(copy)["running"] == evaluation(cell_dir)["running"]
+    assert not (seed_dir(copy, 1) / "evaluation.json").exists()  # it has not finished
+    assert not normexp.load(copy / "seed-0").training
+
+
+def test_run_that_may_not_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "samples.npz.tmp")
+
+    monkeypatch.setattr(finished, "write_samples", denied)
+    with pytest.raises(UserError, match=r"Permission denied"):
+        finished.save_evaluations(tmp_path, {0: {}}, {0: {}})
