@@ -177,12 +177,11 @@ class BatchRenorm(RunningMomentsNorm):
     through which no gradient flows. Where neither is clipped, training gives what evaluation with
     those averages would. Up to the share `warmup` of the training r = 1 and d = 0, batch norm; then
     the bounds grow linearly. Evaluation as batch norm. arXiv:1702.03275: batch norm for 5000 steps,
-    r_max to 3 at step 40000, d_max to 5 at 25000, momentum 0.01. The shares of conf/norm stand to
-    each other as these do, 1 : 8 : 5.
+    r_max to 3 at step 40000, d_max to 5 at 25000, momentum 0.01; the shares of conf/norm stand to
+    each other as these do.
 
-    Implementations differ in what they average: the paper the biased std, ludvb/batchrenorm the std
-    with eps added outside the root; here it is the unbiased variance, as in batch norm, so that
-    precise statistics and the merging of parts hold here too.
+    The paper averages the biased std, ludvb/batchrenorm the std with eps added outside the root;
+    here it is the unbiased variance, as in batch norm, so that parts of a step merge exactly.
 
     Args:
         r_max, d_max: final bounds.
@@ -243,9 +242,9 @@ class GhostBatchNorm(RunningMomentsNorm):
     Samples are split in order; the last sub-batch may be smaller. Evaluation as batch norm.
     arXiv:1705.08741.
 
-    Implementations differ in the running averages. The authors' code (eladhoffer/bigBatch) and
-    TabNet's move them once per sub-batch, so that the last weighs most. Here they move once per
-    step, by the moments of all samples, as when a site splits its batch by norm_batch_size.
+    The authors' code (eladhoffer/bigBatch) moves the running averages once per sub-batch, so that
+    the last weighs most. Here they move once per step, by the moments of all samples, as when a
+    site splits its batch by norm_batch_size.
 
     Args:
         ghost_size: samples that share statistics; tokens in the view `token`.
@@ -285,9 +284,8 @@ class SyncBatchNorm(RunningMomentsNorm):
     channel. Gradients pass through its all-reduce: they belong to the sum of all processes' losses,
     which DistributedDataParallel divides by the number of processes. Evaluation exchanges nothing.
 
-    torch.nn.SyncBatchNorm computes the same, but only on GPUs; this one also works on a CPU, with
-    gloo. The variance takes a second exchange, of squares about the common mean, because computing
-    E[x^2] - E[x]^2 in one exchange loses digits.
+    torch.nn.SyncBatchNorm computes the same, but only on GPUs. The variance takes a second
+    exchange, of squares about the mean, because E[x^2] - E[x]^2 in one exchange loses digits.
     """
 
     spans_devices = True  # a step that several devices share is not split between them

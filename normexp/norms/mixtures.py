@@ -65,18 +65,16 @@ def _mixture(logits: Tensor, moments: list[Tensor]) -> Tensor:
 class GatedBatchNorm(RunningMomentsNorm):
     """Abstract: (rho * z_batch + (1 - rho) * z_sample) * weight + bias, with rho learned.
 
-    z_batch is batch norm, by the running averages in evaluation; z_sample normalizes groups of
-    channels of each sample, as group norm. The learned `gate` (C,) starts at 0.99 and not at 1 as
-    in the papers' code, where no probe before the training could detect what z_sample pools.
+    z_batch is batch norm, by the running averages in evaluation; z_sample is layer or instance
+    norm. The learned `gate` (C,) starts at 0.99 and not at 1 as in the papers' code, where no probe
+    before the training could detect what z_sample pools.
     """
+
+    pools_channels: bool  # true: z_sample is layer norm
 
     def add_state(self) -> None:
         super().add_state()
         self.gate = nn.Parameter(torch.full((self.num_features,), 0.99))
-
-    def num_groups(self) -> int:
-        """Returns the number of groups of channels whose moments z_sample takes."""
-        raise NotImplementedError
 
     def rho(self, gate: Tensor) -> Tensor:
         """Returns the share of batch norm in each channel (C,)."""
@@ -90,7 +88,8 @@ class GatedBatchNorm(RunningMomentsNorm):
 
     def _mix(self, x: Tensor, real: Tensor | None, by_batch: Tensor, affine: Affine) -> Tensor:
         real = None if real is None else real.flatten(0, 1)
-        by_sample = group_norm(x.flatten(0, 1), real, self.num_groups(), NO_AFFINE, self.eps)
+        num_groups = 1 if self.pools_channels else self.num_features
+        by_sample = group_norm(x.flatten(0, 1), real, num_groups, NO_AFFINE, self.eps)
         rho = over_channels(self.rho(self.gate.to(x.dtype)), x, axis=2)
         mixed = rho * by_batch + (1 - rho) * by_sample.unflatten(0, x.shape[:2])
         return affine.apply(mixed, axis=2)
@@ -104,18 +103,14 @@ class BatchInstanceNorm(GatedBatchNorm):
     clipped in the forward, with the gradient of the unclipped value.
     """
 
-    def num_groups(self) -> int:
-        return self.num_features
+    pools_channels = False
 
     def rho(self, gate: Tensor) -> Tensor:
         return gate + (gate.clamp(0, 1) - gate).detach()
 
-    def refuse(self, shape: torch.Size) -> None:
-        refuse_one_position(shape, "batch-instance norm", "norm=batch")
-
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        self.refuse(x.shape[1:])
-        return super().normalize_by_running(x, real, affine)
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        refuse_one_position(x.shape[1:], "batch-instance norm", "norm=batch")
+        return super().normalize(x, real, affine)
 
 
 class BatchChannelNorm(GatedBatchNorm):
@@ -126,8 +121,7 @@ class BatchChannelNorm(GatedBatchNorm):
     transformers takes the moments of each token in both parts. arXiv:1911.09738 is another BCN.
     """
 
-    def num_groups(self) -> int:
-        return 1
+    pools_channels = True
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

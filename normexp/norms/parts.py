@@ -44,8 +44,8 @@ class ScaledReLU(nn.Module):
     """1.714 * max(x, 0): variance 1 for x from a standard normal distribution.
 
     The activation of normalizer-free networks (Brock et al. 2021, arXiv:2101.08692), for scaled
-    weight standardization. The gain is that of the authors' code and of timm, an estimate 0.06 %
-    above the exact sqrt(2 / (1 - 1 / pi)). Any shape.
+    weight standardization. The gain is that of the authors' code and of timm, an estimate of
+    sqrt(2 / (1 - 1 / pi)). Any shape.
     """
 
     GAIN = 1.7139588594436646
@@ -59,9 +59,8 @@ class ProxyActivation(nn.Module):
 
     Proxy normalization of an activation f (Labatie et al. 2021, arXiv:2106.03743): it standardizes
     what f would return if its normalized input were normal in each channel. It stands after layer
-    or group norm without a weight and a bias: it has them, `weight` (C,) and `bias` (C,). As in
-    public code, g takes 256 values with equal probabilities between them, and eps is 0.03; var is
-    biased. The paper's own code was not found. Shape (N, C, *) in and out.
+    or group norm without a weight and a bias, which it has itself. As in public code, g takes 256
+    values with equal probabilities between them, and var is biased. Shape (N, C, *) in and out.
     """
 
     norm_parameters = ("weight", "bias")
@@ -128,10 +127,8 @@ class ResidualScale(nn.Module):
     """y = scale * x with a learned scale of any shape, at the end of a residual branch.
 
     One number from zero makes the network begin as its skip connections: SkipInit (De and Smith
-    2020, arXiv:2002.10444) and, for the same reason, a zero-initialised last weight of each
-    branch's norm (Goyal et al. 2017, arXiv:1706.02677). A number per channel is LayerScale (Touvron
-    et al. 2021, arXiv:2103.17239); timm's is the same, and its CaiT starts it at 1e-5 in 24 layers
-    and at 1e-6 in its largest networks.
+    2020, arXiv:2002.10444). A number per channel is LayerScale (Touvron et al. 2021,
+    arXiv:2103.17239); timm's CaiT starts it at 1e-5 in 24 layers, at 1e-6 in its largest networks.
     """
 
     norm_parameters = ("scale",)

@@ -144,9 +144,8 @@ class RunningNorm(AffineNorm):
         for name in [name for name, value in start.items() if value.is_floating_point()]:
             ends = torch.stack([part[name] for part in parts])  # (parts, ..., C)
             counts = values.view(*values.shape, *[1] * (ends.ndim - values.ndim)).to(ends.dtype)
-            total = counts.sum(dim=0)
-            mean = (counts / total.clamp(min=1) * ends).sum(dim=0)
-            merged[name] = torch.where(total > 0, mean, start[name])
+            mean, _ = pool_mean(ends, counts, dim=0)
+            merged[name] = torch.where(counts.sum(dim=0) > 0, mean[0], start[name])
         return merged
 
 
@@ -220,17 +219,16 @@ class RunningMomentsNorm(RunningNorm):
         factor = self.new_weight(step[..., None], means.dtype)
         counts = values[..., None].to(means.dtype)
         total = counts.sum(dim=0)
-        weights = counts / total.clamp(min=1)
         kept = (1 - factor) * start["running_var"]
-        mean = (weights * means).sum(dim=0)
+        mean, _ = pool_mean(means, counts, dim=0)
         # Both terms carry the factor: f * v_i, and f * (m_i - m)^2.
         within, between = ends - kept, (means - mean).square() / factor
         if self.unbiased_running_var:
             within = within * (counts - 1).clamp(min=0) / counts.clamp(min=1)
-        var = (weights * (within + between)).sum(dim=0)
-        var = kept + (unbiased(var, total) if self.unbiased_running_var else var)
+        var, _ = pool_mean(within + between, counts, dim=0)
+        var = kept + (unbiased(var[0], total) if self.unbiased_running_var else var[0])
         return {
-            "running_mean": torch.where(total > 0, mean, start["running_mean"]),
+            "running_mean": torch.where(total > 0, mean[0], start["running_mean"]),
             "running_var": torch.where(total > 0, var, start["running_var"]),
             "num_batches_tracked": step,
             "num_values": values.sum(dim=0),

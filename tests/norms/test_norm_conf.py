@@ -20,7 +20,6 @@ from normexp.batching.sizes import Sizes
 from normexp.build import build_data, build_network, build_norm, norm_target
 from normexp.cells.cell import prepare_cell
 from normexp.config.compose import compose_cell, compose_config
-from normexp.errors import UserError
 from normexp.norms.site import named_sites
 from normexp.records.result import read_result
 from normexp.train import main
@@ -96,12 +95,6 @@ def test_outside_a_training_a_norm_counts_on_a_thousand_steps():
     assert target.call(C).warmup_steps == 100
 
 
-@pytest.mark.parametrize(("words", "eps"), [([], 1e-5), (["norm.eps=0.5"], 0.5)])
-def test_eps_of_a_foreign_norm_is_the_configs_unless_it_has_its_own(words, eps):
-    config = compose_config(["norm=custom", "norm._target_=torch.nn.BatchNorm2d", *words])
-    assert build_norm(config, Sizes(8), TEXTS)(C).norm.norm.eps == eps
-
-
 class Drawing(nn.Module):
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -121,17 +114,6 @@ def test_weights_start_alike_for_every_norm_also_one_that_draws():
         starts.append({k: v for k, v in network.state_dict().items() if k[:5] not in sites})
     assert len(starts[0]) == 5  # three convolutions, the head's weight and bias
     assert_close(starts[0], starts[1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("target", "near"),
-    [("normexp.norms.group.GroupNrm", "GroupNorm"), ("normexp.norms.group.Zzz", None)],
-)
-def test_a_target_that_a_module_lacks_is_named_with_near_ones(target, near):
-    config = compose_config(["norm=custom", f"norm._target_={target}"])
-    with pytest.raises(UserError, match=target) as caught:
-        build_norm(config, Sizes(8), TEXTS)
-    assert (f"did you mean {near}" in str(caught.value)) == (near is not None)
 
 
 def imported_by(module: str) -> set[str]:

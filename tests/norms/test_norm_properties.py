@@ -272,10 +272,12 @@ def test_ghost_sub_batches_equal_accumulated_parts(name, masked):
 
 
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("momentum", [0.003, 1.0, None])
 @pytest.mark.parametrize("name", MERGE_EXACTLY)
-def test_merged_parts_are_the_state_after_one_forward_on_all(name, masked):
+def test_merged_parts_are_the_state_after_one_forward_on_all(name, momentum, masked):
     """Parts of 5, 2 and 4 samples; under the mask some have 0 or 1 values at a position."""
     norm, x = make(name), random_tensor(11, C, T) + 3 * torch.arange(11).view(-1, 1, 1)
+    norm.momentum = 0.1 if momentum is None and norm.needs_momentum else momentum
     mask = torch.arange(T) < 1 + torch.arange(11)[:, None] % T
     mask, sizes = mask if masked else torch.ones_like(mask), [5, 2, 4]
     whole = copy.deepcopy(norm)

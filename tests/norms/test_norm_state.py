@@ -21,7 +21,6 @@ from norm_cases import (
     random_mask,
     random_tensor,
     randomize,
-    run_in_parts,
 )
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -33,7 +32,7 @@ from normexp.norms.mixtures import ModeNorm
 from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.rms import BHyT, GatedRMSNorm
 from normexp.norms.site import Site
-from normexp.norms.state import merge_state, read_state
+from normexp.norms.state import read_state
 from normexp.norms.taper import TaperNorm
 
 G, N, T = 3, 4, 5
@@ -102,17 +101,6 @@ def test_groups_in_one_call_equal_each_group_alone(monkeypatch, loop_from, maske
     expected_state = torch_after_one_forward(start, values)
     assert_close(grouped.state_dict(), expected_state, rtol=0, atol=1e-12)
     assert grouped.num_values == len(values)
-
-
-@pytest.mark.parametrize("momentum", [1.0, 0.003, None])
-def test_merged_parts_equal_one_forward_on_all_values_at_any_momentum(momentum):
-    norm = randomize(BatchNorm(C, momentum=momentum).double())
-    x = random_tensor(11, C) + 3 * torch.arange(11).view(-1, 1)
-    expected = torch_after_one_forward(norm, x)
-    start, ends = run_in_parts(norm, [(part,) for part in x.split([5, 2, 4])])
-    merged = merge_state(norm, start, ends, [5 / 11, 2 / 11, 4 / 11])
-    assert merged.pop("num_values") == 11
-    assert_close(merged, {name: expected[name] for name in merged}, rtol=0, atol=1e-12)
 
 
 def test_counts_survive_a_cast_to_half_precision():
