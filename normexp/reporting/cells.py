@@ -56,37 +56,15 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     first = runs.drop_duplicates("cell").set_index("cell", drop=False).rename_axis(None)
     config = _with_budget(first[config_columns(runs)])
     cells = _measured_columns(first, runs, config, records.num_seeds)
-    is_several = len(records.num_seeds) > 1
-    label = " · " + cells["study"] if is_several else ""
-    cells = cells.assign(norm=cells["name"] + label)
-    budget = _budget_of(config)
-    keys = _setting_keys(cells, config, budget, is_several=is_several)
-    everywhere = pd.Series("", config.index)
-    groups = {  # a key of a model, data set or optimizer tells apart those of one name
-        key: config.get(key.partition(".")[0] if "." in key else "", everywhere)
-        for key in keys
-        if key not in ("model", "data")
-    }
-    cells = cells.assign(
-        settings=as_keys(config[keys]),
-        recipe=as_keys(config[[key for key in keys if key not in BUDGET]]),
-        setting=_tell_apart(config, groups, ", ").str[2:],
-        budget=budget.map(lambda value: "" if pd.isna(value) else f"{budget.name}={value}"),
-    )
-    knobs = _tell_apart(config, _knob_groups(cells, config), " ")
-    knobs += np.where(cells["invalid"].notna(), " INVALID", "")
-    cells["norm"] += knobs
-    places = cells[["settings", "batch_size", "lr"]].assign(size=size_key(cells))
-    is_double = _varies(cells["protocol"], cells["norm"], places)
-    knobs += (" " + cells["protocol"]).where(is_double, "")
-    title = cells["model"] + " on " + cells["data"]
-    cells = cells.assign(
-        norm=cells["name"] + label + knobs,
-        base=cells["name"] + knobs,
-        title=title + (", " + cells["setting"]).where(cells["setting"] != "", ""),
-    )
+    study = " · " + cells["study"] if len(records.num_seeds) > 1 else ""
+    cells = cells.assign(norm=cells["name"] + study)
+    cells = cells.join(_setting_columns(cells, config))
+    knobs = _knob_words(cells, config)
+    cells = cells.assign(norm=cells["norm"] + knobs, base=cells["name"] + knobs)
     order = cells[["batch_size", "norm_batch_size"]].assign(
-        rank=norm_ranks(cells), lr=cells["lr"].fillna(0).astype(float), length=budget
+        rank=norm_ranks(cells),
+        lr=cells["lr"].fillna(0).astype(float),
+        length=_budget_of(config),
     )
     order = order.sort_values(["rank", "batch_size", "norm_batch_size", "lr", "length"])
     return cells.loc[order.index].reset_index(drop=True)
@@ -175,23 +153,41 @@ def _budget_of(config: pd.DataFrame) -> pd.Series:
     return known[min(map(str, known), key=rank)]
 
 
-def _setting_keys(
-    cells: pd.DataFrame, config: pd.DataFrame, budget: pd.Series, *, is_several: bool
-) -> list[str]:
-    """The config keys that separate cells into comparable ones."""
+def _setting_columns(cells: pd.DataFrame, config: pd.DataFrame) -> pd.DataFrame:
+    """The columns on what separates cells into comparable ones: settings, recipe, ... title."""
+    budget = _budget_of(config)
+    keys = _setting_keys(cells, config, str(budget.name))
+    everywhere = pd.Series("", config.index)
+    groups = {  # a key of a model, data set or optimizer tells apart those of one name
+        key: config.get(key.partition(".")[0] if "." in key else "", everywhere)
+        for key in keys
+        if key not in ("model", "data")
+    }
+    words = _tell_apart(config, groups, ", ")
+    columns = {
+        "settings": as_keys(config[keys]),
+        "recipe": as_keys(config[[key for key in keys if key not in BUDGET]]),
+        "setting": words.str.removeprefix(", "),
+        "title": cells["model"] + " on " + cells["data"] + words,
+        "budget": budget.map(lambda value: "" if pd.isna(value) else f"{budget.name}={value}"),
+    }
+    return pd.DataFrame(columns)
+
+
+def _setting_keys(cells: pd.DataFrame, config: pd.DataFrame, budget: str) -> list[str]:
+    """The config keys that separate cells; budget: the key that its length is counted by."""
     keys = [
         key
         for key in sorted(map(str, config))
         if key not in (*SIZES, "lr") and not _is_norm_key(key) and not key.startswith(IGNORED)
     ]
-    if is_several:  # drop what only tells the studies apart; the comparison of studies lists it
-        within = {
-            key for _, own in config[keys].groupby(cells["study"]) for key in varying_columns(own)
-        }
+    own = [config.loc[same.index, keys] for _, same in cells.groupby("study")]
+    if len(own) > 1:  # drop what only tells the studies apart; the comparison of studies lists it
+        within = {key for table in own for key in varying_columns(table)}
         between = set(varying_columns(config[keys])) - within
         keys = [key for key in keys if key not in between]
     chosen = [key for key in keys if key not in DERIVED]
-    for key in dict.fromkeys((str(budget.name), *DERIVED)):
+    for key in dict.fromkeys((budget, *DERIVED)):
         places = config[chosen].join(cells[["batch_size", "norm_batch_size"]])
         if key in keys and _varies(config[key], cells["norm"], places).any():
             chosen.append(key)
@@ -202,14 +198,18 @@ def _is_norm_key(key: str) -> bool:
     return key.partition(".")[0] in NORM_KEYS
 
 
-def _knob_groups(cells: pd.DataFrame, config: pd.DataFrame) -> dict[str, pd.Series]:
-    """For each knob of a norm the groups in which it tells apart: the norms of one name."""
+def _knob_words(cells: pd.DataFrame, config: pd.DataFrame) -> pd.Series:
+    """What follows the name of a norm: its knobs, INVALID, and how it reaches its size."""
     groups = {key: cells["norm"] for key in sorted(map(str, config)) if _is_norm_key(key)}
     if "norm.momentum" in groups:  # it may follow from the size
         places = cells[["settings", "batch_size", "norm_batch_size"]]
         is_free = _varies(config["norm.momentum"], cells["norm"], places)
         groups["norm.momentum"] = cells["norm"].where(is_free)
-    return groups
+    words = _tell_apart(config, groups, " ")
+    words += np.where(cells["invalid"].notna(), " INVALID", "")
+    places = cells[["settings", "batch_size", "lr"]].assign(size=size_key(cells))
+    is_double = _varies(cells["protocol"], cells["norm"] + words, places)
+    return words + (" " + cells["protocol"]).where(is_double, "")
 
 
 def _varies(column: pd.Series, norms: pd.Series, places: pd.DataFrame) -> pd.Series:

@@ -5,8 +5,7 @@ Which of them have a verb is decided in `normexp.reporting.verdict`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from normexp.errors import UserError
-from normexp.records.metrics import read_metrics
-from normexp.records.paths import METRICS_FILE, seed_dir
+from normexp.records.paths import seed_dir
 from normexp.records.samples import read_samples
+from normexp.reporting.curves import read_curves
 from normexp.reporting.frame import Row, plain_rows
 from normexp.reporting.metric import Metric, format_signed
 from normexp.reporting.slices import AXIS_WORDS, Slice
@@ -302,40 +301,33 @@ def _optimism_words(one: Contrast) -> str:
 
 def _training_words(one: Contrast) -> str:
     """`train loss at 2: 0.67 (still falling), at 128: 0.05 (converged)`."""
-    runs, found = one.part.runs, []
-    for name, row in _ends(one):
-        is_own = (runs["cell"] == row["cell"]) & (runs["status"] == "finished")
-        end = _training_end(runs["directory"][is_own])
-        found += [f"{name}: {end}"] if end else []
+    runs = one.part.runs[one.part.runs["status"] == "finished"]
+    found = []
+    for name, end in _ends(one):
+        curves = read_curves(runs[runs["cell"] == end["cell"]])
+        losses = curves[curves["name"] == "train/loss"]
+        found += [] if losses.empty else [f"{name}: {_training_end(losses)}"]
     return f"train loss {', '.join(found)}" if found else "train loss not recorded"
 
 
-def _training_end(directories: Iterable[str]) -> str:
-    """`0.67 (still falling)`: the loss over the last fifth of the steps, as mean over the runs.
+def _training_end(losses: pd.DataFrame) -> str:
+    """`0.67 (still falling)`: the loss over the last fifth of the steps, as mean over the seeds.
 
     It falls if it is lower than over the fifth before, by more than STILL_FALLING of the first
-    loss. Empty if no run has recorded one.
+    loss.
     """
-    losses, falls = [], []
-    for directory in directories:
-        rows = []
-        with suppress(UserError):  # a torn file does not fail the report
-            rows = read_metrics(Path(directory) / METRICS_FILE)
-        own = [row for row in rows if row.name == "train/loss" and math.isfinite(row.value)]
-        if not own:
-            continue
-        steps, values = np.array([(row.step, row.value) for row in own]).T
-        fifth = np.ceil(5 * steps / steps[-1])
+    levels, falls = [], []
+    for _, curve in losses.groupby("seed"):
+        samples, values = curve["samples"].to_numpy(), curve["value"].to_numpy()
+        fifth = np.ceil(5 * samples / samples[-1])
         last, before = values[fifth == 5], values[fifth == 4]
-        losses.append(last.mean())
+        levels.append(last.mean())
         if len(before):
             falls.append((before.mean() - last.mean()) / values[0])
-    if not losses:
-        return ""
-    fall, end = np.mean(falls) if falls else math.nan, "converged"
-    if abs(fall) > STILL_FALLING:
-        end = "still falling" if fall > 0 else "rising"
-    return f"{np.mean(losses):.2g} ({end if falls else 'slope unknown'})"
+    end = "converged" if falls else "slope unknown"
+    if falls and abs(np.mean(falls)) > STILL_FALLING:
+        end = "still falling" if np.mean(falls) > 0 else "rising"
+    return f"{np.mean(levels):.2g} ({end})"
 
 
 def _gap_over_samples(one: Contrast) -> Interval | None:
