@@ -80,7 +80,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
 
 def build_callbacks(cell: Cell, on_steps: OnSteps | None) -> list[Callback]:
     """The callbacks of a training; without `on_steps`, a progress bar among them."""
-    bar = TrainingProgress(cell.title, cell.plan.epochs)
+    bar = TrainingProgress(cell.title)
     callbacks = [bar if on_steps is None else StepReports(on_steps), *_own_callbacks(cell)]
     if cell.cfg.diagnostics:
         callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
@@ -37,11 +36,6 @@ class Plan:
     optimizer_momentum: float | None  # None for an optimizer without momentum
     norm_momentum: float | None  # of the running averages; None unless norm.half_life is set
     notes: tuple[str, ...] = ()  # for the user, once nothing is refused
-
-    @property
-    def epochs(self) -> int:
-        """The number of passes over the training samples; the last one may be partial."""
-        return math.ceil(self.num_steps / self.steps_per_epoch)
 
 
 def plan_training(cfg: DictConfig, num_train: int) -> Plan:

@@ -171,10 +171,8 @@ def _fit(
     is_stopped = fit(
         module,
         checkpoint=stack.record.checkpoint,
-        epochs=cell.plan.epochs,
         val_every_epochs=cell.cfg.val_every_epochs,
         trainer_options=plain(cell.cfg.trainer),
-        loggers=list(recorder.loggers),
         callbacks=build_callbacks(cell, on_steps),
         stop=stop,
     )

@@ -118,9 +118,8 @@ class StepReports(pl.Callback):
 class TrainingProgress(pl.Callback):
     """Shows epoch, loss and score on stderr: a live bar on a terminal, else occasional lines."""
 
-    def __init__(self, title: str, epochs: int) -> None:
+    def __init__(self, title: str) -> None:
         self.title = title
-        self.epochs = epochs
         self.bar: Progress | None = None
         self._row: Any = None
         self._last_line = time.monotonic()
@@ -162,7 +161,7 @@ class TrainingProgress(pl.Callback):
             self.bar = None
 
     def _describe(self, module: TrainingModule) -> str:
-        parts = [self.title, f"epoch {module.position(module.step).epoch + 1}/{self.epochs}"]
+        parts = [self.title, f"epoch {module.position(module.step).epoch + 1}/{module.num_epochs}"]
         scores = {
             name: module.metrics.get(name, []) for name in ("val/accuracy", "val/bits_per_byte")
         }

@@ -28,8 +28,8 @@ from normexp.training.statistics import (
     Population,
     batch_statistics,
     block_size,
-    evaluation_mode,
     gather,
+    lent,
     measure_population,
     shuffled,
 )
@@ -180,11 +180,16 @@ class Evaluator:
     def others(self, splits: Sequence[str]) -> Columns:
         """Returns the metrics of the splits with every other kind of statistics in the plan."""
         metrics: Columns = {}
-        if self._has_precise():
-            assert self.population is not None
-            with self.population.used_by(self.replicas):
-                for split in splits:
-                    metrics |= self._score(self.replicas, "precise", split)
+        if "precise" in self.plan.statistics and not self._lacks_running_state:
+            self.population = self._measure_population(self.replicas)
+            self._lacks_running_state = self.population is None
+            if self.population is None:
+                logger.info("no precise statistics: the norm has no running averages")
+            else:
+                with lent(self.replicas):
+                    write_state(self.replicas, self.population.state)
+                    for split in splits:
+                        metrics |= self._score(self.replicas, "precise", split)
         for size in self.plan.batch_sizes:
             with batch_statistics(self.replicas, size):
                 for split in splits:
@@ -195,20 +200,10 @@ class Evaluator:
             population = self._measure_population(own)
             if population is not None:
                 write_state(own, population.state)
-            with evaluation_mode(own):
+            with lent(own):
                 for split in splits:
                     metrics |= self._score(own, "ema", split, group, group)
         return metrics
-
-    def _has_precise(self) -> bool:
-        """Measures the population anew; False if none is wanted or the norm has no such state."""
-        if "precise" not in self.plan.statistics or self._lacks_running_state:
-            return False
-        self.population = self._measure_population(self.replicas)
-        self._lacks_running_state = self.population is None
-        if self._lacks_running_state:
-            logger.info("no precise statistics: the norm has no running averages")
-        return not self._lacks_running_state
 
     def _measure_population(self, replicas: Replicas) -> Population | None:
         plan = self.plan

@@ -14,7 +14,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint
-from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from normexp.errors import UserError
@@ -33,10 +32,8 @@ def fit(
     module: TrainingModule,
     *,
     checkpoint: Path,
-    epochs: int,
     val_every_epochs: int,
     trainer_options: dict[str, Any],
-    loggers: list[Logger],
     callbacks: list[pl.Callback],
     stop: StopRequest | None = None,
 ) -> bool:
@@ -58,10 +55,10 @@ def fit(
     stop = stop or StopRequest()
     with quiet_lightning(), stop.listening():
         trainer = pl.Trainer(
-            max_epochs=epochs,
+            max_epochs=module.num_epochs,
             check_val_every_n_epoch=val_every_epochs,
             num_sanity_val_steps=0,
-            logger=loggers or False,
+            logger=list(module.recorder.loggers) or False,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
             plugins=[AtomicCheckpointIO()],
             **BARE,

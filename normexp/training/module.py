@@ -7,6 +7,7 @@ are counted in optimizer steps, never in Lightning's batches.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -78,6 +79,11 @@ class TrainingModule(pl.LightningModule):
     @property
     def total_steps(self) -> int:
         return self.recipe.schedule.total_steps
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over the training samples; the last one may be partial."""
+        return math.ceil(self.total_steps / self.batches.steps_per_epoch)
 
     @property
     def has_ended(self) -> bool:

@@ -50,28 +50,29 @@ def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch
 
 
 @contextmanager
-def evaluation_mode(replicas: Replicas) -> Iterator[None]:
-    """Like `eval()`, for the time inside the block."""
+def lent(replicas: Replicas) -> Iterator[None]:
+    """Lends the replicas in evaluation mode; modes and buffers are as before in the end."""
     modes = {module: module.training for module in replicas.modules()}
+    buffers, values = dict(replicas.named_buffers()), read_state(replicas)
     replicas.eval()
     try:
         yield
     finally:
         for module, training in modes.items():
             module.training = training
+        install_state(replicas, buffers)  # a norm may have replaced the tensors themselves
+        write_state(replicas, values)
 
 
 @contextmanager
 def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
-    """Makes norms use the statistics of groups of `group_size` samples.
+    """Lends replicas whose norms use the statistics of groups of `group_size` samples.
 
-    Norms are in training mode, all other modules in evaluation mode. Modes, group sizes and
-    buffers are restored at the end.
+    Norms are in training mode, all other modules in evaluation mode.
     """
     sites = [site for _, site in named_sites(replicas)]
     sizes = [site.norm_batch_size for site in sites]
-    buffers, values = dict(replicas.named_buffers()), read_state(replicas)
-    with evaluation_mode(replicas):
+    with lent(replicas):
         try:
             for site in sites:
                 site.train()
@@ -80,8 +81,6 @@ def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
         finally:
             for site, size in zip(sites, sizes, strict=True):
                 site.norm_batch_size = size
-            install_state(replicas, buffers)  # a norm may have replaced the tensors themselves
-            write_state(replicas, values)
 
 
 SiteGaps = dict[str, dict[str, dict[str, float]]]  # mean and max of two numbers, by site
@@ -99,17 +98,6 @@ class Population:
     state: State
     num_samples: int
     gaps: list[SiteGaps]
-
-    @contextmanager
-    def used_by(self, replicas: Replicas) -> Iterator[None]:
-        """Puts the replicas in evaluation mode with this running state."""
-        before = read_state(replicas)
-        with evaluation_mode(replicas):
-            try:
-                write_state(replicas, self.state)
-                yield
-            finally:
-                write_state(replicas, before)
 
 
 @torch.no_grad()

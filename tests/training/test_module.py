@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 from functools import partial
@@ -27,7 +26,6 @@ from training_cases import (
 )
 
 from normexp.batching.sizes import Sizes
-from normexp.training.module import TrainingModule
 from normexp.training.step import StepGradient
 
 ADAMW = partial(torch.optim.AdamW, fused=True)
@@ -116,12 +114,9 @@ def test_training_whose_replicas_all_diverged_ends_at_a_step_that_no_chunk_moves
     tmp_path: Path, stacked: bool
 ):
     data = image_data(400)  # 50 steps an epoch
+    common = {"data": data, "seeds": (0, 1), "stacked": stacked, "lr": 1e30}
     for max_chunk, log_every in ((1, 3), (7, 10), (64, 50)):
-        module = build_module(data=data, seeds=(0, 1), stacked=stacked, lr=1e30)
-        recipe = dataclasses.replace(module.recipe, max_chunk=max_chunk, log_every=log_every)
-        module = TrainingModule(
-            *(module.replicas, module.batches, recipe, module.evaluator.plan, module.recorder)
-        )
+        module = build_module(**common, max_chunk=max_chunk, log_every=log_every)
         train(module, tmp_path / "a.ckpt", precision="32-true")
         assert module.step == 25
         assert all(step is not None and step < 25 for step in module.losses.diverged_at)

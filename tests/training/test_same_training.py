@@ -18,7 +18,6 @@ from torch.optim import lr_scheduler
 from training_cases import (
     StrangerNorm,
     assert_same_state,
-    batch_norm,
     build_module,
     convnet,
     group_norm,
@@ -46,13 +45,13 @@ from normexp.training.schedule import own_schedule
 slow = pytest.mark.slow
 FULL, ACCUMULATED, GHOST, BOTH = Sizes(8), Sizes(8, 2), Sizes(8, None, 2), Sizes(8, 4, 2)
 STACK, TURNS = {"seeds": (3, 4, 5), "stacked": True}, {"seeds": (3, 4, 5)}
-ALONE = {"seeds": (4,)}  # replica 1 of the two
+ALONE = {"seeds": (4,)}  # replica 1 of both
+FORMS = {"in_turn": TURNS, "stacked": STACK}
 SGD = {"optimizer": partial(torch.optim.SGD, momentum=0.9, fused=True)}
 ADAMW = {"optimizer": partial(torch.optim.AdamW, fused=True), "lr": 0.003}
 TEXT = {"model": text_encoder, "data": text_data()}
 DROPOUT = {"model": partial(text_encoder, dropout=0.3), "data": text_data()}
-MODELS = {"convnet": {}, "resnet20": {"model": resnet20}, "text": TEXT}
-FORMS = {"in_turn": TURNS, "stacked": STACK}
+LAYER, INSTANCE = partial(LayerNorm, eps=1e-5), partial(InstanceNorm, eps=1e-5)
 
 
 def pair(name: str, common: dict, first: dict, second: dict, marks: Any = (), **check: Any) -> Any:
@@ -63,50 +62,44 @@ def pair(name: str, common: dict, first: dict, second: dict, marks: Any = (), **
 # A step in parts --------------------------------------------------------------------------------
 
 
-def with_slots(model: Any, slots: Slots) -> Any:
+def with_slots(model: Any, **slots: Any) -> dict[str, Any]:
     def build(norm: NormFactory) -> nn.Module:
         size = norm.norm_batch_size
-        return model(NormFactory(norm.make, view=norm.view, slots=slots, norm_batch_size=size))
+        own = Slots(**slots)
+        return model(NormFactory(norm.make, view=norm.view, slots=own, norm_batch_size=size))
 
     return {"model": build}
 
 
-SLOTS = {
-    "convnet": with_slots(convnet, Slots(act="tlu", conv="scaled_weight_standardized")),
-    "resnet20": with_slots(resnet20, Slots(conv="weight_standardized", residual_scale=0.0)),
-    "text": with_slots(text_encoder, Slots(placement="peri", qk_norm=True, residual_scale=0.5)),
+SPLIT_ALIKE = {
+    "convnet": {},
+    "resnet20": {"model": resnet20},
+    "text": TEXT,
+    "stranger": {"make_norm": StrangerNorm},
+    "convnet-slots": with_slots(convnet, act="tlu", conv="scaled_weight_standardized"),
+    "resnet20-slots": with_slots(resnet20, conv="weight_standardized", residual_scale=0.0),
+    "text-slots": TEXT | with_slots(text_encoder, placement="peri", qk_norm=True),
+    # A last batch of 6, in parts of 4 and 2; the stranger's state is merged by their shares.
+    "ragged": {"data": image_data(46), "drop_last": False, "make_norm": StrangerNorm},
+    "ragged_text": TEXT | {"data": text_data(22), "drop_last": False},
 }
-GHOSTS = {"sizes": GHOST}
-RAGGED = {"drop_last": False, "lr": 0.01}  # a last batch of 6, in parts of 4 and 2
+WITHIN_SAMPLES = {
+    "group": {"make_norm": group_norm},
+    "layer": {"make_norm": LAYER},
+    "rms": {"make_norm": partial(RMSNorm, eps=1e-5)},
+    "group_with_dropout": DROPOUT | {"make_norm": group_norm},
+}
 IN_PARTS = [
     *(
-        pair(f"{model}-{norm}-{split}", {**own, "make_norm": make, "lr": 0.01}, GHOSTS, other)
-        for model, own in MODELS.items()
-        for norm, make in (("batch", batch_norm), ("stranger", StrangerNorm))
-        for split, other in (("accumulated", {"sizes": ACCUMULATED}), ("both", {"sizes": BOTH}))
-        if split == "accumulated" or model == "convnet"
+        pair(name, own | {"lr": 0.01}, {"sizes": Sizes(8, 4)}, {"sizes": Sizes(8, None, 4)})
+        for name, own in SPLIT_ALIKE.items()
     ),
+    pair("parts_of_ghosts", {"lr": 0.01}, {"sizes": BOTH}, {"sizes": ACCUMULATED}),
     *(
-        pair(f"{model}-slots", {**own, **SLOTS[model], "lr": 0.01}, {"sizes": ACCUMULATED}, GHOSTS)
-        for model, own in MODELS.items()
+        pair(f"{name}-{split}", own, {}, {"sizes": sizes})
+        for name, own in WITHIN_SAMPLES.items()
+        for split, sizes in (("one_by_one", Sizes(8, 1)), ("both", BOTH))
     ),
-    *(
-        pair(f"{name}-ragged", own | RAGGED, {"sizes": Sizes(8, 4)}, {"sizes": Sizes(8, None, 4)})
-        for name, own in {
-            "convnet": {"data": image_data(46), "make_norm": StrangerNorm},  # merges by shares
-            "text": {**TEXT, "data": text_data(22)},
-        }.items()
-    ),
-    *(
-        pair(f"{name}-{sizes.micro}-{sizes.norm}", {"make_norm": norm}, {}, {"sizes": sizes})
-        for name, norm, sizes in [
-            ("group", group_norm, ACCUMULATED),
-            ("group", group_norm, Sizes(8, None, 4)),
-            ("layer", partial(LayerNorm, eps=1e-5), Sizes(8, 1)),
-            ("rms", partial(RMSNorm, eps=1e-5), ACCUMULATED),
-        ]
-    ),
-    pair("dropout", DROPOUT | {"make_norm": group_norm}, {}, {"sizes": ACCUMULATED}),
 ]
 
 # A stack ----------------------------------------------------------------------------------------
@@ -163,8 +156,7 @@ def halved(step: int, total_steps: int, every: int = 3) -> float:
 StepLR = lr_scheduler.StepLR
 STEP_LR = own_schedule(partial(StepLR, step_size=3, gamma=0.5), StepLR, 10, None, "step")
 FUNCTION = own_schedule(halved, halved, 10, None, "halved")
-ONE_GROUP, LAYER = partial(GroupNorm, eps=1e-5, num_groups=1), partial(LayerNorm, eps=1e-5)
-OWN = partial(InstanceNorm, eps=1e-5)
+ONE_GROUP = partial(GroupNorm, eps=1e-5, num_groups=1)
 compiling = [slow, pytest.mark.filterwarnings("ignore")]  # of torch's own warnings
 NEARLY = {"atol": 1e-6, "precision": "32-true"}
 SAID_OTHERWISE = [
@@ -184,7 +176,9 @@ SAID_OTHERWISE = [
         for form, seeds in FORMS.items()
     ),
     pair("one_group_is_layer", {}, {"make_norm": ONE_GROUP}, {"make_norm": LAYER}, **NEARLY),
-    pair("own_groups_are_instance", {}, {"make_norm": own_groups}, {"make_norm": OWN}, **NEARLY),
+    pair(
+        "own_groups_are_instance", {}, {"make_norm": own_groups}, {"make_norm": INSTANCE}, **NEARLY
+    ),
     *(
         pair(f"compiled-{form}", seeds, {"compile": True}, {}, marks=compiling, atol=1e-9)
         for form, seeds in FORMS.items()

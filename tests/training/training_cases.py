@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -27,7 +28,7 @@ from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.optim import Recipe
 from normexp.training.recorder import Recorder
-from normexp.training.schedule import Schedule, named_schedule
+from normexp.training.schedule import named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
 
 Row = tuple[int, int, int, dict[str, float]]
@@ -62,17 +63,9 @@ def image_data(num_train: int = 40, size: int = 8) -> Data:
         images = noise + targets.view(-1, 1, 1, 1) * 30
         return Examples(images.to(torch.uint8), targets)
 
-    return Data(
-        name="squares",
-        task="classification",
-        train=examples(num_train),
-        val=examples(12),
-        test=examples(12),
-        num_outputs=4,
-        input_shape=(1, size, size),
-        mean=(0.4,),
-        std=(0.2,),
-    )
+    splits = [examples(count) for count in (num_train, 12, 12)]
+    shape = (1, size, size)
+    return Data("squares", "classification", *splits, 4, shape, mean=(0.4,), std=(0.2,))
 
 
 def text_data(num_train: int = 24, length: int = 7) -> Data:
@@ -85,16 +78,8 @@ def text_data(num_train: int = 24, length: int = 7) -> Data:
         mask = torch.arange(length) < lengths
         return Examples(tokens * mask, tokens[:, 0] - 1, mask)
 
-    return Data(
-        name="strings",
-        task="classification",
-        train=examples(num_train),
-        val=examples(12),
-        test=examples(12),
-        num_outputs=5,
-        input_shape=(length,),
-        vocab_size=6,
-    )
+    splits = [examples(count) for count in (num_train, 12, 12)]
+    return Data("strings", "classification", *splits, 5, (length,), vocab_size=6)
 
 
 def batch_norm(num_features: int) -> nn.Module:
@@ -148,21 +133,12 @@ def build_module(
     seeds: tuple[int, ...] = (0,),
     stacked: bool = False,
     sizes: Sizes | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] = SGD,
-    lr: float = 0.05,
-    max_chunk: int = 4,
-    max_grad_norm: float | None = None,
     drop_last: bool = True,
-    eval_group: int | None = None,
-    lr_scales: tuple[float, ...] | None = None,
-    compile: bool = False,
-    ema: float | None = None,
-    schedule: Schedule | None = None,
     plan: EvaluationPlan = RUNNING_ONLY,
+    **recipe: Any,
 ) -> TrainingModule:
     """Two epochs of five steps by default; everything but the tested choice has a default."""
-    data = data or image_data()
-    sizes = sizes or Sizes(8)
+    data, sizes = data or image_data(), sizes or Sizes(8)
     norm = NormFactory(make_norm, view="token", norm_batch_size=sizes.norm_batch_size)
     networks = []
     for seed in seeds:
@@ -170,23 +146,10 @@ def build_module(
         networks.append(model(norm))
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)
     batches = TrainingBatches(data, list(seeds), sizes.batch_size, drop_last=drop_last)
-    recipe = Recipe(
-        sizes=sizes,
-        optimizer=optimizer,
-        schedule=schedule or named_schedule("cosine", 0.1, EPOCHS * batches.steps_per_epoch),
-        lr=lr,
-        weight_decay=1e-3,
-        max_grad_norm=max_grad_norm,
-        eval_group=eval_group,
-        log_every=3,
-        max_chunk=max_chunk,
-        lr_scales=lr_scales,
-        compile=compile,
-        ema=ema,
-    )
-    return TrainingModule(
-        replicas, batches, recipe, plan, Recorder([[MemorySink()] for _ in seeds])
-    )
+    schedule = named_schedule("cosine", 0.1, EPOCHS * batches.steps_per_epoch)
+    default = {"optimizer": SGD, "lr": 0.05, "weight_decay": 1e-3, "log_every": 3, "max_chunk": 4}
+    own = Recipe(**{"sizes": sizes, "schedule": schedule, **default, **recipe})
+    return TrainingModule(replicas, batches, own, plan, Recorder([[MemorySink()] for _ in seeds]))
 
 
 def train(
@@ -200,10 +163,8 @@ def train(
     fit(
         module,
         checkpoint=checkpoint,
-        epochs=EPOCHS,
         val_every_epochs=1,
         trainer_options={"accelerator": "cpu", "devices": 1, "precision": precision, **placement},
-        loggers=[],
         callbacks=callbacks or [],
         stop=stop,
     )
