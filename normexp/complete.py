@@ -78,18 +78,14 @@ def _values(entry: str, key: str, before: Sequence[str]) -> Sequence[str]:
 
 def _knobs(group: str, before: Sequence[str]) -> dict[str, Any]:
     """The knobs of the choice of a group, with their defaults."""
-    chosen = [*_after(before, group), *_after(_default_words(), group)]
-    path = choice_files(group, _after(before, "--config-dir")).get(chosen[0]) if chosen else None
+    config = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    groups = [entry for entry in config["defaults"] if isinstance(entry, dict)]
+    defaults = [entry[group] for entry in groups if group in entry]
+    chosen = [*_after(before, group), *defaults, None][0]
+    path = choice_files(group, _after(before, "--config-dir")).get(chosen)
     tree = path and yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     knobs = tree.get("data", {}) if group == "data" else tree
     return {name: value for name, value in knobs.items() if not name.startswith("_")}
-
-
-def _default_words() -> list[str]:
-    """The defaults of the groups as words: norm=batch and so on."""
-    config = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
-    groups = [entry for entry in config["defaults"] if isinstance(entry, dict)]
-    return [f"{group}={choice}" for entry in groups for group, choice in entry.items()]
 
 
 def _after(words: Sequence[str], name: str) -> list[str]:

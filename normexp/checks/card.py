@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.checks.compatibility import COMPATIBILITY, COST
+from normexp.checks.agreement import COMPATIBILITY, COST
 from normexp.checks.contract import open_and_measure
 from normexp.checks.subject import Line, run_checks
 from normexp.checks.traits import TRAITS

@@ -289,7 +289,12 @@ def check_padding(network: nn.Module, data: Data) -> None:
                 "argument `mask`, so texts of different length reach it one at a time; try "
                 "norm.view=token, or add `mask`"
             )
-    reading = [name for e in sites if e.reads_padding() for name in e.names]
+    reading = [
+        name
+        for entered in sites
+        if any(entered.reads_padding(training=mode) for mode in MODES)
+        for name in entered.names
+    ]
     if reading:
         raise UserError(
             f"norm reads padding at {name_some(reading)}: it moves real positions or the running "

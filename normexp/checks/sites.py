@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.checks.probe import MODES, TOLERANCE, Probe, changes, fixed_draws, moves, source
+from normexp.checks.probe import TOLERANCE, Probe, changes, fixed_draws, moves, source
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
@@ -115,16 +115,11 @@ class EnteredSite:
         with self.probe(training=training) as probe:
             return probe.reads_later(self.values(), 2) is not None
 
-    def reads_padding(self) -> bool:
+    def reads_padding(self, *, training: bool) -> bool:
         """True if the values or amount of padding move real outputs or the state."""
-        if self.mask is None:
-            return False
         values = self.values(num_positions=self.shape[2] + EXTRA_POSITIONS)
-        for training in MODES:
-            with self.probe(training=training) as probe:
-                if probe.reads_padding(values, self.mask):
-                    return True
-        return False
+        with self.probe(training=training) as probe:
+            return self.mask is not None and probe.reads_padding(values, self.mask)
 
     def reach(self) -> Reach | None:
         """How far its statistics reach in training; None if it takes no statistic.

@@ -269,7 +269,7 @@ NO_INPUT = "no input that it takes could show it"
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a card; section, name and question are filled in by `run_checks`.
+    """A line of a card; its check fills in section, name and question.
 
     Attributes:
         value: the measurement, if the status is `value`.
@@ -315,10 +315,10 @@ class Check:
     shapes: Callable[[Subject], Sequence[Shape]] | None = None
     modes: tuple[bool, ...] = ()
 
-    @property
-    def question(self) -> str:
+    def line(self, section: str, found: Line) -> Line:
         function = self.find.func if isinstance(self.find, partial) else self.find
-        return (function.__doc__ or "").partition("\n")[0]
+        question = (function.__doc__ or "").partition("\n")[0]
+        return replace(found, section=section, name=self.name, question=question)
 
     def __call__(self, subject: Subject) -> Line:
         if self.shapes is None:
@@ -394,7 +394,7 @@ def run_checks(section: str, checks: Sequence[Check], subject: Subject) -> list[
                 line = check(subject)
             except Exception as error:  # of foreign code, any kind
                 line = failed(f"{type(error).__name__}: {first_line(error)}")
-        lines.append(replace(line, section=section, name=check.name, question=check.question))
+        lines.append(check.line(section, line))
     return lines
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normexp.checks.probe import Probe, moves
-from normexp.checks.sites import EXTRA_POSITIONS, SiteOnMaps
+from normexp.checks.sites import EnteredSite, SiteOnMaps
 from normexp.checks.subject import (
     Check,
     Line,
@@ -97,9 +97,9 @@ def reads_masked(subject: Subject, shape: Shape, training: bool) -> Line | str |
     if not takes_mask(norm):
         return skipped("its forward has no argument `mask`; it is given the real positions only")
     mask = torch.arange(PADDED[1]) < torch.tensor(REAL)[:, None]
-    site = SiteOnMaps(Site(norm, "sequence", None), torch.Size(PADDED[1:])).train(training)
-    x = values((*shape[:2], PADDED[1] + EXTRA_POSITIONS))
-    return "output" if Probe(site).reads_padding(x, mask) else None
+    module = SiteOnMaps(Site(norm, "sequence", None), torch.Size(PADDED[1:]))
+    site = EnteredSite(["norm"], module, torch.Size(shape), mask)
+    return "output" if site.reads_padding(training=training) else None
 
 
 def has_running_state(subject: Subject, shape: Shape) -> Line:

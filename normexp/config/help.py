@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import re
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import fill, shorten
 from typing import Any
 
 from normexp.errors import UserError
@@ -141,6 +141,10 @@ Exit code: 0, 1 if a line of the contract fails, 2 for a mistake in the command.
 In a test of your own: from normexp.checks import assert_contract; assert_contract(MyNorm)
 """,
 }
+OF_GROUPS = """\
+  A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.
+  norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.
+"""
 CHECK_KEYS = (
     ("norm=batch", "a norm, or several as a,b; its knobs as norm.num_groups=4"),
     ("eps=1e-5", "passed to a norm that has such an argument"),
@@ -161,7 +165,9 @@ def help_text(entry: str, config_dirs: Sequence[str] = ()) -> str:
             "Placements (placement=NAME) of norms in a transformer block:", [*PLACEMENTS.items()]
         )
         keys = _table(title, config_lines())
-        parts = [_norms(config_dirs), _groups(config_dirs), placements, keys]
+        choices = [(group, ", ".join(group_choices(group, config_dirs))) for group in GROUPS[1:]]
+        groups = _table("Groups (group=choice):", choices, width=12) + OF_GROUPS
+        parts = [_norms(config_dirs), groups, placements, keys]
     elif entry == "tune":
         lines = config_lines("tune")
         parts = [_table(f"{VALUES}:", [(f"tune.{setting}", text) for setting, text in lines])]
@@ -201,7 +207,8 @@ def _norms(config_dirs: Sequence[str]) -> str:
     lines = ["Norms (norm=NAME) by family:"]
     for family in sorted(families, key=lambda name: (name == "other", name)):
         lines.append(f"  {family}")
-        lines += [f"    {name:<22}{_shorten(phrase)}" for name, phrase in families[family]]
+        for name, phrase in families[family]:
+            lines.append(f"    {name:<22}{shorten(phrase, WIDTH - 26, placeholder=' ...')}")
     for folder, count in folders.items():
         lines.append(f"  {folder}/NAME: {count} more, each explained in conf/norm/{folder}/")
     return "\n".join(lines) + "\n"
@@ -217,28 +224,11 @@ def _read_header(path: Path) -> tuple[str, str]:
     return family, re.sub(r" \(arXiv:[^)]*\)", "", lines[0]).rstrip(".")
 
 
-def _groups(config_dirs: Sequence[str]) -> str:
-    lines = ["Groups (group=choice):"]
-    for group in GROUPS[1:]:
-        choices = ", ".join(group_choices(group, config_dirs))
-        head = f"  {group:<12}"
-        lines.append(textwrap.fill(choices, WIDTH, initial_indent=head, subsequent_indent=" " * 14))
-    lines += [
-        "  A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.",
-        "  norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.",
-    ]
+def _table(title: str, rows: Iterable[tuple[str, str]], width: int = 28) -> str:
+    """Rows of a head and a text, side by side; `width` characters for the heads."""
+    lines = [title]
+    for head, text in rows:
+        first = f"  {head:<{width}}" if len(head) < width else f"  {head}  "
+        rest = " " * (width + 2)
+        lines.append(fill(text, WIDTH, initial_indent=first, subsequent_indent=rest))
     return "\n".join(lines) + "\n"
-
-
-def _table(title: str, rows: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> str:
-    return "\n".join([title, *(_row(setting, meaning) for setting, meaning in rows)]) + "\n"
-
-
-def _row(head: str, text: str) -> str:
-    """A key and its meaning, side by side."""
-    head = f"  {head:<28}" if len(head) < 28 else f"  {head}  "
-    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * 30)
-
-
-def _shorten(phrase: str) -> str:
-    return textwrap.shorten(phrase, WIDTH - 26, placeholder=" ...")

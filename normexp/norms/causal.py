@@ -78,9 +78,7 @@ def _centre_prefixes(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         count = torch.arange(1, num_positions + 1, dtype=x.dtype, device=x.device)
     else:
         first = x.take_along_dim(real.int().argmax(dim=-1)[:, None, None], dim=-1)
-        count = (
-            real.cumsum(dim=-1).clamp(min=1).to(x.dtype)
-        )  # before the first real position: 0 / 1
+        count = real.cumsum(dim=-1).clamp(min=1).to(x.dtype)  # before the first real one: 0 / 1
     count = count * size  # of values up to a position
     before = (count - size).clamp(min=1)
     # No output depends on a constant subtracted from a whole group, so neither does a gradient.

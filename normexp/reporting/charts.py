@@ -228,18 +228,22 @@ def draw_lines(
     ]
     layers = [layer.transform_filter(inside) for layer in layers]
     if outside:
-        is_below = f"datum.mean < {y['scale']['domain'][0]}"
-        arrow = alt.Chart().mark_point(
-            shape="arrow",
-            filled=True,
-            opacity=1,
-            size=200,
-            strokeWidth=1.6,
-            yOffset=alt.expr(f"{is_below} ? -7 : 7"),
-            angle=alt.expr(f"{is_below} ? 180 : 0"),
-        )
-        layers.append(arrow.transform_filter(f"!({inside})").encode(**marks))
+        arrow = _arrow(y["scale"]["domain"][0]).encode(**marks)
+        layers.append(arrow.transform_filter(f"!({inside})"))
     return layers
+
+
+def _arrow(low: float) -> alt.Chart:
+    """Arrows at the lower edge for means below `low`, otherwise at the upper one."""
+    return alt.Chart().mark_point(
+        shape="arrow",
+        filled=True,
+        opacity=1,
+        size=200,
+        strokeWidth=1.6,
+        yOffset=alt.expr(f"datum.mean < {low} ? -7 : 7"),
+        angle=alt.expr(f"datum.mean < {low} ? 180 : 0"),
+    )
 
 
 def label_ends(
@@ -258,33 +262,39 @@ def label_ends(
         table: with `mean` and the column of `x`, ordered along each line.
         outside: norms beyond the scale, whose labels have an arrow and their best mean.
     """
-    low, high = y["scale"]["domain"]
     field = str(x["shorthand"]).partition(":")[0]
-    known = table[table["mean"].notna()]
-    last = known.drop_duplicates("norm", keep="last")[["norm", field, "mean"]]
-    pixel = (high - low) / height
-    wanted = np.clip((high - last["mean"].to_numpy(float)) / pixel, 0, height)
-    beyond = {
-        norm: f"{norm} ↓ {means.max():.3g}"
-        if means.iloc[0] < low
-        else f"{norm} ↑ {means.min():.3g}"
-        for norm, means in known.groupby("norm")["mean"]
-        if norm in outside
-    }
-    last["label"] = [beyond.get(norm, norm) for norm in last["norm"]]
-    last["place"] = high - _keep_apart(wanted, height) * pixel
-    colour, shape, _ = channels
-    at = alt.Y("place:Q", scale=y["scale"])
-    base = alt.Chart(alt.Data(values=plain_rows(last))).transform_filter(VISIBLE)
+    known = table.loc[table["mean"].notna(), ["norm", field, "mean"]]
+    ends = _place_labels(known, y["scale"]["domain"], outside, height)
+    base = alt.Chart(alt.Data(values=plain_rows(ends))).transform_filter(VISIBLE)
     lead = base.transform_filter(_inside(outside)).mark_rule(strokeWidth=0.7, opacity=0.6)
     marker = base.mark_point(filled=True, opacity=1, size=50, xOffset=9)
     name = base.mark_text(align="left", dx=18, limit=LABEL)
-    edge = {"x": alt.value("width"), "y": at}
+    colour, shape, _ = channels
+    edge = {"x": alt.value("width"), "y": alt.Y("place:Q", scale=y["scale"])}
     return [
         lead.encode(x, y, x2=alt.value("width"), y2=alt.Y2("place:Q"), color=colour),
         marker.encode(**edge, color=colour, shape=shape),
         name.encode(**edge, text="label:N"),
     ]
+
+
+def _place_labels(
+    table: pd.DataFrame, domain: tuple[float, float], outside: Collection[str], height: float
+) -> pd.DataFrame:
+    """The last row of each norm, with its `label` and the `place` of that on the y-axis."""
+    low, high = domain
+    pixel = (high - low) / height
+    last = table.drop_duplicates("norm", keep="last")
+    wanted = np.clip((high - last["mean"].to_numpy(float)) / pixel, 0, height)
+    beyond = {
+        norm: f"{norm} ↓ {means.max():.3g}"
+        if means.iloc[0] < low
+        else f"{norm} ↑ {means.min():.3g}"
+        for norm, means in table.groupby("norm")["mean"]
+        if norm in outside
+    }
+    labels = [str(beyond.get(norm, norm)) for norm in last["norm"]]
+    return last.assign(label=labels, place=high - _keep_apart(wanted, height) * pixel)
 
 
 def _inside(outside: Collection[str]) -> str:

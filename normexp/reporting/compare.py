@@ -61,8 +61,7 @@ def compare_studies(cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None)
 
 def difference_table(changes: Sequence[Change]) -> Table:
     rows = [row for change in changes for row in change.rows]
-    frame = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
-    return Table("differences", "Differences between the studies", COLUMNS, frame)
+    return Table.of_rows("differences", "Differences between the studies", COLUMNS, rows)
 
 
 def _change(

@@ -103,17 +103,20 @@ def draw_means(part: Slice, styles: Styles) -> Iterator[Figure]:
     points.loc[is_chosen, "note"] = "learning rate chosen on validation"
     points.loc[is_alone, "note"] = "one cell: independent of the norm batch size by measurement"
     table = _summarize(part, points, "x", "independent", "note")
-    if table["mean"].isna().all():
-        return
+    if table["mean"].notna().any():
+        yield _metric_by_size(part, styles, table)
+        yield _heat_map(part, table)
+
+
+def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
     outside = find_outsiders(part.metric, table)
-    panels = _metric_panel(part, styles, table, outside), _count_strip(part)
     caption = (
         f"{part.metric.label} against the {AXIS_TITLES[part.axis]}: mean and 95 % interval over "
         "seeds, which stays within an accuracy's limits; points are moved sideways a little so "
         "that intervals stay apart. Below, the number of seeds behind each point: ×k diverged, !k "
         "failed, ?k missing."
     )
-    if is_alone.any():
+    if table["independent"].any():
         caption += (
             " Hollow markers: a norm that does not depend on this size by measurement, trained "
             "once and drawn at every size."
@@ -121,21 +124,9 @@ def draw_means(part: Slice, styles: Styles) -> Iterator[Figure]:
     if outside:
         caption += f" Arrows at the edge: {', '.join(outside)}, beyond the scale."
     title = f"{part.metric.label} by {AXIS_WORDS[part.axis]}"
+    panels = _metric_panel(part, styles, table, outside), _count_strip(part)
     chart = alt.vconcat(*panels, spacing=12)
-    yield Figure("metric_by_size", title, caption, chart, table, fit="strip")
-
-    colour, table = shade_shortfall(part.metric, table)
-    table = _with_square_text(table, part.metric)
-    x = alt.X("size:O", title=AXIS_TITLES[part.axis], sort=part.sizes).axis(labelAngle=0)
-    y = alt.Y("norm:N", title=None, sort=part.norms)
-    chart = draw_squares(x, y, _gradient(colour), tooltip(*POINT_TIP))
-    caption = (
-        f"Mean {part.metric.label} with its 95 % interval, or the number of seeds where some are "
-        "lost. The colour is the distance from the best mean, on a scale that is finer near it. "
-        "Grey: no seed finished; blank: not run."
-    )
-    title = f"{part.metric.label} by norm and size"
-    yield Figure("heat_map", title, caption, chart, table, fit="none")
+    return Figure("metric_by_size", title, caption, chart, table, fit="strip")
 
 
 def _metric_panel(part: Slice, styles: Styles, table: pd.DataFrame, outside: list[str]) -> Any:
@@ -161,6 +152,21 @@ def _count_strip(part: Slice) -> alt.Chart:
         color=alt.condition(lost, alt.value(DIVERGED), alt.value(GREY)),
         tooltip=tooltip(*POINT_TIP),
     ).properties(width=WIDTH, height=alt.Step(15))
+
+
+def _heat_map(part: Slice, table: pd.DataFrame) -> Figure:
+    colour, table = shade_shortfall(part.metric, table)
+    table = _with_square_text(table, part.metric)
+    x = alt.X("size:O", title=AXIS_TITLES[part.axis], sort=part.sizes).axis(labelAngle=0)
+    y = alt.Y("norm:N", title=None, sort=part.norms)
+    chart = draw_squares(x, y, _gradient(colour), tooltip(*POINT_TIP))
+    caption = (
+        f"Mean {part.metric.label} with its 95 % interval, or the number of seeds where some are "
+        "lost. The colour is the distance from the best mean, on a scale that is finer near it. "
+        "Grey: no seed finished; blank: not run."
+    )
+    title = f"{part.metric.label} by norm and size"
+    return Figure("heat_map", title, caption, chart, table, fit="none")
 
 
 def _gradient(colour: alt.Color) -> alt.Color:

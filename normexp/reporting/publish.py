@@ -8,13 +8,14 @@ import shutil
 import tempfile
 import time
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from glob import escape, glob
 from importlib.resources import files
 from pathlib import Path
+from typing import NoReturn
 
 import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -73,23 +74,24 @@ def publish(
     if watch:
         print("watching for new results; Ctrl-C stops", flush=True)
         with suppress(KeyboardInterrupt):
-            for _ in _news(runs_dir, names, seen):
-                try:
-                    print(f"{time.strftime('%H:%M:%S')} {write(RELOAD_EVERY).counts}", flush=True)
-                except UserError as error:  # as without any ended run; the last page stands
-                    print(f"normexp: {error}", flush=True)
+            _watch(runs_dir, names, seen, lambda: write(RELOAD_EVERY))
         print()
         write(None)  # the final page does not reload itself
 
 
-def _news(runs_dir: Path, names: Sequence[str], seen: set[tuple[str, int]]) -> Iterator[None]:
-    """Waits, and yields whenever the studies have a result that is not in `seen`; never ends."""
+def _watch(
+    runs_dir: Path, names: Sequence[str], seen: set[tuple[str, int]], write: Callable[[], Report]
+) -> NoReturn:
+    """Writes whenever the studies have a result that is not in `seen`."""
     while True:
         time.sleep(LOOK_EVERY)
-        now = _stamp(runs_dir, names)
-        if now != seen:
-            seen = now
-            yield
+        before, seen = seen, _stamp(runs_dir, names)
+        if seen == before:
+            continue
+        try:
+            print(f"{time.strftime('%H:%M:%S')} {write().counts}", flush=True)
+        except UserError as error:  # as without any ended run; the last page stands
+            print(f"normexp: {error}", flush=True)
 
 
 def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
@@ -170,13 +172,6 @@ def _render_page(
     Everything from configs, file names and error messages is escaped by the template or, as data,
     is JSON without a `<`.
     """
-    environment = Environment(
-        loader=PackageLoader("normexp.reporting", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     tables = [table for table in report.tables if table.name != "runs"]  # a cell opens its runs
     content = {
         "figures": {figure.name: figure.spec for figure in report.figures},
@@ -185,10 +180,13 @@ def _render_page(
         "cells": cell_details(report.cells, report.runs),
         "seeds": seed_chart(),
     }
-    assets = {
-        name: Markup(files("normexp.reporting").joinpath(f"page.{name}").read_text("utf-8"))
-        for name in ("css", "js")
-    }
+    environment = Environment(
+        loader=PackageLoader("normexp.reporting", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return environment.get_template("page.html.j2").render(
         report=report,
         reload_seconds=reload_seconds,
@@ -199,8 +197,13 @@ def _render_page(
         policy=Markup(POLICY),
         bundle=Markup(bundle),
         data=Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c")),
-        **assets,
+        css=_asset("page.css"),
+        js=_asset("page.js"),
     )
+
+
+def _asset(name: str) -> Markup:
+    return Markup(files("normexp.reporting").joinpath(name).read_text(encoding="utf-8"))
 
 
 @cache

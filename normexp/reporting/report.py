@@ -106,10 +106,12 @@ def build_report(
     require_metric(metric, metric_names(runs))
     cells = build_cells(records)
     slices = build_slices(cells, runs, metric=metric, tolerance=tolerance)
-    over_data = answer_over_data(slices) if len(names) == 1 else []
     answers = answer_slices(slices)
     changes = compare_studies(cells, runs, metric) if len(names) > 1 else []
     styles = assign_styles(cells["norm"])
+    sections = [Section(answer, draw_figures(answer.parts[0], styles)) for answer in answers]
+    if len(names) == 1:
+        sections = [*(Section(answer, []) for answer in answer_over_data(slices)), *sections]
     tables = [
         *map(size_table, slices),
         sensitivity_table(answers),
@@ -117,16 +119,14 @@ def build_report(
         cell_table(cells, runs, metric, tolerance),
         run_table(cells, runs),
     ]
+    searched = [f"{name}{end}" for name in names for end in ("", "-search")]
     return Report(
         title=" and ".join(names),
         directory=runs_dir / "+".join(names) / "report",
-        sections=[Section(answer, []) for answer in over_data]
-        + [Section(answer, draw_figures(answer.parts[0], styles)) for answer in answers],
+        sections=sections,
         changes=changes,
         tables=[difference_table(changes), *tables] if changes else tables,
-        tuning=draw_tuning(
-            [runs_dir / f"{name}{end}" for name in names for end in ("", "-search")]
-        ),
+        tuning=draw_tuning([runs_dir / name for name in searched]),
         cells=cells,
         runs=runs,
         counts=_count_words(cells, records),

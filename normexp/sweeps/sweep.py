@@ -154,9 +154,9 @@ class Sweep:
         with self.display:
             self.log.check()
             done = [task for task in self.tasks if self.known.keys() >= set(task)]
-            for task in done:  # before torch is imported
-                self._end(task, [self.known[index] for index in task])
-                board.end(task)
+            indices = tuple(index for task in done for index in task)  # before torch is imported
+            self._end(indices, [self.known[index] for index in indices])
+            board.end(indices)
             if self.num_workers:
                 self._train_in_workers(board)
             elif board.num_open:

@@ -168,6 +168,14 @@ def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(
     assert cell.record["act"] == "scaled_relu"
 
 
+def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
+    builds = [prepare(f"norm={name}").build for name in ("batch", "group")]
+    (first, other), (again, _) = (
+        [next(build(seed).parameters()) for seed in (0, 1)] for build in builds
+    )
+    assert first.equal(again) and not first.equal(other)
+
+
 @pytest.mark.parametrize(
     "words",
     [

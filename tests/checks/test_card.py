@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d as LayerNormOfMaps
 from torchvision.ops import FrozenBatchNorm2d
 
+from normexp.checks.agreement import COMPATIBILITY, COST
 from normexp.checks.card import Card, measure_card, print_cards
-from normexp.checks.compatibility import COMPATIBILITY, COST
 from normexp.checks.contract import CONTRACT
 from normexp.checks.subject import Line, Subject, open_subject, run_checks
 from normexp.checks.traits import TRAITS

@@ -238,7 +238,10 @@ def test_cfg_shows_the_config_and_writes_nothing(
         ("python -m normexp.train -m norm=batch,rm", "norm=batch,rms"),
         ("normexp-train norm=group norm.num", "norm.num_groups="),
         ("./scripts/train  optim.schedule=cos", "optim.schedule=cosine"),
-        ("normexp-train evaluate_with=[running,p", "evaluate_with=[running,precise"),
+        (
+            "normexp-train evaluate_with=[batch,",
+            "evaluate_with=[batch,running evaluate_with=[batch,precise",
+        ),
         ("normexp-train data=digits data.val", "data.val_fraction="),
         ("normexp-train drop_last=f", "drop_last=false"),
         ("normexp-train batch_size=8 batch_s", ""),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.plugins import Plugins
 
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
@@ -63,6 +64,7 @@ def test_launcher_that_is_not_installed_names_its_extra(
 def test_launcher_of_an_experiment_runs_its_cells_with_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    Plugins.instance()  # imports all launchers anew when it is first called
     launcher = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
     launched: list[tuple[int, list[str]]] = []
 

@@ -227,44 +227,32 @@ def test_digest_of_a_folder_changes_with_a_file_in_it(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_evaluation_asked_for_anew_is_named_and_one_that_is_gone_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["norm=batch", "evaluate_with=[running,precise]"]
-    assert train(tmp_path, "norm=batch") == 0
-    assert not is_passed(tmp_path, *words)
-    assert train(tmp_path, *words) == 0
-    assert "normexp.evaluate run=" in capsys.readouterr().err
-    assert not is_passed(tmp_path, *words)  # still not there
-    assert train(tmp_path, *words, "study=with") == 0
-    assert is_passed(tmp_path, *words, "study=with")
-    (file,) = tmp_path.glob("runs/with/*/seed-1/evaluation.json")
-    file.unlink()
-    assert not is_passed(tmp_path, *words, "study=with")
-
-
-@pytest.mark.slow
-def test_evaluation_with_other_samples_is_another_one(
+def test_evaluation_that_is_missing_or_has_other_samples_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["norm=batch", "evaluate_with=[precise,batch]", "evaluate_batch_sizes=[8]"]
-    assert train(tmp_path, *words, "precise_samples=64") == 0
+    few, many = "precise_samples=64", "precise_samples=96"
+    assert train(tmp_path, *words, few) == 0
     for asked in (
-        [words[2], "precise_samples=96"],
-        ["precise_samples=64", "evaluate_batch_sizes=[4,8]"],
+        [*words, many],
+        [*words[:2], few, "evaluate_batch_sizes=[4,8]"],
+        ["norm=batch", "evaluate_with=[running,precise]", many],
     ):
         capsys.readouterr()
-        assert train(tmp_path, *words[:2], *asked) == 0
+        assert train(tmp_path, *asked) == 0
         told = capsys.readouterr().err
-        assert "normexp.evaluate run=" in told and asked[1] in told
-    assert is_passed(tmp_path, *words, "precise_samples=64")
+        assert "normexp.evaluate run=" in told and asked[-1] in told
+        assert not is_passed(tmp_path, *asked)  # still not there
+    assert is_passed(tmp_path, *words, few)
     (cell,) = tmp_path.glob("runs/default/batch*")
-    assert evaluate([f"run={cell}", "evaluate_with=[precise]", "precise_samples=96"]) == 0
-    assert not is_passed(tmp_path, *words, "precise_samples=64")  # there is one, and it is newer
+    assert evaluate([f"run={cell}", "evaluate_with=[precise]", many]) == 0
+    assert not is_passed(tmp_path, *words, few)  # there is one, and it is newer
     capsys.readouterr()
-    assert train(tmp_path, *words, "precise_samples=96") == 0
+    assert train(tmp_path, *words, many) == 0
     assert "normexp.evaluate" not in capsys.readouterr().err
-    assert is_passed(tmp_path, *words, "precise_samples=96")
+    assert is_passed(tmp_path, *words, many)
+    (cell / "seed-1" / "evaluation.json").unlink()
+    assert not is_passed(tmp_path, *words, many)
 
 
 @pytest.mark.slow

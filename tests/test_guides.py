@@ -1,0 +1,253 @@
+"""README.md and conf/README.md do what they say: commands, files, the user's own parts, Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_cases import QUICK, files
+
+import normexp
+from normexp.checks import assert_contract
+from normexp.cli import parse_command, read_options
+from normexp.config.compose import compose_config
+from normexp.config.grid import compose_norms, list_cells
+from normexp.config.help import help_text
+from normexp.config.rules import validate
+from normexp.errors import UserError
+from normexp.records.result import Result
+from normexp.search.points import plan_searches
+from normexp.train import main
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+INDENTED = [line.strip() for line in README.splitlines() if line.startswith("    ")]
+COMMANDS = [
+    line.split("# ")[0].strip() for line in INDENTED if line.startswith("python -m normexp.")
+]
+GUIDE = (ROOT / "conf" / "README.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", GUIDE, flags=re.DOTALL | re.MULTILINE))
+FILES = dict(re.findall(r"as\s`(my_\w+\.py)`:\n\n```python\n(.*?)```", GUIDE, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_is_understood(command: str):
+    _, _, module, *words = shlex.split(command)
+    entry = module.removeprefix("normexp.")
+    if "--help" in words:
+        assert help_text(entry)
+    elif entry == "train":
+        cells = list_cells(parse_command(words))
+        for cell in (cells[0], cells[-1]):
+            validate(compose_config(cell))
+    elif entry == "tune":
+        assert plan_searches(parse_command(words))
+    elif entry == "check":
+        assert compose_norms(parse_command(words))
+    else:
+        assert read_options(entry, words)
+
+
+def test_every_package_stands_in_the_tree():
+    tree = README.split("## Read the code")[1]
+    named = set(re.findall(r"^      (\w+(?:/|\.py)) ", tree, flags=re.MULTILINE))
+    for name in named:
+        assert (ROOT / "normexp" / name).exists(), name
+    packages = {p.name + "/" for p in (ROOT / "normexp").iterdir() if (p / "__init__.py").exists()}
+    assert packages <= named
+
+
+def test_files_of_the_readme_exist_and_the_spine_is_as_long_as_said():
+    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
+        assert (ROOT / path).is_file(), path
+    spine = re.findall(r"^\| `(\w+/\w+\.py)` \|", README, flags=re.MULTILINE)
+    assert len(spine) == 12
+    lines = sum(len((ROOT / "normexp" / file).read_text().splitlines()) for file in spine)
+    said = re.search(r"The spine, about ([\d,]+) lines", README)
+    assert said and abs(lines - int(said[1].replace(",", ""))) < 100
+
+
+# --- conf/README.md -----------------------------------------------------------------------------
+
+
+def commands(section: str) -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", SECTIONS[section], flags=re.DOTALL)
+    return "".join(blocks).splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of the guide, in which its commands are typed."""
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
+        sys.modules.pop(name.removesuffix(".py"), None)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_norm_keeps_the_contract():
+    names: dict[str, type] = {}
+    exec(FILES["my_norm.py"], names)
+    assert_contract(names["AbsNorm"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ("Your model", "Tiny"),
+        ("Your data set", "stripes"),
+        ("Your optimizer", "RMSprop"),
+        ("Your learning rate schedule", "triangle"),
+        ("Your callback", "ClipWeights"),
+    ],
+)
+def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: str, capsys):
+    (command,) = commands(section)
+    words = shlex.split(command)[3:]
+    assert main([*words, "replicas=1"]) == 0
+    assert "n = 1 seed\n" in capsys.readouterr().out
+    (result,) = (text for path, text in files(folder / "runs").items() if "result.json" in path)
+    assert f'"{name}"'.encode() in result
+
+
+@pytest.mark.slow
+def test_own_logger_gets_the_losses_of_every_run(folder: Path):
+    (command,) = commands("Your logger")
+    assert main([*shlex.split(command)[3:], "replicas=2"]) == 0
+    logged = [
+        t for path, t in files(folder / "runs").items() if "/seed-" in path and b"val/loss" in t
+    ]
+    assert len([text for text in logged if b"train/loss" in text and b"train/lr" not in text]) >= 2
+
+
+@pytest.mark.slow
+def test_the_python_of_the_guide_prints_the_recorded_accuracy(folder: Path, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS["From Python"], flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    results, table = names["results"], names["table"]
+    assert [(run.config["norm"], run.seed) for run in results] == [
+        (norm, seed) for norm in ("batch", "group") for seed in range(4)
+    ]
+    assert len(table) == 8
+    printed = re.search(r"tensor\((.+?)\)", capsys.readouterr().out.splitlines()[-1])
+    assert float(printed[1]) == pytest.approx(results[0].metrics["test/accuracy"], abs=1e-4)
+    assert folder == Path.cwd()
+
+
+def test_a_norm_and_a_model_cost_a_file_and_a_yaml_each(folder: Path, capsys):
+    yamls = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
+    for group, text in zip(("norm", "model"), yamls, strict=True):
+        path = folder / "my_conf" / group / "mine.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    family = help_text("train", ["my_conf"]).partition("\n  token\n")[2]
+    assert re.search(r"^    mine +Absolute norm: divides by the mean", family, re.MULTILINE)
+    words = ["--config-dir", "my_conf", "norm=mine", "model=mine", *QUICK]
+    assert main(words) == 0
+    assert "mine on digits: trained" in capsys.readouterr().out
+    first, second = normexp.run(words)  # recorded
+    assert (first.config["norm"], first.config["model"], second.seed) == ("mine", "mine", 1)
+    assert first.config["identity"]["norm"]["_target_"] == "my_norm.AbsNorm"
+    assert first.config["identity"]["model"]["width"] == 8
+
+
+def run(command: str, folder: Path) -> str:
+    words = shlex.split(command)
+    assert words[0] == "python"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_every_line_of_the_five_minutes_does_what_it_says(folder: Path):
+    typed = commands("Your norm in five minutes")
+    card, own, _, report = [run(command, folder) for command in typed]
+    assert "AbsNorm: the contract holds" in card
+    assert re.search(r"mixes samples +no", card)
+    assert "test/accuracy" in own and "AbsNorm on digits" in own
+    assert re.search(
+        r"^- .*\bAbsNorm\b.* do not depend on the norm batch size", report, re.MULTILINE
+    )
+    assert (folder / "runs" / "mine" / "report" / "index.html").is_file()
+
+
+@pytest.mark.slow
+def test_networks_of_others_train_with_another_norm(folder: Path):
+    pytest.importorskip("transformers")
+    maps, tokens, save, tuned, text = commands("Someone else's network")
+    for command in (maps, tokens, text):
+        assert "test/loss" in run(command, folder)
+    run(save, folder)
+    said = run(tuned, folder)
+    assert "Plain" in said and "5.weight is 10x16, in the file 1000x16" in said
+
+
+# --- normexp.run --------------------------------------------------------------------------------
+
+
+def train(tmp_path: Path, *words: str, workers: int = 0) -> list[Result]:
+    quick = [word for word in QUICK if not word.startswith("workers")]
+    places = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}"]
+    return normexp.run([*words, *quick, *places], workers=workers)
+
+
+def test_a_cell_is_trained_once_and_found_by_every_other_way(tmp_path: Path):
+    results = train(tmp_path, "norm=group")
+    assert [(result.seed, result.status) for result in results] == [
+        (0, "finished"),
+        (1, "finished"),
+    ]
+    assert results[0].config["norm"] == "group"
+    before = files(tmp_path)
+    assert train(tmp_path, "norm=group") == results
+    assert main(["norm=group", *QUICK, f"runs_dir={tmp_path / 'runs'}"]) == 0
+    recorded = {name: text for name, text in files(tmp_path).items() if "seed-" in name}
+    assert recorded == {name: text for name, text in before.items() if "seed-" in name}
+    table = normexp.load_study("default", tmp_path / "runs")
+    assert sorted(table["seed"]) == [0, 1]
+    cell_dir = tmp_path / "runs" / "default" / results[0].cell_id
+    assert not normexp.load(cell_dir / "seed-1").training
+
+
+def test_a_sweep_returns_each_run_once(tmp_path: Path):
+    results = train(tmp_path, "-m", "norm=group", "norm_batch_size=8,32")  # the same training
+    assert [(result.config["norm"], result.seed) for result in results] == [
+        ("group", 0),
+        ("group", 1),
+    ]
+
+
+@pytest.mark.slow
+def test_a_mistake_is_raised_after_the_other_cells(tmp_path: Path):
+    with pytest.raises(UserError, match="norm_batch_size=5 does not divide"):
+        train(tmp_path, "-m", "norm_batch_size=5,8")
+    assert len(normexp.load_study("default", tmp_path / "runs")) == 2
+    for words in (["norm=grup"], ["--cfg", "job"], ["-m", "hydra/launcher=ray"], ["--nothing"]):
+        with pytest.raises(UserError):
+            normexp.run(words)
+    with pytest.raises(UserError, match="must be a list of words"):
+        normexp.run("norm=group")
+
+
+def test_importing_normexp_is_light():
+    script = "import sys, normexp; sys.exit(bool({'torch', 'hydra', 'pandas'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
