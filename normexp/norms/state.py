@@ -19,9 +19,9 @@ def merge_state(module: nn.Module, start: State, parts: list[State], shares: lis
     for path, child in module.named_modules():
         own = getattr(child, "merge_state", None)
         if own is not None:
-            names = {name: f"{path}.{name}".lstrip(".") for name, _ in child.named_buffers()}
-            first, *ends = ({n: state[names[n]] for n in names} for state in (start, *parts))
-            merged |= {names[n]: value for n, value in own(first, ends, shares).items()}
+            prefix = f"{path}." if path else ""
+            first, *ends = (_below(prefix, state) for state in (start, *parts))
+            merged |= {prefix + name: value for name, value in own(first, ends, shares).items()}
     for name, first in parts[0].items():
         if name in merged:
             continue
@@ -31,6 +31,10 @@ def merge_state(module: nn.Module, start: State, parts: list[State], shares: lis
         else:
             merged[name] = first
     return merged
+
+
+def _below(prefix: str, state: State) -> State:
+    return {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
 
 
 def read_state(module: nn.Module) -> State:

@@ -236,12 +236,14 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line_and_changes_nothing(
     assert evaluation(copy) == before
 
 
-def test_finished_runs_are_evaluated_with_the_defaults_of_newer_keys(cell_dir: Path, copy: Path):
+def test_finished_runs_of_an_older_version_are_evaluated_and_loaded(cell_dir: Path, copy: Path):
     lines = (copy / "config.yaml").read_text().splitlines()
     newer = ("  affine:", "  nesterov:", "max_grad_norm:", "residual_scale:")
     older = [line for line in lines if not line.startswith(newer)]
     assert len(older) == len(lines) - len(newer)
-    (copy / "config.yaml").write_text("\n".join(older))
+    moved = "\n".join(older).replace("norms.batch.", "norms.gone.").replace("data.images.", "gone.")
+    assert moved.count("gone.") == 2  # modules that have moved since
+    (copy / "config.yaml").write_text(moved)
     (seed_dir(copy, 1) / "result.json").unlink()
     (seed_dir(copy, 1) / "evaluation.json").unlink()
     assert main([f"run={copy}", "evaluate_with=[precise]", "precise_samples=100"]) == 0
