@@ -301,7 +301,8 @@ class _Trial:
 
     Attributes:
         problem: None if the norm takes the input.
-        reached: the lines at which it failed, from the outermost call in, to compare layouts.
+        reached: the lines at which it failed, from the outermost call in, to compare layouts;
+            none if it returned another number of dimensions.
     """
 
     num_dims: int
@@ -359,6 +360,8 @@ class _Probe:
             self.refuse(f"returns a {type(out).__name__}, not a tensor")
         if out.shape != x.shape:
             problem = f"changes the shape, {tuple(x.shape)} to {tuple(out.shape)}"
+            if out.ndim != x.ndim:  # a formula for other dimensions, as broadcasting reads it
+                return trial(problem, reached=(), reshapes=True)
             return trial(problem, reshapes=True)
         if _shapes_of_buffers(norm) != shapes:
             return trial(f"changes the shape of its buffers on an input of shape {tuple(x.shape)}")

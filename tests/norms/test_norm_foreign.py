@@ -272,6 +272,12 @@ def failing(_, x: Tensor) -> Tensor:
     raise RuntimeError(f"no {x.ndim}-D today")
 
 
+def maps(_, x: Tensor) -> Tensor:
+    if x.ndim != 4:
+        return x * torch.ones(1, 8, 1, 1)  # (4, 8) becomes (1, 8, 4, 8)
+    raise RuntimeError("no maps today")
+
+
 def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
     raise KeyError("gain")
 
@@ -291,6 +297,7 @@ def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
         (MapNorm, r"fails on an input of shape \(4, 8, 5, 6\): .*99"),
         (partial(MapNorm, last=True), r"fails on an input of shape \(4, 5, 8\): .*99"),
         (norm_of(sequences), r"fails on an input of shape \(4, 8, 5\): no 8 tokens"),
+        (norm_of(maps), r"fails on an input of shape \(4, 8, 5, 6\): no maps today"),
         (broken_key, "cannot be built for 8 features: KeyError 'gain'"),
         (norm_of(lambda _, x: (x, x)), "returns a tuple, not a tensor"),
         (
