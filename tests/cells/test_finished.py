@@ -236,8 +236,13 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line_and_changes_nothing(
     assert evaluation(copy) == before
 
 
-def test_finished_runs_are_evaluated_with_the_defaults_of_newer_keys(cell_dir: Path, copy: Path):
-    lines = (copy / "config.yaml").read_text().splitlines()
+def test_runs_of_older_code_are_evaluated_with_newer_keys_and_places(cell_dir: Path, copy: Path):
+    text = (copy / "config.yaml").read_text()
+    moved = text.replace("normexp.norms.batch.", "normexp.before.").replace(
+        "normexp.data.images.", "normexp.before."
+    )
+    assert moved.count("normexp.before.") == 2
+    lines = moved.splitlines()
     newer = ("  affine:", "  nesterov:", "max_grad_norm:", "residual_scale:")
     older = [line for line in lines if not line.startswith(newer)]
     assert len(older) == len(lines) - len(newer)
