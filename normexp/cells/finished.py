@@ -79,6 +79,8 @@ def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
 def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
     """The resolved config of a cell; keys that are newer than its training have defaults.
 
+    Shipped choices have their present targets, which may have moved since.
+
     Args:
         choices: the recorded names of what each group holds.
 
@@ -94,8 +96,8 @@ def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
     if not isinstance(cfg, DictConfig) or lacking:
         raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
     groups = {group: shipped_defaults(group, choices[group]) or {} for group in GROUPS}
-    newer = OmegaConf.merge(shipped_config(), groups)
-    return DictConfig(OmegaConf.merge(newer, cfg))
+    targets = {group: {"_target_": own["_target_"]} for group, own in groups.items() if own}
+    return DictConfig(OmegaConf.merge(shipped_config(), groups, cfg, targets))
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
