@@ -79,7 +79,7 @@ def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
 def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
     """The resolved config of a cell; keys that are newer than its training have defaults.
 
-    Shipped choices have their present targets, which may have moved since.
+    What a shipped name stands for may have moved since: the class is that of the name today.
 
     Args:
         choices: the recorded names of what each group holds.
@@ -96,7 +96,9 @@ def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
     if not isinstance(cfg, DictConfig) or lacking:
         raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
     groups = {group: shipped_defaults(group, choices[group]) or {} for group in GROUPS}
-    targets = {group: {"_target_": own["_target_"]} for group, own in groups.items() if own}
+    targets = {
+        group: {"_target_": values["_target_"]} for group, values in groups.items() if values
+    }
     return DictConfig(OmegaConf.merge(shipped_config(), groups, cfg, targets))
 
 

@@ -236,15 +236,17 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line_and_changes_nothing(
     assert evaluation(copy) == before
 
 
-def test_finished_runs_of_older_code_are_evaluated(cell_dir: Path, copy: Path):
-    """It had fewer keys, and its classes stood elsewhere."""
-    lines = (copy / "config.yaml").read_text().splitlines()
+def test_runs_of_older_code_are_evaluated_with_newer_keys_and_places(cell_dir: Path, copy: Path):
+    text = (copy / "config.yaml").read_text()
+    moved = text.replace("normexp.norms.batch.", "normexp.before.").replace(
+        "normexp.data.images.", "normexp.before."
+    )
+    assert moved.count("normexp.before.") == 2
+    lines = moved.splitlines()
     newer = ("  affine:", "  nesterov:", "max_grad_norm:", "residual_scale:")
     older = [line for line in lines if not line.startswith(newer)]
     assert len(older) == len(lines) - len(newer)
-    moved = "\n".join(older).replace("normexp.data.images.", "normexp.data.once.")
-    assert "normexp.data.once." in moved
-    (copy / "config.yaml").write_text(moved)
+    (copy / "config.yaml").write_text("\n".join(older))
     (seed_dir(copy, 1) / "result.json").unlink()
     (seed_dir(copy, 1) / "evaluation.json").unlink()
     assert main([f"run={copy}", "evaluate_with=[precise]", "precise_samples=100"]) == 0
