@@ -143,8 +143,7 @@ def _run_rank(fabric: Fabric, *, order: Order, board: Tensor, errors: Any, shows
         board[STEP], board[NUM_STEPS] = step, num_steps
 
     stop = StopRequest()
-    threading.Thread(target=_watch_parent, args=(board, stop), daemon=True).start()
-    with stop.listening():
+    with _watching_parent(board, stop), stop.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         try:
             order.train(fabric.global_rank, stop, None if shows_bar else show)
@@ -160,14 +159,29 @@ def _run_rank(fabric: Fabric, *, order: Order, board: Tensor, errors: Any, shows
     return False
 
 
-def _watch_parent(board: Tensor, stop: StopRequest) -> None:
-    """Passes its requests to stop on; ends this process with it, as it holds the lock."""
-    parent = parent_process()
+@contextmanager
+def _watching_parent(board: Tensor, stop: StopRequest) -> Iterator[None]:
+    """Passes the parent's requests to stop on; ends this process with it, as it holds the lock.
+
+    The thread ends with the block: one that is inside torch when Python ends aborts the process.
+    """
+    parent, is_over = parent_process(), threading.Event()
     assert parent is not None
-    while not connection.wait([parent.sentinel], TICK):
-        if board[STOP]:
-            stop.requested = True
-    os._exit(1)
+
+    def watch() -> None:
+        while not is_over.is_set():
+            if connection.wait([parent.sentinel], TICK):
+                os._exit(1)
+            if board[STOP]:
+                stop.requested = True
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 # --- processes that srun or torchrun has started --------------------------------------------------

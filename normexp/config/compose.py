@@ -188,7 +188,8 @@ def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ())
     chosen = [each for each in parsed if _is_choice(each) and not each.is_sweep_override()]
     for override in chosen:
         _check_choice(override, config_dirs)
-    base = _compose(tuple(str(each.input_line) for each in chosen), tuple(config_dirs))
+    words = tuple(str(each.input_line) for each in chosen)
+    base = _compose(words, tuple(config_dirs), _written(config_dirs))
     if base.launcher is not None:
         return base
     for key in [override.key_or_group for override in chosen]:
@@ -197,8 +198,17 @@ def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ())
     return base
 
 
+def _written(config_dirs: Sequence[str]) -> tuple[tuple[Path, int], ...]:
+    """When each YAML of the user's was written: a notebook edits them between its commands."""
+    folders = [Path(config_dir, group) for config_dir in config_dirs for group in GROUPS]
+    files = [file for folder in folders for file in sorted(folder.rglob("*.yaml"))]
+    return tuple((file, file.stat().st_mtime_ns) for file in files)
+
+
 @lru_cache(maxsize=64)
-def _compose(choices: tuple[str, ...], config_dirs: tuple[str, ...]) -> Base:
+def _compose(
+    choices: tuple[str, ...], config_dirs: tuple[str, ...], _: tuple[tuple[Path, int], ...]
+) -> Base:
     check_config_dirs(config_dirs)
     register_custom()
     folders = ", ".join(quoted(f"file://{Path(folder).resolve()}") for folder in config_dirs)
@@ -334,7 +344,8 @@ def _set_value(config: DictConfig, override: Override, base: Base) -> None:
         raise UserError(f"{text}: the key exists, write it without the +")
     group, _, leaf = key.partition(".")
     is_shipped = group in CUSTOM_GROUPS and base.choices.get(group) != "custom"
-    if leaf == "_target_" and is_shipped and _select(base.defaults, key) is not None:
+    has_target = _select(base.defaults, key) not in (None, "???")
+    if leaf == "_target_" and is_shipped and has_target:
         raise UserError(  # else records would name the other class as the choice
             f"{key} is set, but {group}={base.choices.get(group)} has a target of its own; "
             f"try {group}=custom {key}=..."
@@ -344,8 +355,8 @@ def _set_value(config: DictConfig, override: Override, base: Base) -> None:
         OmegaConf.update(config, key, override.value(), force_add=is_new)
     except (ConfigAttributeError, ConfigKeyError) as error:
         raise _unknown_key(error.full_key or key, base) from None
-    except OmegaConfBaseException as error:
-        raise UserError(f"{text}: {str(error.msg).splitlines()[0]}") from error
+    except (OmegaConfBaseException, ValueError) as error:  # ValueError: a name below a list
+        raise UserError(f"{text}: {str(error).splitlines()[0]}") from error
 
 
 def _refuse_unread(plain: dict[str, Any], base: Base) -> None:

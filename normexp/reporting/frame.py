@@ -181,11 +181,16 @@ def _read_evaluation(run_dir: Path) -> dict[str, float]:
 
 
 def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"norm": {"eps": 1}} gives {"norm.eps": 1}; lists become tuples."""
+    """{"norm": {"eps": 1}} gives {"norm.eps": 1}; lists become tuples.
+
+    Of a class of normexp only the name counts, since its module may change between two runs.
+    """
     flat: dict[str, Any] = {}
     for key, value in mapping.items():
         if isinstance(value, Mapping):
             flat |= _flatten(value, f"{prefix}{key}.")
+        elif key == "_target_" and str(value).startswith("normexp."):
+            flat[f"{prefix}{key}"] = value.rpartition(".")[2]
         else:
             flat[f"{prefix}{key}"] = tuple(value) if isinstance(value, list) else value
     return flat

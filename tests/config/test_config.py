@@ -25,6 +25,7 @@ REFUSED = {
     "weight_decay=0.1": "did you mean optim.weight_decay?",
     "norm.foo=1": "norm.foo: unknown key (norm=batch has",
     "lr.x=3": "lr has no keys below it",
+    "evaluate_with.x=batch": "evaluate_with.x=batch: ",
     "hydra.foo=3": "hydra.foo: unknown key",
     "batch_size": "'batch_size' is not key=value",
     "=3": "'=3' is not key=value",
@@ -116,6 +117,14 @@ def test_users_own_norm_file_is_a_choice(tmp_path: Path):
     folder = own_yaml(tmp_path / "my conf", "norm/mine.yaml", "_target_: my.Norm\nknob: 2\n")
     config = compose_config(["norm=mine", "norm.knob=3"], [folder])
     assert dict(config.norm) == {"_target_": "my.Norm", "knob": 3}
+
+
+def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands(tmp_path: Path):
+    folder = own_yaml(tmp_path, "norm/mine.yaml", "_target_: ???\nknob: 2\n")
+    words = ["norm=mine", "norm._target_=my.Norm"]
+    assert compose_config(words, [folder]).norm == {"_target_": "my.Norm", "knob": 2}
+    Path(folder, "norm/mine.yaml").write_text("_target_: ???\nknob: 3\n")
+    assert compose_config(words, [folder]).norm.knob == 3
 
 
 def test_users_file_may_pick_a_model(tmp_path: Path):

@@ -144,7 +144,7 @@ def test_a_cell_has_its_runs_curves_config_and_environment(whole: tuple[Path, st
     assert [row["samples"] for row in loss if row["seed"] == 7] == list(range(2560, 25601, 2560))
     assert {row["seed"] for row in accuracy} == set(range(8))
     assert 80 < accuracy[-1]["value"] < 100
-    assert cell["config"]["norm_batch_size"] == "2" and "batch" in cell["config"]["norm._target_"]
+    assert (cell["config"]["norm"], cell["config"]["norm_batch_size"]) == ("batch", "2")
     assert cell["environment"] == {"python": "3.11", "code_version": "one"}
 
 

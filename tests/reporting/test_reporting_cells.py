@@ -88,6 +88,13 @@ def test_a_momentum_that_follows_from_the_size_is_no_knob(tmp_path: Path):
     assert set(labels_of(tmp_path)) == {"batch"}
 
 
+def test_cells_are_compared_across_a_move_of_a_class_of_normexp(tmp_path: Path):
+    for norm, module in (("batch", "digits"), ("layer", "images")):
+        identity = {"data": {"_target_": f"normexp.data.{module}.load_digits"}}
+        write_cell(tmp_path, norm, {0: 0.9}, identity=identity)
+    assert cells_of(tmp_path)["title"].nunique() == 1
+
+
 def test_parts_of_the_user_are_called_by_their_class_or_name(tmp_path: Path):
     identity = {
         "model": {"_target_": "my_pkg.MyNet", "width": 8},
