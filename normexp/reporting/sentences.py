@@ -194,9 +194,9 @@ def _words(one: Contrast, kind: str) -> str:
         return {
             "loses": f"{norm} loses {shown} {where}",
             "gains": f"{norm} gains {shown} {where}",
-            "holds": f"{norm} holds its level within {limit} {where}: loss {shown}",
+            "holds": f"{norm} holds its level within {limit} {where}: change {shown}",
             "no data": f"{norm} has no seed with a result at both ends, {where}",
-        }.get(kind, f"{norm}: loss {shown} {where}{end}")
+        }.get(kind, f"{norm}, {axis} {small} minus {large}: {shown}{end}")
     where = f"At {axis} {small}, {norm}"
     return {
         "better": f"{where} is better than {reference} by {shown}",
@@ -207,9 +207,11 @@ def _words(one: Contrast, kind: str) -> str:
 
 
 def _shown(one: Contrast, kind: str, gap: Interval) -> str:
-    """The gap as its sentence shows it: losses and `worse by` are positive."""
-    is_turned = kind == "worse" or (one.is_along_sizes and kind != "gains")
-    return one.part.metric.format(-gap if is_turned else gap)
+    """The gap as its sentence shows it: what is lost or gained, or the first minus the second."""
+    if kind in ("loses", "worse"):
+        return one.part.metric.format(-gap)
+    is_oriented = kind in ("gains", "better") or one.part.metric.higher_is_better
+    return one.part.metric.format(gap if is_oriented else -gap)
 
 
 def _budget_words(one: Contrast, kind: str, other: Contrast, family: Family) -> str:
@@ -236,9 +238,9 @@ def _note(own: Sequence[Contrast], family: Family) -> str:
         "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. The "
         f"number of differences that this report gives a verdict on is {family.size}: each norm "
         f"that mixes samples, from its largest to its smallest size{compared} at the smallest "
-        "size. The probability that any of these verdicts is false is at most 5 %. Training counts "
-        "as converged where its loss changed by less than 1 % of its first value over the last "
-        "fifth of the steps."
+        "size. The probability that any of these verdicts is false is at most 5 %, so a difference "
+        "may be undecided although its own interval excludes 0. Training counts as converged where "
+        "its loss changed by less than 1 % of its first value over the last fifth of the steps."
     )
 
 

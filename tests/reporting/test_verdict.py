@@ -47,7 +47,7 @@ def comparisons_of(root: Path, tolerance: float | None = None) -> dict[str, Clai
 @pytest.mark.parametrize(
     ("smallest", "largest", "kind", "words"),
     [
-        ({0: 0.88}, {0: 0.9}, "no interval", "loss 2.0 points"),
+        ({0: 0.88}, {0: 0.9}, "no interval", "size 2 minus 128: -2.0 points"),
         ({0: 0.88, 1: 0.881}, {0: 0.9}, "no interval", "n = 1 seed"),
         ({0: None, 1: None}, {2: 0.9, 3: 0.91}, "no data", "2 of 4 diverged, 2 of 4 missing"),
         ({0: 0.92, 1: 0.9212}, {0: 0.9, 1: 0.901}, "gains", "gains 2.0 [1.9, 2.1] points"),
@@ -100,6 +100,15 @@ def test_lower_is_better_turns_the_sign(tmp_path: Path):
     assert loss.kind == "loses" and "loses 0.301 [" in loss.text and "bits per byte" in loss.text
 
 
+def test_difference_without_a_verdict_is_first_minus_second_if_lower_is_better_too(tmp_path: Path):
+    for size, bits in ((2, 1.8), (128, 1.5)):
+        metrics = {"test/bits_per_byte": bits}
+        write_cell(tmp_path, "batch", {0: 0.5}, norm_batch_size=size, metrics=metrics)
+    write_cell(tmp_path, "group", {0: 0.5}, metrics={"test/bits_per_byte": 1.7})
+    assert "norm batch size 2 minus 128: 0.300 bits per byte" in loss_of(tmp_path).text
+    assert "group minus batch: -0.100 bits per byte" in comparisons_of(tmp_path)["group"].text
+
+
 def test_only_norms_that_mix_samples_have_a_verb_along_the_batch_size(tmp_path: Path):
     rng = np.random.default_rng(0)
     for norm in ("batch", "group"):
@@ -108,7 +117,7 @@ def test_only_norms_that_mix_samples_have_a_verb_along_the_batch_size(tmp_path: 
     kinds = {one.norm: one for one in answer_of(tmp_path).losses}
     assert kinds["batch"].kind == "loses"
     assert kinds["group"].kind == "interval" and kinds["group"].p is None
-    assert "group: loss 10.1 [" in kinds["group"].text
+    assert "group, batch size 8 minus 32: -10.1 [" in kinds["group"].text
 
 
 # Diverged runs
