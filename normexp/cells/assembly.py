@@ -126,10 +126,10 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
 
 
 def stacks_with_other_rates(cell: Cell, num_replicas: int) -> bool:
-    """True if runs at other `lr` may share a stack with those of a cell.
+    """True if runs with another `lr` may be trained in one stack with those of a cell.
 
-    Every step's rate must be a share of `lr`, and a scheduler may set rates of its own, such as the
-    `max_lr` of OneCycleLR.
+    At every step the rate must be proportional to `lr`. A scheduler may set rates of its own, such
+    as the `max_lr` of OneCycleLR.
     """
     scales = build_schedule(cell.cfg, cell.plan.num_steps).build is None
     return scales and will_stack(cell, num_replicas)

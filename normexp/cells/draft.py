@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -86,7 +87,7 @@ def build_draft(cfg: DictConfig, choices: Mapping[str, str]) -> Draft:
 def load_data(cfg: DictConfig, files_digest: str | None) -> Data:
     """The data set of a config, see `build_data`. Do not write to its tensors.
 
-    The last ones stay in memory until `forget_data`, since the cells of a command share them.
+    The last ones stay in memory until the end of `keeping_data`.
 
     Args:
         files_digest: from before the call, so that a file that changes meanwhile does not fit it.
@@ -99,7 +100,13 @@ def _load_data(config: str, _files_digest: str | None) -> Data:
     return build_data(OmegaConf.create({"data": OmegaConf.create(config)}))
 
 
-forget_data = _load_data.cache_clear
+@contextmanager
+def keeping_data() -> Iterator[None]:
+    """The cells of a command share their data sets, which the next command reads again."""
+    try:
+        yield
+    finally:
+        _load_data.cache_clear()
 
 
 # --- The network ---------------------------------------------------------------------------------

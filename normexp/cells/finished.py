@@ -17,7 +17,7 @@ from yaml import YAMLError
 from normexp.batching.replicas import Replicas
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.draft import build_draft
+from normexp.cells.draft import build_draft, keeping_data
 from normexp.cells.naming import GROUPS, choices_in
 from normexp.cells.plan import place_on_one_device
 from normexp.cells.recorded import has_evaluations
@@ -53,6 +53,7 @@ GROUPS_TRAINED = (*GROUPS, "trainer")
 REMEDY = "remove the cell's folder and train it again"
 
 
+@keeping_data()
 def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
     """The trained network of a run, in evaluation mode on the CPU.
 
@@ -123,6 +124,7 @@ def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
 # --- Evaluating again ----------------------------------------------------------------------------
 
 
+@keeping_data()
 def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     """Evaluates every finished run of a cell, adds to its evaluation.json, and prints a table.
 

@@ -266,7 +266,8 @@ class Probe:
         """True if the content or amount of padding moves real outputs, a gradient or the state.
 
         Args:
-            values: (N, C, P + surplus), the first P of which belong to the mask (N, P).
+            values: (N, C, P + surplus).
+            mask: (N, P), of the first P positions; the surplus is more padding.
         """
         length = mask.shape[1]
         x, real = values[:, :, :length], mask.unsqueeze(1)

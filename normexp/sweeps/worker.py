@@ -122,10 +122,8 @@ def loaded(run_task: Trainer | None = None) -> Iterator[Trainer]:
         yield run_task
         return
     with importing_torch():
-        from normexp.cells.draft import forget_data
+        from normexp.cells.draft import keeping_data
         from normexp.cells.run import run_task as trains
 
-    try:
+    with keeping_data():
         yield trains
-    finally:
-        forget_data()

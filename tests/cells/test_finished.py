@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import normexp
-from normexp.cells import finished
+from normexp.cells import draft, finished
 from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.evaluate import main
@@ -58,6 +59,14 @@ def final_rows(cell_dir: Path, seed: int = 0) -> dict[str, float]:
 
 
 # --- Loading -------------------------------------------------------------------------------------
+
+
+def test_each_load_reads_the_data_again(cell_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    build = Mock(side_effect=draft.build_data)
+    monkeypatch.setattr(draft, "build_data", build)
+    for _ in range(2):
+        normexp.load(cell_dir / "seed-0")
+    assert build.call_count == 2
 
 
 @pytest.mark.parametrize(("ema", "suffix"), [(False, ""), (True, "@ema")])

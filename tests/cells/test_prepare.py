@@ -210,9 +210,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return object()
 
     monkeypatch.setattr(draft, "build_data", build)
-    draft.forget_data()
-    yield names
-    draft.forget_data()
+    with draft.keeping_data():
+        pass
+    with draft.keeping_data():
+        yield names
 
 
 def load(name: str, folder: str = "here", digest: str | None = None) -> object:
@@ -223,9 +224,9 @@ def load(name: str, folder: str = "here", digest: str | None = None) -> object:
 def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[str]):
     first, second = load("a"), load("b")
     assert (load("a"), load("b")) == (first, second)
-    load("c")  # `a` has waited longest
-    assert load("b") is second and load("a") is not first
-    draft.forget_data()
+    with draft.keeping_data():
+        load("c")  # `a` has waited longest
+        assert load("b") is second and load("a") is not first
     assert load("b") is not second
     assert loaded == ["a", "b", "c", "a", "b"]
 
