@@ -5,6 +5,7 @@ Lightning starts the processes (`ddp_spawn`), unless srun or torchrun has starte
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, multiprocessing
+from torch import Tensor, distributed, multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from normexp.cells.assembly import OnSteps
@@ -94,6 +95,20 @@ def train_on_devices(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) 
             train_together(stack, stop, on_steps)
 
 
+def _disconnect_at_exit() -> None:
+    """Ends the threads of this process's connection before Python ends.
+
+    Lightning does so for NCCL alone. A thread of Gloo that drops a tensor while Python ends aborts
+    the process.
+    """
+
+    def disconnect() -> None:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    atexit.register(disconnect)
+
+
 # --- processes that Lightning starts --------------------------------------------------------------
 
 # What this process and its ranks tell each other, in memory that they share.
@@ -142,6 +157,7 @@ def _run_rank(fabric: Fabric, *, order: Order, board: Tensor, errors: Any, shows
     def show(step: int, num_steps: int) -> None:
         board[STEP], board[NUM_STEPS] = step, num_steps
 
+    _disconnect_at_exit()
     stop = StopRequest()
     with _watching_parent(board, stop), stop.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -231,6 +247,7 @@ def _connect(accelerator: str, devices: int, num_nodes: int) -> StartedRanks:
             plugins=[environment],
         )
         fabric.launch()
+    _disconnect_at_exit()
     places = {"LOCAL_RANK": fabric.local_rank, "NODE_RANK": fabric.node_rank}  # for the Trainer
     os.environ.update({name: str(place) for name, place in places.items()})
     return StartedRanks(fabric)
