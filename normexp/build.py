@@ -49,8 +49,8 @@ NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
     "normexp.models.torchvision.build_torchvision_model": torchvision.named_weights,
     "normexp.models.timm.build_timm_model": timm.named_weights,
 }
-# The facts for a norm that is built outside a training.
-OUTSIDE = {"num_training_steps": NUM_TRAINING_STEPS}
+# The available for a norm that is built outside a training.
+NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}
 OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns more than a tensor
 
 
@@ -78,8 +78,8 @@ def build_norm(
         momentum: of running averages, if the config sets norm.half_life instead.
     """
     # The length of a text sample, for a norm that keeps state per position.
-    facts = {"num_training_steps": num_steps, "num_positions": data.input_shape[-1]}
-    target, reserved = norm_target(cfg, facts, momentum=momentum)
+    available = {"num_training_steps": num_steps, "num_positions": data.input_shape[-1]}
+    target, reserved = norm_target(cfg, available, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
@@ -115,19 +115,19 @@ def _settings_of(cfg: DictConfig) -> set[str]:
 
 
 def norm_target(
-    cfg: DictConfig, facts: Mapping[str, Any] = OUTSIDE, *, momentum: float | None = None
+    cfg: DictConfig, available: Mapping[str, Any] = NO_TRAINING, *, momentum: float | None = None
 ) -> tuple[Target, dict[str, Any]]:
     """The norm with the knobs of its YAML, and the YAML's reserved keys.
 
     Args:
-        facts: of the training, for a norm whose signature names them.
+        available: of the training, for a norm whose signature names them.
         momentum: of running averages, if the config sets norm.half_life instead.
     """
     values = plain(cfg.norm)
     reserved = {key: values.pop(key) for key in RESERVED_NORM_KEYS if key in values}
     if momentum is not None:
         values["momentum"] = momentum
-    return named_target(values, "norm").offered(facts), reserved  # `adapt` checks the knobs
+    return named_target(values, "norm").filled_in(available), reserved  # `adapt` checks the knobs
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class NetworkBuilder:
         norm: replaces the norms of the network; None if `target` builds them.
         replace: names of the classes that `norm` replaces; none for all that are recognised.
         weights: the weights that every seed starts from.
-        told: what the log has, since the networks of a cell differ in their draws alone.
+        logged: what the log has, since the networks of a cell differ in their draws alone.
     """
 
     target: Target
     norm: NormFactory | None = None
     replace: Sequence[str] = ()
     weights: Weights | None = None
-    told: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
 
     @property
     def weights_digest(self) -> str | None:
@@ -180,13 +180,13 @@ class NetworkBuilder:
             loading.check(network)
             notes += loading.notes(network)
         for note in notes:
-            if note not in self.told:
-                self.told.add(note)
+            if note not in self.logged:
+                self.logged.add(note)
                 logger.info(note)
 
 
 def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuilder:
-    """The model that `model` names, called with the facts of the data that its signature names.
+    """The model that `model` names, called with the available of the data that its signature names.
 
     A model with the argument `norm` builds its norms from it; in any other they are replaced.
     """
@@ -197,17 +197,17 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
     find = NAMED_WEIGHTS.get(target.path)
     download = None if find is None else partial(find, values["name"])
     weights = None if start is None else open_weights(start, download)
-    facts = {
+    available = {
         "input_shape": data.input_shape,
         "num_outputs": data.num_outputs,
         "vocab_size": data.vocab_size,
         "block_size": data.input_shape[0],
     }
     if "norm" not in names:  # networks of other libraries, which have names of their own
-        facts["num_classes"] = data.num_outputs
+        available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:
-            facts |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
-        return NetworkBuilder(target.offered(facts), norm, classes or (), weights)
+            available |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
+        return NetworkBuilder(target.filled_in(available), norm, classes or (), weights)
     if classes:
         raise UserError(
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
@@ -217,7 +217,7 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
         fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
         model = target.path.rpartition(".")[2]
         raise UserError(f"model={model} does not fit data={data.name}; try {fits}")
-    return NetworkBuilder(target.offered(facts | {"norm": norm}), weights=weights)
+    return NetworkBuilder(target.filled_in(available | {"norm": norm}), weights=weights)
 
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
@@ -254,11 +254,11 @@ def build_schedule(cfg: DictConfig, num_steps: int) -> Schedule:
     values = plain(cfg.schedule)
     monitor = values.pop("monitor", None)
     target = read_target(values, "schedule")
-    if isinstance(target.own, type):  # a function gets the step and the total by place
-        target = target.offered({"total_steps": num_steps})
-    target.require(1 if isinstance(target.own, type) else 2)
-    with target.explained():
-        return own_schedule(target.call, target.own, num_steps, monitor, target.name)
+    if isinstance(target.unwrapped, type):  # a function gets the step and the total by place
+        target = target.filled_in({"total_steps": num_steps})
+    target.require(1 if isinstance(target.unwrapped, type) else 2)
+    with target.explaining_errors():
+        return own_schedule(target.call, target.unwrapped, num_steps, monitor, target.name)
 
 
 def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
@@ -296,7 +296,7 @@ def logger_target(cfg: DictConfig) -> Target:
     values = plain(cfg.logger.custom)
     values.pop("per")
     target = read_target(values, "logger.custom")
-    if isinstance(target.own, type) and not issubclass(target.own, Logger):
+    if isinstance(target.unwrapped, type) and not issubclass(target.unwrapped, Logger):
         raise UserError(
             f"{target.name} is no logger; name a class of pytorch_lightning.loggers, or a subclass "
             "of its Logger"
@@ -314,7 +314,7 @@ def build_logger(cfg: DictConfig, place: Mapping[str, Any]) -> Logger:
     Raises:
         UserError: an error of its own code, or no Lightning logger.
     """
-    return logger_target(cfg).offered(place).make(Logger)
+    return logger_target(cfg).filled_in(place).make(Logger)
 
 
 def synchronized(cfg: DictConfig) -> bool:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from normexp.config.rules import suggest
 from normexp.config.spec import one_line
 from normexp.errors import UserError
-from normexp.records.identity import place_of
+from normexp.records.identity import source_line_of
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs what it raises
 
@@ -45,7 +45,7 @@ class Target:
         return f"{self.key}._target_={self.path}"
 
     @property
-    def own(self) -> Any:
+    def unwrapped(self) -> Any:
         """The class or function itself, without knobs."""
         own = self.call
         while isinstance(own, partial):  # Hydra's own partial does not merge with another
@@ -56,7 +56,7 @@ class Target:
     def arguments(self) -> set[str]:
         """The names of its arguments; `**` if it takes any other."""
         try:
-            found = inspect.signature(self.own).parameters
+            found = inspect.signature(self.unwrapped).parameters
             return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in found.items()}
         except (TypeError, ValueError):  # not callable, or written in C
             return set()
@@ -68,10 +68,10 @@ class Target:
             call, knobs = call.func, {**call.keywords, **knobs}
         return knobs
 
-    def offered(self, facts: Mapping[str, Any]) -> Target:
-        """With the facts that its signature names and no knob sets."""
+    def filled_in(self, available: Mapping[str, Any]) -> Target:
+        """With the available that its signature names and no knob sets."""
         free = self.arguments - self.knobs.keys()
-        wanted = {name: fact for name, fact in facts.items() if name in free}
+        wanted = {name: value for name, value in available.items() if name in free}
         return replace(self, call=partial(self.call, **wanted)) if wanted else self
 
     def require(self, num_given: int, *given: str) -> None:
@@ -94,7 +94,7 @@ class Target:
     def make(self, kind: type[Made]) -> Made:
         """Calls it without arguments. Raises UserError for an error of it, or another result."""
         self.require(0)
-        with self.explained():
+        with self.explaining_errors():
             made = self.call()
         if not isinstance(made, kind):
             wanted = f"{kind.__module__}.{kind.__name__}"
@@ -102,14 +102,14 @@ class Target:
         return made
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explaining_errors(self) -> Iterator[None]:
         """An error of foreign code becomes a UserError that names the line of the user's file."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:  # of any kind
-            reason = f"{one_line(error)}{place_of(error)}"
+            reason = f"{one_line(error)}{source_line_of(error)}"
             raise UserError(f"{self.name} fails: {reason}") from error
 
 
