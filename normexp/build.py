@@ -49,8 +49,9 @@ NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
     "normexp.models.torchvision.build_torchvision_model": torchvision.named_weights,
     "normexp.models.timm.build_timm_model": timm.named_weights,
 }
-# The available for a norm that is built outside a training.
+# Arguments from a training, for a norm that is built outside one.
 NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}
+CALLBACK_EXAMPLE = "callback=custom callback._target_=my_package.MyCallback"
 OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns more than a tensor
 
 
@@ -77,14 +78,14 @@ def build_norm(
         num_steps: of the training.
         momentum: of running averages, if the config sets norm.half_life instead.
     """
-    # The length of a text sample, for a norm that keeps state per position.
-    available = {"num_training_steps": num_steps, "num_positions": data.input_shape[-1]}
+    length = data.input_shape[-1]  # of a text, for a norm that keeps state per position
+    available = {"num_training_steps": num_steps, "num_positions": length}
     target, reserved = norm_target(cfg, available, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
     factory = adapt if target.path.startswith("normexp.norms.") else foreign_factory
-    fixed = _settings_of(cfg) | ({"momentum"} if momentum is not None else set())
+    fixed = _changed_settings(cfg) | ({"momentum"} if momentum is not None else set())
 
     @cache
     def build(settings: tuple[tuple[str, Any], ...]) -> Callable[[int], nn.Module]:
@@ -104,8 +105,8 @@ def build_norm(
     )
 
 
-def _settings_of(cfg: DictConfig) -> set[str]:
-    """Those of eps, momentum and affine that the config sets to other values than the shipped."""
+def _changed_settings(cfg: DictConfig) -> set[str]:
+    """Those of eps, momentum and affine whose values in the config differ from the shipped ones."""
     shipped: Mapping[str, Any] = {}
     if choice := shipped_targets("norm").get(cfg.norm["_target_"]):
         shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
@@ -120,7 +121,7 @@ def norm_target(
     """The norm with the knobs of its YAML, and the YAML's reserved keys.
 
     Args:
-        available: of the training, for a norm whose signature names them.
+        available: arguments from the training, for a norm whose signature names them.
         momentum: of running averages, if the config sets norm.half_life instead.
     """
     values = plain(cfg.norm)
@@ -136,10 +137,10 @@ class NetworkBuilder:
 
     Attributes:
         target: returns the network.
-        norm: replaces the norms of the network; None if `target` builds them.
-        replace: names of the classes that `norm` replaces; none for all that are recognised.
+        norm: replaces the norms of the network; None if `target` builds its own from a factory.
+        replace: names of the classes that `norm` replaces; empty: all recognised norms.
         weights: the weights that every seed starts from.
-        logged: what the log has, since the networks of a cell differ in their draws alone.
+        logged: messages logged so far; networks of other seeds would only repeat them.
     """
 
     target: Target
@@ -153,17 +154,19 @@ class NetworkBuilder:
         return None if self.weights is None else self.weights.digest
 
     def __call__(self, seed: int) -> nn.Module:
-        """Raises UserError if the model's own code fails, or makes something else."""
+        """Builds the network of a seed. Raises UserError if the model's code returns no module."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init"))
-            # A copy, so that modules that the target uses again stay apart.
+            # A copy: a target may reuse modules, and networks must not share any.
             network = copy.deepcopy(self.target.make(nn.Module))
             self._finish(network)
         return network
 
     def _finish(self, network: nn.Module) -> None:
-        """Loads weights and replaces norms: weights of the network as its authors build it fit
-        before, those of a recorded run after.
+        """Loads weights and replaces norms.
+
+        Loads twice: the weights of the network as its authors build it fit before norms are
+        replaced, those of a recorded run only afterwards.
         """
         notes: list[str] = []
         loading = self.weights.loading(network) if self.weights else None
@@ -186,9 +189,9 @@ class NetworkBuilder:
 
 
 def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuilder:
-    """The model that `model` names, called with the available of the data that its signature names.
+    """A builder of the model that `model` names, with the properties of the data that it takes.
 
-    A model with the argument `norm` builds its norms from it; in any other they are replaced.
+    A model with an argument `norm` builds its norms from it; in any other model they are replaced.
     """
     values = plain(cfg.model)
     start, classes = (values.pop(key, None) for key in RESERVED_MODEL_KEYS)
@@ -203,7 +206,7 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
         "vocab_size": data.vocab_size,
         "block_size": data.input_shape[0],
     }
-    if "norm" not in names:  # networks of other libraries, which have names of their own
+    if "norm" not in names:  # other libraries have other names for the same arguments
         available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:
             available |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
@@ -244,17 +247,17 @@ def build_optimizer(
 
 
 def build_schedule(cfg: DictConfig, num_steps: int) -> Schedule:
-    """The schedule that `schedule` names; without one, that of `optim.schedule`.
+    """The schedule that `schedule` names; if it is null, that of `optim.schedule`.
 
     Raises:
-        UserError: a knob that it does not take, an error of its own code, or keys of both.
+        UserError: a knob that it does not take, or an error of its own code.
     """
     if cfg.get("schedule") is None:
         return named_schedule(cfg.optim.schedule, cfg.optim.warmup, num_steps)
     values = plain(cfg.schedule)
     monitor = values.pop("monitor", None)
     target = read_target(values, "schedule")
-    if isinstance(target.unwrapped, type):  # a function gets the step and the total by place
+    if isinstance(target.unwrapped, type):  # a function gets step and total by position
         target = target.filled_in({"total_steps": num_steps})
     target.require(1 if isinstance(target.unwrapped, type) else 2)
     with target.explaining_errors():
@@ -262,10 +265,10 @@ def build_schedule(cfg: DictConfig, num_steps: int) -> Schedule:
 
 
 def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
-    """The callbacks that `callback` names, new ones: one with a `_target_`, or several by name.
+    """New instances of the callbacks in `callback`: one with a `_target_`, or several by name.
 
     Args:
-        metrics: of the validation, which a callback may monitor.
+        metrics: the metrics of a validation, one of which a callback may monitor.
     """
     if cfg.get("callback") is None:
         return []
@@ -276,7 +279,7 @@ def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
     callbacks = []
     for key, part in parts.items():
         if not isinstance(part, dict) or not isinstance(part.get("_target_"), str):
-            raise UserError(f"{key}._target_ is missing: name a class, as in {EXAMPLE}")
+            raise UserError(f"{key}._target_ is missing: name a class, as in {CALLBACK_EXAMPLE}")
         target = read_target(part, key)
         callback = target.make(Callback)
         check_callback(callback, target.name, metrics)
@@ -284,11 +287,8 @@ def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
             check_value(f"{key}.patience", callback.patience, INDEX, "validations")
         callbacks.append(callback)
     if not callbacks:
-        raise UserError(f"callback._target_ is missing: name a class, as in {EXAMPLE}")
+        raise UserError(f"callback._target_ is missing: name a class, as in {CALLBACK_EXAMPLE}")
     return callbacks
-
-
-EXAMPLE = "callback=custom callback._target_=my_package.MyCallback"
 
 
 def logger_target(cfg: DictConfig) -> Target:
@@ -304,17 +304,17 @@ def logger_target(cfg: DictConfig) -> Target:
     return target
 
 
-def build_logger(cfg: DictConfig, place: Mapping[str, Any]) -> Logger:
+def build_logger(cfg: DictConfig, available: Mapping[str, Any]) -> Logger:
     """A new instance of the logger that `logger.custom` names.
 
     Args:
-        place: what its run is called and where it may write, given by name where its signature
-            has the name and the config does not set it.
+        available: names and folders for its run, passed where its signature has an argument of
+            that name and the config does not set it.
 
     Raises:
         UserError: an error of its own code, or no Lightning logger.
     """
-    return logger_target(cfg).filled_in(place).make(Logger)
+    return logger_target(cfg).filled_in(available).make(Logger)
 
 
 def synchronized(cfg: DictConfig) -> bool:
