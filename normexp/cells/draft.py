@@ -39,7 +39,7 @@ from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
 from normexp.norms.pointwise import NoNorm
 from normexp.norms.site import named_sites
-from normexp.norms.slots import PLACES, without_place
+from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.identity import digest_of_data, digest_with_weights, source_line_of
 from normexp.training.callbacks import describe_monitor
 from normexp.training.devices import device_type
@@ -122,10 +122,10 @@ def check_network(draft: CellDraft) -> None:
 def _check_slots(draft: CellDraft) -> None:
     """Refuses a slot of the config that the model does not have; logs one set by the norm."""
     cfg, norm, model = draft.cfg, draft.norm, draft.choices["model"]
-    for key in without_place(cfg, norm.used):
+    for key in set_but_unused(cfg, norm.used):
         lacks, fits = PLACES[key]
         raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
-    for key in without_place(cfg.norm, norm.used):
+    for key in set_but_unused(cfg.norm, norm.used):
         lacks, _ = PLACES[key]
         value = as_typed(cfg.norm[key])
         logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
