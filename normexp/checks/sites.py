@@ -20,7 +20,7 @@ from normexp.checks.probe import TOLERANCE, Probe, changes, fixed_draws, moves, 
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
-from normexp.records.identity import place_of
+from normexp.records.identity import source_line_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
 PROBE_SAMPLES = 4
@@ -205,7 +205,7 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
             raise
         model = f"model {type(network).__name__} fails:"
         where = f"norm at site {inside[-1]}:" if inside else model
-        raise UserError(f"{where} {first_line(error)}{place_of(error)}") from error
+        raise UserError(f"{where} {first_line(error)}{source_line_of(error)}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from normexp.config.rules import counted
-from normexp.config.spec import CellSpec, Outcome, spoken
+from normexp.config.rules import format_count
+from normexp.config.spec import CellSpec, Outcome, format_duration
 from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, read_result, values_of
@@ -51,7 +51,7 @@ def print_plan(
         seconds.append(_find_seconds(outcome, outcome.directory.parent, read))
         rows.append([title, *_planned(outcome, seconds[-1])])
     num_runs = sum(len(outcome.missing) for own in planned.values() for outcome in own)
-    lines = [*refused, f"{counted(num_runs, 'run')} to do: {_total(seconds, num_workers)}"]
+    lines = [*refused, f"{format_count(num_runs, 'run')} to do: {_total(seconds, num_workers)}"]
     lines += [power_words(own, read(study_dir)) for study_dir, own in planned.items()]
     console = open_console()
     if rows:
@@ -113,7 +113,7 @@ def _planned(outcome: Outcome, seconds: float | None) -> list[str]:
     num_done = sum(run.status != "failed" for run in outcome.results)
     time = memory = "-"
     if outcome.missing:
-        time = "unknown" if seconds is None else spoken(seconds)
+        time = "unknown" if seconds is None else format_duration(seconds)
         memory = f"> {max(1, outcome.memory // MIB):,} MiB"
     steps = f"{outcome.record['num_steps']:,}"
     return [str(len(outcome.missing)), str(num_done), steps, time, memory]
@@ -124,12 +124,12 @@ def _total(seconds: Sequence[float | None], num_workers: int) -> str:
     known = [each for each in seconds if each is not None]
     parts = []
     if any(known) or len(known) == len(seconds):
-        parts.append(f"{spoken(sum(known))} of training")
+        parts.append(f"{format_duration(sum(known))} of training")
     if any(known) and num_workers > 1:
         at_best = max(sum(known) / num_workers, *known)
-        parts[0] += f", {spoken(at_best)} in {num_workers} workers"
+        parts[0] += f", {format_duration(at_best)} in {num_workers} workers"
     if len(known) < len(seconds):
-        cells = counted(len(seconds) - len(known), "cell")
+        cells = format_count(len(seconds) - len(known), "cell")
         parts.append(f"{cells} of unknown time until a similar training is recorded")
     return ", and ".join(parts)
 
@@ -145,8 +145,8 @@ def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
     size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
     if not size:
         return ""
-    named = f"smallest difference called in 80 % of studies, {counted(n, 'seed')} and "
-    named += f"{counted(size, 'verdict')}: "
+    named = f"smallest difference called in 80 % of studies, {format_count(n, 'seed')} and "
+    named += f"{format_count(size, 'verdict')}: "
     own = {tuple(outcome.record.get(key) for key in ALIKE) for outcome in planned}
     alike = [run for run in recorded if tuple(run.config.get(key) for key in ALIKE) in own]
     name, sd = _spread(alike or recorded)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from normexp.config.rules import counted
+from normexp.config.rules import format_count
 from normexp.errors import UserError
 from normexp.records.history import History, read_history
 from normexp.reporting.cells import build_cells
@@ -142,7 +142,7 @@ def _count_words(cells: pd.DataFrame, records: StudyRecords) -> str:
         "unreadable": len(records.problems),
         "seeds missing": int(cells["missing"].sum()),
     }
-    head = f"{counted(len(cells), 'cell')}, {counted(sum(ended.values()), 'run')}: "
+    head = f"{format_count(len(cells), 'cell')}, {format_count(sum(ended.values()), 'run')}: "
     words = ", ".join(f"{count} {status}" for status, count in ended.items() if count)
     return head + words + "".join(f"; {count} {word}" for word, count in lost.items() if count)
 

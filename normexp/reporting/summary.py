@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from shlex import join, quote
 
-from normexp.config.rules import counted
+from normexp.config.rules import format_count
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Result, values_of
@@ -37,7 +37,7 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
         return
     console = open_console()
     how = {"skipped": "already recorded", "finished": "trained"}
-    count = counted(len(outcome.results), "seed")
+    count = format_count(len(outcome.results), "seed")
     console.out(f"\n{outcome.title}: {how[outcome.status]}, n = {count}")
     if outcome.invalid:
         console.out(f"INVALID, every number: {outcome.invalid}")

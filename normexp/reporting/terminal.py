@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.rules import counted
-from normexp.config.spec import tell_apart
+from normexp.config.rules import format_count
+from normexp.config.spec import split_shared_words
 from normexp.records.history import CommandEntry
 from normexp.records.state import STATES, StudyStatus, is_search
 
@@ -112,7 +112,7 @@ def print_evaluations(
     if not kinds:
         console.out(f"{title}: {why_nothing}")
         return
-    console.out(f"{title}: n = {counted(len(contents), 'seed')}, mean (sd)")
+    console.out(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd)")
     rows = [[kind, *(_spread(contents, kind, name) for name in names)] for kind in kinds]
     console.print(text_table(["statistics", *names], rows))
 
@@ -150,7 +150,7 @@ def _status_table(status: StudyStatus) -> Table:
     """A row per cell; what all titles share is the caption."""
     states = [state for state in STATES if status.runs[state]]
     named = [cell.title for cell in status.cells if cell.digests and not cell.refused]
-    shared, apart = tell_apart(named)
+    shared, apart = split_shared_words(named)
     own = dict(zip(named, apart, strict=True))
     rows = []
     for cell in status.cells:
