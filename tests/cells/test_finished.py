@@ -263,12 +263,3 @@ def test_runs_of_older_code_are_evaluated_with_newer_keys_and_places(cell_dir: P
     assert evaluation(copy)["running"] == evaluation(cell_dir)["running"]
     assert not (seed_dir(copy, 1) / "evaluation.json").exists()  # it has not finished
     assert not normexp.load(copy / "seed-0").training
-
-
-def test_run_that_may_not_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def denied(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "samples.npz.tmp")
-
-    monkeypatch.setattr(finished, "write_samples", denied)
-    with pytest.raises(UserError, match=r"Permission denied"):
-        finished.save_evaluations(tmp_path, {0: {}}, {0: {}})

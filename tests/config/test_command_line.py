@@ -79,6 +79,9 @@ REFUSED = [
     ("report", "study=a tolerance=nan", "tolerance=nan: must be"),
     ("report", "study=a watch=maybe", "watch=maybe: must be true or false"),
     ("status", "study=", "study=: must be"),
+    ("status", "", "study is missing"),
+    ("status", "studdy=s", "did you mean study"),
+    ("status", "study=nowhere", "study=nowhere not found"),
     ("status", "study=../up", "study=../up: must be a folder name"),
 ]
 

@@ -48,15 +48,6 @@ def test_listed_cells_are_multiplied_by_the_grid(recipe: list[str]):
     assert typed[3].cfg is not None and typed[3].cfg.cells is None
 
 
-@pytest.mark.slow
-def test_dry_run_shows_the_listed_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    runs = [f"runs_dir={tmp_path / 'runs'}", "workers=0"]  # a worker imports torch for seconds
-    assert main([LISTED, "replicas=3", "dry_run=true", *runs]) == 0
-    told = capsys.readouterr().out
-    assert "norm=batch lr=1.0" in told and "norm=group lr=0.3" in told and "6" in told
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -206,22 +206,6 @@ def test_moved_study_is_told_where_it_lies_now(failing: Path, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "study is missing"),
-        (["studdy=s"], "did you mean study"),
-        (["study=nowhere"], "study=nowhere not found"),
-        (["s"], "s"),
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-):
-    assert main([*words, f"runs_dir={tmp_path}"]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_five_thousand_results_take_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     study, entries = tmp_path / "s", []
