@@ -43,11 +43,6 @@ class Needs(nn.Module):
         super().__init__()
 
 
-class Sums(nn.Module):
-    def forward(self, x):
-        return x.sum(0)
-
-
 def nothing(num_features):
     return None
 """
@@ -117,16 +112,6 @@ def test_contract_that_fails_is_exit_code_1_with_its_line(
     found = {line["name"]: line for line in card["lines"]}
     assert found["deterministic in evaluation"]["status"] == "fail"
     assert card["target"] == f"{mine}.Noisy" and card["passes"] is False
-
-
-def test_output_of_another_shape_is_exit_code_1_with_both_shapes(
-    mine: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main([*custom(f"{mine}.Sums"), CONTRACT]) == 1
-    out = capsys.readouterr().out
-    assert out.startswith(f"Sums ({mine}.Sums), 8 channels; takes no input")
-    assert "Sums, an input is taken: (2, 8) in, (8) out" in " ".join(out.split())
-    assert "Sums: 5 lines of the contract failed" in out
 
 
 @pytest.mark.parametrize(

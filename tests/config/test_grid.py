@@ -150,13 +150,6 @@ def test_single_cell_is_validated_and_a_sweep_left_to_its_rows():
     assert len(compose_cells(parse_command(["-m", "norm_batch_size=2,3"]))) == 2
 
 
-def test_cell_that_does_not_compose_is_a_row_beside_the_others():
-    good, bad = compose_cells(parse_command(["-m", "optim=adamw,sgdd", "epochs=1"]))
-    assert good.cfg is not None and not good.error
-    assert bad.cfg is None and bad.error.startswith("optim=sgdd: no such optim")
-    assert [good.title, bad.title] == ["optim=adamw", "optim=sgdd"]
-
-
 def test_digest_is_of_the_training_and_not_of_seeds_or_places():
     line = ["-m", "norm=batch,group", "seed=0,4", "study=a,b"]
     cells = compose_cells(parse_command(line))
