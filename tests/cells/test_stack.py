@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from normexp.cells.cell import prepare_cell
-from normexp.cells.stack import new_stack, train_together
+from normexp.cells.stack import create_stack, train_stack
 from normexp.config.compose import compose_cell
 from normexp.records.result import read_result
 from normexp.records.stacks import begin_stack
@@ -25,7 +25,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, 
     stop = StopRequest()
     stop.requested = True
     with pytest.raises(Interrupted):
-        train_together(new_stack([(cell, 0)]), stop, None)
+        train_stack(create_stack([(cell, 0)]), stop, None)
     checkpoint = cell.directory / "stacks" / "0-0" / "last.ckpt"
     return words, checkpoint, checkpoint.read_bytes()
 

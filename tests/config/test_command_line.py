@@ -27,7 +27,7 @@ def test_options_and_overrides_stand_in_any_order():
     command = parse_command(["seed=1", "-m", "--config-dir", "a", "lr=2", "-cd", "b", "~x"])
     assert command.overrides == ["seed=1", "lr=2", "~x"]
     assert command.config_dirs == ["a", "b"]
-    assert command.multirun and not command.asks_hydra
+    assert command.multirun and not command.shows_config
 
 
 @pytest.mark.parametrize(

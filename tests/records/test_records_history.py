@@ -14,10 +14,10 @@ import pytest
 from normexp.errors import UserError
 from normexp.records.history import (
     AttemptEntry,
+    CacheEntry,
     CellEntry,
     CellHistory,
     CommandEntry,
-    KeyEntry,
     SearchEntry,
     append_entries,
     read_history,
@@ -62,7 +62,7 @@ def test_two_processes_append_without_tearing(tmp_path: Path):
 
 def test_entries_come_back_with_every_value(tmp_path: Path):
     attempt = AttemptEntry("s1", "no more", died=True, checkpointed_at=7)
-    key = KeyEntry("d1", "k", "a", ["/own"], {"precise": 64})
+    key = CacheEntry("d1", "k", "a", ["/own"], {"precise": 64})
     searches = [SearchEntry("s", ["x"], ["lr"], "val/loss", points) for points in (["a"], ["b"])]
     append_entries(tmp_path, [COMMAND, attempt, key, *searches])
     history = read_history(tmp_path)
@@ -99,7 +99,7 @@ def test_ids_of_an_edited_cell_are_kept(tmp_path: Path):
 
 
 def test_known_entries_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    key = KeyEntry("d1", "k", "a", [])
+    key = CacheEntry("d1", "k", "a", [])
     entries = [ASKED, CellEntry("d1", "norm=batch", [0, 1], cell_id="batch-1"), key]
     append_entries(tmp_path, entries)
     before = (tmp_path / "study.jsonl").read_bytes()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cells.recorded import passed_over
+from normexp.cells.recorded import find_skippable
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
@@ -53,7 +53,7 @@ def ids(tmp_path: Path) -> set[str]:
 
 def is_passed(tmp_path: Path, *words: str) -> bool:
     cells = specs(tmp_path, *words)
-    return passed_over(cells).keys() == set(range(len(cells)))
+    return find_skippable(cells).keys() == set(range(len(cells)))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
     assert not is_passed(tmp_path)
     shutil.copytree(trained, tmp_path / "runs")
     assert is_passed(tmp_path) and is_passed(tmp_path, "replicas=1", "workers=2", "study=default")
-    (outcome,) = passed_over(specs(tmp_path)).values()
+    (outcome,) = find_skippable(specs(tmp_path)).values()
     assert [result.seed for result in outcome.results] == [0, 1]
     assert (outcome.status, outcome.title) == ("skipped", "none on digits")
     for words in (["replicas=3"], ["seed=1"], ["lr=0.2"], ["study=other"], ["dry_run=true"]):

@@ -138,9 +138,11 @@ def test_history_that_cannot_be_written_costs_no_result(
     cfg = OmegaConf.create({**place, **dict.fromkeys(keys)})
     spec = CellSpec(cfg, {"norm": "batch"}, "norm=batch")
     log = StudyLog([spec], ["normexp-train"])
-    log.settle([(spec, Outcome("refused", "", error="permission is not needed to read a study"))])
+    log.record_outcomes(
+        [(spec, Outcome("refused", "", error="permission is not needed to read a study"))]
+    )
     with pytest.raises(OSError, match="No space"):
-        log.settle([(spec, Outcome("refused", "", error="a full disk is told"))])
+        log.record_outcomes([(spec, Outcome("refused", "", error="a full disk is told"))])
 
 
 # --- How a command ends --------------------------------------------------------------------------
