@@ -28,7 +28,7 @@ PREFERRED = (
     "val/loss",
 )
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
-MOST_DIGITS = 4
+MAX_DIGITS = 4
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
 
@@ -39,7 +39,7 @@ class Metric:
     label: axis title, with the unit
     unit: unit of a difference
     scale: factor from recorded to shown values
-    tolerance: differences within it, in `unit`, are called ties
+    tolerance: smaller differences, in `unit`, are called ties
     digits: minimum number of decimals
     """
 
@@ -69,11 +69,11 @@ class Metric:
 
     @property
     def worst(self) -> float:
-        """What a run counts as that has not finished, where points of a search are compared."""
+        """The value that an unfinished run counts as when points of a search are compared."""
         return 0.0 if self.higher_is_better else math.inf
 
     def mean_over(self, results: Sequence[Result]) -> float:
-        """The recorded mean over runs, in which one that has not finished counts as the worst."""
+        """The recorded mean over runs; an unfinished run counts as `worst`."""
         return statistics.fmean(
             run.metrics.get(self.name, self.worst) if run.status == "finished" else self.worst
             for run in results
@@ -81,7 +81,7 @@ class Metric:
 
     @property
     def selection_name(self) -> str:
-        """The metric that a learning rate may be chosen by: never one on test data."""
+        """The metric by which a learning rate is chosen: never one on test data."""
         split, _, rest = self.name.partition("/")
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
 
@@ -150,6 +150,6 @@ def _digits_of(low: float, high: float, digits: int) -> int:
     wanted = max(digits, math.ceil(-math.log10(half_width))) if has_width else digits
     excludes_zero = low > 0 or high < 0
     nearest = min(abs(low), abs(high))
-    while excludes_zero and nearest > NOISE and wanted < MOST_DIGITS and not round(nearest, wanted):
+    while excludes_zero and nearest > NOISE and wanted < MAX_DIGITS and not round(nearest, wanted):
         wanted += 1
-    return min(wanted, MOST_DIGITS)
+    return min(wanted, MAX_DIGITS)
