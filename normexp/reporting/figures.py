@@ -178,9 +178,9 @@ def _with_square_text(table: pd.DataFrame) -> pd.DataFrame:
     failed = table["failed"].map("{} failed".format).where(table["failed"] > 0, "-")
     lost = table["diverged"].map("×{}".format).where(table["diverged"] > 0, failed)
     is_whole = table["n"] == table["expected"]
-    value, _, interval = table["text"].str.partition(" ").to_numpy().T
-    value = pd.Series(value, table.index).where(table["mean"].notna(), lost)
-    return table.assign(value=value, under=table["count"].where(~is_whole, interval))
+    texts = table["text"].str.partition(" ")  # mean, space and interval
+    value = texts[0].where(table["mean"].notna(), lost)
+    return table.assign(value=value, under=table["count"].where(~is_whole, texts[2]))
 
 
 # Pairs of norms, and kinds of statistics
