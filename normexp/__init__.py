@@ -47,14 +47,14 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r}: must be a list of words, as in ['norm=group']")
     command = parse_command(overrides)
-    if command.asks_hydra or launcher_of(command) is not None:
+    if command.shows_config or launcher_of(command) is not None:
         raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
     cells = compose_cells(command)
 
-    from normexp.sweeps.sweep import check_ended, train_cells
+    from normexp.sweeps.sweep import raise_if_stopped, train_cells
 
     outcomes = train_cells(cells, ["normexp.run", *overrides], workers=workers)
-    check_ended(cells, outcomes)
+    raise_if_stopped(cells, outcomes)
     refused = [outcome.error for outcome in outcomes if outcome.status == "refused"]
     if refused:
         raise UserError(refused[0])

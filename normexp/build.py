@@ -49,8 +49,9 @@ NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
     "normexp.models.torchvision.build_torchvision_model": torchvision.named_weights,
     "normexp.models.timm.build_timm_model": timm.named_weights,
 }
-# The facts for a norm that is built outside a training.
-OUTSIDE = {"num_training_steps": NUM_TRAINING_STEPS}
+# Arguments from a training, for a norm that is built outside one.
+NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}
+CALLBACK_EXAMPLE = "callback=custom callback._target_=my_package.MyCallback"
 OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns more than a tensor
 
 
@@ -77,14 +78,14 @@ def build_norm(
         num_steps: of the training.
         momentum: of running averages, if the config sets norm.half_life instead.
     """
-    # The length of a text sample, for a norm that keeps state per position.
-    facts = {"num_training_steps": num_steps, "num_positions": data.input_shape[-1]}
-    target, reserved = norm_target(cfg, facts, momentum=momentum)
+    length = data.input_shape[-1]  # of a text, for a norm that keeps state per position
+    available = {"num_training_steps": num_steps, "num_positions": length}
+    target, reserved = norm_target(cfg, available, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
     factory = adapt if target.path.startswith("normexp.norms.") else foreign_factory
-    fixed = _settings_of(cfg) | ({"momentum"} if momentum is not None else set())
+    fixed = _changed_settings(cfg) | ({"momentum"} if momentum is not None else set())
 
     @cache
     def build(settings: tuple[tuple[str, Any], ...]) -> Callable[[int], nn.Module]:
@@ -104,8 +105,8 @@ def build_norm(
     )
 
 
-def _settings_of(cfg: DictConfig) -> set[str]:
-    """Those of eps, momentum and affine that the config sets to other values than the shipped."""
+def _changed_settings(cfg: DictConfig) -> set[str]:
+    """Those of eps, momentum and affine whose values in the config differ from the shipped ones."""
     shipped: Mapping[str, Any] = {}
     if choice := shipped_targets("norm").get(cfg.norm["_target_"]):
         shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
@@ -115,19 +116,19 @@ def _settings_of(cfg: DictConfig) -> set[str]:
 
 
 def norm_target(
-    cfg: DictConfig, facts: Mapping[str, Any] = OUTSIDE, *, momentum: float | None = None
+    cfg: DictConfig, available: Mapping[str, Any] = NO_TRAINING, *, momentum: float | None = None
 ) -> tuple[Target, dict[str, Any]]:
     """The norm with the knobs of its YAML, and the YAML's reserved keys.
 
     Args:
-        facts: of the training, for a norm whose signature names them.
+        available: arguments from the training, for a norm whose signature names them.
         momentum: of running averages, if the config sets norm.half_life instead.
     """
     values = plain(cfg.norm)
     reserved = {key: values.pop(key) for key in RESERVED_NORM_KEYS if key in values}
     if momentum is not None:
         values["momentum"] = momentum
-    return named_target(values, "norm").offered(facts), reserved  # `adapt` checks the knobs
+    return named_target(values, "norm").filled_in(available), reserved  # `adapt` checks the knobs
 
 
 @dataclass(frozen=True)
@@ -136,34 +137,36 @@ class NetworkBuilder:
 
     Attributes:
         target: returns the network.
-        norm: replaces the norms of the network; None if `target` builds them.
-        replace: names of the classes that `norm` replaces; none for all that are recognised.
+        norm: replaces the norms of the network; None if `target` builds its own from a factory.
+        replace: names of the classes that `norm` replaces; empty: all recognised norms.
         weights: the weights that every seed starts from.
-        told: what the log has, since the networks of a cell differ in their draws alone.
+        logged: messages logged so far; networks of other seeds would only repeat them.
     """
 
     target: Target
     norm: NormFactory | None = None
     replace: Sequence[str] = ()
     weights: Weights | None = None
-    told: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
 
     @property
     def weights_digest(self) -> str | None:
         return None if self.weights is None else self.weights.digest
 
     def __call__(self, seed: int) -> nn.Module:
-        """Raises UserError if the model's own code fails, or makes something else."""
+        """Builds the network of a seed. Raises UserError if the model's code returns no module."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init"))
-            # A copy, so that modules that the target uses again stay apart.
+            # A copy: a target may reuse modules, and networks must not share any.
             network = copy.deepcopy(self.target.make(nn.Module))
             self._finish(network)
         return network
 
     def _finish(self, network: nn.Module) -> None:
-        """Loads weights and replaces norms: weights of the network as its authors build it fit
-        before, those of a recorded run after.
+        """Loads weights and replaces norms.
+
+        Loads twice: the weights of the network as its authors build it fit before norms are
+        replaced, those of a recorded run only afterwards.
         """
         notes: list[str] = []
         loading = self.weights.loading(network) if self.weights else None
@@ -180,15 +183,15 @@ class NetworkBuilder:
             loading.check(network)
             notes += loading.notes(network)
         for note in notes:
-            if note not in self.told:
-                self.told.add(note)
+            if note not in self.logged:
+                self.logged.add(note)
                 logger.info(note)
 
 
 def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuilder:
-    """The model that `model` names, called with the facts of the data that its signature names.
+    """A builder of the model that `model` names, with the properties of the data that it takes.
 
-    A model with the argument `norm` builds its norms from it; in any other they are replaced.
+    A model with an argument `norm` builds its norms from it; in any other model they are replaced.
     """
     values = plain(cfg.model)
     start, classes = (values.pop(key, None) for key in RESERVED_MODEL_KEYS)
@@ -197,17 +200,17 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
     find = NAMED_WEIGHTS.get(target.path)
     download = None if find is None else partial(find, values["name"])
     weights = None if start is None else open_weights(start, download)
-    facts = {
+    available = {
         "input_shape": data.input_shape,
         "num_outputs": data.num_outputs,
         "vocab_size": data.vocab_size,
         "block_size": data.input_shape[0],
     }
-    if "norm" not in names:  # networks of other libraries, which have names of their own
-        facts["num_classes"] = data.num_outputs
+    if "norm" not in names:  # other libraries have other names for the same arguments
+        available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:
-            facts |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
-        return NetworkBuilder(target.offered(facts), norm, classes or (), weights)
+            available |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
+        return NetworkBuilder(target.filled_in(available), norm, classes or (), weights)
     if classes:
         raise UserError(
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
@@ -217,7 +220,7 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
         fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
         model = target.path.rpartition(".")[2]
         raise UserError(f"model={model} does not fit data={data.name}; try {fits}")
-    return NetworkBuilder(target.offered(facts | {"norm": norm}), weights=weights)
+    return NetworkBuilder(target.filled_in(available | {"norm": norm}), weights=weights)
 
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
@@ -244,28 +247,28 @@ def build_optimizer(
 
 
 def build_schedule(cfg: DictConfig, num_steps: int) -> Schedule:
-    """The schedule that `schedule` names; without one, that of `optim.schedule`.
+    """The schedule that `schedule` names; if it is null, that of `optim.schedule`.
 
     Raises:
-        UserError: a knob that it does not take, an error of its own code, or keys of both.
+        UserError: a knob that it does not take, or an error of its own code.
     """
     if cfg.get("schedule") is None:
         return named_schedule(cfg.optim.schedule, cfg.optim.warmup, num_steps)
     values = plain(cfg.schedule)
     monitor = values.pop("monitor", None)
     target = read_target(values, "schedule")
-    if isinstance(target.own, type):  # a function gets the step and the total by place
-        target = target.offered({"total_steps": num_steps})
-    target.require(1 if isinstance(target.own, type) else 2)
-    with target.explained():
-        return own_schedule(target.call, target.own, num_steps, monitor, target.name)
+    if isinstance(target.unwrapped, type):  # a function gets step and total by position
+        target = target.filled_in({"total_steps": num_steps})
+    target.require(1 if isinstance(target.unwrapped, type) else 2)
+    with target.explaining_errors():
+        return own_schedule(target.call, target.unwrapped, num_steps, monitor, target.name)
 
 
 def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
-    """The callbacks that `callback` names, new ones: one with a `_target_`, or several by name.
+    """New instances of the callbacks in `callback`: one with a `_target_`, or several by name.
 
     Args:
-        metrics: of the validation, which a callback may monitor.
+        metrics: the metrics of a validation, one of which a callback may monitor.
     """
     if cfg.get("callback") is None:
         return []
@@ -276,7 +279,7 @@ def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
     callbacks = []
     for key, part in parts.items():
         if not isinstance(part, dict) or not isinstance(part.get("_target_"), str):
-            raise UserError(f"{key}._target_ is missing: name a class, as in {EXAMPLE}")
+            raise UserError(f"{key}._target_ is missing: name a class, as in {CALLBACK_EXAMPLE}")
         target = read_target(part, key)
         callback = target.make(Callback)
         check_callback(callback, target.name, metrics)
@@ -284,11 +287,8 @@ def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
             check_value(f"{key}.patience", callback.patience, INDEX, "validations")
         callbacks.append(callback)
     if not callbacks:
-        raise UserError(f"callback._target_ is missing: name a class, as in {EXAMPLE}")
+        raise UserError(f"callback._target_ is missing: name a class, as in {CALLBACK_EXAMPLE}")
     return callbacks
-
-
-EXAMPLE = "callback=custom callback._target_=my_package.MyCallback"
 
 
 def logger_target(cfg: DictConfig) -> Target:
@@ -296,7 +296,7 @@ def logger_target(cfg: DictConfig) -> Target:
     values = plain(cfg.logger.custom)
     values.pop("per")
     target = read_target(values, "logger.custom")
-    if isinstance(target.own, type) and not issubclass(target.own, Logger):
+    if isinstance(target.unwrapped, type) and not issubclass(target.unwrapped, Logger):
         raise UserError(
             f"{target.name} is no logger; name a class of pytorch_lightning.loggers, or a subclass "
             "of its Logger"
@@ -304,17 +304,17 @@ def logger_target(cfg: DictConfig) -> Target:
     return target
 
 
-def build_logger(cfg: DictConfig, place: Mapping[str, Any]) -> Logger:
+def build_logger(cfg: DictConfig, available: Mapping[str, Any]) -> Logger:
     """A new instance of the logger that `logger.custom` names.
 
     Args:
-        place: what its run is called and where it may write, given by name where its signature
-            has the name and the config does not set it.
+        available: names and folders for its run, passed where its signature has an argument of
+            that name and the config does not set it.
 
     Raises:
         UserError: an error of its own code, or no Lightning logger.
     """
-    return logger_target(cfg).offered(place).make(Logger)
+    return logger_target(cfg).filled_in(available).make(Logger)
 
 
 def synchronized(cfg: DictConfig) -> bool:

@@ -15,22 +15,22 @@ from normexp.config.help import conf_dir, help_text, option_defaults
 from normexp.config.rules import OPTIONS, Rule, suggest
 from normexp.config.spec import Command
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
-from normexp.records.files import full_disk
+from normexp.records.files import full_disk_message
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class Main(Protocol):
+class EntryPoint(Protocol):
     """The function of an entry: the exit code for these words, by default of this process."""
 
     def __call__(self, argv: Sequence[str] | None = None, /) -> int: ...
 
 
-def entry(name: str) -> Callable[[Callable[[list[str]], int]], Main]:
+def entry(name: str) -> Callable[[Callable[[list[str]], int]], EntryPoint]:
     """Makes a function of words the `main` of `python -m normexp.<name>`."""
 
-    def decorate(act: Callable[[list[str]], int]) -> Main:
+    def decorate(act: Callable[[list[str]], int]) -> EntryPoint:
         @wraps(act)
         def main(argv: Sequence[str] | None = None, /) -> int:
             return _run(name, sys.argv[1:] if argv is None else list(argv), act)
@@ -57,7 +57,7 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (Halted, OSError) as error:
-        message = str(error) if isinstance(error, Halted) else full_disk(error, None)
+        message = str(error) if isinstance(error, Halted) else full_disk_message(error, None)
         if message is None:
             raise
         print(f"normexp: {message}", file=sys.stderr)
@@ -98,7 +98,7 @@ def parse_command(words: Sequence[str]) -> Command:
         overrides=options.overrides,
         multirun=options.multirun,
         config_dirs=options.config_dir,
-        asks_hydra=shows,
+        shows_config=shows,
     )
 
 
@@ -111,7 +111,7 @@ def _refuse_repeated(words: Sequence[str]) -> None:
         given[key] = word
 
 
-def ask_hydra(words: Sequence[str]) -> int:
+def show_config(words: Sequence[str]) -> int:
     """Lets Hydra answer --cfg or --info; trains and writes nothing.
 
     Raises:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from normexp.cli import ask_hydra, entry, parse_command
+from normexp.cli import entry, parse_command, show_config
 
 
 @entry("tune")
 def main(words: list[str]) -> int:
     """Exit code: 0 searched and reported, 1 something failed, 2 a mistake, 130 interrupted."""
     command = parse_command(words)
-    if command.asks_hydra:
-        return ask_hydra(words)
+    if command.shows_config:
+        return show_config(words)
     from normexp.config.grid import launcher_of
     from normexp.search.points import plan_searches
     from normexp.search.select import tune

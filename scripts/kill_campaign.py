@@ -32,8 +32,8 @@ from pathlib import Path
 from normexp.errors import UserError
 from normexp.records.history import read_history
 from normexp.records.metrics import read_metrics
-from normexp.sweeps import crew
-from normexp.sweeps.spread import environment
+from normexp.sweeps import worker_process
+from normexp.sweeps.tasks import environment
 
 SAVE_SECONDS = 0.5  # between checkpoints
 GRID = ["-m", "norm=batch,group", "lr=0.03,0.3", "norm_batch_size=4,32", "epochs=2", "log_every=5"]
@@ -281,7 +281,7 @@ def begin(log: Path, words: list[str], forks: bool) -> None:
             os.dup2(descriptor, stream)
         if forks:
             save_often()
-            crew.SPAWN = multiprocessing.get_context("fork")  # type: ignore[assignment]
+            worker_process.SPAWN = multiprocessing.get_context("fork")  # type: ignore[assignment]
         from normexp.train import main as train
 
         code = train(words)

@@ -26,7 +26,7 @@ class Processes:
         self.share = share
         self.device = device
 
-    def highest(self, number: int) -> int:
+    def maximum(self, number: int) -> int:
         """Returns the largest of the processes' numbers."""
         value = torch.tensor(number, device=self.device)
         distributed.all_reduce(value, distributed.ReduceOp.MAX)

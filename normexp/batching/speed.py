@@ -13,7 +13,7 @@ import torch
 SMALL_FORWARD = 2**17
 
 
-def stacks(device_type: str, num_replicas: int, elements_per_forward: int) -> bool:
+def stacking_pays(device_type: str, num_replicas: int, elements_per_forward: int) -> bool:
     """Returns True if stacking replicas is faster than running them one after another.
 
     Args:

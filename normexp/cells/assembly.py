@@ -14,7 +14,7 @@ from pytorch_lightning.loggers import Logger
 from torch import nn
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
-from normexp.batching.speed import stacks
+from normexp.batching.speed import stacking_pays
 from normexp.build import build_callbacks as build_own_callbacks
 from normexp.build import build_logger, build_optimizer, build_schedule, synchronized
 from normexp.cells.cell import Cell
@@ -31,7 +31,7 @@ from normexp.training.evaluation import criterion_of
 from normexp.training.module import TrainingModule
 from normexp.training.optim import Recipe
 from normexp.training.recorder import (
-    OwnRun,
+    LoggerRun,
     Recorder,
     RunSink,
     WandbRun,
@@ -114,7 +114,7 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     wanted = cell.cfg.stack if is_stacked is None else is_stacked
     if wanted == "auto":
         device = device_type(cell.cfg.trainer.accelerator)
-        wanted = stacks(device, num_replicas, cell.elements_per_forward)
+        wanted = stacking_pays(device, num_replicas, cell.elements_per_forward)
     if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = cell.traits.stacking_obstacle
@@ -125,7 +125,7 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     return obstacle is None
 
 
-def stacks_with_other_rates(cell: Cell, num_replicas: int) -> bool:
+def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
     """True if runs with another `lr` may be trained in one stack with those of a cell.
 
     At every step the rate must be proportional to `lr`. A scheduler may set rates of its own, such
@@ -176,7 +176,7 @@ def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
 def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
     """The loggers of one run, which are finished at the end, as failed if the block raises."""
     chosen = cell.cfg.logger
-    opened: list[WandbRun | OwnRun] = []
+    opened: list[WandbRun | LoggerRun] = []
     has_failed = True
     try:
         if "wandb" in chosen and not is_under_agent():
@@ -184,7 +184,7 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
         if "custom" in chosen and chosen.custom.per == "run":
             place = _place(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
             params = _params(cell) | {"seed": seed}
-            opened.append(OwnRun(build_logger(cell.cfg, place), params))
+            opened.append(LoggerRun(build_logger(cell.cfg, place), params))
         yield list(opened)
         has_failed = False
     finally:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from normexp.batching.speed import suitable_threads
 from normexp.build import NetworkBuilder, check_trainer
 from normexp.cells.draft import (
-    Draft,
+    CellDraft,
     build_draft,
     check_memory,
     check_network,
@@ -22,7 +22,7 @@ from normexp.cells.draft import (
     why_alone,
 )
 from normexp.cells.naming import id_of, identity_of, record_of
-from normexp.cells.plan import Plan, check_norm_batch_size, plan_evaluation
+from normexp.cells.plan import TrainingPlan, check_norm_batch_size, plan_evaluation
 from normexp.checks.preflight import Traits, examine
 from normexp.data.dataset import Data
 from normexp.records.logs import collected_messages
@@ -50,7 +50,7 @@ class Cell:
     choices: Mapping[str, str]
     id: str
     record: dict[str, Any]
-    plan: Plan
+    plan: TrainingPlan
     data: Data
     files_digest: str | None
     build: NetworkBuilder
@@ -126,7 +126,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         )
 
 
-def _probe(draft: Draft) -> Traits:
+def _probe(draft: CellDraft) -> Traits:
     """What the network mixes and leaks. Raises UserError for what must not be trained."""
     cfg, sizes, start = draft.cfg, draft.plan.sizes, time.perf_counter()
     traits = examine(
@@ -139,7 +139,7 @@ def _probe(draft: Draft) -> Traits:
     return traits
 
 
-def _tell(draft: Draft, traits: Traits, alone: str | None) -> None:
+def _tell(draft: CellDraft, traits: Traits, alone: str | None) -> None:
     """Logs what the training does otherwise than asked, once nothing is refused."""
     for note in draft.plan.notes:
         logger.info(note)

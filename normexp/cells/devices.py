@@ -29,8 +29,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from normexp.cells.assembly import OnSteps
 from normexp.cells.cell import prepare_cell
 from normexp.cells.plan import num_devices_of
-from normexp.cells.stack import Stack, begun_stack, follow_stack, train_together
-from normexp.config.process import place_among
+from normexp.cells.stack import Stack, follow_stack, restore_stack, train_stack
+from normexp.config.process import rank_among
 from normexp.config.spec import CellSpec, one_line
 from normexp.config.target import plain
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
@@ -52,7 +52,7 @@ class RankFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Order:
+class RankJob:
     """What all ranks are to train, in plain values: each builds it for itself."""
 
     cfg: dict[str, Any]  # of the first cell of the stack
@@ -64,35 +64,35 @@ class Order:
         """Trains as this rank. Raises Interrupted in all ranks alike."""
         if rank == 0:
             with messages_to_stderr(known=self.known):
-                train_together(self._build_stack(), stop, on_steps)
+                train_stack(self._build_stack(), stop, on_steps)
         else:
             with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
                 follow_stack(self._build_stack(), stop)
 
     def _build_stack(self) -> Stack:
-        return begun_stack(self.record, [prepare_cell(OmegaConf.create(self.cfg), self.choices)])
+        return restore_stack(self.record, [prepare_cell(OmegaConf.create(self.cfg), self.choices)])
 
 
 def train_on_devices(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
-    """Trains a stack as `train_together` does, on as many devices as its cell has.
+    """Trains a stack as `train_stack` does, on as many devices as its cell has.
 
     Raises:
         RankDied: a process was killed. The checkpoint stays, and one process can resume it too.
         RankFailed: a process raised an error.
-        Interrupted: as in `train_together`.
+        Interrupted: as in `train_stack`.
     """
     cell = stack.cell
     num_devices = num_devices_of(cell.cfg)
     if num_devices == 1:
-        train_together(stack, stop, on_steps)
+        train_stack(stack, stop, on_steps)
         return
-    order = Order(plain(cell.cfg), dict(cell.choices), stack.record, list(cell.messages))
-    if place_among(num_devices) is None:
+    job = RankJob(plain(cell.cfg), dict(cell.choices), stack.record, list(cell.messages))
+    if rank_among(num_devices) is None:
         with stop.listening():
-            _spawn_ranks(order, stop, on_steps)
+            _spawn_ranks(job, stop, on_steps)
     else:
-        with started_ranks(cell.cfg).training(order):
-            train_together(stack, stop, on_steps)
+        with started_ranks(cell.cfg).training(job):
+            train_stack(stack, stop, on_steps)
 
 
 def _disconnect_at_exit() -> None:
@@ -115,9 +115,9 @@ def _disconnect_at_exit() -> None:
 STOP, STEP, NUM_STEPS = range(3)
 
 
-def _spawn_ranks(order: Order, stop: StopRequest, on_steps: OnSteps | None) -> None:
-    trainer = order.cfg["trainer"]
-    board = torch.zeros(3, dtype=torch.int64).share_memory_()
+def _spawn_ranks(job: RankJob, stop: StopRequest, on_steps: OnSteps | None) -> None:
+    trainer = job.cfg["trainer"]
+    shared = torch.zeros(3, dtype=torch.int64).share_memory_()
     errors = multiprocessing.get_context("spawn").SimpleQueue()
     with quiet_lightning():
         fabric = Fabric(
@@ -126,17 +126,15 @@ def _spawn_ranks(order: Order, stop: StopRequest, on_steps: OnSteps | None) -> N
             strategy="ddp_spawn",
             plugins=[LightningEnvironment()],  # whatever job this process is a part of
         )
-    run_rank = partial(
-        _run_rank, order=order, board=board, errors=errors, shows_bar=on_steps is None
-    )
+    run_rank = partial(_run_rank, job=job, shared=shared, errors=errors, shows_bar=on_steps is None)
     with ThreadPoolExecutor(1) as pool:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         ended = pool.submit(fabric.launch, run_rank)  # the ranks unblock it once they can answer
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while not wait([ended], TICK).done:
-            board[STOP] = stop.requested
-            if on_steps is not None and board[NUM_STEPS]:
-                on_steps(int(board[STEP]), int(board[NUM_STEPS]))
+            shared[STOP] = stop.requested
+            if on_steps is not None and shared[NUM_STEPS]:
+                on_steps(int(shared[STEP]), int(shared[NUM_STEPS]))
     try:
         is_interrupted = ended.result()
     except ProcessExitedException as error:
@@ -151,18 +149,20 @@ def _spawn_ranks(order: Order, stop: StopRequest, on_steps: OnSteps | None) -> N
         raise Interrupted
 
 
-def _run_rank(fabric: Fabric, *, order: Order, board: Tensor, errors: Any, shows_bar: bool) -> bool:
+def _run_rank(
+    fabric: Fabric, *, job: RankJob, shared: Tensor, errors: Any, shows_bar: bool
+) -> bool:
     """Trains as one rank; returns True if it was interrupted."""
 
     def show(step: int, num_steps: int) -> None:
-        board[STEP], board[NUM_STEPS] = step, num_steps
+        shared[STEP], shared[NUM_STEPS] = step, num_steps
 
     _disconnect_at_exit()
     stop = StopRequest()
-    with _watching_parent(board, stop), stop.listening():
+    with _watching_parent(shared, stop), stop.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         try:
-            order.train(fabric.global_rank, stop, None if shows_bar else show)
+            job.train(fabric.global_rank, stop, None if shows_bar else show)
         except Interrupted:
             return True
         except Exception as error:
@@ -176,7 +176,7 @@ def _run_rank(fabric: Fabric, *, order: Order, board: Tensor, errors: Any, shows
 
 
 @contextmanager
-def _watching_parent(board: Tensor, stop: StopRequest) -> Iterator[None]:
+def _watching_parent(shared: Tensor, stop: StopRequest) -> Iterator[None]:
     """Passes the parent's requests to stop on; ends this process with it, as it holds the lock.
 
     The thread ends with the block: one that is inside torch when Python ends aborts the process.
@@ -188,7 +188,7 @@ def _watching_parent(board: Tensor, stop: StopRequest) -> Iterator[None]:
         while not is_over.is_set():
             if connection.wait([parent.sentinel], TICK):
                 os._exit(1)
-            if board[STOP]:
+            if shared[STOP]:
                 stop.requested = True
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -211,14 +211,14 @@ class StartedRanks:
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
-        self.are_waiting = True  # for an order, while this process is rank 0
+        self.are_waiting = True  # for a job, while this process is rank 0
 
     @contextmanager
-    def training(self, order: Order) -> Iterator[None]:
-        """In rank 0, around the training of an order by all ranks."""
+    def training(self, job: RankJob) -> Iterator[None]:
+        """In rank 0, around the training of a job by all ranks."""
         if not self.are_waiting:
             raise RankDied("the other processes have ended; the same command continues")
-        self.fabric.broadcast(order)
+        self.fabric.broadcast(job)
         self.are_waiting = False
         yield
         self.are_waiting = True
@@ -230,8 +230,8 @@ class StartedRanks:
 
     def follow(self) -> None:
         """Trains the orders of rank 0 until its command ends. Raises Interrupted with it."""
-        while (order := self.fabric.broadcast(None)) is not None:
-            order.train(self.fabric.global_rank, StopRequest(), None)
+        while (job := self.fabric.broadcast(None)) is not None:
+            job.train(self.fabric.global_rank, StopRequest(), None)
 
 
 @cache  # they were started once
@@ -259,7 +259,7 @@ def started_ranks(cfg: DictConfig) -> StartedRanks:
     return _connect(device_type(trainer.accelerator), trainer.devices, trainer.num_nodes)
 
 
-def run_together(cells: Sequence[CellSpec], index: int, train: Callable[[], int]) -> int:
+def run_as_rank(cells: Sequence[CellSpec], index: int, train: Callable[[], int]) -> int:
     """Trains one cell by `train`, which the first process calls; the others help it to train.
 
     Args:

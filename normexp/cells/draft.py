@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from normexp.batching.replicas import model_arguments
-from normexp.batching.speed import stacks
+from normexp.batching.speed import stacking_pays
 from normexp.build import (
     NetworkBuilder,
     build_callbacks,
@@ -27,7 +27,7 @@ from normexp.build import (
     build_schedule,
     logger_target,
 )
-from normexp.cells.plan import Plan, plan_training
+from normexp.cells.plan import TrainingPlan, plan_training
 from normexp.checks.integrity import check_optimizer
 from normexp.checks.preflight import Traits
 from normexp.checks.probe import fixed_draws
@@ -39,9 +39,9 @@ from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
 from normexp.norms.pointwise import NoNorm
 from normexp.norms.site import named_sites
-from normexp.norms.slots import PLACES, without_place
-from normexp.records.identity import digest_of_data, place_of, with_weights
-from normexp.training.callbacks import monitored
+from normexp.norms.slots import PLACES, set_but_unused
+from normexp.records.identity import digest_of_data, digest_with_weights, source_line_of
+from normexp.training.callbacks import describe_monitor
 from normexp.training.devices import device_type
 from normexp.training.evaluation import criterion_of
 from normexp.training.optim import parameter_groups, stacking_obstacle_of
@@ -56,14 +56,14 @@ WITHOUT_NORM = ("pre", "parallel")  # placements that are different networks wit
 
 
 @dataclass(frozen=True)
-class Draft:
+class CellDraft:
     """What a config builds, before any of it is checked."""
 
     cfg: DictConfig
     choices: Mapping[str, str]  # the name of what each config group holds
     files_digest: str | None  # of the files that data and weights are read from
     data: Data
-    plan: Plan
+    plan: TrainingPlan
     norm: NormFactory
     build: NetworkBuilder
     network: nn.Module  # of the first seed
@@ -74,14 +74,14 @@ class Draft:
         return [f"val/{name}" for name in criterion_of(self.data).metrics]
 
 
-def build_draft(cfg: DictConfig, choices: Mapping[str, str]) -> Draft:
+def build_draft(cfg: DictConfig, choices: Mapping[str, str]) -> CellDraft:
     """Builds the parts of a cell. Raises UserError for one that cannot be built."""
-    files_digest = with_weights(digest_of_data(cfg.data), cfg.model)
+    files_digest = digest_with_weights(digest_of_data(cfg.data), cfg.model)
     data = load_data(cfg, files_digest)
     plan = plan_training(cfg, len(data.train))
     norm = build_norm(cfg, plan.sizes, data, num_steps=plan.num_steps, momentum=plan.norm_momentum)
     build = build_network(cfg, norm, data)
-    return Draft(cfg, choices, files_digest, data, plan, norm, build, build(cfg.seed))
+    return CellDraft(cfg, choices, files_digest, data, plan, norm, build, build(cfg.seed))
 
 
 def load_data(cfg: DictConfig, files_digest: str | None) -> Data:
@@ -112,26 +112,26 @@ def keeping_data() -> Iterator[None]:
 # --- The network ---------------------------------------------------------------------------------
 
 
-def check_network(draft: Draft) -> None:
+def check_network(draft: CellDraft) -> None:
     """Refuses slots and placements without effect, and outputs that do not fit the data."""
     _check_slots(draft)
     _check_placement(draft)
     _check_outputs(draft)
 
 
-def _check_slots(draft: Draft) -> None:
+def _check_slots(draft: CellDraft) -> None:
     """Refuses a slot of the config that the model does not have; logs one set by the norm."""
     cfg, norm, model = draft.cfg, draft.norm, draft.choices["model"]
-    for key in without_place(cfg, norm.used):
+    for key in set_but_unused(cfg, norm.used):
         lacks, fits = PLACES[key]
         raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
-    for key in without_place(cfg.norm, norm.used):
+    for key in set_but_unused(cfg.norm, norm.used):
         lacks, _ = PLACES[key]
         value = as_typed(cfg.norm[key])
         logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
 
 
-def _check_placement(draft: Draft) -> None:
+def _check_placement(draft: CellDraft) -> None:
     """Refuses a placement of norms that are not there, which would be placement=pre again."""
     placement = draft.norm.slots.placement
     if "placement" not in draft.norm.used or placement in WITHOUT_NORM:
@@ -143,7 +143,7 @@ def _check_placement(draft: Draft) -> None:
         )
 
 
-def _check_outputs(draft: Draft) -> None:
+def _check_outputs(draft: CellDraft) -> None:
     """Refuses a model that does not score every class, or token, of every sample."""
     data = draft.data
     batch = probe_batch(data, 2)
@@ -165,7 +165,7 @@ def _check_outputs(draft: Draft) -> None:
 # --- The training --------------------------------------------------------------------------------
 
 
-def check_training(draft: Draft) -> None:
+def check_training(draft: CellDraft) -> None:
     """Refuses an optimizer, a schedule or a logger that cannot work."""
     _check_optimizer(draft)
     _check_own_schedule(draft)
@@ -173,7 +173,7 @@ def check_training(draft: Draft) -> None:
         logger_target(draft.cfg)
 
 
-def _check_optimizer(draft: Draft) -> None:
+def _check_optimizer(draft: CellDraft) -> None:
     """Takes a step with the training's optimizer, and checks that it holds every parameter."""
     optim, plan = draft.cfg.optim, draft.plan
     network = copy.deepcopy(draft.network)
@@ -188,11 +188,11 @@ def _check_optimizer(draft: Draft) -> None:
     except UserError:
         raise
     except Exception as error:  # of the user's class, any kind
-        place = place_of(error)
+        place = source_line_of(error)
         raise UserError(f"optim._target_={optim._target_}: {first_line(error)}{place}") from error
 
 
-def _check_own_schedule(draft: Draft) -> None:
+def _check_own_schedule(draft: CellDraft) -> None:
     """Refuses keys of `optim` that a schedule replaces, and a metric that is not there."""
     cfg, metrics = draft.cfg, draft.metrics
     if cfg.get("schedule") is None:
@@ -212,14 +212,14 @@ def _check_own_schedule(draft: Draft) -> None:
         )
 
 
-def why_alone(draft: Draft) -> str | None:
+def why_alone(draft: CellDraft) -> str | None:
     """Why each seed must train by itself; None if seeds may share a stack.
 
     Raises:
         UserError: a schedule or callback that cannot work.
     """
     cfg, plan = draft.cfg, draft.plan
-    watching = monitored(build_callbacks(cfg, draft.metrics))
+    watching = describe_monitor(build_callbacks(cfg, draft.metrics))
     if (metric := build_schedule(cfg, plan.num_steps).monitor) is not None:
         watching = f"{cfg.schedule._target_.rpartition('.')[2]} looks at {metric}"
     if watching is not None:
@@ -229,7 +229,7 @@ def why_alone(draft: Draft) -> str | None:
     return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"
 
 
-def check_memory(draft: Draft, traits: Traits) -> int:
+def check_memory(draft: CellDraft, traits: Traits) -> int:
     """The bytes that a training needs at least: parameters, optimizer and what reaches its sites.
 
     Raises:
@@ -240,7 +240,7 @@ def check_memory(draft: Draft, traits: Traits) -> int:
     size = 8 if cfg.trainer.precision == "64-true" else 4
     num_parameters = sum(p.numel() for p in draft.network.parameters())
     elements = draft.plan.sizes.micro * traits.elements_per_sample
-    is_stacked = cfg.stack is not False and stacks(device, cfg.replicas, elements)
+    is_stacked = cfg.stack is not False and stacking_pays(device, cfg.replicas, elements)
     at_once = cfg.replicas if is_stacked else 1
     needed = size * (COPIES * num_parameters * cfg.replicas + 2 * elements * at_once)
     available = memory_of(device)

@@ -19,13 +19,13 @@ from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.draft import build_draft, keeping_data
 from normexp.cells.naming import GROUPS, choices_in
-from normexp.cells.plan import place_on_one_device
+from normexp.cells.plan import use_one_device
 from normexp.cells.recorded import has_evaluations
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.help import option_defaults
 from normexp.config.target import plain
 from normexp.errors import UserError, first_line
-from normexp.records.files import read_json, refusing_denied, write_json
+from normexp.records.files import read_json, user_error_if_denied, write_json
 from normexp.records.paths import (
     CONFIG_FILE,
     EMA_WEIGHTS_FILE,
@@ -138,7 +138,7 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     choices = choices_in(results[0].config)
     cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, choices), asked))
-    place_on_one_device(cfg)  # evaluation does not need the devices of the training
+    use_one_device(cfg)  # evaluation does not need the devices of the training
     if not torch.cuda.is_available():
         cfg.trainer.accelerator = "cpu"
     cell = prepare_cell(cfg, choices)
@@ -192,7 +192,7 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
     """Adds to evaluation.json and samples.npz of each run."""
     for seed, content in contents.items():
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
-        with refusing_denied(path, "the numbers are printed, but not saved"):
+        with user_error_if_denied(path, "the numbers are printed, but not saved"):
             write_samples(path.parent, read_samples(path.parent) | samples[seed])
             before = read_json(path) if path.exists() else {}
             content["asked"] = before.get("asked", {}) | content["asked"]

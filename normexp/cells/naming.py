@@ -13,7 +13,7 @@ from hydra.utils import get_object
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_schedule
-from normexp.cells.draft import OPTIM_SCHEDULE, Draft
+from normexp.cells.draft import OPTIM_SCHEDULE, CellDraft
 from normexp.cells.plan import num_devices_of
 from normexp.checks.preflight import Traits
 from normexp.config.compose import (
@@ -51,24 +51,24 @@ VERSIONS: dict[str, int] = {
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
 }
 
-# Keys that the identity holds only in derived form, from `Plan` and the slots.
-TURNED = {
+# Keys that the identity holds only in derived form, from `TrainingPlan` and the slots.
+DERIVED_KEYS = {
     *("epochs", "steps", "samples", "lr_rule", "base_batch_size", "optim.default_lr"),
     *("norm.half_life", *SLOTS, *(f"norm.{slot}" for slot in SLOTS)),
     *("norm._partial_", "model._partial_", "optim._partial_", "schedule._partial_"),
 }
 
 # Keys that some configs lack, and the value that means the same: left out there.
-ABSENT = {"optim.decay_bias": True, "data.limit_train": None}
+IMPLIED_VALUES = {"optim.decay_bias": True, "data.limit_train": None}
 
 
-def identity_of(draft: Draft, *, mixes_samples: bool) -> dict[str, Any]:
+def identity_of(draft: CellDraft, *, mixes_samples: bool) -> dict[str, Any]:
     """Everything that defines a training except its seed, as derived values in canonical form.
 
     Holds digests of the data and of a user's own modules, so that an edited one is a new cell.
     """
     cfg, plan, weights_digest = draft.cfg, draft.plan, draft.build.weights_digest
-    identity = defining(plain(cfg))
+    identity = defining_values(plain(cfg))
     for part in parts_with_target(identity):
         with suppress(TypeError):  # built in: no file
             file = inspect.getsourcefile(get_object(part["_target_"]))
@@ -99,13 +99,13 @@ def identity_of(draft: Draft, *, mixes_samples: bool) -> dict[str, Any]:
     return identity
 
 
-def _slots(draft: Draft) -> dict[str, Any]:
+def _slots(draft: CellDraft) -> dict[str, Any]:
     return changed(draft.norm.slots, draft.norm.used)
 
 
 def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
     """The id of a cell: a slug, and a hash of everything that differs from the shipped defaults."""
-    defaults = defining(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
+    defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     groups = [*GROUPS, *(group for group in OPTIONAL_GROUPS if group in identity)]
     rest = {key: value for key, value in identity.items() if key not in groups}
     content = differences(defaults | rest, defaults)  # lr, by default a reference, is always there
@@ -118,7 +118,7 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
     return cell_id(content, [*names, *sizes, f"lr{identity['lr']:.6g}"])
 
 
-def record_of(draft: Draft, traits: Traits, identity: dict[str, Any]) -> dict[str, Any]:
+def record_of(draft: CellDraft, traits: Traits, identity: dict[str, Any]) -> dict[str, Any]:
     """The config in result.json: names, canonical sizes, traits, and the whole identity.
 
     Whichever of several lines that mean this cell trains it first, the record is the same.
@@ -149,11 +149,11 @@ def choices_in(record: Mapping[str, Any]) -> dict[str, str]:
     return {group: record[group] for group in (*GROUPS, *OPTIONAL_GROUPS) if group in record}
 
 
-def defining(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config that define the training, without the keys in `TURNED`."""
+def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config that define the training, without the keys in `DERIVED_KEYS`."""
 
     def counts(key: str) -> bool:
-        return in_identity(key) and key not in TURNED
+        return in_identity(key) and key not in DERIVED_KEYS
 
     found = {}
     for key, value in config.items():
@@ -161,7 +161,7 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
             value = {
                 name: each
                 for name, each in value.items()
-                if counts(path := f"{key}.{name}") and (path, each) not in ABSENT.items()
+                if counts(path := f"{key}.{name}") and (path, each) not in IMPLIED_VALUES.items()
             }
         if counts(key):
             found[key] = value
@@ -179,7 +179,10 @@ def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any
         content = values | {"_target_": name}
     else:
         name = f"{group}/{choice}"
-        content = {"choice": choice, **differences(values, defining({group: defaults})[group])}
+        content = {
+            "choice": choice,
+            **differences(values, defining_values({group: defaults})[group]),
+        }
     if version := VERSIONS.get(name):
         content["version"] = version
     return content

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Sizes, length and learning rate of one training."""
 
     sizes: Sizes
@@ -38,7 +38,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # for the user, once nothing is refused
 
 
-def plan_training(cfg: DictConfig, num_train: int) -> Plan:
+def plan_training(cfg: DictConfig, num_train: int) -> TrainingPlan:
     """The plan of a cell, with the equivalent sizes on one device.
 
     Raises UserError for values that contradict each other.
@@ -81,7 +81,7 @@ def plan_training(cfg: DictConfig, num_train: int) -> Plan:
             f"ema={cfg.ema:g} averages over some {span:.0f} steps of {num_steps}: the first "
             "weights still count at the end"
         )
-    return Plan(
+    return TrainingPlan(
         sizes=sizes,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
@@ -109,7 +109,7 @@ def sizes_of(cfg: DictConfig) -> Sizes:
     return asked.shared_by(num_devices, synchronized=is_synchronized)
 
 
-def place_on_one_device(cfg: DictConfig) -> None:
+def use_one_device(cfg: DictConfig) -> None:
     """Changes `cfg` to the same training on one device."""
     cfg.norm_batch_size = sizes_of(cfg).norm_batch_size
     cfg.trainer.devices = cfg.trainer.num_nodes = 1

@@ -23,24 +23,24 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from normexp.config.compose import parts_with_target
-from normexp.config.spec import CellSpec, Outcome, name_of
+from normexp.config.spec import CellSpec, Outcome, norm_and_data
 from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import read_json
-from normexp.records.history import KeyEntry, read_history
+from normexp.records.history import CacheEntry, read_history
 from normexp.records.identity import (
     digest_of_data,
     digest_of_source,
+    digest_with_weights,
     loaded_sources,
     source_root,
-    with_weights,
 )
 from normexp.records.paths import EVALUATION_FILE, LOCK_FILE, seed_dir
 from normexp.records.result import Result, read_records
 from normexp.records.stacks import list_stacks
 
 # Top-level keys that say where and when a cell is trained; any other one is part of the key.
-APART = {
+NOT_IN_KEY = {
     *("seed", "replicas", "study", "runs_dir", "data_dir", "workers", "fail_fast", "retry_failed"),
     *("max_attempts", "dry_run", "logger", "tune", "experiment"),
     *("tags", "notes"),
@@ -50,9 +50,9 @@ APART = {
 # --- The key -------------------------------------------------------------------------------------
 
 
-def key_entry(
+def cache_entry(
     spec: CellSpec, cell_id: str, files_digest: str | None, kinds: Mapping[str, int]
-) -> KeyEntry | None:
+) -> CacheEntry | None:
     """The key of a cell that has just been prepared; None if it cannot have one.
 
     Args:
@@ -61,7 +61,7 @@ def key_entry(
     """
     loaded = loaded_sources()
     key = _key_of(spec, files_digest, [*loaded], loaded)
-    return None if key is None else KeyEntry(spec.digest, key, cell_id, [*loaded], dict(kinds))
+    return None if key is None else CacheEntry(spec.digest, key, cell_id, [*loaded], dict(kinds))
 
 
 def _key_of(
@@ -77,7 +77,7 @@ def _key_of(
         loaded: the digests of sources as this process has loaded them; others are as on disk.
     """
     config: Any = OmegaConf.to_container(spec.cfg, resolve=True)  # type: ignore[arg-type]
-    config = {key: value for key, value in config.items() if key not in APART}
+    config = {key: value for key, value in config.items() if key not in NOT_IN_KEY}
     config["data"].pop("data_dir", None)  # downloads are verified
     files = [_file_of(part["_target_"]) for part in parts_with_target(config)]
     if files_digest is None or None in files:
@@ -107,7 +107,7 @@ def _file_of(target: str) -> Path | None:
 # --- What is recorded ----------------------------------------------------------------------------
 
 
-def passed_over(specs: Sequence[CellSpec]) -> dict[int, Outcome]:
+def find_skippable(specs: Sequence[CellSpec]) -> dict[int, Outcome]:
     """The outcomes, by position, of cells with every result and evaluation that is asked for."""
     read = cache(read_history)
     found: dict[int, Outcome] = {}
@@ -127,13 +127,13 @@ def passed_over(specs: Sequence[CellSpec]) -> dict[int, Outcome]:
     return found
 
 
-def _is_current(spec: CellSpec, entry: KeyEntry) -> bool:
+def _is_current(spec: CellSpec, entry: CacheEntry) -> bool:
     """True if the key still holds, and no process left anything."""
     assert spec.study_dir is not None and spec.cfg is not None
     cell_dir = spec.study_dir / entry.cell_id
     if (cell_dir / LOCK_FILE).exists() or list_stacks(spec.study_dir, [entry.cell_id]):
         return False
-    digest = with_weights(digest_of_data(spec.cfg.data), spec.cfg.model)
+    digest = digest_with_weights(digest_of_data(spec.cfg.data), spec.cfg.model)
     return _key_of(spec, digest, entry.sources) == entry.key
 
 
@@ -154,7 +154,7 @@ def recorded_outcome(spec: CellSpec, cell_id: str) -> Outcome:
     records = read_records(directory, spec.seeds)
     status = "failed" if records.new or records.failed else "skipped"
     error = records.failed[0].error if records.failed else None
-    outcome = Outcome(status, name_of(spec), cell_id, directory, error=error or "")
+    outcome = Outcome(status, norm_and_data(spec), cell_id, directory, error=error or "")
     outcome.results, outcome.missing = records.all, records.new
     if records.all:
         first = records.all[0]

@@ -17,24 +17,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from normexp.cells.assembly import OnSteps, stacks_with_other_rates
+from normexp.cells.assembly import OnSteps, can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.finished import suggest_evaluation
-from normexp.cells.recorded import has_evaluations, key_entry
-from normexp.cells.stack import Run, Stack, begun_stack, new_stack, record_failure
+from normexp.cells.recorded import cache_entry, has_evaluations
+from normexp.cells.stack import Run, Stack, create_stack, record_failure, restore_stack
 from normexp.config.rules import validate
-from normexp.config.spec import CellSpec, CellStatus, Outcome, name_of, one_line
+from normexp.config.spec import CellSpec, CellStatus, Outcome, norm_and_data, one_line
 from normexp.errors import UserError
 from normexp.records.files import (
     ensure_writable,
     file_lock,
-    full_disk,
+    full_disk_message,
     holder_of,
     remove_leftovers,
 )
-from normexp.records.history import AttemptEntry, KeyEntry, append_entries, read_history
-from normexp.records.identity import place_of
+from normexp.records.history import AttemptEntry, CacheEntry, append_entries, read_history
+from normexp.records.identity import source_line_of
 from normexp.records.paths import LOCK_FILE, LOG_FILE
 from normexp.records.result import CellRecords, Result, read_records
 from normexp.records.stacks import StackRecord, end_stack, list_stacks
@@ -67,10 +67,10 @@ def run_task(
     try:
         cells = _prepare_together(specs) if len(specs) > 1 else [_prepare(specs[0])]
         if cells:
-            task = Task(cells, on_begin or (lambda *_: None), on_steps, stop or StopRequest())
+            task = TaskRunner(cells, on_begin or (lambda *_: None), on_steps, stop or StopRequest())
             outcomes = task.run()
         else:
-            outcomes = [Outcome("alone", name_of(spec)) for spec in specs]
+            outcomes = [Outcome("alone", norm_and_data(spec)) for spec in specs]
     except Exception as error:  # user code may raise anything, and the other cells go on
         outcomes = _outcomes_of_error(error, specs)
     for outcome in outcomes:
@@ -79,13 +79,13 @@ def run_task(
 
 
 def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outcome]:
-    full = full_disk(error, specs[0].study_dir)
+    full = full_disk_message(error, specs[0].study_dir)
     status, reason = "failed", full or one_line(error)
     if not full and isinstance(error, UserError):
         status, reason = "refused", str(error)
     elif not full and not isinstance(error, RankDied):  # which has no traceback worth reading
         logger.error("%s: %s", specs[0].title, "".join(traceback.format_exception(error)))
-    return [Outcome(status, name_of(spec), error=reason, halts=bool(full)) for spec in specs]
+    return [Outcome(status, norm_and_data(spec), error=reason, halts=bool(full)) for spec in specs]
 
 
 # --- The cells of a task -------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class TaskCell:
 
     cell: Cell
     seeds: Sequence[int]
-    key: KeyEntry | None
+    key: CacheEntry | None
 
     def records(self) -> CellRecords:
         return read_records(self.cell.directory, self.seeds)
@@ -143,7 +143,7 @@ def _prepare(spec: CellSpec) -> TaskCell:
         raise UserError(spec.error)
     validate(spec.cfg)
     cell = prepare_cell(spec.cfg, spec.choices)
-    key = key_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
+    key = cache_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
     return TaskCell(cell, spec.seeds, key)
 
 
@@ -151,13 +151,13 @@ def _prepare_together(specs: Sequence[CellSpec]) -> list[TaskCell]:
     """The cells of a stack; none if they do not stack, or if one of them cannot be prepared."""
     with suppress(Exception):  # alone, each is refused or fails for its own reason
         first = _prepare(specs[0])
-        if stacks_with_other_rates(first.cell, sum(len(spec.seeds) for spec in specs)):
+        if can_stack_rates(first.cell, sum(len(spec.seeds) for spec in specs)):
             return [first, *map(_prepare, specs[1:])]
     return []
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskRunner:
     """The cells of a task, from claim to record.
 
     Attributes:
@@ -183,7 +183,7 @@ class Task:
         if not is_missing and not self._has_leftovers(records):
             return [each.skipped() for each in self.cells]
         cells = [each.cell for each in self.cells]
-        begun = [begun_stack(record, cells) for record in records]
+        begun = [restore_stack(record, cells) for record in records]
         cells += [cell for stack in begun for cell, _ in stack.runs]
         with _claimed(cells) as busy:
             if busy is None and self._begun() != records:  # begun or ended before the lock
@@ -232,7 +232,7 @@ class Task:
             error = self._earlier_failure(stack.record) or self._train(stack)
             if error is not None and len(stack.runs) > 1:
                 logger.warning("each run of %s is trained apart: %s", stack.record.directory, error)
-                apart = [new_stack([run], apart=error) for run in stack.open_runs()]
+                apart = [create_stack([run], apart=error) for run in stack.open_runs()]
                 end_stack(stack.record)
                 waiting.extendleft(reversed(apart))
             elif error is not None:
@@ -258,12 +258,12 @@ class Task:
                 if (run := (each.cell, seed)) not in missing:
                     continue
                 if (last := failed.get(seed)) is not None:
-                    stacks.append(new_stack([run], apart=last.apart, attempts=last.attempts))
+                    stacks.append(create_stack([run], apart=last.apart, attempts=last.attempts))
                 elif each.cell.alone is not None:
-                    stacks.append(new_stack([run]))
+                    stacks.append(create_stack([run]))
                 else:
                     new.append(run)
-        return [*stacks, new_stack(new)] if new else stacks
+        return [*stacks, create_stack(new)] if new else stacks
 
     def _earlier_failure(self, record: StackRecord) -> str | None:
         """Why a stack as it is must not be tried again; None if it may.
@@ -291,11 +291,11 @@ class Task:
         except (Interrupted, RankDied):  # the checkpoint stays
             raise
         except Exception as error:
-            if full_disk(error, record.directory):
+            if full_disk_message(error, record.directory):
                 raise
             with open(record.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
-            reason, at = one_line(error) + place_of(error), record.checkpointed_at
+            reason, at = one_line(error) + source_line_of(error), record.checkpointed_at
             attempt = AttemptEntry(record.id, reason, died=False, checkpointed_at=at)
             append_entries(self.study_dir, [attempt])
             return reason

@@ -84,7 +84,7 @@ class Stack:
         ]
 
 
-def new_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0) -> Stack:
+def create_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0) -> Stack:
     """Begins a stack: its members are on disk from here on. Needs the locks of its cells.
 
     Args:
@@ -97,7 +97,7 @@ def new_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0) -
     return Stack(runs, begin_stack(study_dir, members, rates, apart=apart, attempts=attempts))
 
 
-def begun_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
+def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     """The stack of a record; prepares the cells that an earlier command asked for too.
 
     Args:
@@ -118,7 +118,7 @@ def begun_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     return Stack([(known[cell_id], seed) for cell_id, seed in record.members], record)
 
 
-def train_together(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
+def train_stack(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
     """Trains a stack, from its checkpoint if there is one, and writes the records of its runs.
 
     Raises:
@@ -136,7 +136,7 @@ def train_together(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) ->
 
 
 def follow_stack(stack: Stack, stop: StopRequest) -> None:
-    """Runs `train_together` in the other processes of a training: writes nothing."""
+    """Runs `train_stack` in the other processes of a training: writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
         _fit(stack, Recorder([[] for _ in stack.runs]), stop, on_steps=lambda *_: None)
 

@@ -1,4 +1,4 @@
-"""One result computed in two ways: precision, slopes, compiler, vmap, parts of a step, autocast."""
+"""Checks that compute one result in two ways: precision, gradients, compiler, vmap, splits."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def keeps_digits_in_half(subject: Subject, shape: Shape) -> Answer:
 
 # ---------------------------------------------------------------- slope
 
-CORNER = 0.05  # how far parameters are moved from values at which a gate may be clamped
+CORNER = 0.05  # moves parameters off values at which a gate may be clamped
 SETTLING_STEPS = 128  # longer than the warm-up of norms whose backward moves state
+BEND = 0.05  # share of an output's change over the step; outputs that bend more are left out
 # Step of the difference, relative and absolute tolerance: for float64, and for norms that always
 # compute in float32.
-BEND = 0.05  # of the change of an output over the step
 FINE, COARSE = (1e-6, 1e-3, 1e-6), (1e-3, 1e-2, 1e-2)
 
 
@@ -142,10 +142,10 @@ def find_wrong_slope(
 
 # ---------------------------------------------------------------- loss of digits
 
-# Of float32 against float64 on the same inputs, relative to the largest output: rounding of the
-# input alone leaves 6e-4 of a deviation of 1.
+# The error of float32 against float64 on the same inputs, relative to the largest output. Rounding
+# the input alone costs 6e-4 of a deviation of 1.
 FAR_MEAN, FAR_TOLERANCE = 1e4, 0.05
-MOST = 0.75  # of the outputs: a channel whose few values happen to be close keeps few digits
+ERROR_QUANTILE = 0.75  # not the maximum: a channel of few, close values keeps few digits
 REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)
 CONSTANT = 3.5  # its sums and means are exact, so a variance is 0
 
@@ -159,7 +159,7 @@ def keeps_digits_far_from_zero(subject: Subject, shape: Shape) -> Answer:
     if not out.isfinite().all():
         return "not finite"
     exact = subject.norm(shape, torch.float64)(x.double())
-    error = float(changes(exact, out).flatten().quantile(MOST))
+    error = float(changes(exact, out).flatten().quantile(ERROR_QUANTILE))
     return f"off by {error:.2g} of the largest output" if error > FAR_TOLERANCE else None
 
 
@@ -192,8 +192,8 @@ def no_sample(subject: Subject) -> list[Shape]:
 
 
 @torch.no_grad()
-def takes_little(subject: Subject, shape: Shape, training: bool) -> Answer:
-    """Is so little refused, or its output finite, and in training not the same for all?"""
+def handles_few_values(subject: Subject, shape: Shape, training: bool) -> Answer:
+    """Is so small an input refused, or its output finite and, in training, not constant?"""
     norm = subject.norm(shape).train(training)
     try:
         out, other = norm(values(shape)), norm(values(shape, seed=1))
@@ -236,7 +236,7 @@ def compiles(subject: Subject, shape: Shape, training: bool) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """The line of dynamo's long message that names the graph break."""
+    """The line of dynamo's long message that explains the graph break."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith("Explanation:")]
     return (named or lines or [type(error).__name__])[0].removeprefix("Explanation: ")
@@ -246,7 +246,7 @@ def _reason(error: Exception) -> str:
 
 
 def stacks(subject: Subject, shape: Shape) -> str | None:
-    """Have two replicas under vmap the outputs, gradients and state of each alone?"""
+    """Do two replicas under vmap get the outputs, gradients and state of each alone?"""
     sites = []
     for seed in (1, 2):
         sites.append(_site(subject, shape))
@@ -256,7 +256,7 @@ def stacks(subject: Subject, shape: Shape) -> str | None:
                 parameter += 0.1 * torch.randn_like(parameter)
     x = torch.stack([values(shape, torch.float64, seed) for seed in (3, 4)])
     try:
-        both = InTurn(sites), Stacked(sites)  # which copies them
+        both = InTurn(sites), Stacked(sites)  # Stacked copies the sites
         alone, stacked = (_step(replicas, x) for replicas in both)
     except Exception as error:  # vmap and foreign code may raise anything
         return first_line(error)
@@ -265,7 +265,7 @@ def stacks(subject: Subject, shape: Shape) -> str | None:
 
 
 def splits(subject: Subject, shape: Shape) -> Answer:
-    """Have ghost groups of one forward the outputs, gradients and state of micro-batches?"""
+    """Do ghost groups of one forward get the outputs, gradients and state of micro-batches?"""
     if _is_sequential(subject.norm(shape)):
         return measured("refused", "declares its state sequential")
     x = values(shape, torch.float64)[None]
@@ -276,7 +276,7 @@ def splits(subject: Subject, shape: Shape) -> Answer:
 
 
 def state_of_split(subject: Subject, shape: Shape) -> Line:
-    """How far is the state after a split step from that of the same step unsplit?"""
+    """How far is the state after a split step from the state after the same step unsplit?"""
     whole = _site(subject, shape)
     if not list(whole.buffers()) or _is_sequential(whole):
         return skipped("has no buffers" if not list(whole.buffers()) else "sequential state")
@@ -305,10 +305,9 @@ def _site(subject: Subject, shape: Shape, norm_batch_size: int | None = None) ->
 
 
 def _step(replicas: InTurn | Stacked, x: Tensor, num_parts: int = 1) -> State:
-    """What a training step in equal parts computes and leaves, each (S, ...), by name.
+    """Outputs, gradients and final state of a training step in equal parts, by name.
 
-    Args:
-        x: (S, N, C, *).
+    Shapes: x (S, N, C, *), every result (S, ...).
     """
     x = x.clone().requires_grad_()
     weights = values(tuple(x.shape), torch.float64, 1)
@@ -342,7 +341,7 @@ def _first_moved(before: State, after: State) -> str | None:
 
 
 def takes_autocast(subject: Subject, shape: Shape) -> str | None:
-    """Are outputs behind a linear layer under autocast finite, and near those of float32?"""
+    """Are outputs behind a linear layer under autocast finite, and close to float32's?"""
     norm = subject.norm(shape)
     layer = nn.Linear(shape[1], shape[1])
     x = values(shape).movedim(1, -1)
@@ -351,7 +350,7 @@ def takes_autocast(subject: Subject, shape: Shape) -> str | None:
     with torch.autocast("cpu", torch.bfloat16):
         out = norm(layer(x).movedim(-1, 1))
     out.float().sum().backward()
-    # Two samples hold few digits where their difference is small; so the median counts.
+    # The median: where two samples are close, their difference keeps few digits.
     scale = plain.square().mean().sqrt().clamp(min=1e-6)
     moved = float((out.float() - plain).detach().abs().median() / scale)
     moved = 0.0 if subject.draws else moved  # other draws in each dtype
@@ -367,9 +366,9 @@ KEPT_AT = ((32, 16, 16), (32, 64), (1024,))
 
 
 def bytes_kept(subject: Subject) -> Line:
-    """How much memory does a training forward keep for its backward, without parameters?
+    """How many bytes, without parameters, does a training forward keep for its backward?
 
-    Each storage counts once; the input counts if it is kept.
+    Each storage counts once; the input counts if the norm keeps it.
     """
     fitting = [step for step in KEPT_AT if subject.with_dims(len(step) + 1)]
     if not fitting:

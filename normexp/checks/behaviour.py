@@ -1,4 +1,4 @@
-"""Contract: inputs, dtypes, parameters, state, running averages and arguments."""
+"""Checks of the contract: inputs, dtypes, parameters, state, running averages, arguments."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def takes_dims(num_dims: int, subject: Subject) -> Answer:
 
 
 def _apply_bare(subject: Subject, shape: Shape, x: Tensor) -> tuple[object, str]:
-    """The output in evaluation, or in training if wrong there; or None and the refusal.
+    """The output in evaluation, or the first wrong output; or None and the refusal.
 
     A warning counts as a refusal if the layout excludes these dimensions: torch then reads (N, C)
     as one sample.
@@ -188,7 +188,7 @@ def reaches_parameters(subject: Subject, shape: Shape) -> str | None:
 
 
 def holds_no_graph(subject: Subject, shape: Shape) -> str | None:
-    """Are the tensors that it stores detached, buffers and plain attributes?"""
+    """Are the tensors that the norm stores, as buffers or attributes, detached?"""
     norm = subject.norm(shape)
     for seed in range(STEPS):
         norm(values(shape, seed=seed).requires_grad_())
@@ -203,7 +203,7 @@ def holds_no_graph(subject: Subject, shape: Shape) -> str | None:
 
 
 def keeps_buffers(subject: Subject, shape: Shape, training: bool) -> str | None:
-    """Do the buffers keep names, shapes and dtypes? DDP broadcasts those of the start."""
+    """Do the buffers keep names, shapes and dtypes, as DDP's broadcast needs?"""
     norm = subject.norm(shape).train(training)
     before = _describe_buffers(norm)
     norm(values(shape))
@@ -226,7 +226,7 @@ def restores(subject: Subject, shape: Shape) -> str | None:
 
 @torch.no_grad()
 def is_deterministic(subject: Subject, shape: Shape) -> str | None:
-    """Does one input have one output in evaluation?"""
+    """Do two forwards of one input agree in evaluation?"""
     norm = subject.trained(shape, torch.float32).eval()
     first, _, again = norm(values(shape)), norm(values(shape, seed=1)), norm(values(shape))
     return "two forwards of one input differ" if moves(first, again, tolerance=0) else None
@@ -255,8 +255,8 @@ SOUND = ("mean", "unbiased variance")
 def averages_as_torch(subject: Subject, shape: Shape) -> Answer:
     """Are the running averages those of torch's batch norm?
 
-    Recognizes what a buffer of one value per channel averages, from one step of it. A buffer
-    that averages something else than moments of the batch is another design, and no fault.
+    One step shows what a buffer with a value per channel averages. A buffer that averages
+    something other than moments of the batch is another design, and no fault.
     """
     knobs = {"momentum": MOMENTUM} if "momentum" in arguments_of(subject.make) else {}
     spread = torch.linspace(0.5, 2.0, shape[1], dtype=torch.float64)
@@ -302,7 +302,7 @@ def _batch_statistics(x: Tensor) -> dict[str, Tensor]:
 def _find_average(
     old: Tensor, new: Tensor, statistics: dict[str, Tensor]
 ) -> tuple[str, float] | None:
-    """The statistic and its weight w with new = (1 - w) old + w statistic."""
+    """The statistic and weight w for which new = (1 - w) old + w statistic; None if none fits."""
     moved = (new - old).double()
     for what, statistic in statistics.items():
         way = statistic - old
@@ -313,7 +313,7 @@ def _find_average(
 
 
 def evaluates_by_averages(subject: Subject, shape: Shape) -> Answer:
-    """Does evaluation read no other sample, if training keeps averages?"""
+    """Does evaluation ignore other samples, if training keeps averages?"""
     x = values(shape, torch.float64)
     probe = subject.probe(shape)
     before, after = read_state(probe.module), probe.observe(x).state
@@ -337,10 +337,10 @@ Knobs = dict[str, Any]
 
 
 def uses_arguments(subject: Subject) -> Answer:
-    """Has every flag and number an effect: on a parameter, output, gradient or state, or a refusal?
+    """Does every flag and number move a parameter, output, gradient or state, or cause a refusal?
 
-    Each flag and number is changed alone, and together with each other one: a momentum matters
-    only if averages are kept, a bound only after a warm-up. Unknown names must be refused.
+    Each is changed alone, and together with each other one: a momentum matters only if averages
+    are kept, a bound only after a warm-up. Unknown names must be refused.
     """
     if _takes_any_name(subject):
         return f"{NO_ARGUMENT}=1 is taken: a misspelt argument would not be noticed"

@@ -69,7 +69,7 @@ def measure_card(
     slots: Slots,
     contract_only: bool = False,
 ) -> Card:
-    """Measures every line of a norm, building it afresh for each check.
+    """Measures every line of a norm's card; each check builds the norm afresh.
 
     Args:
         make: a class or partial with the user's knobs bound.
@@ -99,7 +99,7 @@ def as_json(cards: Sequence[Card]) -> str:
 
 
 def as_markdown(cards: Sequence[Card]) -> str:
-    """What failed, then every line: of one card with its details, of several side by side."""
+    """The failures, then every line: one card with its details, several side by side."""
     alone = len(cards) == 1
     titles = [cards[0].name, "shown by"] if alone else [card.name for card in cards]
     rows = [["", *titles], ["---", *["---"] * len(titles)]]
@@ -128,7 +128,7 @@ Rows = list[tuple[str, list[Line | None]]]
 
 
 def side_by_side(cards: Sequence[Card]) -> list[tuple[str, Rows]]:
-    """By section and name, in the order of the cards, the line of each card."""
+    """Groups the lines of all cards by section and name; None where a card lacks the line."""
     sections: dict[str, dict[str, None]] = {}
     for line in (line for card in cards for line in card.lines):
         sections.setdefault(line.section, {})[line.name] = None
@@ -193,7 +193,7 @@ def _table(cards: Sequence[Card], *, alone: bool) -> Table:
 
 
 def _is_plain(line: Line | None) -> bool:
-    """True if a count of such lines says enough."""
+    """True if the line need not be shown: skipped, or passed without a remark."""
     if line is None or line.section == "traits":
         return False
     return line.status == "skipped" or (line.status == "pass" and not line.detail)

@@ -68,10 +68,10 @@ def assert_contract(
 
 
 def open_and_measure(make: Callable[..., Any], **known: Any) -> tuple[Subject | None, list[Line]]:
-    """A norm's subject and every line of its contract; None if its constructor raises.
+    """A norm's subject (None if its constructor raises) and every line of its contract.
 
-    The subject has the shapes for which outputs are finite; without any, the other lines are
-    skipped.
+    The subject keeps the shapes for which outputs are finite; if none is left, the remaining lines
+    are skipped.
 
     Raises:
         UserError: a user's mistake, see `open_subject`.
@@ -91,8 +91,7 @@ def open_and_measure(make: Callable[..., Any], **known: Any) -> tuple[Subject | 
     subject = replace(subject, shapes=tuple(s for s in subject.shapes if s not in broken))
     if subject.shapes:
         return subject, lines + run_checks("contract", ON_SHAPES, subject)
-    unasked = skipped(reason)
-    return subject, lines + [check.line("contract", unasked) for check in ON_SHAPES]
+    return subject, lines + [check.line("contract", skipped(reason)) for check in ON_SHAPES]
 
 
 def _name_of(factory: Callable[..., Any]) -> str:
@@ -133,9 +132,9 @@ ON_SHAPES = (
     _finite_on("finite on constants", lambda x: 0 * x + agreement.CONSTANT),
     _finite_on("finite at scale 1e-12", lambda x: 1e-12 * x),
     _finite_on("finite at scale 1e12", lambda x: 1e12 * x),
-    Check("one sample", agreement.takes_little, agreement.one_sample, MODES),
-    Check("one position", agreement.takes_little, agreement.one_position, MODES),
-    Check("empty batch", agreement.takes_little, agreement.no_sample, MODES),
+    Check("one sample", agreement.handles_few_values, agreement.one_sample, MODES),
+    Check("one position", agreement.handles_few_values, agreement.one_position, MODES),
+    Check("empty batch", agreement.handles_few_values, agreement.no_sample, MODES),
     Check("no argument swallowed", behaviour.uses_arguments),
 )
 CONTRACT = INPUTS + ON_SHAPES

@@ -26,8 +26,7 @@ NETWORK_STEPS, SITE_STEPS = 1, 20  # training steps in which hidden state may sh
 
 
 def check_wiring(network: nn.Module, batch: Batch) -> None:
-    """Warns of norms outside of sites, of sites and of norm parameters without effect, and of
-    modules and parameters that several sites share.
+    """Warns of norms outside of sites, norms without effect, untrained and shared parameters.
 
     Raises:
         UserError: no site has an effect, so every norm would give the same numbers.
@@ -139,9 +138,9 @@ REMEDY = (
 def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | None:
     """Says which state outside of the state_dict moves outputs or gradients; None if none does.
 
-    Compares the module after training steps with a copy restored from its state_dict, in both
-    modes; and two equal copies, one of them after the training of a third. Counters that differ
-    are also set to a large value, because they may matter only after a warm-up.
+    Compares the trained module with a copy restored from its state_dict, in both modes. State
+    outside of the module shows when equal copies are trained before and after a third one.
+    Counters that differ are also set to a large value: they may matter only after a warm-up.
     """
     trained, twin, third, restored = (copy.deepcopy(module) for _ in range(4))
     with fixed_draws():
@@ -171,7 +170,7 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
 def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
     """The paths of plain attributes, tensors or numbers, that differ between two modules."""
 
-    def differ(one: Any, two: Any) -> bool:
+    def are_unlike(one: Any, two: Any) -> bool:
         if isinstance(one, Tensor) and isinstance(two, Tensor):
             return not torch.equal(one, two)
         return isinstance(one, PLAIN) and repr(one) != repr(two)
@@ -182,12 +181,12 @@ def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
         f"{path}.{name}".lstrip(".")
         for path, own in module.named_modules()
         for name, value in vars(own).items()
-        if name not in internal and differ(value, vars(twins[path]).get(name))
+        if name not in internal and are_unlike(value, vars(twins[path]).get(name))
     ]
 
 
 def _run(module: nn.Module, inputs: Inputs, steps: int) -> list[Tensor]:
-    """Outputs of an evaluation, of training steps, with their gradients, and of an evaluation."""
+    """Outputs of an evaluation, of training steps with gradients, and of another evaluation."""
     torch.default_generator.manual_seed(0)
     seen = []
     for step in range(-1, steps + 1):
@@ -210,7 +209,7 @@ def _other(x: Tensor, step: int = 5) -> Tensor:
 
 
 def _advanced(value: Any) -> Any:
-    """`value` with MANY_STEPS more in each number that it is or holds."""
+    """Adds MANY_STEPS to a number, or to every number in a list or dict."""
     if isinstance(value, list):
         return [_advanced(each) for each in value]
     if isinstance(value, dict):

@@ -27,9 +27,9 @@ from normexp.checks.sites import (
     Reach,
     SiteOnMaps,
     enter_sites,
+    expose_branches,
     measure_reaches,
     name_some,
-    open_network,
     probe_batch,
     shorten,
 )
@@ -39,7 +39,7 @@ from normexp.norms.site import Site, named_sites
 
 logger = logging.getLogger(__name__)
 
-MOST_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
+MAX_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
 NETWORK_CUTS = 4  # of a text, into before and after
 FEW_VALUES = 8  # warn of statistics over fewer values
 
@@ -96,7 +96,7 @@ def examine(
     check_split(network, sizes)
     group_size = smallest_group(sizes, len(data.train), drop_last=drop_last)
     elements = count_elements(network, data, sizes, group_size)
-    batch, own = probe_batch(data, PROBE_SAMPLES), open_network(network)
+    batch, own = probe_batch(data, PROBE_SAMPLES), expose_branches(network)
     short = shorten(own.train(), batch)
     check_wiring(own, short)
     sites = enter_sites(own, batch)
@@ -122,7 +122,7 @@ def examine(
         )
     own_draws = Probe(own.train()).observe(*model_arguments(short)).drew
     obstacle = "a module draws its own random numbers" if own_draws else None
-    many = min(sizes.micro, max(PROBE_SAMPLES, MOST_ELEMENTS // max(elements, 1)))
+    many = min(sizes.micro, max(PROBE_SAMPLES, MAX_ELEMENTS // max(elements, 1)))
     samples = shorten(own, probe_batch(data, many))
     mixes = {
         mode: any(site.mixes_samples(sizes.micro, training=mode) for site in stages)
@@ -130,7 +130,7 @@ def examine(
         for mode in MODES
     }
     if mixes[True]:
-        check_rows(sites, len(batch["targets"]), sizes)
+        check_first_axis(sites, len(batch["targets"]), sizes)
     return Traits(
         mixes_samples=mixes[True],
         mixes_samples_in_evaluation=mixes[False],
@@ -163,7 +163,7 @@ def count_elements(network: nn.Module, data: Data, sizes: Sizes, group_size: int
 def network_mixes(
     network: nn.Module, batch: Batch, vocab_size: int | None, *, training: bool
 ) -> bool:
-    """True if a sample's result depends on others, at a site or between sites."""
+    """True if a sample's result depends on other samples, through a site or any other module."""
     probe = Probe(network.train(training), vocab_size=vocab_size, ways=1)
     return probe.reads_samples(*model_arguments(batch), training=training) is not None
 
@@ -186,10 +186,10 @@ def check_reaches(reaches: Mapping[str, Reach], group_size: int) -> None:
         logger.warning("statistics over only %d values at %s", count, name_some(names))
 
 
-def check_rows(sites: Sequence[EnteredSite], num_samples: int, sizes: Sizes) -> None:
-    """Refuses sub-batches at a site whose first axis is not that of samples, as windows are.
+def check_first_axis(sites: Sequence[EnteredSite], num_samples: int, sizes: Sizes) -> None:
+    """Refuses sub-batches at sites whose first axis, which they split, is not that of samples.
 
-    A site cuts its input along the first axis.
+    Window attention, for example, puts windows first.
     """
     odd = [(name, e.shape[0]) for e in sites if e.shape[0] != num_samples for name in e.names]
     if odd and sizes.norm < sizes.micro:
@@ -244,12 +244,12 @@ def find_leak(
     if leaking:
         return name_some([name for names in leaking for name in names])
     probe = Probe(network.train(training), vocab_size=data.vocab_size, ways=1)
-    cut = probe.reads_later(inputs, 1, *mask, most_cuts=NETWORK_CUTS)
+    cut = probe.reads_later(inputs, 1, *mask, max_cuts=NETWORK_CUTS)
     return None if cut is None else "the model outside its norms"
 
 
 def find_remedy(sites: Sequence[EnteredSite], batch: Batch) -> str:
-    """Suggests a replacement for the first norm that leaks, by what it pools in evaluation."""
+    """Suggests a replacement for the first norm that leaks, from what it pools in evaluation."""
     length = batch["inputs"].shape[1]
     leaking = [site for site in sites if site.reads_later(length, training=False)]
     if not leaking:
@@ -310,7 +310,7 @@ def check_padding(network: nn.Module, data: Data) -> None:
 
 
 def padded_batch(data: Data, num_samples: int) -> Batch | None:
-    """The shorter half of training samples, so that all have padding; None without padding."""
+    """Training samples from the shorter half of those with padding; None if none has padding."""
     mask = getattr(data.train, "mask", None)
     if mask is None or bool(mask.all()):
         return None

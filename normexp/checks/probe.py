@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from normexp.norms.state import State, read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
-SMALLEST_SCALE = 1e-6  # values below are compared on this scale
+MIN_SCALE = 1e-6  # values below are compared on this scale
 MODES = (True, False)  # training and evaluation
-MOST_CUTS = 64  # of one sequence
+MAX_CUTS = 64  # of one sequence
 MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
 CONTAINERS = (dict, list, set)
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
@@ -38,7 +38,7 @@ class Observation:
 
     Attributes:
         parameter_gradients: empty without a backward.
-        drew: the forward used torch's global random state, as nn.Dropout does.
+        drew: true if the forward used torch's global random state, as nn.Dropout does.
     """
 
     output: Tensor
@@ -85,7 +85,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Copies dicts, lists and sets, with the same members in the end."""
+    """Copies nested dicts, lists and sets; other members are shared."""
     if isinstance(value, dict):
         own = copy.copy(value)
         own.update({name: _copied(v) for name, v in value.items() if type(v) in CONTAINERS})
@@ -105,8 +105,8 @@ class Probe:
     """Runs a module repeatedly from the same parameters, state and random state; then restores it.
 
     Args:
-        module: in the mode to be examined. Axes that are held or changed lead its input and its
-            output: samples and positions, or channels of (N, C, *).
+        module: in the mode to examine. The axes along which values are held or changed must lead
+            its input and its output: samples and positions, or samples and channels of (N, C, *).
         vocab_size: for a module with token inputs.
         ways: number of random replacements to try for each mask.
     """
@@ -211,7 +211,7 @@ class Probe:
         gradients: bool = False,
         state: bool = False,
     ) -> str | None:
-        """Names what depends on other indices of an axis, over every pair of indices.
+        """Names a result at one index of an axis that depends on another; tests all pairs.
 
         Args:
             axis: 0 samples, 1 channels, 2 all positions of (N, C, *) together.
@@ -230,15 +230,15 @@ class Probe:
         return None
 
     def reads_samples(self, x: Tensor, mask: Tensor | None = None, *, training: bool) -> str | None:
-        """Names what depends on the content or number of other samples.
+        """Names a result that depends on the content or number of other samples.
 
-        Compares outputs; in training also gradients and state.
+        Compares outputs and state; in training also gradients.
         """
         moved = self.reads_across(x, 0, mask, gradients=training, state=True)
         return moved or self._reads_number(x, mask, training=training)
 
     def _reads_number(self, x: Tensor, mask: Tensor | None, *, training: bool) -> str | None:
-        """Names what differs if half of the samples run without the others."""
+        """Names what differs when half of the samples run without the others."""
         if len(x) < 2:
             return None
         keep = holds(len(x))[0]
@@ -253,11 +253,11 @@ class Probe:
         return difference(before.of_samples(keep), alone, keep[keep])
 
     def reads_later(
-        self, x: Tensor, axis: int, mask: Tensor | None = None, *, most_cuts: int = MOST_CUTS
+        self, x: Tensor, axis: int, mask: Tensor | None = None, *, max_cuts: int = MAX_CUTS
     ) -> int | None:
-        """A position such that changes from there on move an earlier output; None if none is."""
+        """A position such that changes from there on move an earlier output; None if none do."""
         length, before = x.shape[axis], self.observe(x, mask)
-        for index, cut in enumerate(cuts(length)[:most_cuts]):
+        for index, cut in enumerate(cuts(length)[:max_cuts]):
             keep = along(torch.arange(length) < cut, axis)
             if self.influence(x, keep, mask, before=before, first_way=index % 4) is not None:
                 return cut
@@ -321,10 +321,10 @@ def holds(count: int) -> list[Tensor]:
 
 
 def cuts(length: int) -> list[int]:
-    """Positions that cut a sequence into before and after, likely ones first; at most MOST_CUTS."""
+    """Positions that cut a sequence into before and after, likely ones first; at most MAX_CUTS."""
     likely = [length // 2, length - 1, 1, length // 3, 2, 3, 2 * length // 3, length - 2]
-    spread = range(1, length, max(1, math.ceil(length / MOST_CUTS)))
-    return [cut for cut in dict.fromkeys([*likely, *spread]) if 0 < cut < length][:MOST_CUTS]
+    spread = range(1, length, max(1, math.ceil(length / MAX_CUTS)))
+    return [cut for cut in dict.fromkeys([*likely, *spread]) if 0 < cut < length][:MAX_CUTS]
 
 
 def along(keep: Tensor, axis: int) -> Tensor:
@@ -353,7 +353,7 @@ def difference(
     inputs = before.input_gradient, after.input_gradient
     if None not in inputs and moves(*(_select(g, keep) for g in inputs if g is not None)):
         return "gradient of the input"
-    # Rounding is relative to the largest of all.
+    # Rounding errors scale with the largest of all parameter gradients.
     scale = max(map(_largest, before.parameter_gradients.values()), default=0.0)
     for name, slope in before.parameter_gradients.items():
         if moves(slope, after.parameter_gradients.get(name, slope), scale=scale):
@@ -396,7 +396,7 @@ def changes(before: Tensor, after: Tensor, *, scale: float = 0.0) -> Tensor:
     NaN equals NaN, and is infinitely far from a number.
     """
     before, after = before.detach().double(), after.detach().double()
-    apart = (after - before).abs() / max(_largest(before), scale, SMALLEST_SCALE)
+    apart = (after - before).abs() / max(_largest(before), scale, MIN_SCALE)
     same = (before == after) | (before.isnan() & after.isnan())
     return apart.nan_to_num(math.inf, math.inf).masked_fill(same, 0.0)
 

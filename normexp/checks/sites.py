@@ -1,4 +1,4 @@
-"""The sites of a network as modules to probe: their inputs, and the reach of their statistics."""
+"""Probes the sites of a network one by one: their inputs, and the reach of their statistics."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from normexp.checks.probe import (
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
-from normexp.records.identity import place_of
+from normexp.records.identity import source_line_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
 PROBE_SAMPLES = 4
 FEW_POSITIONS = 4  # where many samples are probed
-MOST_VALUES = 2**18  # of one site
+MAX_VALUES = 2**18  # of one site
 EXTRA_POSITIONS = 3  # padding appended to a site's input
 SHORT_TEXT = 16  # positions
 
@@ -46,7 +46,7 @@ def probe_batch(data: Data, num_samples: int) -> Batch:
 
 
 class SiteOnMaps(nn.Module):
-    """A site of any view as (N, C, P) -> (N, C, P)."""
+    """Adapts a site of any view to (N, C, P) -> (N, C, P)."""
 
     def __init__(self, site: Site, positions: torch.Size) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class EnteredSite:
     """A site with the shape (N, C, P) and the mask (N, P) that reached it in a forward.
 
     Attributes:
-        names: of all sites that equal this one, so that one of them is probed; each as often as
-            it was entered.
+        names: of this site and of all equal ones, which need no probe of their own; a name
+            repeats for each time that its site was entered.
     """
 
     names: list[str]
@@ -98,20 +98,20 @@ class EnteredSite:
         return None if module is None else replace(self, module=cast(SiteOnMaps, module))
 
     def mixes_samples(self, num_samples: int, *, training: bool) -> bool:
-        """True if a sample depends on others, in a batch of `num_samples` or of a few."""
+        """True if a sample depends on others, in a small batch or in one of `num_samples`."""
         with self.probe(training=training) as probe:
             if probe.reads_samples(self.values(), training=training):
                 return True
         if num_samples <= PROBE_SAMPLES:
             return False
         small = self._with_few_positions()
-        fitting = max(PROBE_SAMPLES, MOST_VALUES // small.shape[1:].numel())
+        fitting = max(PROBE_SAMPLES, MAX_VALUES // small.shape[1:].numel())
         values = small.values(min(num_samples, fitting))
         with small.probe(training=training) as probe:
             return probe.reads_samples(values, training=training) is not None
 
     def _with_few_positions(self) -> EnteredSite:
-        """The same site on FEW_POSITIONS, if it takes so few."""
+        """The same site on FEW_POSITIONS positions, or this one if it refuses so few."""
         whole = self.module.positions
         few = torch.Size([1] * (len(whole) - 1) + [min(FEW_POSITIONS, whole[-1])] if whole else [])
         module = SiteOnMaps(self.module.site, few)
@@ -124,7 +124,7 @@ class EnteredSite:
         return small
 
     def reads_later(self, length: int, *, training: bool) -> bool:
-        """True if it reads later positions of a text; False if its positions are no text's."""
+        """True if the site reads later positions of a text of `length`; False on other inputs."""
         if self.shape[2] != length:
             return False
         with self.probe(training=training) as probe:
@@ -137,12 +137,12 @@ class EnteredSite:
             return self.mask is not None and probe.reads_padding(values, self.mask)
 
     def reach(self) -> Reach | None:
-        """How far its statistics reach in training; None if it takes no statistic.
+        """How many values the site's statistics pool in training; None if it takes no statistic.
 
-        Counts the outputs that an outlier moves at the first position, of two samples and channels.
-        Cumulative statistics carry the first position to all later ones. If no other value moves,
-        the input is rescaled: a statistic over one value gives the same (x - x) or x / |x|, while a
-        norm without statistics changes.
+        Counts the outputs that an outlier at the first position moves, in two samples and channels;
+        cumulative statistics carry the first position to all later ones. If only the outlier's own
+        output moves, the input is rescaled: a statistic over one value gives the same (x - x) or
+        x / |x| again, while a norm without statistics changes.
         """
         with self.probe(training=True) as probe:
             x = self.values()
@@ -168,7 +168,7 @@ class EnteredSite:
 
 @dataclass(frozen=True, order=True)
 class Reach:
-    """How many values one statistic of a site pools: `own` of a sample, `other` of each other."""
+    """How many values a statistic pools: `own` of one sample, `other` of each further sample."""
 
     own: int
     other: float
@@ -220,7 +220,7 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
             raise
         model = f"model {type(network).__name__} fails:"
         where = f"norm at site {inside[-1]}:" if inside else model
-        raise UserError(f"{where} {first_line(error)}{place_of(error)}") from error
+        raise UserError(f"{where} {first_line(error)}{source_line_of(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -246,8 +246,8 @@ def _content(site: Site) -> bytes | None:
     return written.getvalue()
 
 
-def open_network(network: nn.Module) -> nn.Module:
-    """A copy in which nothing hides a branch: no parameter is all zero.
+def expose_branches(network: nn.Module) -> nn.Module:
+    """A copy without parameters that are all zero, which would hide a branch from probes.
 
     All samples of a forward share statistics.
     """

@@ -44,9 +44,9 @@ class Subject:
         target: its import path, for messages.
         make: a class or partial that returns an nn.Module, with the user's knobs bound.
         eps: passed if the signature has such an argument and the user has not set it.
-        shapes: the inputs (N, C, *) of LADDER that it maps to the same shape.
+        shapes: the inputs (N, C, *) of LADDER that it maps to the same shape, smallest first.
         slots: the slots that its YAML sets.
-        problem: why no layout fits.
+        problem: why no layout fits; "" if one does.
     """
 
     target: str
@@ -88,10 +88,10 @@ class Subject:
         return self.layout.present(self.bare(shape, **knobs)).to(dtype).train()
 
     def trained(self, shape: Shape, dtype: torch.dtype = torch.float64, **knobs: Any) -> nn.Module:
-        """The norm after two training forwards; see `_wake` for zeros."""
+        """The norm after two training forwards; see `_fill_hiding_zeros` for zeros."""
         norm = self.norm(shape, dtype, **knobs)
         with torch.no_grad():
-            _wake(norm, values(shape, dtype))
+            _fill_hiding_zeros(norm, values(shape, dtype))
             for seed in (1, 2):
                 norm(0.5 + 1.5 * values(shape, dtype, seed))
         return norm
@@ -134,7 +134,7 @@ class Subject:
 
     @property
     def eps_value(self) -> float | None:
-        """The value of that argument: the user's or `eps`."""
+        """The value of eps: the user's, or else `self.eps`; None if the norm has no eps."""
         if self.eps_name is None:
             return None
         argument = arguments_of(bind_eps(self.make, self.eps))[self.eps_name]
@@ -142,10 +142,10 @@ class Subject:
 
 
 @torch.no_grad()
-def _wake(norm: nn.Module, x: Tensor) -> None:
+def _fill_hiding_zeros(norm: nn.Module, x: Tensor) -> None:
     """Sets parameters that are all zero to one where zeros hide how outputs depend on inputs.
 
-    A bias does not: it moves the outputs of two inputs alike, and stays as it is.
+    A bias hides nothing, because it moves the outputs of two inputs alike; it stays zero.
     """
 
     def contrast() -> Tensor:
@@ -193,8 +193,8 @@ def open_subject(
 
     Args:
         num_features: channels; by default the fewest at which the norm accepts most inputs,
-            responds to small steps of most, and pools channels if it does so at any number. (A
-            group of one or two channels may not.)
+            responds to small steps of most, and pools channels if it does at any number of
+            channels (a group of one or two may not).
         slots: the slots that the norm's YAML sets.
 
     Raises:
@@ -232,7 +232,7 @@ def _find_layout(bare: Subject) -> Subject:
 
 
 def _measurability(subject: Subject) -> tuple[int, int, bool]:
-    """How much of what a norm is shows at this number of channels."""
+    """How much of a norm's behaviour shows at this number of channels; tuples compare."""
     responding = sum(_responds(subject, shape) for shape in subject.shapes)
     pools = any(_pools_channels(subject, shape) for shape in largest(subject))
     return len(subject.shapes), responding, pools
@@ -242,7 +242,7 @@ Question = Callable[[Subject, Shape], bool]
 
 
 def _false_if_it_raises(question: Question) -> Question:
-    """Foreign code may raise anything; the lines of the card then say so."""
+    """Answers false if foreign code raises; the lines of the card then name the exception."""
 
     @wraps(question)
     def ask(subject: Subject, shape: Shape) -> bool:
@@ -279,7 +279,7 @@ def _pools_channels(subject: Subject, shape: Shape) -> bool:
 
 # ---------------------------------------------------------------- lines of a card
 
-NO_INPUT = "no input that it takes could show it"
+NO_INPUT = "no input that the norm takes can show this"
 
 
 @dataclass(frozen=True)
@@ -311,18 +311,19 @@ def skipped(reason: str) -> Line:
     return Line(status="skipped", detail=reason)
 
 
-Answer = Line | str | None  # None if nothing is wrong, or the fault
+Answer = Line | str | None  # a string is a fault; None: nothing is wrong
 
 
 @dataclass(frozen=True)
 class Check:
-    """A question about a norm, or about it on each of several inputs.
+    """A question about a norm, asked once or for each of several inputs.
 
     Attributes:
         name: of the line on the card.
         find: takes the subject; with `shapes` also a shape; with `modes` also a mode, true for
-            training. Its docstring begins with the question.
-        shapes: the inputs (N, C, *) to ask about. The first fault counts, else the first line.
+            training. The first line of its docstring is the question.
+        shapes: the inputs (N, C, *) to ask about. The answer is the first fault, else the first
+            line returned.
     """
 
     name: str
@@ -354,8 +355,8 @@ class Trait(Check):
     """A property of a norm: `find(subject, shape, training)` names what moves, if anything does.
 
     Attributes:
-        shapes: the first that shows a move is the detail.
-        invariance: the line says in which modes nothing moves.
+        shapes: the detail of the line is the first of them where something moves.
+        invariance: if true, the line says in which modes nothing moves, else where something does.
     """
 
     invariance: bool = False

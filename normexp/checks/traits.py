@@ -1,4 +1,4 @@
-"""Traits of a norm: the dependences and invariances of its output, and their size."""
+"""Traits of a norm: what its output depends on and ignores, and by how much."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ def behind_layer(subject: Subject) -> list[Shape]:
 
 @torch.no_grad()
 def changes_with_weights(subject: Subject, shape: Shape, training: bool) -> str | None:
-    """Is the output the same if the weights of the layer before are scaled?
+    """Is the output the same if the weights of the preceding layer are scaled?
 
-    The layer is the convolution set by the norm's slots, or linear if the norm takes no maps.
+    The layer is a 1x1 convolution of the kind that the norm's slots set.
     """
     channels = subject.num_features
     layer = CONVOLUTIONS[subject.slots.conv](channels, channels, 1, bias=False).double()
@@ -160,7 +160,7 @@ def changes_with_weights(subject: Subject, shape: Shape, training: bool) -> str 
 def _tells_apart(
     inputs: list[Tensor], subject: Subject, shape: Shape, training: bool
 ) -> str | None:
-    """Uses a tiny eps, because a larger eps slightly breaks invariance to scale."""
+    """Names a difference between the outputs; eps is tiny, as it breaks invariance to scale."""
     knobs: dict[str, Any] = {subject.eps_name: TINY_EPS} if subject.eps_name else {}
     norm = subject.trained(shape, **knobs).train(training)
     for module in norm.modules():  # also of norms whose signature has no eps
@@ -176,7 +176,7 @@ def _tells_apart(
 
 
 def effect_of_eps(subject: Subject, shape: Shape) -> Line:
-    """By how much does the training output change, root mean square, if eps grows tenfold?"""
+    """By how much (root mean square) does the training output change if eps grows tenfold?"""
     name, eps = subject.eps_name, subject.eps_value
     if name is None or eps is None:
         return skipped("has no argument eps")
@@ -197,7 +197,7 @@ def output_size(subject: Subject, shape: Shape) -> Line:
 
 @torch.no_grad()
 def gap_between_modes(subject: Subject, shape: Shape) -> Line:
-    """How far apart are the outputs of both modes on a fresh batch, root mean square?"""
+    """How far apart (root mean square) are the outputs of both modes on a fresh batch?"""
     norm = subject.trained(shape)
     for seed in range(GAP_STEPS):
         norm(1 + 2 * values(shape, torch.float64, seed))

@@ -24,13 +24,13 @@ from yaml import MarkedYAMLError, YAMLError
 
 from normexp.config.help import CUSTOM_GROUPS, GROUPS, check_config_dirs, conf_dir, group_choices
 from normexp.config.rules import (
-    ELSEWHERE,
+    FOREIGN_KEYS,
     KEYS,
     OPEN_GROUPS,
     OPTIONAL_GROUPS,
     check_value,
-    either,
     is_read,
+    join_or,
     refuse_type_change,
     suggest,
 )
@@ -43,7 +43,7 @@ FEW = 12  # most choices that a message lists
 
 # Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
 LAUNCHERS = {"ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"}
-OF_GRID = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that say what a sweep trains
+GRID_KEYS = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that say what a sweep trains
 
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
@@ -151,7 +151,7 @@ def _lone_sweep(override: Override) -> UserError:
 
 
 @dataclass(frozen=True)
-class Base:
+class ComposedChoices:
     """What the choices of a line compose to, before its values are set.
 
     Attributes:
@@ -183,7 +183,7 @@ class Base:
         return list(dotted_keys(OmegaConf.to_container(self.config)))
 
 
-def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ()) -> Base:
+def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ()) -> ComposedChoices:
     """The config of the choices among the words, but for those that are swept. Raises UserError."""
     chosen = [each for each in parsed if _is_choice(each) and not each.is_sweep_override()]
     for override in chosen:
@@ -193,7 +193,7 @@ def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ())
     if base.launcher is not None:
         return base
     for key in [override.key_or_group for override in chosen]:
-        if key not in (*GROUPS, "hydra/launcher") and not re.match(OF_GRID, key):
+        if key not in (*GROUPS, "hydra/launcher") and not re.match(GRID_KEYS, key):
             raise UserError(f"{key}: nothing reads this key of Hydra without hydra/launcher=...")
     return base
 
@@ -208,7 +208,7 @@ def _written(config_dirs: Sequence[str]) -> tuple[tuple[Path, int], ...]:
 @lru_cache(maxsize=64)
 def _compose(
     choices: tuple[str, ...], config_dirs: tuple[str, ...], _: tuple[tuple[Path, int], ...]
-) -> Base:
+) -> ComposedChoices:
     check_config_dirs(config_dirs)
     register_custom()
     folders = ", ".join(quoted(f"file://{Path(folder).resolve()}") for folder in config_dirs)
@@ -221,7 +221,7 @@ def _compose(
     own = config.hydra
     with open_dict(config):
         del config["hydra"]
-    return Base(config, own, dict(own.runtime.choices))
+    return ComposedChoices(config, own, dict(own.runtime.choices))
 
 
 @lru_cache(maxsize=1)
@@ -337,7 +337,7 @@ def _listed(group: str, config_dirs: Sequence[str]) -> str:
 # --- values --------------------------------------------------------------------------------------
 
 
-def _set_value(config: DictConfig, override: Override, base: Base) -> None:
+def _set_value(config: DictConfig, override: Override, base: ComposedChoices) -> None:
     """Sets the value of one word. Raises UserError for a key that cannot be set."""
     key, text = override.key_or_group, override.input_line
     if override.is_add() and key in base.keys:
@@ -359,7 +359,7 @@ def _set_value(config: DictConfig, override: Override, base: Base) -> None:
         raise UserError(f"{text}: {str(error).splitlines()[0]}") from error
 
 
-def _refuse_unread(plain: dict[str, Any], base: Base) -> None:
+def _refuse_unread(plain: dict[str, Any], base: ComposedChoices) -> None:
     """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
     if not plain.keys() >= {*OPEN_GROUPS}:  # a YAML put its keys at the top: `validate` says so
         return
@@ -373,15 +373,15 @@ def _refuse_unread(plain: dict[str, Any], base: Base) -> None:
             raise _unknown_key(key, base)
 
 
-def _unknown_key(key: str, base: Base) -> UserError:
+def _unknown_key(key: str, base: ComposedChoices) -> UserError:
     """The error for a key that is not there, with the key or the choice that may be meant."""
     parent, _, leaf = key.rpartition(".")
     names = [name for name in base.keys if is_read(name)]
     same = [name for name in names if _leaf(name) == leaf]
     if key in OPTIONAL_GROUPS:  # `key` itself or a key below it was set
-        rest = f", or did you mean {either(same)}?" if same else ""
+        rest = f", or did you mean {join_or(same)}?" if same else ""
         return UserError(f"{key}: this training has none; choose one, as {key}=custom{rest}")
-    if remedy := ELSEWHERE.get(leaf) or _missing_line(key):
+    if remedy := FOREIGN_KEYS.get(leaf) or _missing_line(key):
         return UserError(f"{key}: unknown key; {remedy}")
     siblings = [_leaf(name) for name in names if name.rpartition(".")[0] == parent]
     if parent and not siblings:
@@ -389,7 +389,7 @@ def _unknown_key(key: str, base: Base) -> UserError:
     hint = "" if same else suggest(leaf, siblings, prefix=f"{parent}." if parent else "")
     alike = same or [name for name in names if suggest(leaf, [_leaf(name)], cutoff=0.8)]
     if hint or alike:
-        return UserError(f"{key}: unknown key; {hint or f'did you mean {either(alike)}?'}")
+        return UserError(f"{key}: unknown key; {hint or f'did you mean {join_or(alike)}?'}")
     if not parent:
         return UserError(f"{key}: unknown key; --help lists the keys of a training")
     listed = ", ".join(name for name in siblings if not name.startswith("_")) or "none"

@@ -181,7 +181,7 @@ def _matches(glob: Glob, choices: Sequence[str]) -> list[str]:
 # --- the norms of normexp.check ------------------------------------------------------------------
 
 # Keys of a norm's YAML that have no effect on a card, and why.
-NOT_OF_A_CARD = {
+WITHOUT_EFFECT_ON_CARD = {
     "norm.view": "a card always measures the norm on (N, C, *)",
     "norm.half_life": "a card has no batch size; set norm.momentum",
 }
@@ -196,8 +196,8 @@ def compose_norms(command: Command) -> list[NormSpec]:
     words = [re.sub(r"[][ ]", "", t) if t.startswith("norm=[") else t for t in command.overrides]
     for override in parse_overrides(words):
         key, text = override.key_or_group, override.input_line
-        if key in NOT_OF_A_CARD:
-            raise UserError(f"{text}: {NOT_OF_A_CARD[key]}")
+        if key in WITHOUT_EFFECT_ON_CARD:
+            raise UserError(f"{text}: {WITHOUT_EFFECT_ON_CARD[key]}")
         if key not in ("norm", "eps") and not key.startswith("norm."):
             known = ["norm", "eps", *OPTIONS["check"]]
             hint = suggest(key, known) or f"a card takes {', '.join(known)}"

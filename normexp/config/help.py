@@ -141,7 +141,7 @@ Exit code: 0, 1 if a line of the contract fails, 2 for a mistake in the command.
 In a test of your own: from normexp.checks import assert_contract; assert_contract(MyNorm)
 """,
 }
-OF_GROUPS = """\
+GROUPS_FOOTER = """\
   A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.
   norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.
 """
@@ -166,7 +166,7 @@ def help_text(entry: str, config_dirs: Sequence[str] = ()) -> str:
         )
         keys = _table(title, config_lines())
         choices = [(group, ", ".join(group_choices(group, config_dirs))) for group in GROUPS[1:]]
-        groups = _table("Groups (group=choice):", choices, width=12) + OF_GROUPS
+        groups = _table("Groups (group=choice):", choices, width=12) + GROUPS_FOOTER
         parts = [_norms(config_dirs), groups, placements, keys]
     elif entry == "tune":
         lines = config_lines("tune")

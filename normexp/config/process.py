@@ -14,7 +14,7 @@ from contextlib import contextmanager
 VARIABLES = (("WORLD_SIZE", "RANK", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"))
 
 
-def place_among(num_processes: int) -> int | None:
+def rank_among(num_processes: int) -> int | None:
     """Index of this process among `num_processes` started to train together; None if alone."""
     for size, index, proof in VARIABLES:
         is_started = os.environ.get(size) == str(num_processes) and proof in os.environ

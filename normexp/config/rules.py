@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from normexp.batching.sizes import Sizes
-from normexp.config.process import place_among
+from normexp.config.process import rank_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
@@ -210,7 +210,7 @@ KEYS = {
     "logger.custom.per": Key(one_of("run", "cell"), identity=False),
     "logger.wandb.mode": Key(one_of("auto", "online", "offline", "disabled"), identity=False),
 }
-OUTSIDE = ("hydra", "experiment", "logger", "tune")  # groups that define no training
+NOT_IN_IDENTITY = ("hydra", "experiment", "logger", "tune")  # groups that define no training
 REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
 
 OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
@@ -218,7 +218,7 @@ OPEN_GROUPS = ("norm", "model", "data", "optim")  # their targets' signatures sa
 LOGGERS = ("logger.csv", "logger.tensorboard")  # without a key of their own
 
 # Keys of Lightning and of other tools, and what does the same here.
-ELSEWHERE = {
+FOREIGN_KEYS = {
     **dict.fromkeys(("max_epochs", "num_epochs", "min_epochs"), "set epochs=..."),
     **dict.fromkeys(("max_steps", "min_steps", "fast_dev_run"), "set steps=..."),
     **dict.fromkeys(
@@ -254,7 +254,7 @@ def is_read(key: str) -> bool:
 def in_identity(key: str) -> bool:
     """True if a dotted key, in `KEYS` or of a user's module, is part of the identity."""
     known = KEYS.get(key)
-    return known.identity if known else key.partition(".")[0] not in OUTSIDE
+    return known.identity if known else key.partition(".")[0] not in NOT_IN_IDENTITY
 
 
 def sees_validations(config: Mapping[str, Any]) -> bool:
@@ -317,7 +317,7 @@ def _num_devices(trainer: Mapping[str, Any]) -> int:
     if devices * num_nodes > 1 and trainer["strategy"] != "ddp":
         key = "devices" if devices > 1 else "num_nodes"
         raise UserError(f"trainer.{key}={trainer[key]}: several devices need trainer=ddp")
-    if num_nodes > 1 and place_among(devices * num_nodes) is None:
+    if num_nodes > 1 and rank_among(devices * num_nodes) is None:
         raise UserError(
             f"trainer.num_nodes={num_nodes}: start this line on every node with srun or torchrun, "
             f"as {devices * num_nodes} processes in all"
@@ -366,7 +366,7 @@ LIKE_DEFAULT: dict[type, Rule] = {
 }
 
 
-def counted(number: int, word: str) -> str:
+def format_count(number: int, word: str) -> str:
     """`1 seed`, `2 seeds`."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
@@ -376,9 +376,9 @@ def suggest(
 ) -> str:
     """`did you mean a or b?` with the known words nearest to `word`; empty if none is near."""
     near = [prefix + name for name in get_close_matches(word, list(known), most, cutoff)]
-    return f"did you mean {either(near)}?" if near else ""
+    return f"did you mean {join_or(near)}?" if near else ""
 
 
-def either(names: Sequence[str]) -> str:
+def join_or(names: Sequence[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     return " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])

@@ -11,14 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from normexp.config.process import place_among
+from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
 from normexp.records.result import Result
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from normexp.records.history import KeyEntry
+    from normexp.records.history import CacheEntry
 
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 CellStatus = Literal[
@@ -34,13 +34,13 @@ class Command:
         overrides: its `key=value` words, in order.
         multirun: -m was given: train every combination of the values.
         config_dirs: folders with the user's own YAMLs.
-        asks_hydra: --cfg or --info was given: Hydra answers, nothing trains.
+        shows_config: --cfg or --info was given: Hydra answers, nothing trains.
     """
 
     overrides: list[str]
     multirun: bool = False
     config_dirs: list[str] = field(default_factory=list)
-    asks_hydra: bool = False
+    shows_config: bool = False
 
 
 def config_dir_words(config_dirs: Sequence[str]) -> list[str]:
@@ -134,22 +134,22 @@ class Outcome:
     memory: int = 0
     holder: int | None = None
     halts: bool = False
-    key: KeyEntry | None = None
+    key: CacheEntry | None = None
 
 
-def place_of_command(cells: Sequence[CellSpec]) -> int | None:
+def rank_for(cells: Sequence[CellSpec]) -> int | None:
     """Index of this process among those that were started for these cells; None if alone."""
     for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
         devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
         if not (isinstance(devices, int) and isinstance(num_nodes, int)):
             continue  # refused when the cell is validated
-        index = place_among(devices * num_nodes)
+        index = rank_among(devices * num_nodes)
         if index is not None:
             return index
     return None
 
 
-def name_of(composed: CellSpec) -> str:
+def norm_and_data(composed: CellSpec) -> str:
     """Norm and data of a cell, as in the closing table."""
     if composed.cfg is None:
         return composed.title
@@ -182,7 +182,7 @@ def _is_apart(text: str) -> bool:
     return key == "trainer" or not in_identity(key)
 
 
-def tell_apart(titles: Sequence[str]) -> tuple[str, list[str]]:
+def split_shared_words(titles: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the words that all titles share, and each title without them. Norms are kept."""
     rows = [title.split() for title in titles]
     if len(rows) < 2:
@@ -196,7 +196,7 @@ def tell_apart(titles: Sequence[str]) -> tuple[str, list[str]]:
     return " ".join(shared), [text or title for text, title in zip(own, titles, strict=True)]
 
 
-def spoken(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`0.4 s`, `12 s`, `3 min`, `2 h 05 min`."""
     if seconds < 1:
         return f"{seconds:.1f} s"

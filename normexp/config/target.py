@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from normexp.config.rules import suggest
 from normexp.config.spec import one_line
 from normexp.errors import UserError
-from normexp.records.identity import place_of
+from normexp.records.identity import source_line_of
 
-logging.getLogger("hydra").addHandler(logging.NullHandler())  # it also logs what it raises
+logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
 REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
 Made = TypeVar("Made")
@@ -28,12 +28,12 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Target:
-    """A class or function that the config names, and its knobs.
+    """A class or function that the config names, with its knobs.
 
     Attributes:
         key: where the config names it, such as `data` or `logger.custom`.
         path: its dotted path.
-        call: it, or a partial with its knobs.
+        call: the class or function, or a partial of it with its knobs.
     """
 
     key: str
@@ -45,10 +45,10 @@ class Target:
         return f"{self.key}._target_={self.path}"
 
     @property
-    def own(self) -> Any:
+    def unwrapped(self) -> Any:
         """The class or function itself, without knobs."""
         own = self.call
-        while isinstance(own, partial):  # Hydra's own partial does not merge with another
+        while isinstance(own, partial):  # nested: Hydra's partial does not merge with ours
             own = own.func
         return own
 
@@ -56,7 +56,7 @@ class Target:
     def arguments(self) -> set[str]:
         """The names of its arguments; `**` if it takes any other."""
         try:
-            found = inspect.signature(self.own).parameters
+            found = inspect.signature(self.unwrapped).parameters
             return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in found.items()}
         except (TypeError, ValueError):  # not callable, or written in C
             return set()
@@ -68,18 +68,18 @@ class Target:
             call, knobs = call.func, {**call.keywords, **knobs}
         return knobs
 
-    def offered(self, facts: Mapping[str, Any]) -> Target:
-        """With the facts that its signature names and no knob sets."""
+    def filled_in(self, available: Mapping[str, Any]) -> Target:
+        """A copy with those `available` arguments that its signature names and no knob sets."""
         free = self.arguments - self.knobs.keys()
-        wanted = {name: fact for name, fact in facts.items() if name in free}
+        wanted = {name: value for name, value in available.items() if name in free}
         return replace(self, call=partial(self.call, **wanted)) if wanted else self
 
     def require(self, num_given: int, *given: str) -> None:
-        """Raises UserError for an argument that neither a knob nor the caller gives.
+        """Raises UserError for an argument that neither a knob nor the caller sets.
 
         Args:
-            num_given: arguments that the caller gives by place.
-            given: the names of others.
+            num_given: how many arguments the caller passes by position.
+            given: the names of those that it passes by keyword.
         """
         try:
             free = inspect.signature(self.call).parameters.values()
@@ -92,9 +92,9 @@ class Target:
                 raise UserError(f"{key} is missing: {self.path} needs it; set {key}=...")
 
     def make(self, kind: type[Made]) -> Made:
-        """Calls it without arguments. Raises UserError for an error of it, or another result."""
+        """Calls the target. Raises UserError if it fails, or returns no instance of `kind`."""
         self.require(0)
-        with self.explained():
+        with self.explaining_errors():
             made = self.call()
         if not isinstance(made, kind):
             wanted = f"{kind.__module__}.{kind.__name__}"
@@ -102,14 +102,14 @@ class Target:
         return made
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """An error of foreign code becomes a UserError that names the line of the user's file."""
+    def explaining_errors(self) -> Iterator[None]:
+        """Turns an error of the target's code into a UserError with the line of the user's file."""
         try:
             yield
         except UserError:
             raise
-        except Exception as error:  # of any kind
-            reason = f"{one_line(error)}{place_of(error)}"
+        except Exception as error:  # user code may raise anything
+            reason = f"{one_line(error)}{source_line_of(error)}"
             raise UserError(f"{self.name} fails: {reason}") from error
 
 
@@ -125,7 +125,7 @@ def read_target(values: dict[str, Any], key: str) -> Target:
 
 
 def named_target(values: dict[str, Any], key: str) -> Target:
-    """As `read_target`, without a check of the knobs. Raises UserError if it is not found."""
+    """Like `read_target`, but does not check knobs. Raises UserError if the target is not found."""
     try:
         call = instantiate({**values, "_partial_": True}, _convert_="all")
         return Target(key, values["_target_"], call)
@@ -158,7 +158,7 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """A config as builtin values, resolved. Raises UserError for a `???` that is not set."""
+    """A resolved config as builtin values. Raises UserError for a `???` that is not set."""
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise UserError(f"{missing[0]} is not set; give {missing[0]}=...")

@@ -1,12 +1,12 @@
-"""Norms from outside this package, each as (N, C, *) -> same for a number of features.
+"""Adapts norms from outside this package to (N, C, *) -> same, built from a number of features.
 
 Arguments. The number of features goes to the argument that is named for it. A required argument of
 another name gets it only if the norm then takes inputs of that many channels and no others. eps has
 one value for all norms, unless the user gives this one its own.
 
-Layout. A fresh norm tries every layout, in training and evaluation, each on an input whose sizes
-all differ. It takes those that return the same shape without a warning. If it takes none, it is
-refused with the problem of the layout at which it came furthest.
+Layout. Every layout is tried on a fresh norm, in training and evaluation, with an input whose sizes
+all differ. A layout fits if the output has the input's shape and no warning is raised. If none
+fits, the norm is refused with the problem of the layout that got furthest.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ FEATURE_NAMES = (
     *("normalized_shape", "normalized_dim", "hidden_size", "hidden_dim", "d_model", "embed_dim"),
     *("in_features", "in_channels", "width", "dim"),
 )
-KNOWN_NAMES = (*FEATURE_NAMES, "_")  # an argument named _ is ignored
+KNOWN_NAMES = (*FEATURE_NAMES, "_")  # by convention a norm does not use an argument named _
 AMBIGUOUS_NAMES = ("width", "dim")  # with a default, these may be an axis or a window
 EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
-BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
 PROBED_DIMS = (2, 3, 4, 5)
 
@@ -94,13 +94,13 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
         raise UserError(_needs(target, missing[0]))
 
     def construct(num_features: int) -> nn.Module:
-        by_place, by_name = (), {}
-        if feature is not None and feature.kind in BY_PLACE:
-            by_place = (num_features,)
+        positional, keywords = (), {}
+        if feature is not None and feature.kind in POSITIONAL:
+            positional = (num_features,)
         elif feature is not None:
-            by_name = {feature.name: num_features}
+            keywords = {feature.name: num_features}
         try:
-            norm = call(*by_place, **by_name)
+            norm = call(*positional, **keywords)
         except UserError:
             raise
         except Exception as error:
@@ -134,7 +134,7 @@ def _refuse_wrong_guess(build: Build, num_features: int, argument: str, target: 
         layout = find_layout(build, num_features, target=target)
     except UserError as error:
         raise UserError(f"{hint} ({argument}={num_features}: {error})") from error
-    probe = _Probe(build, num_features, target)
+    probe = _LayoutProbe(build, num_features, target)
     x = probe.input(layout.num_dims[-1], channels_last=layout.channels_last, times=2)
     with torch.random.fork_rng(devices=[]):
         norm = probe.fresh()
@@ -228,11 +228,11 @@ class Layout:
     def present(self, norm: nn.Module) -> nn.Module:
         """Returns `norm` as (N, C, *) -> (N, C, *), wrapped only if necessary."""
         fits = not self.channels_last and self.num_dims == PROBED_DIMS
-        return norm if fits else Presented(norm, self)
+        return norm if fits else LayoutAdapter(norm, self)
 
 
-class Presented(nn.Module):
-    """Wraps a norm of another layout, or with limited numbers of dimensions, as (N, C, *) -> same.
+class LayoutAdapter(nn.Module):
+    """Adapts a norm of another layout, or for some numbers of dimensions, to (N, C, *) -> same.
 
     Adds missing position axes with size 1 and joins surplus ones; a norm that accepts only 2-D
     inputs sees each position as a sample.
@@ -265,17 +265,16 @@ class Presented(nn.Module):
 
 
 def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
-    """Returns how the norm takes its input.
+    """Returns the layout of a norm.
 
     If both layouts are accepted, channels are first, unless a 4-D input shows that the norm pools
     the last axis alone. The global random state is left unchanged.
 
     Raises:
-        UserError: no input is accepted; or a fault that no other layout mends: no tensor or another
-            dtype comes back, two forwards in evaluation differ, a parameter is created in the first
-            forward.
+        UserError: no input is accepted; or a fault that no layout avoids: no tensor or another
+            dtype comes out, two forwards in evaluation differ, a forward creates a parameter.
     """
-    probe = _Probe(build, num_features, target)
+    probe = _LayoutProbe(build, num_features, target)
     with torch.random.fork_rng(devices=[]):
         # torch warns when it reads (N, C) as one sample without a batch axis, so a warning counts
         # as a refusal, unless the norm warns at every input.
@@ -297,12 +296,13 @@ def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What came of showing a fresh norm one input.
+    """The result of running a fresh norm on one input.
 
     Attributes:
         problem: None if the norm takes the input.
-        reached: the lines at which it failed, from the outermost call in, to compare layouts;
-            none if it returned another number of dimensions.
+        reached: line numbers of the failure's traceback, outermost call first: the greatest tuple
+            got furthest. Empty if the output has another number of dimensions.
+        reshapes: the output has another shape.
     """
 
     num_dims: int
@@ -313,8 +313,8 @@ class _Trial:
 
 
 @dataclass(frozen=True)
-class _Probe:
-    """Shows fresh norms small inputs; each norm starts from the same values and draws."""
+class _LayoutProbe:
+    """Runs fresh norms on small inputs; each norm starts from the same values and draws."""
 
     build: Build
     num_features: int
@@ -360,12 +360,12 @@ class _Probe:
             self.refuse(f"returns a {type(out).__name__}, not a tensor")
         if out.shape != x.shape:
             problem = f"changes the shape, {tuple(x.shape)} to {tuple(out.shape)}"
-            if out.ndim != x.ndim:  # a formula for other dimensions, as broadcasting reads it
+            if out.ndim != x.ndim:  # broadcasting let a formula for other dimensions pass
                 return trial(problem, reached=(), reshapes=True)
             return trial(problem, reshapes=True)
         if _shapes_of_buffers(norm) != shapes:
             return trial(f"changes the shape of its buffers on an input of shape {tuple(x.shape)}")
-        if out.dtype != x.dtype:  # this and the next would else show up far from their cause
+        if out.dtype != x.dtype:  # this fault and the next would otherwise show far from here
             self.refuse(
                 f"returns {out.dtype} for an input of {x.dtype}; end its forward with .to(x.dtype)"
             )

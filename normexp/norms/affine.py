@@ -49,8 +49,8 @@ class AffineNorm(nn.Module):
     """Abstract: a norm with a weight and a bias per channel, in float32 or wider.
 
     Shape (N, C, *) in and out, in the dtype of the input; where a mask (N, *) is false, the output
-    is zero and the input is ignored. A subclass defines `normalize`; its knobs are the fields of a
-    dataclass, and the constructor's arguments.
+    is zero and the input is ignored. A subclass is a dataclass whose fields are its knobs, and
+    defines `normalize`.
 
     Args:
         eps: small constant added to the variance, or to the mean square.
@@ -100,9 +100,9 @@ class AffineNorm(nn.Module):
         return zero_padding(self.normalize(wide, real, self.affine_like(wide)), real).to(x.dtype)
 
     def pass_empty(self, x: Tensor) -> Tensor:
-        """Returns `x`, which has no samples, so that every parameter gets a gradient of zero.
+        """Returns the empty batch `x`, and gives every parameter a gradient of zero, as torch.nn.
 
-        As torch.nn's norms do, in training and evaluation, for inputs of any number of dimensions.
+        For inputs of any number of dimensions, in training and evaluation.
         """
         for parameter in self.parameters():
             x = x + parameter.sum().to(x.dtype)
@@ -111,7 +111,7 @@ class AffineNorm(nn.Module):
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         """Returns the output for x (N, C, *), which is zero where `real` (N, 1, *) is false.
 
-        The values returned where `real` is false do not matter.
+        The caller discards outputs where `real` is false.
         """
         raise NotImplementedError
 

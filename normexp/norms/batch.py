@@ -35,10 +35,10 @@ from normexp.norms.running import (
     RunningNorm,
     before_step,
     group_dims,
+    linear_ramp,
     measure_samples,
     normalize_groups,
-    rise,
-    steps_of,
+    shares_to_steps,
 )
 from normexp.norms.state import State
 
@@ -68,7 +68,7 @@ class BatchNorm(RunningMomentsNorm):
         wide = widen(x)
         if not self.kernel_moves_averages(wide):
             return super().forward(x, mask)
-        self.refuse(x.shape)  # skips the axis of groups, which would slow small inputs
+        self.check_shape(x.shape)  # skips the axis of groups, which would slow small inputs
         return self.normalize_in_kernel(wide, self.affine_like(wide)).to(x.dtype)
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
@@ -81,7 +81,7 @@ class BatchNorm(RunningMomentsNorm):
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if self.track_running_stats:
             return super().normalize_by_running(x, real, affine)
-        self.refuse(x.shape[1:])
+        self.check_shape(x.shape[1:])
         return self.normalize_by_batch(x, real, affine)
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
@@ -96,9 +96,9 @@ class L1BatchNorm(RunningNorm):
     """(x - mean) / (s + eps) * weight + bias, s = sqrt(pi / 2) * mean(|x - mean|), as batch norm.
 
     Pools all samples and positions, without a square or a root. Evaluation uses the running
-    averages of mean and s, without a correction for the number of values. L1BN of arXiv:1802.09769;
-    arXiv:1803.01814 has the factor, with which s is the standard deviation of a normal distribution
-    (and does not mention eps); the former has it in its analysis alone, and leaves it to `weight`.
+    averages of mean and s, without a correction for the number of values. L1BN of arXiv:1802.09769,
+    which leaves the factor sqrt(pi / 2) to `weight`. arXiv:1803.01814 has the factor, which makes s
+    the standard deviation of a normal distribution, and mentions no eps.
 
     For a step in parts or in ghost groups, s is averaged over the parts, each about its own mean.
     """
@@ -174,11 +174,11 @@ class BatchRenorm(RunningMomentsNorm):
 
         r = clip(std_B / std_R, 1 / r_max, r_max),  d = clip((mean_B - mean_R) / std_R, +-d_max),
 
-    through which no gradient flows. Where neither is clipped, training gives what evaluation with
-    those averages would. Up to the share `warmup` of the training r = 1 and d = 0, batch norm; then
-    the bounds grow linearly. Evaluation as batch norm. arXiv:1702.03275: batch norm for 5000 steps,
-    r_max to 3 at step 40000, d_max to 5 at 25000, momentum 0.01; the shares of conf/norm stand to
-    each other as these do.
+    and no gradient flows through r and d. Where neither is clipped, the training output equals that
+    of evaluation with those averages. Up to the share `warmup` of the training, r = 1 and d = 0,
+    which is batch norm; then the bounds grow linearly. Evaluation as batch norm. arXiv:1702.03275:
+    batch norm for 5000 steps, r_max up to 3 at step 40000, d_max up to 5 at 25000, momentum 0.01;
+    the shares in conf/norm have the same proportions.
 
     The paper averages the biased std, ludvb/batchrenorm the std with eps added outside the root;
     here it is the unbiased variance, as in batch norm, so that parts of a step merge exactly.
@@ -186,7 +186,7 @@ class BatchRenorm(RunningMomentsNorm):
     Args:
         r_max, d_max: final bounds.
         warmup: share of the training with batch norm alone.
-        r_ramp_end, d_ramp_end: shares after which the bounds have their final values.
+        r_ramp_end, d_ramp_end: shares of the training after which the bounds are final.
     """
 
     r_max: float
@@ -204,7 +204,7 @@ class BatchRenorm(RunningMomentsNorm):
                 "more; try norm.r_max=3 norm.d_max=5"
             )
         warmup, ends = self.warmup, {"r_ramp_end": self.r_ramp_end, "d_ramp_end": self.d_ramp_end}
-        self.warmup_steps, self.r_steps, self.d_steps = steps_of(
+        self.warmup_steps, self.r_steps, self.d_steps = shares_to_steps(
             self.num_training_steps, warmup=warmup, **ends
         )
         for key, end in ends.items():
@@ -226,8 +226,8 @@ class BatchRenorm(RunningMomentsNorm):
         averages = (self.running_mean, self.running_var)
         old_mean, old_var = (before_step(old, mean.dtype).view(mean.shape[1:]) for old in averages)
         step = before_step(self.num_batches_tracked, mean.dtype) + 1
-        r_bound = 1 + (self.r_max - 1) * rise(step, self.warmup_steps, self.r_steps)
-        d_bound = self.d_max * rise(step, self.warmup_steps, self.d_steps)
+        r_bound = 1 + (self.r_max - 1) * linear_ramp(step, self.warmup_steps, self.r_steps)
+        d_bound = self.d_max * linear_ramp(step, self.warmup_steps, self.d_steps)
         old_scale = torch.rsqrt(old_var + self.eps)
         r = torch.sqrt(var + self.eps) * old_scale
         d = (mean - old_mean) * old_scale
@@ -256,10 +256,10 @@ class GhostBatchNorm(RunningMomentsNorm):
         super().add_state()
         self.require_positive("ghost_size", 16)
 
-    def refuse(self, shape: torch.Size) -> None:
+    def check_shape(self, shape: torch.Size) -> None:
         for size in (min(shape[0], self.ghost_size), shape[0] % self.ghost_size):
             if size:
-                super().refuse(torch.Size((size, *shape[1:])))
+                super().check_shape(torch.Size((size, *shape[1:])))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         num_samples = x.shape[1]
@@ -290,9 +290,9 @@ class SyncBatchNorm(RunningMomentsNorm):
 
     spans_devices = True  # a step that several devices share is not split between them
 
-    def refuse(self, shape: torch.Size) -> None:
+    def check_shape(self, shape: torch.Size) -> None:
         if not _has_peers():
-            super().refuse(shape)
+            super().check_shape(shape)
 
     def pass_empty(self, x: Tensor) -> Tensor:
         if self.training and _has_peers():  # the other processes wait for this one's sums

@@ -1,4 +1,4 @@
-"""Instance and group norm for text: each position uses the moments of positions up to itself."""
+"""Instance and group norm for text: each position uses the moments of itself and earlier ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def normalize_prefixes(
     """
     if x.ndim > 3:
         raise UserError(
-            f"a causal norm needs one positions axis (N, C, T), and an input of shape "
+            f"a causal norm needs one axis of positions (N, C, T), and an input of shape "
             f"{tuple(x.shape)} has {x.ndim - 2}; try norm=group or norm=instance"
         )
     groups = x.view(*x.shape[:2], -1).unflatten(1, (num_groups, -1))  # (N, G, C/G, T)

@@ -1,6 +1,6 @@
-"""Norms with common mistakes of tutorials, one each, to be trained and measured.
+"""Norms with one mistake each that is common in tutorials, to train and see what it costs.
 
-What each costs stands in its docstring, n the number of values per statistic.
+The docstrings say what each mistake changes; n is the number of values per statistic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from normexp.norms.running import RunningMomentsNorm, group_dims
 
 
 class DeviatingBatchNorm(RunningMomentsNorm):
-    """Abstract: batch norm whose moments or scale a subclass computes in another way."""
+    """Abstract: batch norm whose moments or scale a subclass computes differently."""
 
     def measure(self, x: Tensor, real: Tensor | None) -> Moments:
         return measure(x, real, group_dims(x))
@@ -145,7 +145,7 @@ class LayerNormUnbiased(AffineNorm):
 class LayerNormNoEps(AffineNorm):
     """(x - mean) / sqrt(var) * weight + bias: layer norm without eps.
 
-    As `BatchNormNoEps`, for a sample in place of a channel.
+    The costs of `BatchNormNoEps`, with a sample in place of a channel.
     """
 
     eps: float = field(default=0.0, init=False)
@@ -156,5 +156,5 @@ class LayerNormNoEps(AffineNorm):
 
 
 def one_if_empty(var: Tensor, count: int | Tensor) -> Tensor:
-    """Returns `var` with 1 for padding alone, so that its output is 0 and not 0 / 0."""
+    """Returns `var`, or 1 over padding alone, where the output is then 0 and not 0 / 0."""
     return torch.where(count > 0, var, 1) if isinstance(count, Tensor) else var

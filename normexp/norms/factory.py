@@ -25,7 +25,7 @@ class NormFactory:
     """Builds the norm of each site, and what the slots put around it.
 
     Args:
-        make: builds the bare norm for a number of features, and `settings` if a model gives some.
+        make: builds the bare norm from the number of features, and `settings` if a model has any.
         view: how a token site shows (B, T, C) to the norm: `token` as (B*T, C), each position a
             sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
         norm_batch_size: samples that share batch statistics in training; None for all of a forward.
@@ -60,11 +60,11 @@ class NormFactory:
     def bare(self, num_features: int, **settings: Any) -> nn.Module:
         """Returns a norm without a site.
 
-        Its draws are set apart, so that a model starts from the same weights with every norm.
+        Restores the random state, so that a model starts from the same weights with every norm.
 
         Args:
-            settings: eps, momentum and affine of a norm that this one replaces; `make` takes those
-                that the norm has and that the config does not set.
+            settings: eps, momentum and affine of the norm that this one replaces; `make` applies
+                those that the new norm has and the config does not set.
         """
         with torch.random.fork_rng(devices=[]):
             return self.make(num_features, **settings)
@@ -93,13 +93,13 @@ class NormFactory:
         """Returns the last module of a residual branch; any shape in and out.
 
         Args:
-            shape: that of a number per channel, (C,) for tokens and (C, 1, 1) for maps; without it
-                the branch has no place for `layer_scale`.
+            shape: of `layer_scale`, one number per channel: (C,) for tokens, (C, 1, 1) for maps.
+                Without a shape the branch ignores `layer_scale`.
         """
         starts: list[tuple[Any, tuple[int, ...]]] = [(self._use("residual_scale"), ())]
         if shape:
             starts.append((self._use("layer_scale"), shape))
-        scales = [ResidualScale(start, own) for start, own in starts if start is not None]
+        scales = [ResidualScale(start, size) for start, size in starts if start is not None]
         if len(scales) == 1:
             return scales[0]
         return nn.Sequential(*scales) if scales else nn.Identity()

@@ -35,9 +35,9 @@ class ChannelGroupsNorm(AffineNorm):
     """Abstract: a norm over `num_groups` runs of neighbouring channels.
 
     Args:
-        groups_policy: what to do if num_groups does not divide num_features: `strict` refuses,
-            `nearest` takes the nearest divisor and logs it. Of two the smaller, and never
-            num_features itself, since it would leave a token one value per group.
+        groups_policy: what to do if num_groups does not divide num_features: `strict` refuses;
+            `nearest` takes the nearest divisor, the smaller of two, and logs it. It never takes
+            num_features, which would leave one value per group of a token.
     """
 
     num_groups: int
@@ -49,22 +49,24 @@ class ChannelGroupsNorm(AffineNorm):
             raise UserError(
                 f"norm.groups_policy={self.groups_policy} is neither strict nor nearest"
             )
-        asked, num_features = self.num_groups, self.num_features
-        if num_features % asked == 0:
+        wanted, num_features = self.num_groups, self.num_features
+        if num_features % wanted == 0:
             return
         divisors = [d for d in range(1, num_features + 1) if num_features % d == 0]
         if self.groups_policy == "strict":
-            around = [d for d in divisors if d < asked][-1:] + [d for d in divisors if d > asked][
-                :1
-            ]
-            raise UserError(
-                f"num_groups={asked} does not divide num_features={num_features}; try "
-                f"norm.num_groups={' or '.join(map(str, around))}, or norm.groups_policy=nearest"
+            below, above = (
+                [d for d in divisors if d < wanted],
+                [d for d in divisors if d > wanted],
             )
-        self.num_groups = min(divisors[:-1] or [1], key=lambda d: abs(d - asked))
+            nearest = " or ".join(map(str, below[-1:] + above[:1]))
+            raise UserError(
+                f"num_groups={wanted} does not divide num_features={num_features}; try "
+                f"norm.num_groups={nearest}, or norm.groups_policy=nearest"
+            )
+        self.num_groups = min(divisors[:-1] or [1], key=lambda d: abs(d - wanted))
         logger.info(
             "num_groups=%d does not divide num_features=%d: using %d",
-            *(asked, num_features, self.num_groups),
+            *(wanted, num_features, self.num_groups),
         )
 
     def refuse_one_value(self, x: Tensor) -> None:
@@ -104,9 +106,9 @@ class LayerNorm(AffineNorm):
 class InstanceNorm(AffineNorm):
     """Moments over the positions of one channel of a sample. arXiv:1607.08022.
 
-    torch.nn's InstanceNorm has no weight and bias by default; this one and many tutorials have them
-    per channel. torch's track_running_stats, for evaluation with averages over the training set,
-    does not exist here.
+    torch.nn's InstanceNorm has no weight and bias by default; this one, like many tutorials, has
+    both per channel. torch's track_running_stats, which evaluates with averages over the training
+    set, does not exist here.
     """
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -132,8 +134,8 @@ class PositionNorm(LayerNorm2d):
     """Moments over the channels at each position, no weight and no bias: PONO. arXiv:1907.04312.
 
     The paper has the biased variance; the authors' code takes the unbiased one, over C - 1, which
-    makes its output smaller by sqrt((C - 1) / C). The paper also hands the moments to a later layer
-    (moment shortcut); that is part of a model and not of a norm.
+    scales its output by sqrt((C - 1) / C). The paper's moment shortcut, which passes the moments to
+    a later layer, belongs to a model and not to a norm.
     """
 
     affine: bool = field(default=False, init=False)

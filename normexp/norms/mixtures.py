@@ -66,8 +66,8 @@ class GatedBatchNorm(RunningMomentsNorm):
     """Abstract: (rho * z_batch + (1 - rho) * z_sample) * weight + bias, with rho learned.
 
     z_batch is batch norm, by the running averages in evaluation; z_sample is layer or instance
-    norm. The learned `gate` (C,) starts at 0.99 and not at 1 as in the papers' code, where no probe
-    before the training could detect what z_sample pools.
+    norm. The learned `gate` (C,) starts at 0.99. The papers' code starts it at 1, where no probe
+    before training could see what z_sample pools.
     """
 
     pools_channels: bool  # true: z_sample is layer norm
@@ -117,8 +117,8 @@ class BatchChannelNorm(GatedBatchNorm):
     """Batch norm mixed with layer norm of the whole sample in each channel. arXiv:2312.00596.
 
     rho is not bounded. The authors' code (AfifaKhaled/Batch-Channel-Normalization) multiplies the
-    running variance with m / (m - 1), m the values of the batch that is evaluated; its version for
-    transformers takes the moments of each token in both parts. arXiv:1911.09738 is another BCN.
+    running variance by m / (m - 1), with m the number of values in the evaluated batch; its version
+    for transformers takes the moments of each token in both parts. arXiv:1911.09738 is another BCN.
     """
 
     pools_channels = True
@@ -152,7 +152,7 @@ class ModeNorm(RunningNorm):
         self.gates = nn.Linear(num_features, num_modes)
         nn.init.normal_(self.gates.weight, mean=1 / num_modes, std=0.01)
         self.register_buffer("mode_mean", torch.zeros(num_modes, num_features))
-        # Unlike: among equal modes no probe before the training could detect what the gates read.
+        # Different starts: with equal modes no probe before training could see what gates read.
         start = 1 + 0.1 * torch.arange(num_modes)[:, None]
         self.register_buffer("mode_var", start.repeat(1, num_features))
 
@@ -161,7 +161,7 @@ class ModeNorm(RunningNorm):
         weights = gates * own.count.flatten(2) if isinstance(own.count, Tensor) else gates
         shares = weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
         means, variances = own.mean.flatten(2), own.var.flatten(2)  # (G, N, C)
-        # Sums and not matrix products, which autocast would take in half precision.
+        # Sums, because autocast would compute matrix products in half precision.
         means, shares = means.unsqueeze(2), shares.unsqueeze(3)
         mean = (shares * means).sum(dim=1)  # (G, K, C)
         between = (means - mean.unsqueeze(1)).square()  # (G, N, K, C)

@@ -54,7 +54,7 @@ def count_values(x: Tensor, real: Tensor | None, dims: tuple[int, ...]) -> int |
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
-    """Returns `count` as a divisor: over padding alone a sum is zero, and so is the mean."""
+    """Returns `count`, or 1 in place of 0, to divide by: the mean of padding alone is then 0."""
     return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 

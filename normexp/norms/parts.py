@@ -58,8 +58,8 @@ class ProxyActivation(nn.Module):
     """(f(w x + b) - mean(f(w g + b))) / sqrt(var(f(w g + b)) + 0.03), g a standard normal variable.
 
     Proxy normalization of an activation f (Labatie et al. 2021, arXiv:2106.03743): it standardizes
-    what f would return if its normalized input were normal in each channel. It stands after layer
-    or group norm without a weight and a bias, which it has itself. As in public code, g takes 256
+    what f would return if its normalized input were normal in each channel. The layer or group norm
+    before it has affine=false, because weight and bias are here. As in public code, g takes 256
     values with equal probabilities between them, and var is biased. Shape (N, C, *) in and out.
     """
 
@@ -141,7 +141,7 @@ class ResidualScale(nn.Module):
         return x * self.scale.to(x.dtype)
 
 
-# Activations on maps (N, C, *), built from C.
+# Activations on maps (N, C, *), built from the number of channels C.
 ACTIVATIONS: dict[Act, Callable[[int], nn.Module]] = {
     "relu": lambda _: nn.ReLU(),
     "gelu": lambda _: nn.GELU(),

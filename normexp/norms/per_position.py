@@ -21,12 +21,11 @@ class PositionwiseNorm(RunningMomentsNorm):
 
     Shape (N, C, T) in and out. No position looks at another, in training or in evaluation. Running
     averages are (T, C), a row per position; a shorter input moves the first rows, and a mask (N, T)
-    leaves out padding. A subclass says which weight and bias each position gets.
+    leaves out padding. A subclass defines which weight and bias each position gets.
 
-    It computes batch norm of T * C features, by position, which is how sites hold their tokens.
-
-    If only one sample is real at a position, its variance is zero: training outputs the bias there,
-    and the running variance stays as it was.
+    Computed as batch norm of T * C features in position order, the order in which sites hold
+    tokens. If only one sample is real at a position, its variance is zero: training outputs the
+    bias there, and the running variance stays as it was.
 
     Args:
         num_positions: T, the longest sequence; only padding may lie beyond.
@@ -57,7 +56,7 @@ class PositionwiseNorm(RunningMomentsNorm):
             return self.pass_empty(x)
         if x.ndim != 4:
             raise UserError(
-                "batch norm per position needs one positions axis (N, C, T), not an input of shape "
+                "batch norm per position needs one axis of positions, (N, C, T), but got shape "
                 f"{tuple(x.shape[1:])}; try norm=batch, or norm.view=sequence for tokens"
             )
         surplus = x.shape[-1] - self.num_positions
@@ -68,7 +67,7 @@ class PositionwiseNorm(RunningMomentsNorm):
         known = None if mask is None else mask[..., : self.num_positions]
         return F.pad(super().forward_groups(x[..., : self.num_positions], known), (0, surplus))
 
-    def refuse(self, shape: torch.Size) -> None:
+    def check_shape(self, shape: torch.Size) -> None:
         if shape[0] == 1:
             raise UserError(
                 "batch norm per position got one sample, so one value per statistic; it needs 2 or "

@@ -47,7 +47,7 @@ class FrozenBatchNorm(AffineNorm):
 
 
 def _drop_counter(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
-    """Drops a batch norm's step counter, which is not used here."""
+    """Drops the step counter from a batch norm's state_dict."""
     del module, rest
     state.pop(f"{prefix}num_batches_tracked", None)
 
@@ -94,7 +94,7 @@ class DyT(DynamicSquashing):
 class Derf(DynamicSquashing):
     """erf(alpha * x + shift) * weight + bias. arXiv:2512.10938.
 
-    Initially DyT and Derf differ in the function alone.
+    The shift starts at 0, so initially DyT and Derf differ in the function alone.
     """
 
     def squash(self, z: Tensor) -> Tensor:

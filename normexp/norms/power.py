@@ -20,7 +20,7 @@ from normexp.norms.running import (
     RunningNorm,
     before_step,
     group_dims,
-    steps_of,
+    shares_to_steps,
 )
 
 
@@ -41,13 +41,13 @@ class SquareNorm(RunningNorm):
 class ScaleByPast(torch.autograd.Function):
     """z = x * scale; its backward pass keeps running averages.
 
-    With g the gradient of z (G, N, C, *) and P (G, 1, C, 1, ...) the group's mean of g z,
+    With g the gradient of z (G, N, C, *), P (G, 1, C, 1, ...) each group's mean of g z, and Q (C,)
+    the mean of g z over all groups,
 
-        gradient of x = (g - (kept + share * P) z) * scale,   past <- decay * past + step * P,
+        gradient of x = (g - (kept + share * P) z) * scale,   past <- decay * past + step * Q.
 
-    P in the latter over all groups. `counts` is the number of values in P, shaped (G, 1, ...);
-    `kept` is (C, 1, ...), and `decay` and `step` broadcast to `past`, whose last axis is C. No
-    gradient flows through any of them.
+    `counts` is the number of values in P, shaped (G, 1, ...); `kept` is (C, 1, ...), and `decay`
+    and `step` broadcast to `past`, whose last axis is C. No gradient flows through any of them.
     """
 
     generate_vmap_rule = True
@@ -95,8 +95,8 @@ class PowerNorm(SquareNorm):
     which is exact (PN-V). Evaluation by q. arXiv:2003.07845, algorithm 2, which has momentum 0.1.
 
     The authors' code (sIncerass/powernorm) differs: it first scales each token by its root mean
-    square in groups of channels, divides the gradient by the deviation of the batch, counts with nu
-    while it warms up, and warms up for 10000 steps.
+    square in groups of channels, divides the gradient by the deviation of the batch, applies nu in
+    the warm-up too, and warms up for 10000 steps.
 
     If a site splits a batch into groups and the last is short, nu does not move in that step.
 
@@ -112,7 +112,7 @@ class PowerNorm(SquareNorm):
 
     def add_state(self) -> None:
         super().add_state()
-        (self.warmup_steps,) = steps_of(self.num_training_steps, warmup=self.warmup)
+        (self.warmup_steps,) = shares_to_steps(self.num_training_steps, warmup=self.warmup)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         with torch.no_grad():
@@ -138,23 +138,23 @@ class PowerNorm(SquareNorm):
 class MovingAverageBatchNorm(SquareNorm):
     """x / sqrt(q + eps) * r * weight + bias, q the mean of x^2 over the last `memory` steps.
 
-    Pools all samples and positions. The newest step in q is the present batch, or if a site splits
-    the batch, each group. With Q the running average of the batches' mean of x^2, which evaluation
-    uses,
+    Pools all samples and positions. The newest step in q is the present batch, or, if a site splits
+    the batch, the group that is normalized. With Q the running average of each batch's mean of x^2,
+    which evaluation uses,
 
-        r = clip(sqrt(q + eps) / sqrt(Q + eps), 1 / r_max, r_max), without a gradient,
+        r = clip(sqrt(q + eps) / sqrt(Q + eps), 1 / r_max, r_max), without a gradient.
 
-    and with g the gradient of z = x / sqrt(q + eps), that of x is (g - p z) / sqrt(q + eps), p the
-    mean of (mean of g z) over the last `memory` steps. Until the share `warmup` of the training
-    and `memory` steps have passed, q and p are those of the batch and r is 1. MABN,
-    arXiv:2001.06838.
+    With g the gradient of z = x / sqrt(q + eps), the gradient of x is (g - p z) / sqrt(q + eps),
+    where p averages each step's mean of g z over the last `memory` steps. Until the share `warmup`
+    of the training and `memory` steps have passed, q and p are those of the batch and r is 1.
+    MABN, arXiv:2001.06838.
 
     The paper also centres the weights of the preceding convolution. The authors' code
     (megvii-model/MABN) moves Q by q and not by the batch's mean of x^2; it has r = 1 for 1000 steps
     in one place and 100 in another, whatever the length of the training.
 
-    If the last group of a split is short, the averages of the backward pass keep their value of
-    `memory` steps ago.
+    If the last group of a split is short, the backward pass leaves its oldest row of averages,
+    from `memory` steps ago, in place.
 
     Args:
         memory: steps in the moving average.
@@ -177,7 +177,7 @@ class MovingAverageBatchNorm(SquareNorm):
                 f"memory={self.memory}, r_max={self.r_max}: both must be 1 or more; "
                 "try norm.memory=16 norm.r_max=5"
             )
-        (self.warmup_steps,) = steps_of(self.num_training_steps, warmup=self.warmup)
+        (self.warmup_steps,) = shares_to_steps(self.num_training_steps, warmup=self.warmup)
         for name in ("past_squares", "past_products"):
             self.register_buffer(name, torch.zeros(self.memory, self.num_features))
 
@@ -209,5 +209,5 @@ class MovingAverageBatchNorm(SquareNorm):
         return affine.apply(z, r, axis=2)
 
     def _keep(self, past: Tensor, newest: Tensor, warm: Tensor) -> Tensor:
-        """Returns the share of all but the newest row of past (memory, C) in their mean, or 0."""
+        """Returns what all rows but the newest add to the mean of past (memory, C); 0 if warm."""
         return torch.where(warm, 0, torch.where(newest, 0, past).sum(dim=0) / self.memory)

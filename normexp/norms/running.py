@@ -7,10 +7,10 @@ Values come in groups, x (G, N, C, *): the samples of a group share statistics, 
 one forward move the running averages together, once. A plain forward is one group; a site that
 splits its batch into ghost sub-batches hands over several. `real` is the mask as (G, N, 1, *).
 
-A norm that changes over its training has an argument `num_training_steps`, which is given the
-number of optimizer steps. Its other knobs are shares of it, like the warm-up of the learning rate,
-so that they mean the same in a training of any length; `+norm.num_training_steps=N` makes them
-shares of N steps. Outside a training, as for a card, the length is 1000 steps.
+A norm with a warm-up or a ramp takes an argument `num_training_steps`, which receives the number of
+optimizer steps. The bounds of its ramps are shares of that number, like the warm-up of the learning
+rate, so they mean the same in a training of any length; `+norm.num_training_steps=N` makes them
+shares of N steps. For a norm built outside a training, as for a card, the number is 1000.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RunningNorm(AffineNorm):
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if not self.training:
             return self.normalize_by_running(x, real, affine)
-        self.refuse(x.shape[1:])
+        self.check_shape(x.shape[1:])
         return self.normalize_by_batch(x, real, affine)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -100,7 +100,7 @@ class RunningNorm(AffineNorm):
         """Returns the output in evaluation."""
         raise NotImplementedError
 
-    def refuse(self, shape: torch.Size) -> None:
+    def check_shape(self, shape: torch.Size) -> None:
         """Raises UserError if a training input (N, C, *) has one value per channel: no variance."""
         if shape.numel() == shape[1]:
             raise UserError(
@@ -150,9 +150,9 @@ class RunningNorm(AffineNorm):
 
 
 class RunningMomentsNorm(RunningNorm):
-    """Batch norm, unless a subclass says otherwise: it averages mean and variance.
+    """Batch norm, the base of norms whose running averages are mean and variance.
 
-    Parts of a step merge exactly: into the moments of all their values.
+    Parts of a step merge exactly, into the moments of all their values.
     """
 
     averages = {"running_mean": 0.0, "running_var": 1.0}
@@ -171,7 +171,7 @@ class RunningMomentsNorm(RunningNorm):
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        # Not of torch.nn.functional, which refuses eps=0 before torch 2.15.
+        # Not torch.nn.functional.batch_norm, which refuses eps=0 before torch 2.15.
         rest = (False, 0.0, self.eps, torch.backends.cudnn.enabled)
         out = torch.batch_norm(x.flatten(0, 1), *affine, mean, var, *rest)
         return out.unflatten(0, x.shape[:2])
@@ -280,15 +280,15 @@ def _batch_norm_kernel(x: Tensor, affine: Affine, eps: float) -> tuple[Tensor, T
 def before_step(state: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `state` as it is before this step writes it, even in the backward of compiled code.
 
-    torch's partitioner takes a buffer that the forward writes for an unchanged input, and
-    recomputes what the backward needs, and a few cheap operations on it, from the new value. A
-    cumulative sum over an axis of size one changes nothing and is not recomputed.
+    The partitioner of torch.compile ignores that the forward writes a buffer, and recomputes cheap
+    operations on it in the backward, from the new value. A cumulative sum over an axis of size one
+    changes nothing, and is not recomputed.
     """
     return state.to(dtype)[None].cumsum(dim=0)[0]
 
 
-def steps_of(num_training_steps: int, **shares: float) -> list[int]:
-    """Returns the whole number of steps that each share of a training stands for, rounded.
+def shares_to_steps(num_training_steps: int, **shares: float) -> list[int]:
+    """Converts shares of a training to numbers of steps, rounded.
 
     Raises:
         UserError: a share outside [0, 1], under the name of its knob.
@@ -302,6 +302,6 @@ def steps_of(num_training_steps: int, **shares: float) -> list[int]:
     return [round(share * num_training_steps) for share in shares.values()]
 
 
-def rise(step: Tensor, start: int, end: int) -> Tensor:
+def linear_ramp(step: Tensor, start: int, end: int) -> Tensor:
     """Returns 0 until the `start`-th step, counted from 1, rising linearly to 1 at the `end`-th."""
     return ((step - start) / max(end - start, 1)).clamp(0, 1)

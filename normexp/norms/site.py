@@ -30,7 +30,7 @@ View = Literal["map", "token", "sequence"]
 
 
 class Site(nn.Module):
-    """One place of a norm in a model, named by its module path.
+    """A place in a model where a norm sits, named by its module path.
 
     Splits the samples of a training forward into ghost sub-batches of `norm_batch_size`, shows
     each to the norm in its view, and joins the outputs. In evaluation nothing is split.
@@ -65,7 +65,7 @@ class Site(nn.Module):
         return self._apply_in_view(forward_groups, groups, group_masks).flatten(0, 1)
 
     def _apply_in_parts(self, x: Tensor, mask: Tensor | None, sizes: list[int]) -> Tensor:
-        """Runs each part from the state before the first; the state ends merged by share."""
+        """Runs every part from the same initial state, then merges the final states by share."""
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
         masks = [None] * len(sizes) if mask is None else mask.split(sizes)
@@ -139,14 +139,14 @@ def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def as_maps(x: Tensor, site: Site) -> Tensor:
-    """Returns an input or output of a site, (N, C, *) or (B, T, C), as (N, C, P), P positions."""
+    """Reshapes an input or output of a site, (N, C, *) or (B, T, C), to (N, C, P), P positions."""
     if site.view != "map":
         return x.transpose(1, 2)
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 
 
 def input_and_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Returns the input and mask in the arguments that a forward hook of a site received."""
+    """Returns input and mask from the arguments of a site's forward hook."""
     x = args[0] if args else kwargs["x"]
     mask = args[1] if len(args) > 1 else kwargs.get("mask")
     return x, mask

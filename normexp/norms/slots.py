@@ -65,7 +65,7 @@ class Slots:
 
 SLOTS = tuple(field.name for field in fields(Slots))
 
-# Why a model may have no place for a slot, and which models have one.
+# What a model without the slot lacks, and which models have the slot.
 PLACES = {
     "act": ("no activation after a norm", "model=convnet or model=small_resnet"),
     "conv": ("no convolution from the norm factory", "model=convnet or model=small_resnet"),
@@ -78,14 +78,14 @@ PLACES = {
 }
 
 
-def resolve(asked: Mapping[str, Any], of_norm: Mapping[str, Any]) -> Slots:
-    """Returns the slots of a cell: those `asked` in its config, then `of_norm`; null is unset."""
-    values = {key: level[key] for level in (of_norm, asked) for key in SLOTS if _is_set(level, key)}
+def resolve(config: Mapping[str, Any], norm: Mapping[str, Any]) -> Slots:
+    """Returns the slots of a cell: the config's value, else the norm's, else the default."""
+    values = {key: level[key] for level in (norm, config) for key in SLOTS if _is_set(level, key)}
     return Slots(**values)
 
 
 def changed(slots: Slots, used: set[str]) -> dict[str, Any]:
-    """Returns the slots that change a training: used by its model and unlike their default."""
+    """Returns the slots that change a training: the model uses them and they are not default."""
     return {
         key: getattr(slots, key)
         for key in SLOTS
@@ -93,8 +93,8 @@ def changed(slots: Slots, used: set[str]) -> dict[str, Any]:
     }
 
 
-def without_place(level: Mapping[str, Any], used: set[str]) -> list[str]:
-    """Returns the slots that `level`, a config or a norm, sets but that the model has not used."""
+def set_but_unused(level: Mapping[str, Any], used: set[str]) -> list[str]:
+    """Returns the slots that `level`, a config or a norm, sets but the model does not use."""
     return [key for key in SLOTS if _is_set(level, key) and key not in used]
 
 

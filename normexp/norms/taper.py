@@ -1,4 +1,4 @@
-"""RMS norm that is taken away while the network trains."""
+"""RMS norm that fades out during training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from normexp.norms.running import (
     RunningNorm,
     before_step,
     group_dims,
-    rise,
-    steps_of,
+    linear_ramp,
+    shares_to_steps,
 )
 
 
@@ -28,14 +28,14 @@ class TaperNorm(RunningNorm):
 
     Pools C at each position. The gate is 1 up to the share `warmup` of the training, falls to 0 by
     half a cosine until the share `taper_end`, and stays there: what is left is a fixed scale of
-    each channel. In the warm-up running averages of |weight * x|^2 / r and |weight * x|^2, over all
-    samples and positions, find their ratio c, with which c * weight * x is the least-squares fit of
-    RMS norm; then `anchor` (C,) keeps the weight, and `drift` (C,) is learned, from 0.
+    each channel. Its c is the ratio of two running averages of the warm-up, |weight * x|^2 / r and
+    |weight * x|^2 over all samples and positions: c * weight * x is the least-squares fit of RMS
+    norm. After the warm-up `anchor` (C,) keeps the weight, and `drift` (C,) is learned, from 0.
     arXiv:2602.10408.
 
     The paper learns one vector in place of anchor + drift, copied from the weight at the end of the
-    warm-up, which is the same training without weight decay of norms. It also keeps the last norm
-    of the network, or replaces it by a loss; here every site is tapered. Its implementations
+    warm-up; without weight decay of norms the training is the same. It also keeps the last norm of
+    the network, or replaces it by a loss; here every site is tapered. Its implementations
     (Danieldotcomcoder/domain-shift-forgetting) agree on c and on averages with 0.99 of the past.
 
     Args:
@@ -56,7 +56,7 @@ class TaperNorm(RunningNorm):
     def add_state(self) -> None:
         super().add_state()
         shares = {"warmup": self.warmup, "taper_end": self.taper_end}
-        self.start, self.end = steps_of(self.num_training_steps, **shares)
+        self.start, self.end = shares_to_steps(self.num_training_steps, **shares)
         if not 0 < self.warmup <= self.taper_end:
             raise UserError(
                 f"warmup={self.warmup}, taper_end={self.taper_end}: a taper begins after 0 and "
@@ -68,8 +68,8 @@ class TaperNorm(RunningNorm):
         for name in ("running_scaled", "running_energy"):
             self.register_buffer(name, torch.zeros(1))
 
-    def refuse(self, shape: torch.Size) -> None:
-        """Takes any input: no statistic of an output needs two samples."""
+    def check_shape(self, shape: torch.Size) -> None:
+        """Accepts any input: no output needs two samples."""
 
     def new_weight(self, step: Tensor, dtype: torch.dtype) -> Tensor:
         return self.momentum * (step <= self.start).to(dtype)
@@ -104,7 +104,7 @@ class TaperNorm(RunningNorm):
         return scaled / energy.clamp(min=torch.finfo(dtype).tiny)
 
     def _taper(self, x: Tensor, weight: Tensor, step: Tensor, anchor: Tensor, c: Tensor) -> Tensor:
-        gate = (1 + torch.cos(math.pi * rise(step, self.start, self.end))) / 2
+        gate = (1 + torch.cos(math.pi * linear_ramp(step, self.start, self.end))) / 2
         fixed = (1 - gate) * c * (anchor + self.drift.to(x.dtype))
         scale = gate * over_channels(weight, x, axis=2) * inverse_rms(x, self.eps, axis=2)
         return x * (scale + over_channels(fixed, x, axis=2))

@@ -133,7 +133,7 @@ def ensure_writable(directory: Path) -> None:
 
 
 @contextmanager
-def refusing_denied(path: Path, remedy: str) -> Iterator[None]:
+def user_error_if_denied(path: Path, remedy: str) -> Iterator[None]:
     """Turns an error for lack of permission into a UserError of one line."""
     try:
         yield
@@ -168,7 +168,7 @@ def file_lock(path: Path) -> Iterator[bool]:
         UserError: the file cannot be written.
     """
     while True:
-        with refusing_denied(path, LOCK_REMEDY):
+        with user_error_if_denied(path, LOCK_REMEDY):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         is_free = _lock(descriptor, fcntl.LOCK_EX)
         if not is_free or _is_current(path, descriptor):
@@ -210,7 +210,7 @@ def is_held(path: Path) -> bool:
         UserError: the file cannot be read.
     """
     try:
-        with refusing_denied(path, LOCK_REMEDY):
+        with user_error_if_denied(path, LOCK_REMEDY):
             descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
@@ -245,7 +245,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 LEAST_FREE = 64 * 1024  # bytes; with less, torch's write errors mean a full disk
 
 
-def full_disk(error: BaseException, directory: Path | None) -> str | None:
+def full_disk_message(error: BaseException, directory: Path | None) -> str | None:
     """Returns the message for an error that was caused by a full disk, None for any other error."""
     where = f" below {directory}" if directory is not None else ""
     message = f"the disk is full{where}: free some space, then run the same command to continue"

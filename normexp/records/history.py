@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_origin, get_type_hints
 
 from normexp.errors import UserError
-from normexp.records.files import appending, read_lines, refusing_denied
+from normexp.records.files import appending, read_lines, user_error_if_denied
 from normexp.records.paths import STUDY_FILE
 
 
@@ -87,7 +87,7 @@ class SearchEntry:
 
 
 @dataclass(frozen=True)
-class KeyEntry:
+class CacheEntry:
     """What a recorded cell followed from, see `cells.recorded`.
 
     Attributes:
@@ -132,7 +132,7 @@ class CellHistory:
         return set(entry.seeds) <= self.seeds and (entry.cell_id or said[0], entry.error) == said
 
 
-Entry = CommandEntry | AttemptEntry | CellEntry | SearchEntry | KeyEntry
+Entry = CommandEntry | AttemptEntry | CellEntry | SearchEntry | CacheEntry
 
 
 @dataclass
@@ -142,7 +142,7 @@ class History:
     commands: list[CommandEntry] = field(default_factory=list)
     attempts: list[AttemptEntry] = field(default_factory=list)
     cells: dict[str, CellHistory] = field(default_factory=dict)  # by digest
-    keys: dict[str, list[KeyEntry]] = field(default_factory=dict)  # by digest, oldest first
+    keys: dict[str, list[CacheEntry]] = field(default_factory=dict)  # by digest, oldest first
     searches: dict[str, SearchEntry] = field(default_factory=dict)  # the latest of each space
 
     def add(self, entry: Entry) -> None:
@@ -153,7 +153,7 @@ class History:
                 self.attempts.append(entry)
             case SearchEntry():  # a longer search replaces the shorter one
                 self.searches[json.dumps([entry.words, entry.keys])] = entry
-            case KeyEntry():
+            case CacheEntry():
                 self.keys.setdefault(entry.digest, []).append(entry)
             case CellEntry():
                 self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
@@ -163,7 +163,7 @@ class History:
         match entry:
             case SearchEntry():
                 return entry in self.searches.values()
-            case KeyEntry():
+            case CacheEntry():
                 return entry in self.keys.get(entry.digest, [])
             case CellEntry():
                 return entry.digest in self.cells and self.cells[entry.digest].has(entry)
@@ -178,7 +178,7 @@ def read_history(study_dir: Path) -> History:
     """
     path = study_dir / STUDY_FILE
     history = History()
-    with refusing_denied(path, "make it readable (results do not depend on it)"):
+    with user_error_if_denied(path, "make it readable (results do not depend on it)"):
         lines = read_lines(path) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -209,7 +209,7 @@ def append_entries(study_dir: Path, entries: Iterable[Entry]) -> None:
                 lines.append(json.dumps(asdict(entry), allow_nan=False))
 
 
-_KINDS = {"command": CommandEntry, "stack": AttemptEntry, "points": SearchEntry, "key": KeyEntry}
+_KINDS = {"command": CommandEntry, "stack": AttemptEntry, "points": SearchEntry, "key": CacheEntry}
 
 
 def _parse(line: str) -> Entry:

@@ -21,7 +21,7 @@ from typing import Any
 MAX_LENGTH = 80  # characters of a cell id: readable in a listing, short enough for any file system
 HASH_DIGITS = 10
 NAME_LENGTH = 16
-OF_PYTHON = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+PYTHON_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's own files
 DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
 
@@ -73,7 +73,7 @@ def cell_id(content: Mapping[str, Any], slug: Sequence[str]) -> str:
     return f"{name}-{digest}" if name else digest
 
 
-def place_of(error: Exception) -> str:
+def source_line_of(error: Exception) -> str:
     """ " (file.py, line 3)", the line of the user's own code that raised; empty without one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if source_root(Path(frame.filename)) is not None]
@@ -123,7 +123,7 @@ def loaded_sources() -> dict[str, str]:
     contents: dict[Path, bytes] = {}
     for name, module in [*sys.modules.items()]:
         spec, file = (vars(module).get(key) for key in ("__spec__", "__file__"))
-        if not isinstance(file, str) or file.startswith(OF_PYTHON):
+        if not isinstance(file, str) or file.startswith(PYTHON_FOLDERS):
             continue
         path = Path(file).resolve()
         root = source_root(path)
@@ -157,7 +157,7 @@ def digest_of_data(data: Mapping[str, Any]) -> str | None:
     return sha.hexdigest()[:16]
 
 
-def with_weights(data_digest: str | None, model: Mapping[str, Any]) -> str | None:
+def digest_with_weights(data_digest: str | None, model: Mapping[str, Any]) -> str | None:
     """The digest of the user's own data files, and of the file of weights that a model names."""
     name = model.get("weights")
     if data_digest is None or name is None or not Path(name).is_file():

@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 
 from normexp.config.compose import compose_cell, compose_config
 from normexp.config.grid import is_searched, read_grid
-from normexp.config.process import place_among
-from normexp.config.rules import KEYS, either, in_identity, validate_keys
+from normexp.config.process import rank_among
+from normexp.config.rules import KEYS, in_identity, join_or, validate_keys
 from normexp.config.space import Space, read_space
 from normexp.config.spec import CellSpec, Command, config_dir_words
 from normexp.errors import UserError
@@ -123,7 +123,7 @@ def check_settings(config: DictConfig) -> None:
     validate_keys(config, [key for key in KEYS if key.startswith("tune.")])
     validate_keys(config, ["seed", "replicas", "study", "runs_dir", "evaluate_with"])
     validate_keys(config, ["trainer.devices", "trainer.num_nodes"])
-    if place_among(config.trainer.devices * config.trainer.num_nodes) is not None:
+    if rank_among(config.trainer.devices * config.trainer.num_nodes) is not None:
         raise UserError(
             "a search starts the processes of each training itself: run normexp.tune without "
             "srun or torchrun"
@@ -136,7 +136,7 @@ def check_settings(config: DictConfig) -> None:
     if name not in ("", *VALIDATION):
         raise UserError(
             f"tune.metric={tune.metric}: nothing is chosen on test or training data; "
-            f"try {either(VALIDATION)}"
+            f"try {join_or(VALIDATION)}"
         )
     search = range(tune.first_seed, tune.first_seed + tune.seeds)
     report = range(config.seed, config.seed + config.replicas)

@@ -18,7 +18,7 @@ from normexp.reporting.metric import Metric, choose_metric, describe_metric, for
 from normexp.reporting.terminal import open_console, text_table
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
-from normexp.sweeps.sweep import check_ended, run_cells
+from normexp.sweeps.sweep import raise_if_stopped, run_cells
 
 TRAINED = ("finished", "skipped")
 
@@ -80,7 +80,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
 
     Raises:
         UserError: all points are refused, or no run has the metric.
-        Halted, KeyboardInterrupt: as `check_ended`.
+        Halted, KeyboardInterrupt: as `raise_if_stopped`.
     """
     points = [[search.cell(p, is_report=False) for p in search.points] for search in searches]
     flat = [cell for own in points for cell in own]
@@ -111,7 +111,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
 
 def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[Outcome]:
     outcomes = train(cells, words)
-    check_ended(cells, outcomes)
+    raise_if_stopped(cells, outcomes)
     return outcomes
 
 

@@ -12,9 +12,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from normexp.config.spec import Outcome, spoken
+from normexp.config.spec import Outcome, format_duration
 from normexp.records.logs import OnceFilter, messages_to
-from normexp.sweeps.crew import Seat
+from normexp.sweeps.worker_process import WorkerState
 
 SECONDS_BETWEEN_LINES = 60.0  # between progress lines without a terminal
 COUNTED = ("finished", "skipped", "failed", "refused", "stopped", "planned")
@@ -26,14 +26,14 @@ class Display(logging.Handler):
     Inside its `with` block also prints normexp's log messages, each once.
 
     Args:
-        num_places: how many cells are trained at once.
+        num_slots: how many cells are trained at once.
     """
 
-    def __init__(self, titles: Sequence[str], num_places: int = 1) -> None:
+    def __init__(self, titles: Sequence[str], num_slots: int = 1) -> None:
         super().__init__()
         self.addFilter(OnceFilter())
         self.titles = titles
-        self.num_places = max(1, num_places)
+        self.num_slots = max(1, num_slots)
         self.counts: Counter[str] = Counter()
         self.seconds: list[float] = []  # training time of each finished cell
         self.is_stopping = False  # true: waiting cells will not be trained by this command
@@ -67,7 +67,7 @@ class Display(logging.Handler):
             return
         done = sum(self.counts.values())
         count = f"[{done}/{len(self.titles)}]"
-        duration = f" in {spoken(outcome.seconds)}" if outcome.status == "finished" else ""
+        duration = f" in {format_duration(outcome.seconds)}" if outcome.status == "finished" else ""
         word, _, rest = outcome.error.partition(": ")  # a refused word, which the title may have
         told = rest if word in title.split() else outcome.error
         error = f": {told}" if told else ""
@@ -75,7 +75,7 @@ class Display(logging.Handler):
         time_left = f", {left} left" if left and self.live is None else ""
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{time_left}")
 
-    def time_left(self, num_cells: int, at_work: Sequence[Seat] = ()) -> str:
+    def time_left(self, num_cells: int, at_work: Sequence[WorkerState] = ()) -> str:
         """The time left, estimated from the mean time of finished cells.
 
         Empty before the first cell has finished, and while a worker's process starts.
@@ -85,9 +85,9 @@ class Display(logging.Handler):
             return ""
         mean = sum(self.seconds) / len(self.seconds)
         rest = mean * num_cells + sum(_rest_of(worker, mean) for worker in at_work)
-        return spoken(rest / self.num_places)
+        return format_duration(rest / self.num_slots)
 
-    def update(self, workers: Sequence[Seat], num_waiting: int) -> None:
+    def update(self, workers: Sequence[WorkerState], num_waiting: int) -> None:
         """Shows what the workers are doing now."""
         busy = [worker for worker in workers if worker.task]
         if self.console.is_terminal:
@@ -96,7 +96,7 @@ class Display(logging.Handler):
             self._line_at = time.monotonic()
             self.print(f"{self._headline(busy, num_waiting)}: " + "; ".join(map(self._row, busy)))
 
-    def _draw(self, busy: Sequence[Seat], num_waiting: int) -> None:
+    def _draw(self, busy: Sequence[WorkerState], num_waiting: int) -> None:
         if self.live is None:
             live = Live(console=self.console, transient=True, auto_refresh=False)
             self.live = self._open.enter_context(live)
@@ -104,15 +104,15 @@ class Display(logging.Handler):
         texts = [Text(row, no_wrap=True, overflow="ellipsis") for row in rows]
         self.live.update(Group(Text(self._headline(busy, num_waiting)), *texts), refresh=True)
 
-    def _headline(self, busy: Sequence[Seat], num_waiting: int) -> str:
+    def _headline(self, busy: Sequence[WorkerState], num_waiting: int) -> str:
         done = sum(self.counts.values())
         counts = [f"{self.counts[name]} {name}" for name in COUNTED if self.counts[name]]
         parts = [f"{done}/{len(self.titles)} cells", *counts, f"{len(busy)} running"]
-        parts.append(f"{spoken(time.monotonic() - self.began)} elapsed")
+        parts.append(f"{format_duration(time.monotonic() - self.began)} elapsed")
         left = self.time_left(num_waiting, busy)
         return ", ".join([*parts, f"{left} left"] if left else parts)
 
-    def _row(self, worker: Seat) -> str:
+    def _row(self, worker: WorkerState) -> str:
         first, *others = worker.task
         more = f" and {len(others)} more" if others else ""
         done, total = worker.steps
@@ -120,7 +120,7 @@ class Display(logging.Handler):
         return f"{self.titles[first]}{more}  {how_far}"
 
 
-def _rest_of(worker: Seat, mean: float) -> float:
+def _rest_of(worker: WorkerState, mean: float) -> float:
     """Seconds left for a cell, by its own speed once 5 % of its steps are done."""
     elapsed = time.monotonic() - worker.since
     done, total = worker.steps

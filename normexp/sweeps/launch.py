@@ -19,17 +19,19 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from normexp.cells.recorded import passed_over, recorded_outcome
+from normexp.cells.recorded import find_skippable, recorded_outcome
 from normexp.config.compose import VERSION_BASE, quoted
 from normexp.config.help import conf_dir
-from normexp.config.spec import CellSpec, Command, Outcome, name_of
+from normexp.config.spec import CellSpec, Command, Outcome, norm_and_data
 from normexp.records.history import read_history
 from normexp.records.logs import messages_to_stderr
 from normexp.sweeps.log import StudyLog
-from normexp.sweeps.spread import environment, group_cells, shared_value
 from normexp.sweeps.sweep import train_cells
+from normexp.sweeps.tasks import environment, group_cells, shared_value
 
-OF_LAUNCHER = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that say how jobs are launched
+LAUNCHER_WORDS = (
+    r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that say how jobs are launched
+)
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
@@ -46,7 +48,7 @@ def launch_cells(
     log = StudyLog(cells, words)
     with messages_to_stderr():
         log.check()
-    known = passed_over(cells)
+    known = find_skippable(cells)
     before = read_outcomes(cells)
     for study_dir in log.study_dirs:
         log.open(study_dir)
@@ -71,10 +73,10 @@ def read_outcomes(cells: Sequence[CellSpec], launcher_error: str = "") -> list[O
     outcomes = []
     for cell in cells:
         if cell.cfg is None or cell.study_dir is None:
-            outcomes.append(Outcome("refused", name_of(cell), error=cell.error))
+            outcomes.append(Outcome("refused", norm_and_data(cell), error=cell.error))
             continue
         known = read(cell.study_dir).cells.get(cell.digest)
-        outcome = Outcome("failed", name_of(cell))
+        outcome = Outcome("failed", norm_and_data(cell))
         if known is not None and known.error:
             status, _, outcome.error = known.error.partition(": ")
             outcome.status = "refused" if status == "refused" else "failed"
@@ -94,7 +96,7 @@ def _run_hydra(
     Returns the error of the launcher in one line, empty without one.
     """
     # Only what configures Hydra: the cells are composed, and a job receives the number of its task.
-    own = [word for word in command.overrides if re.match(OF_LAUNCHER, word)]
+    own = [word for word in command.overrides if re.match(LAUNCHER_WORDS, word)]
     numbers = ",".join(map(str, range(len(tasks))))
     overrides = [*own, f"+task={numbers}", f"hydra.sweep.dir={quoted(str(folder))}"]
     overrides.append("hydra.sweeper.params=null")  # of an experiment

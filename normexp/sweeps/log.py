@@ -9,7 +9,7 @@ from pathlib import Path
 from normexp.config.spec import CellSpec, Outcome, title_of
 from normexp.errors import UserError
 from normexp.records.environment import code_version
-from normexp.records.files import ensure_writable, is_denied, refusing_denied
+from normexp.records.files import ensure_writable, is_denied, user_error_if_denied
 from normexp.records.history import (
     CellEntry,
     CommandEntry,
@@ -70,10 +70,10 @@ class StudyLog:
         if self.words:
             asked = {cell.digest: cell.seeds for cell in cells}
             entries.append(CommandEntry([*self.words], code_version(), asked))
-        with refusing_denied(study_dir, "take another study=..."):
+        with user_error_if_denied(study_dir, "take another study=..."):
             append_entries(study_dir, entries)
 
-    def settle(self, ends: Iterable[tuple[CellSpec, Outcome]]) -> None:
+    def record_outcomes(self, ends: Iterable[tuple[CellSpec, Outcome]]) -> None:
         """Records what became of cells: the id, or why there is none."""
         told: list[tuple[CellSpec, Entry]] = []
         for cell, outcome in ends:

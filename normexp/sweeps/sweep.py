@@ -9,29 +9,38 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from normexp.cells.recorded import passed_over
+from normexp.cells.recorded import find_skippable
 from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
-from normexp.config.spec import CellSpec, Outcome, name_of
+from normexp.config.spec import CellSpec, Outcome, norm_and_data
 from normexp.errors import Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import read_records
 from normexp.reporting.summary import print_closing_table, print_summary
 from normexp.reporting.wandb_runs import log_to_agent, refuse_many_cells
-from normexp.sweeps.crew import SPAWN, Seat, Worker
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog, cell_entry
-from normexp.sweeps.spread import (
-    Board,
-    Place,
+from normexp.sweeps.tasks import (
     Task,
+    TaskBoard,
+    WorkerSlot,
     group_cells,
-    own_place,
-    places_for,
+    own_slot,
     shared_value,
+    worker_slots,
 )
-from normexp.sweeps.worker import Began, Ended, Event, Steps, Took, Trainer, loaded, work
+from normexp.sweeps.worker import (
+    Event,
+    RunTask,
+    StackBegan,
+    StepsDone,
+    TaskEnded,
+    TaskTaken,
+    importing_run_task,
+    work,
+)
+from normexp.sweeps.worker_process import SPAWN, Worker, WorkerState
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -46,16 +55,18 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
 
     Raises:
         UserError: all cells are refused for the same reason; otherwise a refusal is a row.
-        Halted, KeyboardInterrupt: as `check_ended`.
+        Halted, KeyboardInterrupt: as `raise_if_stopped`.
     """
     refuse_many_cells(cells)
     outcomes = train_cells(cells, words)
     if is_under_agent():
         log_to_agent(cells[0], outcomes[0])
-    return conclude(cells, outcomes, words)
+    return print_outcomes(cells, outcomes, words)
 
 
-def conclude(cells: Sequence[CellSpec], outcomes: Sequence[Outcome], words: Sequence[str]) -> int:
+def print_outcomes(
+    cells: Sequence[CellSpec], outcomes: Sequence[Outcome], words: Sequence[str]
+) -> int:
     """Prints the outcomes of a command; returns the exit code. Raises as `run_cells`."""
     reasons = {outcome.error if outcome.status == "refused" else "" for outcome in outcomes}
     if len(reasons) == 1 and (reason := reasons.pop()):
@@ -64,16 +75,16 @@ def conclude(cells: Sequence[CellSpec], outcomes: Sequence[Outcome], words: Sequ
     if shared_value(cfgs, "dry_run"):
         from normexp.reporting.dry_run import print_plan  # scipy
 
-        print_plan(cells, outcomes, num_workers=places_for(cfgs, len(cells))[1])
+        print_plan(cells, outcomes, num_workers=worker_slots(cfgs, len(cells))[1])
     elif len(cells) == 1 and not outcomes[0].halts:
         print_summary(outcomes[0], words)
     elif len(cells) > 1:
         print_closing_table(cells, outcomes)
-    check_ended(cells, outcomes)
+    raise_if_stopped(cells, outcomes)
     return 1 if any(outcome.status in ("refused", "failed") for outcome in outcomes) else 0
 
 
-def check_ended(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
+def raise_if_stopped(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
     """Checks that a command has come to its end, or to a failure under `fail_fast`.
 
     Raises:
@@ -104,12 +115,12 @@ def train_cells(
         validate_keys(cfg, COMMAND_KEYS)
     dry_run = bool(shared_value(cfgs, "dry_run"))
     fail_fast = bool(shared_value(cfgs, "fail_fast"))
-    known = passed_over(cells)
-    places, num_workers = places_for(cfgs, len(cells), workers)
+    known = find_skippable(cells)
+    slots, num_workers = worker_slots(cfgs, len(cells), workers)
     if dry_run:
-        places = [replace(place, slots=()) for place in places]
+        slots = [replace(slot, locks=()) for slot in slots]
     log = StudyLog(cells, words, writes=not dry_run)
-    return Sweep(log, group_cells(cells), places, num_workers, fail_fast, known).train()
+    return Sweep(log, group_cells(cells), slots, num_workers, fail_fast, known).train()
 
 
 @dataclass
@@ -117,7 +128,7 @@ class Sweep:
     """The cells of a command until each has its outcome: what workers tell comes together here.
 
     Args:
-        places: that a worker may have, or this process; more than workers if GPUs are many.
+        slots: that a worker may have, or this process; more than workers if GPUs are many.
         num_workers: processes that train at once; 0: this process trains.
         known: outcomes of cells that need no training, by index.
         run_task: trains; None: `cells.run.run_task`.
@@ -125,11 +136,11 @@ class Sweep:
 
     log: StudyLog
     tasks: Sequence[Task]
-    places: Sequence[Place]
+    slots: Sequence[WorkerSlot]
     num_workers: int = 0
     fail_fast: bool = False
     known: Mapping[int, Outcome] = field(default_factory=dict)
-    run_task: Trainer | None = None
+    run_task: RunTask | None = None
 
     def __post_init__(self) -> None:
         self.cells = self.log.cells
@@ -150,7 +161,9 @@ class Sweep:
             Halted: no worker process starts.
         """
         num_cells = len(self.cells)  # no lock in shared memory: a killed worker would keep it
-        board = Board(self.tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells))
+        board = TaskBoard(
+            self.tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells)
+        )
         with self.display:
             self.log.check()
             done = [task for task in self.tasks if self.known.keys() >= set(task)]
@@ -162,11 +175,15 @@ class Sweep:
             elif board.num_open:
                 self._train_here(board)
             outcomes = [
-                self.outcomes.get(index, Outcome("stopped", name_of(cell), missing=cell.seeds))
+                self.outcomes.get(
+                    index, Outcome("stopped", norm_and_data(cell), missing=cell.seeds)
+                )
                 for index, cell in enumerate(self.cells)
             ]
             ends = zip(self.cells, outcomes, strict=True)  # some were refused before any began
-            self.log.settle([(cell, outcome) for cell, outcome in ends if not outcome.cell_id])
+            self.log.record_outcomes(
+                [(cell, outcome) for cell, outcome in ends if not outcome.cell_id]
+            )
         return outcomes
 
     def stop(self) -> None:
@@ -175,14 +192,14 @@ class Sweep:
         for worker in self.workers:
             worker.process.terminate()  # it leaves a checkpoint if it trains, and ends
 
-    def _train_here(self, board: Board) -> None:
-        report = partial(self._note, Seat())
-        with loaded(self.run_task) as run_task, own_place(self.places) as place:
+    def _train_here(self, board: TaskBoard) -> None:
+        report = partial(self._handle_event, WorkerState())
+        with importing_run_task(self.run_task) as run_task, own_slot(self.slots) as slot:
             own = {"run_task": run_task, "shows_bar": True}
             while board.num_open and not self.request.requested:
-                work(self.cells, board, place, report, self.request, **own)
+                work(self.cells, board, slot, report, self.request, **own)
 
-    def _train_in_workers(self, board: Board) -> None:
+    def _train_in_workers(self, board: TaskBoard) -> None:
         try:
             with self.request.listening():
                 while self.workers or (board.num_open and not self.stopping):
@@ -192,37 +209,37 @@ class Sweep:
                     self._start_workers(board)
                     ready = wait([worker.connection for worker in self.workers], TICK)
                     for worker in [each for each in self.workers if each.connection in ready]:
-                        self._hear(worker, board)
+                        self._receive(worker, board)
                     self.display.update(self.workers, board.num_open)
         finally:
             for worker in self.workers:
                 worker.close()
 
-    def _start_workers(self, board: Board) -> None:
-        """Starts workers in free places, for open tasks that none of the others will take."""
-        free = list(self.places)
+    def _start_workers(self, board: TaskBoard) -> None:
+        """Starts workers in free slots, for open tasks that none of the others will take."""
+        free = list(self.slots)
         for worker in self.workers:
-            free.remove(worker.place)
+            free.remove(worker.slot)
         idle = sum(not worker.task for worker in self.workers)
         wanted = min(len(board.open_tasks()) - idle, self.num_workers - len(self.workers))
         if self.stopping or wanted <= 0:
             return
-        free.sort(key=lambda place: place.gpu is not None and place.is_taken())
-        for place in free[:wanted]:
+        free.sort(key=lambda slot: slot.gpu is not None and slot.is_taken())
+        for slot in free[:wanted]:
             self.num_started += 1
-            worker = Worker(self.num_started, place, self.cells, board, self.run_task)
+            worker = Worker(self.num_started, slot, self.cells, board, self.run_task)
             self.workers.append(worker)
 
-    def _hear(self, worker: Worker, board: Board) -> None:
-        event = worker.hear()
+    def _receive(self, worker: Worker, board: TaskBoard) -> None:
+        event = worker.receive()
         if text := worker.new_output().rstrip():
             self.display.print(text)
         if event is None:
-            self._bury(worker, board)
+            self._handle_death(worker, board)
         else:
-            self._note(worker, event)
+            self._handle_event(worker, event)
 
-    def _bury(self, worker: Worker, board: Board) -> None:
+    def _handle_death(self, worker: Worker, board: TaskBoard) -> None:
         """Handles the end of a worker: orderly, or by a signal, or at its start."""
         reason = worker.describe_death()
         task = board.taken_by(worker.number) or worker.task
@@ -258,24 +275,24 @@ class Sweep:
         self._early_deaths[task] += 1
         if self._early_deaths[task] > 1 and len(task) == 1:
             error = f"{reason}, before it was trained"
-            self._end(task, [Outcome("failed", name_of(self.cells[task[0]]), error=error)])
+            self._end(task, [Outcome("failed", norm_and_data(self.cells[task[0]]), error=error)])
 
-    def _note(self, seat: Seat, event: Event) -> None:
+    def _handle_event(self, seat: WorkerState, event: Event) -> None:
         match event:
-            case Took(task):
+            case TaskTaken(task):
                 seat.is_ready = True
                 self._failed_starts = 0 if task else self._failed_starts
                 seat.take(task)
-            case Began(stack, cell_ids):
+            case StackBegan(stack, cell_ids):
                 seat.stack = stack
                 for index, cell_id in zip(seat.task, cell_ids, strict=True):
                     cell = self.cells[index]
                     assert cell.study_dir is not None
                     self.log.open(cell.study_dir)
                     self.log.tell([(cell, cell_entry(cell, cell_id))])
-            case Steps(done, total):
+            case StepsDone(done, total):
                 seat.steps = (done, total)
-            case Ended(task, outcomes):
+            case TaskEnded(task, outcomes):
                 seat.take(())
                 first = outcomes[0]
                 if first.status not in ("busy", "alone"):
@@ -290,7 +307,7 @@ class Sweep:
     def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         ends = [each for each in zip(task, outcomes, strict=True) if each[0] not in self.outcomes]
         self.outcomes |= ends
-        self.log.settle([(self.cells[index], outcome) for index, outcome in ends])
+        self.log.record_outcomes([(self.cells[index], outcome) for index, outcome in ends])
         for index, outcome in ends:
             cell = self.cells[index]
             if outcome.directory is not None and not outcome.results:

@@ -19,23 +19,25 @@ from normexp.config.spec import CellSpec, Outcome
 from normexp.records.files import is_held
 from normexp.records.paths import LOCK_FILE
 from normexp.records.stacks import StackRecord
-from normexp.sweeps.spread import Board, Place, Task
+from normexp.sweeps.tasks import Task, TaskBoard, WorkerSlot
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.5  # seconds between two walks while all open tasks are busy, or all slots are taken
+TICK = (
+    0.5  # seconds between two walks while all open tasks are busy, or this worker's slot is taken
+)
 
 
 @dataclass(frozen=True)
-class Took:
+class TaskTaken:
     """The worker has a task and prepares its cells; () once it has imported everything."""
 
     task: Task
 
 
 @dataclass(frozen=True)
-class Began:
+class StackBegan:
     """A stack of the task begins to train; `cell_ids` are those of the task's cells."""
 
     stack: StackRecord
@@ -43,7 +45,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepsDone:
     """Optimizer steps done of the stack in training."""
 
     done: int
@@ -51,7 +53,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskEnded:
     """The outcomes of the task, one for each cell, without results.
 
     After `busy`, where another process trains a cell, and `alone` the task is open again.
@@ -61,37 +63,39 @@ class Ended:
     outcomes: Sequence[Outcome]
 
 
-Event = Took | Began | Steps | Ended | logging.LogRecord
-Trainer = Callable[..., list[Outcome]]  # `cells.run.run_task`
+Event = TaskTaken | StackBegan | StepsDone | TaskEnded | logging.LogRecord
+RunTask = Callable[..., list[Outcome]]  # `cells.run.run_task`
 
 
 def work(
     cells: Sequence[CellSpec],
-    board: Board,
-    place: Place,
+    board: TaskBoard,
+    slot: WorkerSlot,
     report: Callable[[Event], None],
     stop: StopRequest,
     *,
-    run_task: Trainer,
+    run_task: RunTask,
     number: int = 1,
     shows_bar: bool = False,
 ) -> None:
     """Trains open tasks until none is left, or a stop is requested, or a failure may spread.
 
     Args:
-        shows_bar: a progress bar of its own in place of `Steps`.
+        shows_bar: show a progress bar instead of reporting `StepsDone`.
     """
     locks: dict[Task, Path] = {}  # of tasks that another process trains
-    on_steps = None if shows_bar else lambda done, total: report(Steps(done, total))
+    on_steps = None if shows_bar else lambda done, total: report(StepsDone(done, total))
     while board.num_open and not stop.requested:
-        with place.slot() as has_slot:
+        with slot.claim() as is_free:
             busy = {task for task, lock in locks.items() if is_held(lock)}
-            task = board.take(number, busy) if has_slot else None
+            task = board.take(number, busy) if is_free else None
             if task is not None:
-                report(Took(task))
+                report(TaskTaken(task))
                 given = [cells[index] for index in task]
-                outcomes = run_task(given, lambda *begun: report(Began(*begun)), on_steps, stop)
-                report(Ended(task, outcomes))
+                outcomes = run_task(
+                    given, lambda *begun: report(StackBegan(*begun)), on_steps, stop
+                )
+                report(TaskEnded(task, outcomes))
                 status, directory = outcomes[0].status, outcomes[0].directory
                 if status == "busy" and directory is not None:
                     locks[task] = directory / LOCK_FILE
@@ -101,7 +105,7 @@ def work(
                     board.end(task)
                 if _may_spread(outcomes):
                     return
-            elif not has_slot:  # a command shows it once
+            elif not is_free:  # a command shows it once
                 logger.info("waiting: other commands use every core or GPU of this machine")
         if task is None:
             time.sleep(TICK)
@@ -116,7 +120,7 @@ def _may_spread(outcomes: Sequence[Outcome]) -> bool:
 
 
 @contextmanager
-def loaded(run_task: Trainer | None = None) -> Iterator[Trainer]:
+def importing_run_task(run_task: RunTask | None = None) -> Iterator[RunTask]:
     """Imports torch and what trains; data sets stay in memory inside the block."""
     if run_task is not None:
         yield run_task

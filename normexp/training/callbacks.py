@@ -24,7 +24,7 @@ from normexp.training.module import TrainingModule
 from normexp.training.recorder import finite_mean
 
 # Callbacks of Lightning whose work normexp does itself.
-INSTEAD: dict[type, str] = {
+UNSUPPORTED: dict[type, str] = {
     shipped.Checkpoint: "normexp writes checkpoints and weights.pt itself, and resumes from them",
     shipped.ProgressBar: "normexp shows its own progress",
     shipped.ModelSummary: "the result and the report have the number of parameters",
@@ -54,7 +54,7 @@ def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> 
         name: its key and class, for the message.
         metrics: of the validation, which it may monitor.
     """
-    for kind, instead in INSTEAD.items():
+    for kind, instead in UNSUPPORTED.items():
         if isinstance(callback, kind):
             raise UserError(f"{name} cannot be used: {instead}")
     never = _own_hooks(callback, NEVER_CALLED)
@@ -70,7 +70,7 @@ def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> 
         )
 
 
-def monitored(callbacks: Iterable[pl.Callback]) -> str | None:
+def describe_monitor(callbacks: Iterable[pl.Callback]) -> str | None:
     """`EarlyStopping looks at val/loss`, of the first callback with a `monitor`; None if none."""
     for callback in callbacks:
         if (metric := getattr(callback, "monitor", None)) is not None:

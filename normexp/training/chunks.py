@@ -50,7 +50,7 @@ class ChunkLoader:
         while step < end:
             num_steps = min(self._size, end - step)
             if self.processes is not None:
-                num_steps = self.processes.highest(num_steps)
+                num_steps = self.processes.maximum(num_steps)
             started = time.perf_counter()
             yield slice(step, step + num_steps)
             seconds = (time.perf_counter() - started) / num_steps

@@ -38,7 +38,9 @@ def set_matmul_precision(precision: str, device_type: str) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
-def placed(options: dict[str, Any], stop: StopRequest | None = None) -> dict[str, Any]:
+def resolve_trainer_options(
+    options: dict[str, Any], stop: StopRequest | None = None
+) -> dict[str, Any]:
     """Returns the Trainer's options with `accelerator=auto` and `strategy=ddp` resolved."""
     options = options | {"accelerator": device_type(options["accelerator"])}
     if options.get("strategy") != "ddp":

@@ -28,8 +28,8 @@ from normexp.training.statistics import (
     Population,
     batch_statistics,
     block_size,
+    evaluation_mode,
     gather,
-    lent,
     measure_population,
     shuffled,
 )
@@ -186,7 +186,7 @@ class Evaluator:
             if self.population is None:
                 logger.info("no precise statistics: the norm has no running averages")
             else:
-                with lent(self.replicas):
+                with evaluation_mode(self.replicas):
                     write_state(self.replicas, self.population.state)
                     for split in splits:
                         metrics |= self._score(self.replicas, "precise", split)
@@ -200,7 +200,7 @@ class Evaluator:
             population = self._measure_population(own)
             if population is not None:
                 write_state(own, population.state)
-            with lent(own):
+            with evaluation_mode(own):
                 for split in splits:
                     metrics |= self._score(own, "ema", split, group, group)
         return metrics

@@ -19,7 +19,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
-from normexp.training.devices import placed
+from normexp.training.devices import resolve_trainer_options
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -62,7 +62,7 @@ def fit(
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
             plugins=[AtomicCheckpointIO()],
             **BARE,
-            **placed(trainer_options, stop),
+            **resolve_trainer_options(trainer_options, stop),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
@@ -83,7 +83,7 @@ def fit(
 
 def evaluate(module: TrainingModule, *, accelerator: str, precision: str) -> None:
     """Validates and tests a module without training; fills `module.metrics`."""
-    options = placed({"accelerator": accelerator, "precision": precision})
+    options = resolve_trainer_options({"accelerator": accelerator, "precision": precision})
     with quiet_lightning():
         trainer = pl.Trainer(devices=1, logger=False, enable_checkpointing=False, **BARE, **options)
         trainer.validate(module, verbose=False)
@@ -104,8 +104,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
-class Reason(IntEnum):
-    """Why to write a checkpoint; of several processes the highest counts."""
+class SaveReason(IntEnum):
+    """Why to write a checkpoint; with several processes the highest counts."""
 
     NONE = 0
     DUE = 1
@@ -151,14 +151,20 @@ class Checkpointer(Checkpoint):
         if trainer.should_stop or module.has_ended:
             return
         is_due = time.monotonic() - self._saved_at >= SECONDS_BETWEEN_SAVES
-        reason = Reason.STOP if self.stop.requested else Reason.DUE if is_due else Reason.NONE
+        reason = (
+            SaveReason.STOP
+            if self.stop.requested
+            else SaveReason.DUE
+            if is_due
+            else SaveReason.NONE
+        )
         if module.processes is not None:  # signals and clocks differ between processes
-            reason = module.processes.highest(reason)
-        if reason == Reason.NONE:
+            reason = module.processes.maximum(reason)
+        if reason == SaveReason.NONE:
             return
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_at = time.monotonic()
-        if reason == Reason.STOP:
+        if reason == SaveReason.STOP:
             raise Interrupted
 
 

@@ -151,7 +151,7 @@ class WandbRun:
         self.run.finish(exit_code=1 if failed else 0)
 
 
-class OwnRun:
+class LoggerRun:
     """A sink that passes one run to a Lightning logger."""
 
     def __init__(self, own: Logger, params: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch
 
 
 @contextmanager
-def lent(replicas: Replicas) -> Iterator[None]:
+def evaluation_mode(replicas: Replicas) -> Iterator[None]:
     """Lends the replicas in evaluation mode; modes and buffers are as before in the end."""
     modes = {module: module.training for module in replicas.modules()}
     buffers, values = dict(replicas.named_buffers()), read_state(replicas)
@@ -74,7 +74,7 @@ def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
     """
     sites = [site for _, site in named_sites(replicas)]
     sizes = [site.norm_batch_size for site in sites]
-    with lent(replicas):
+    with evaluation_mode(replicas):
         try:
             for site in sites:
                 site.train()

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from normexp.batching.replicas import InTurn, Stacked
-from normexp.batching.speed import SMALL_FORWARD, stacks, suitable_threads
+from normexp.batching.speed import SMALL_FORWARD, stacking_pays, suitable_threads
 from normexp.norms.parts import ResidualScale
 
 
@@ -75,10 +75,10 @@ def test_shared_batch_reaches_every_replica():
 
 
 def test_rule_of_stacking():
-    assert not stacks("cpu", 1, 10)
-    assert stacks("cpu", 4, SMALL_FORWARD)
-    assert not stacks("cpu", 4, SMALL_FORWARD + 1)
-    assert stacks("cuda", 4, SMALL_FORWARD + 1)
+    assert not stacking_pays("cpu", 1, 10)
+    assert stacking_pays("cpu", 4, SMALL_FORWARD)
+    assert not stacking_pays("cpu", 4, SMALL_FORWARD + 1)
+    assert stacking_pays("cuda", 4, SMALL_FORWARD + 1)
 
 
 def test_small_network_gets_one_thread_and_gives_it_back():

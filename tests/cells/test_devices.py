@@ -14,11 +14,11 @@ import pytest
 
 from normexp.cells import devices
 from normexp.cells.cell import prepare_cell
-from normexp.cells.plan import check_norm_batch_size, place_on_one_device, plan_training, sizes_of
-from normexp.cells.stack import Stack, new_stack
+from normexp.cells.plan import check_norm_batch_size, plan_training, sizes_of, use_one_device
+from normexp.cells.stack import Stack, create_stack
 from normexp.config.compose import compose_cell, compose_config
-from normexp.config.process import place_among
-from normexp.config.spec import CellSpec, place_of_command
+from normexp.config.process import rank_among
+from normexp.config.spec import CellSpec, rank_for
 from normexp.errors import UserError
 from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples
@@ -34,7 +34,7 @@ def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_t
         check_norm_batch_size(cfg, sizes_of(cfg))
     assert sizes_of(compose_config([*DDP, "norm=batch"])).norm == 16
     assert sizes_of(compose_config([*DDP, "norm=sync"])).norm == 32
-    place_on_one_device(cfg := compose_config([*DDP, "norm=batch"]))  # to evaluate it
+    use_one_device(cfg := compose_config([*DDP, "norm=batch"]))  # to evaluate it
     assert (cfg.norm_batch_size, cfg.trainer.devices, cfg.trainer.strategy) == (16, 1, "auto")
     with pytest.raises(UserError, match="over all 2 devices; try norm_batch_size=null"):
         sizes_of(compose_config([*DDP, "norm=sync", "norm_batch_size=8"]))
@@ -51,18 +51,18 @@ def test_last_batch_that_leaves_a_device_idle_is_refused_where_its_peers_would_w
 def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
     for name in ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert place_among(2) is None
+    assert rank_among(2) is None
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert place_among(2) is None  # a batch script: nothing has started its tasks
+    assert rank_among(2) is None  # a batch script: nothing has started its tasks
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_PROCID", "1")
-    assert (place_among(2), place_among(4), place_among(1)) == (1, None, None)
+    assert (rank_among(2), rank_among(4), rank_among(1)) == (1, None, None)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
-    assert place_among(4) == 3
+    assert rank_among(4) == 3
     config = compose_config(["trainer.num_nodes=null"])  # which is refused later
-    assert place_of_command([CellSpec(config, {}, "")]) is None
+    assert rank_for([CellSpec(config, {}, "")]) is None
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -95,10 +95,10 @@ def test_each_rank_repeats_every_cell_of_a_stack(tmp_path: Path, monkeypatch: py
     """Such as of a stack of two rates that one device has begun."""
     words = [*DDP, "norm=batch", f"runs_dir={tmp_path}"]
     cells = [prepare_cell(*compose_cell([*words, f"lr={lr}"])) for lr in (0.5, 0.05)]
-    begun = new_stack([(cell, seed) for cell in cells for seed in (0, 1)])
+    begun = create_stack([(cell, seed) for cell in cells for seed in (0, 1)])
     ranks: list[Stack] = []
     monkeypatch.setattr(devices, "_spawn_ranks", lambda order, stop, _: order.train(0, stop, None))
-    monkeypatch.setattr(devices, "train_together", lambda stack, *_: ranks.append(stack))
+    monkeypatch.setattr(devices, "train_stack", lambda stack, *_: ranks.append(stack))
     devices.train_on_devices(begun, StopRequest(), None)
     (stack,) = ranks
     assert (stack.lrs, stack.seeds) == ([0.5, 0.5, 0.05, 0.05], [0, 1, 0, 1])
@@ -178,10 +178,9 @@ class BreaksInSecond(nn.BatchNorm2d):
 
 @pytest.mark.slow
 def test_failure_of_one_process_ends_the_others_and_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_module: Callable[[str, str], Path]
 ):
-    (tmp_path / "norm_of_one_rank.py").write_text(BROKEN)
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("norm_of_one_rank", BROKEN)
     norm = ["norm=custom", "norm._target_=norm_of_one_rank.BreaksInSecond"]
     assert main([*DDP, *norm, "steps=4", "replicas=1", f"runs_dir={tmp_path / 'runs'}"]) == 1
     (result,) = results_of(tmp_path / "runs").values()

@@ -35,7 +35,7 @@ from normexp.build import NetworkBuilder
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.checks.integrity import cannot_stack, check_optimizer
 from normexp.checks.preflight import Traits, examine, padded_batch, smallest_group
-from normexp.checks.sites import enter_sites, measure_reaches, open_network, probe_batch
+from normexp.checks.sites import enter_sites, expose_branches, measure_reaches, probe_batch
 from normexp.config.compose import compose_cell
 from normexp.config.target import Target
 from normexp.data.dataset import Data
@@ -353,7 +353,7 @@ def silent(norm: Any) -> nn.Module:
 @pytest.mark.parametrize("size", [3, 128])
 def test_values_per_statistic_are_of_the_formula(make, view: Any, values, by_group, size: int):
     on_map, norm = view == "map", NormFactory(make, view=view)
-    network = open_network((convnet if on_map else encoder)(norm))
+    network = expose_branches((convnet if on_map else encoder)(norm))
     batch = probe_batch(image_data() if on_map else padded_data(), 4)
     reaches = measure_reaches(enter_sites(network, batch)).values()
     expected = [count * (size if by_group else 1) for count in values]

@@ -17,7 +17,7 @@ from torch import nn
 
 import normexp
 from normexp.build import NetworkBuilder
-from normexp.cells.draft import Draft
+from normexp.cells.draft import CellDraft
 from normexp.cells.naming import id_of, identity_of
 from normexp.cells.plan import plan_training
 from normexp.config.compose import compose_cell, compose_config, shipped_config
@@ -122,7 +122,7 @@ def id_by_words(data: Data, *words: str) -> str:
         norm,
         NetworkBuilder(Target("model", "", nn.Identity)),
     )
-    draft = Draft(cfg, choices, None, *parts, nn.Identity())
+    draft = CellDraft(cfg, choices, None, *parts, nn.Identity())
     return id_of(identity_of(draft, mixes_samples=True), choices)
 
 

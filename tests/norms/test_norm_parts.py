@@ -25,7 +25,7 @@ from normexp.norms.parts import (
 )
 from normexp.norms.rms import FilterResponseNorm
 from normexp.norms.site import norm_parameters
-from normexp.norms.slots import PLACES, SLOTS, Slots, changed, resolve, without_place
+from normexp.norms.slots import PLACES, SLOTS, Slots, changed, resolve, set_but_unused
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_only_used_values_unlike_the_default_make_another_training():
 
 def test_slots_that_were_set_and_not_used_are_found():
     config = {"act": "relu", "qk_norm": False, "placement": None, "lr": 0.1}
-    assert without_place(config, {"act"}) == ["qk_norm"]
+    assert set_but_unused(config, {"act"}) == ["qk_norm"]
     assert set(PLACES) == set(SLOTS)
 
 

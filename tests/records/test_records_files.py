@@ -17,7 +17,7 @@ from normexp.records.files import (
     appending,
     ensure_writable,
     file_lock,
-    full_disk,
+    full_disk_message,
     holder_of,
     is_held,
     open_atomic,
@@ -130,13 +130,13 @@ def test_full_disk_is_found_behind_other_errors(tmp_path: Path, monkeypatch: pyt
     for code in (errno.ENOSPC, errno.EDQUOT):
         error = RuntimeError("could not be saved")
         error.__cause__ = OSError(code, "no room")
-        assert f"full below {tmp_path}" in str(full_disk(error, tmp_path))
+        assert f"full below {tmp_path}" in str(full_disk_message(error, tmp_path))
     torn = RuntimeError("unexpected pos 64 vs 0")  # torch does not say ENOSPC
-    assert full_disk(torn, tmp_path / "not" / "there") is None
-    assert full_disk(OSError(errno.EACCES, "denied"), tmp_path) is None
+    assert full_disk_message(torn, tmp_path / "not" / "there") is None
+    assert full_disk_message(OSError(errno.EACCES, "denied"), tmp_path) is None
     monkeypatch.setattr(files, "LEAST_FREE", 2**80)
-    assert full_disk(torn, tmp_path / "not" / "there") is not None
-    assert full_disk(ValueError("a mistake"), tmp_path) is None
+    assert full_disk_message(torn, tmp_path / "not" / "there") is not None
+    assert full_disk_message(ValueError("a mistake"), tmp_path) is None
 
 
 def test_ensure_writable_creates_nothing_and_names_the_key(
@@ -199,15 +199,6 @@ def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path
         assert has_lock == "False"
     assert list(tmp_path.iterdir()) == []
     assert holder_of(path) is None
-
-
-def test_two_locks_in_one_process_exclude_each_other(tmp_path: Path):
-    path = tmp_path / ".lock"
-    assert not is_held(path) and not path.exists()
-    with file_lock(path) as first, file_lock(path) as second:
-        assert (first, second, is_held(path)) == (True, False, True)
-    with file_lock(path) as again:
-        assert again
 
 
 def test_lock_on_a_removed_file_is_no_lock_on_its_successor(

@@ -14,10 +14,10 @@ import pytest
 from normexp.errors import UserError
 from normexp.records.history import (
     AttemptEntry,
+    CacheEntry,
     CellEntry,
     CellHistory,
     CommandEntry,
-    KeyEntry,
     SearchEntry,
     append_entries,
     read_history,
@@ -62,7 +62,7 @@ def test_two_processes_append_without_tearing(tmp_path: Path):
 
 def test_entries_come_back_with_every_value(tmp_path: Path):
     attempt = AttemptEntry("s1", "no more", died=True, checkpointed_at=7)
-    key = KeyEntry("d1", "k", "a", ["/own"], {"precise": 64})
+    key = CacheEntry("d1", "k", "a", ["/own"], {"precise": 64})
     searches = [SearchEntry("s", ["x"], ["lr"], "val/loss", points) for points in (["a"], ["b"])]
     append_entries(tmp_path, [COMMAND, attempt, key, *searches])
     history = read_history(tmp_path)
@@ -99,7 +99,7 @@ def test_ids_of_an_edited_cell_are_kept(tmp_path: Path):
 
 
 def test_known_entries_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    key = KeyEntry("d1", "k", "a", [])
+    key = CacheEntry("d1", "k", "a", [])
     entries = [ASKED, CellEntry("d1", "norm=batch", [0, 1], cell_id="batch-1"), key]
     append_entries(tmp_path, entries)
     before = (tmp_path / "study.jsonl").read_bytes()
@@ -115,16 +115,6 @@ def test_known_entries_are_not_written_again(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "study.jsonl").read_bytes() == before
     append_entries(tmp_path, [*entries, CellEntry("d0", "norm=none", [0])])
     assert len((tmp_path / "study.jsonl").read_bytes().splitlines()) == len(entries) + 1
-
-
-def test_line_that_a_killed_writer_tore_is_ignored_and_then_cut(tmp_path: Path):
-    append_entries(tmp_path, [COMMAND, ASKED])
-    path = tmp_path / "study.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"time": "2026", "command": ["seco')
-    history = read_history(tmp_path)
-    assert (history.commands, list(history.cells)) == ([COMMAND], ["d1"])
-    append_entries(tmp_path, [COMMAND])
-    assert read_history(tmp_path).commands == [COMMAND, COMMAND]
 
 
 TYPED = '{"time": "t", "command": ["c"], "code_version": 123, "cells": {}}'

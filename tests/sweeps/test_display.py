@@ -10,11 +10,11 @@ from rich.console import Console
 
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
-from normexp.config.spec import Outcome, spoken, tell_apart, title_of
+from normexp.config.spec import Outcome, format_duration, split_shared_words, title_of
 from normexp.records.state import shared_words
 from normexp.sweeps import display as module
-from normexp.sweeps.crew import Seat
 from normexp.sweeps.display import Display
+from normexp.sweeps.worker_process import WorkerState
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def seat(*task: int, steps: tuple[int, int] = (0, 0), since: float = 0.0) -> Seat:
-    seat = Seat()
+def seat(*task: int, steps: tuple[int, int] = (0, 0), since: float = 0.0) -> WorkerState:
+    seat = WorkerState()
     seat.take(task)
     seat.is_ready, seat.steps, seat.since = True, steps, since
     return seat
@@ -51,14 +51,14 @@ def test_lines_count_the_cells_and_say_why_and_notes_are_told_once(
 
 
 def test_time_left_follows_the_steps_of_what_runs(clock: list[float]):
-    display = Display(["a", "b", "c", "d"], num_places=2)
+    display = Display(["a", "b", "c", "d"], num_slots=2)
     display.ended("a", Outcome("failed", "a", seconds=0.1))
     assert display.time_left(3) == ""  # no training was measured yet
     display.seconds = [100.0]
     clock[0] = 30.0
     half, fresh = seat(1, steps=(50, 100)), seat(2, since=10.0)
     # 30 s for the other half, 100 - 20 s for the fresh one, 100 s for the one that waits
-    assert display.time_left(1, [half, fresh]) == spoken((30 + 80 + 100) / 2)
+    assert display.time_left(1, [half, fresh]) == format_duration((30 + 80 + 100) / 2)
     fresh.is_ready = False
     assert display.time_left(1, [half, fresh]) == ""
     fresh.is_ready, display.is_stopping = True, True
@@ -66,7 +66,7 @@ def test_time_left_follows_the_steps_of_what_runs(clock: list[float]):
 
 
 def test_live_view_has_a_row_per_worker():
-    display = Display(["norm=a", "norm=b", "norm=c"], num_places=2)
+    display = Display(["norm=a", "norm=b", "norm=c"], num_slots=2)
     file = io.StringIO()
     display.console = Console(file=file, force_terminal=True, width=80)
     with display:
@@ -91,7 +91,12 @@ def test_without_a_terminal_a_line_now_and_then(
 
 
 def test_durations_are_spoken():
-    assert list(map(spoken, (0.44, 12.2, 170, 7500))) == ["0.4 s", "12 s", "3 min", "2 h 05 min"]
+    assert list(map(format_duration, (0.44, 12.2, 170, 7500))) == [
+        "0.4 s",
+        "12 s",
+        "3 min",
+        "2 h 05 min",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,9 +124,9 @@ def test_title_is_the_norm_the_sizes_and_what_was_typed_of_the_training(
 
 
 def test_words_that_titles_share():
-    shared, own = tell_apart(["norm=a lr=1 act=x", "norm=a lr=2 act=x", "norm=a act=x"])
+    shared, own = split_shared_words(["norm=a lr=1 act=x", "norm=a lr=2 act=x", "norm=a act=x"])
     assert (shared, own) == ("act=x", ["norm=a lr=1", "norm=a lr=2", "norm=a"])
-    assert tell_apart(["norm=a lr=1"]) == ("", ["norm=a lr=1"])
-    assert tell_apart([]) == ("", [])
+    assert split_shared_words(["norm=a lr=1"]) == ("", ["norm=a lr=1"])
+    assert split_shared_words([]) == ("", [])
     sizes = ["norm=none norm_batch_size=2 lr=1", "norm=none norm_batch_size=8 lr=1"]
     assert shared_words(sizes) == "norm=none lr=1"  # one cell

@@ -110,7 +110,7 @@ def test_old_error_is_not_shown_for_a_job_that_died(
     cells = compose_cells(parse_command(words))
     log = StudyLog(cells, ["normexp-train", *words])
     log.open(tmp_path / "default")
-    log.settle([(cell, Outcome("refused", "", error="an old mistake")) for cell in cells])
+    log.record_outcomes([(cell, Outcome("refused", "", error="an old mistake")) for cell in cells])
     assert {outcome.error for outcome in launching.read_outcomes(cells)} == {"an old mistake"}
     monkeypatch.setattr(launching, "_run_hydra", lambda *_: "")
     assert main([*words, "hydra/launcher=submitit_local"]) == 1

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from normexp.cells.recorded import passed_over
+from normexp.cells.recorded import find_skippable
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
 from normexp.evaluate import main as evaluate
-from normexp.records import history
 from normexp.records.history import read_history
 from normexp.records.identity import digest_of_data
 from normexp.train import main
@@ -54,7 +53,7 @@ def ids(tmp_path: Path) -> set[str]:
 
 def is_passed(tmp_path: Path, *words: str) -> bool:
     cells = specs(tmp_path, *words)
-    return passed_over(cells).keys() == set(range(len(cells)))
+    return find_skippable(cells).keys() == set(range(len(cells)))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
     assert not is_passed(tmp_path)
     shutil.copytree(trained, tmp_path / "runs")
     assert is_passed(tmp_path) and is_passed(tmp_path, "replicas=1", "workers=2", "study=default")
-    (outcome,) = passed_over(specs(tmp_path)).values()
+    (outcome,) = find_skippable(specs(tmp_path)).values()
     assert [result.seed for result in outcome.results] == [0, 1]
     assert (outcome.status, outcome.title) == ("skipped", "none on digits")
     for words in (["replicas=3"], ["seed=1"], ["lr=0.2"], ["study=other"], ["dry_run=true"]):
@@ -95,22 +94,6 @@ def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path, trained: Path)
         assert train(tmp_path, *words) == 0
     keys = read_history(tmp_path / "runs" / "default").keys
     assert [len(entries) for entries in keys.values()] == [2]
-
-
-@pytest.mark.slow
-def test_history_is_read_no_more_often_for_more_cells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    reads: list[Path] = []
-    read_lines = history.read_lines
-    monkeypatch.setattr(history, "read_lines", lambda path: reads.append(path) or read_lines(path))
-    counts = []
-    for words in (["norm=none"], ["-m", "norm=none", "log_every=10,3,4"]):
-        assert train(tmp_path, *words) == 0
-        reads.clear()
-        assert train(tmp_path, *words) == 0
-        counts.append(len(reads))
-    assert counts[0] == counts[1] > 0
 
 
 def test_finished_sweep_typed_again_ends_without_torch(
@@ -253,6 +236,11 @@ def test_evaluation_that_is_missing_or_has_other_samples_is_named(
     assert is_passed(tmp_path, *words, many)
     (cell / "seed-1" / "evaluation.json").unlink()
     assert not is_passed(tmp_path, *words, many)
+    for weights in cell.glob("seed-*/weights.pt"):
+        weights.unlink()
+    assert train(tmp_path, *words, many) == 0
+    told = capsys.readouterr().err
+    assert "without weights" in told and "normexp.evaluate" not in told
 
 
 @pytest.mark.slow

@@ -23,9 +23,9 @@ from normexp.records.history import read_history
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import read_result
 from normexp.sweeps.log import StudyLog
-from normexp.sweeps.spread import OPEN, Board, Place, Task
 from normexp.sweeps.sweep import Sweep
-from normexp.sweeps.worker import Ended, Event, Took, work
+from normexp.sweeps.tasks import OPEN, Task, TaskBoard, WorkerSlot
+from normexp.sweeps.worker import Event, TaskEnded, TaskTaken, work
 from normexp.training.stopping import StopRequest
 
 KILLED = "killed by signal 9, SIGKILL (out of memory?)"
@@ -43,7 +43,7 @@ def sweep_of(root: Path, *acts: str, tasks: list[Task] | None = None, steps: int
     cells = [spec(root, name, act, steps) for name, act in zip("abcdef", acts, strict=False)]
     tasks = tasks or [(index,) for index in range(len(cells))]
     log = StudyLog(cells, ["normexp-train", "-m"])
-    return Sweep(log, tasks, [Place(1)] * 2, num_workers=1, run_task=run_task)
+    return Sweep(log, tasks, [WorkerSlot(1)] * 2, num_workers=1, run_task=run_task)
 
 
 def statuses(outcomes: list[Outcome]) -> list[str]:
@@ -68,7 +68,7 @@ def test_this_process_walks_the_same_list(tmp_path: Path, fail_fast: bool, last:
     cells = [CellSpec(None, {}, "norm=bad", "no such norm"), *sweep.cells]
     log = StudyLog(cells, ["normexp-train", "-m"])
     tasks = [(0,), (1, 2), (3,), (4,)]
-    outcomes = Sweep(log, tasks, sweep.places, fail_fast=fail_fast, run_task=run_task).train()
+    outcomes = Sweep(log, tasks, sweep.slots, fail_fast=fail_fast, run_task=run_task).train()
     assert statuses(outcomes) == ["refused", "finished", "finished", "failed", last]
 
 
@@ -131,33 +131,33 @@ def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
 def test_busy_task_waits_behind_the_others_and_is_then_trained(tmp_path: Path):
     lock_file = tmp_path / "s" / "cell-a" / LOCK_FILE
     lock_file.parent.mkdir(parents=True)
-    board = Board([(0,), (1,)], [OPEN, OPEN], [0, 0])
+    board = TaskBoard([(0,), (1,)], [OPEN, OPEN], [0, 0])
     heard: list[Event] = []
     with ExitStack() as held:
         assert held.enter_context(file_lock(lock_file))
 
         def report(event: Event) -> None:
             heard.append(event)
-            if isinstance(event, Ended) and event.task == (1,):
+            if isinstance(event, TaskEnded) and event.task == (1,):
                 held.close()
 
         cells = [spec(tmp_path, name, "finish") for name in "ab"]
-        work(cells, board, Place(1), report, StopRequest(), run_task=run_task)
-    ended = [(each.task, each.outcomes[0].status) for each in heard if isinstance(each, Ended)]
+        work(cells, board, WorkerSlot(1), report, StopRequest(), run_task=run_task)
+    ended = [(each.task, each.outcomes[0].status) for each in heard if isinstance(each, TaskEnded)]
     assert ended == [((0,), "busy"), ((1,), "finished"), ((0,), "finished")]
-    assert [event.task for event in heard if isinstance(event, Took)] == [(0,), (1,), (0,)]
+    assert [event.task for event in heard if isinstance(event, TaskTaken)] == [(0,), (1,), (0,)]
 
 
 def test_worker_that_waits_for_a_slot_ends_when_nothing_is_left_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    place, board = Place(1, None, ["core-0"]), Board([(0,)], [OPEN], [0])
+    slot, board = WorkerSlot(1, None, ["core-0"]), TaskBoard([(0,)], [OPEN], [0])
     events: list[Event] = []
     monkeypatch.setattr(time, "sleep", lambda _: board.end((0,)))  # as another worker does
-    with place.slot(), caplog.at_level("INFO"):
+    with slot.claim(), caplog.at_level("INFO"):
         cells = [spec(tmp_path, "a", "finish")]
-        work(cells, board, place, events.append, StopRequest(), run_task=run_task)
+        work(cells, board, slot, events.append, StopRequest(), run_task=run_task)
     assert not events
     assert "waiting" in caplog.text
 
@@ -223,14 +223,14 @@ class Unpickled:
         return os._exit, (3,)  # W&B replaces sys.exit
 
 
-@pytest.mark.parametrize("at", ["start", "slots"])
+@pytest.mark.parametrize("at", ["start", "locks"])
 def test_workers_that_die_without_a_task_end_the_sweep(tmp_path: Path, at: str):
     sweep = sweep_of(tmp_path, "finish", "finish", "finish")
     if at == "start":
         sweep.run_task = Unpickled()  # type: ignore[assignment]
-    else:  # the folder of the slots cannot be written
+    else:  # the folder of the locks cannot be written
         (tmp_path / "a_file").touch()
-        sweep.places = [Place(1, None, [f"{tmp_path}/a_file/core-0"])]
+        sweep.slots = [WorkerSlot(1, None, [f"{tmp_path}/a_file/core-0"])]
     with pytest.raises(Halted, match="no worker process starts"):
         sweep.train()
 

@@ -10,7 +10,7 @@ from pytorch_lightning import callbacks as shipped
 from training_cases import assert_same_state, build_module, stopped_and_resumed, train
 
 from normexp.errors import UserError
-from normexp.training.callbacks import act_on_batches, check_callback, monitored, why_stopped
+from normexp.training.callbacks import act_on_batches, check_callback, describe_monitor, why_stopped
 from normexp.training.module import TrainingModule
 
 METRICS = ["val/loss", "val/accuracy"]
@@ -96,8 +96,8 @@ def test_callbacks_say_what_they_need():
     quiet = [Sees(), shipped.LambdaCallback(on_train_end=print)]
     for callback in quiet:
         check_callback(callback, "callback", METRICS)
-    assert not act_on_batches(quiet) and monitored(quiet) is None
+    assert not act_on_batches(quiet) and describe_monitor(quiet) is None
     assert act_on_batches([*quiet, Steps()])
     assert act_on_batches([shipped.LambdaCallback(on_train_batch_start=print)])
     early = shipped.EarlyStopping("val/loss")
-    assert monitored([Sees(), early]) == "EarlyStopping looks at val/loss"
+    assert describe_monitor([Sees(), early]) == "EarlyStopping looks at val/loss"

@@ -15,7 +15,7 @@ from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.models.convnet import ConvNet
 from normexp.training import devices
-from normexp.training.devices import placed, set_matmul_precision
+from normexp.training.devices import resolve_trainer_options, set_matmul_precision
 from normexp.training.stopping import StopRequest
 
 
@@ -23,8 +23,8 @@ from normexp.training.stopping import StopRequest
 def test_auto_takes_cuda_or_the_cpu_and_nothing_else(monkeypatch, has_cuda: bool, taken: str):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert placed({"accelerator": "auto", "devices": 1})["accelerator"] == taken
-    assert placed({"accelerator": "gpu", "devices": 1})["accelerator"] == "cuda"
+    assert resolve_trainer_options({"accelerator": "auto", "devices": 1})["accelerator"] == taken
+    assert resolve_trainer_options({"accelerator": "gpu", "devices": 1})["accelerator"] == "cuda"
 
 
 class NotesHandlers(pl.Callback):
@@ -64,7 +64,9 @@ def test_waiting_processes_keep_our_signal_handlers(monkeypatch):
     met = []
     monkeypatch.setattr(DDPStrategy, "barrier", lambda _, name: met.append(name))
     stop = StopRequest()
-    strategy = placed({"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, stop)["strategy"]
+    strategy = resolve_trainer_options(
+        {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, stop
+    )["strategy"]
     with stop.listening():
         ours = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Lightning replaces it

@@ -1,4 +1,4 @@
-"""How a command is spread: workers, their cores and GPUs, and the cells that make one task."""
+"""How a command is tasks: workers, their cores and GPUs, and the cells that make one task."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from normexp.config.spec import CellSpec
 from normexp.records import environment
 from normexp.records.environment import usable_cores, visible_gpus
-from normexp.sweeps import spread
-from normexp.sweeps.spread import Place, group_cells, own_place, places_for
+from normexp.sweeps import tasks
+from normexp.sweeps.tasks import WorkerSlot, group_cells, own_slot, worker_slots
 
 
 def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
@@ -23,7 +23,7 @@ def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "usable_cores", lambda: 8)
+    monkeypatch.setattr(tasks, "usable_cores", lambda: 8)
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,10 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, 100, 8, 1), (None, 3, 3, 2), (2, 100, 2, 4), (20, 100, 20, 1), (1, 100, 1, 8)],
 )
 def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, threads: int):
-    places, num_workers = places_for([cfg(workers)], num_cells)
+    slots, num_workers = worker_slots([cfg(workers)], num_cells)
     assert num_workers == count
-    assert [place.threads for place in places] == [threads] * count
-    assert {len(place.slots) for place in places} == {max(8, count)}
+    assert [slot.threads for slot in slots] == [threads] * count
+    assert {len(slot.locks) for slot in slots} == {max(8, count)}
 
 
 @pytest.mark.parametrize(
@@ -57,47 +57,55 @@ def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
     gpus: list[str | None],
     num_workers: int,
 ):
-    monkeypatch.setattr(spread, "visible_gpus", lambda: ["0", "1", "2"])
-    places, count = places_for(cfgs, num_cells)
-    assert ([place.gpu for place in places], count) == (gpus, num_workers)
+    monkeypatch.setattr(tasks, "visible_gpus", lambda: ["0", "1", "2"])
+    slots, count = worker_slots(cfgs, num_cells)
+    assert ([slot.gpu for slot in slots], count) == (gpus, num_workers)
 
 
 def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(spread, "visible_gpus", lambda: ["0", "1"])
-    places, _ = places_for([cfg(accelerator="auto")], 1)
-    with own_place(places) as first, first.slot():
+    monkeypatch.setattr(tasks, "visible_gpus", lambda: ["0", "1"])
+    slots, _ = worker_slots([cfg(accelerator="auto")], 1)
+    with own_slot(slots) as first, first.claim():
         assert os.environ["CUDA_VISIBLE_DEVICES"] == first.gpu == "0"
-        with own_place(places) as second, second.slot():
+        with own_slot(slots) as second, second.claim():
             assert os.environ["CUDA_VISIBLE_DEVICES"] == second.gpu == "1"
-            with own_place(places) as third:  # it waits
+            with own_slot(slots) as third:  # it waits
                 assert third.gpu == "0" and third.is_taken()
 
 
 @pytest.mark.parametrize(
-    ("place", "asked", "threads", "gpu"),
-    [(Place(4), "2", "2", None), (Place(1), "2", "1", None), (Place(4, "1"), None, "4", "1")],
+    ("slot", "asked", "threads", "gpu"),
+    [
+        (WorkerSlot(4), "2", "2", None),
+        (WorkerSlot(1), "2", "1", None),
+        (WorkerSlot(4, "1"), None, "4", "1"),
+    ],
 )
 def test_worker_inherits_its_threads_and_gpu_and_what_the_user_set_is_not_raised(
-    monkeypatch: pytest.MonkeyPatch, place: Place, asked: str | None, threads: str, gpu: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    slot: WorkerSlot,
+    asked: str | None,
+    threads: str,
+    gpu: str | None,
 ):
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    with place.environment():
+    with slot.environment():
         assert [os.environ.get(name) for name in names] == [threads, gpu]
     assert [os.environ.get(name) for name in names] == [asked, None]
 
 
 def test_commands_share_the_slots_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    place = Place(1, None, ["core-0", "core-1"])
-    with place.slot() as first:
-        with place.slot() as second, place.slot() as third:
+    slot = WorkerSlot(1, None, ["core-0", "core-1"])
+    with slot.claim() as first:
+        with slot.claim() as second, slot.claim() as third:
             assert (first, second, third) == (True, True, False)
-        with place.slot() as again:
+        with slot.claim() as again:
             assert again
     assert not list(tmp_path.glob("*/core-*"))
 

@@ -20,14 +20,14 @@ from queue import SimpleQueue
 from normexp.config.spec import CellSpec
 from normexp.errors import INTERRUPTED
 from normexp.records.stacks import StackRecord
-from normexp.sweeps.spread import Board, Place, Task
-from normexp.sweeps.worker import Event, Took, Trainer, loaded, work
+from normexp.sweeps.tasks import Task, TaskBoard, WorkerSlot
+from normexp.sweeps.worker import Event, RunTask, TaskTaken, importing_run_task, work
 from normexp.training.stopping import StopRequest
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threads and locks
 
 
-class Seat:
+class WorkerState:
     """What is known of one that works: a worker process, or this process.
 
     Attributes:
@@ -47,7 +47,7 @@ class Seat:
         self.since = time.monotonic()
 
 
-class Worker(Seat):
+class Worker(WorkerState):
     """One worker process.
 
     Args:
@@ -57,30 +57,30 @@ class Worker(Seat):
     def __init__(
         self,
         number: int,
-        place: Place,
+        slot: WorkerSlot,
         cells: Sequence[CellSpec],
-        board: Board,
-        run_task: Trainer | None = None,
+        board: TaskBoard,
+        run_task: RunTask | None = None,
     ) -> None:
         super().__init__()
         self.number = number
-        self.place = place
+        self.slot = slot
         self._shown = 0
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  as long as the worker
         self.connection, theirs = SPAWN.Pipe(duplex=False)
         # A connection is what multiprocessing hands over; its descriptor is what the worker takes.
         with theirs, Connection(os.dup(self._output.fileno()), readable=False) as output:
-            arguments = (theirs, output, cells, board, place, number, run_task)
+            arguments = (theirs, output, cells, board, slot, number, run_task)
             self.process = SPAWN.Process(target=main, args=arguments)
             # It inherits that Ctrl-C is blocked, until it has left the terminal.
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
-                with place.environment():
+                with slot.environment():
                     self.process.start()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
-    def hear(self) -> Event | None:
+    def receive(self) -> Event | None:
         """Its next event; None once it has ended."""
         try:
             return self.connection.recv()
@@ -127,10 +127,10 @@ def main(
     end: Connection,
     output: Connection,
     cells: Sequence[CellSpec],
-    board: Board,
-    place: Place,
+    board: TaskBoard,
+    slot: WorkerSlot,
     number: int,
-    run_task: Trainer | None,
+    run_task: RunTask | None,
 ) -> None:
     """Runs `work` in this process, which ends with its parent: at a checkpoint if one trains.
 
@@ -150,11 +150,11 @@ def main(
     logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
-        with loaded(run_task) as trainer:
+        with importing_run_task(run_task) as trainer:
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            pipe.enqueue(Took(()))
-            work(cells, board, place, pipe.enqueue, StopRequest(), run_task=trainer, number=number)
+            pipe.enqueue(TaskTaken(()))
+            work(cells, board, slot, pipe.enqueue, StopRequest(), run_task=trainer, number=number)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

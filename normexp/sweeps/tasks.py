@@ -1,6 +1,6 @@
-"""How a command is spread: tasks, each claimed by one worker at a time, and the workers' places.
+"""How a command is spread: tasks, each claimed by one worker at a time, and the workers' slots.
 
-A task is one cell, or several that may be one stack. A place is what one worker may use: CPU
+A task is one cell, or several that may be one stack. A slot is what one worker may use: CPU
 threads, and a GPU. No torch.
 """
 
@@ -72,7 +72,7 @@ OPEN, ENDED = 0, -1  # of a cell; a positive number is the worker that has it
 
 
 @dataclass
-class Board:
+class TaskBoard:
     """How far each cell of a command is, in memory that all of its workers share.
 
     It spares workers of one command from preparing the same cell, and no more: two may take a task
@@ -125,17 +125,17 @@ _own_gpu: str | None = None  # that this process has trained on
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerSlot:
     """What one worker may use: CPU threads, and a GPU as CUDA_VISIBLE_DEVICES names it.
 
     Attributes:
-        slots: names of locks; the worker holds one while it trains. All commands of a user share
+        locks: names of locks; the worker holds one while it trains. All commands of a user share
             them, so that two terminals do not train on one core.
     """
 
     threads: int
     gpu: str | None = None
-    slots: Sequence[str] = ()
+    locks: Sequence[str] = ()
 
     def environment(self) -> AbstractContextManager[None]:
         """What a process that is started inside the block inherits, before it loads torch.
@@ -151,19 +151,19 @@ class Place:
         return environment(own)
 
     @contextmanager
-    def slot(self) -> Iterator[bool]:
-        """Holds one of the slots inside the block; yields False, at once, if none is free."""
+    def claim(self) -> Iterator[bool]:
+        """Holds one of the locks inside the block; yields False, at once, if none is free."""
         base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # no reboot keeps it
         folder = Path(base) / f"normexp-{os.getuid()}"
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
-            locks = (held.enter_context(file_lock(folder / name)) for name in self.slots)
-            yield not self.slots or any(locks)
+            locks = (held.enter_context(file_lock(folder / name)) for name in self.locks)
+            yield not self.locks or any(locks)
 
     def is_taken(self) -> bool:
-        """True if other workers hold all slots."""
-        with self.slot() as has_slot:
-            return not has_slot
+        """True if other workers hold all locks."""
+        with self.claim() as is_free:
+            return not is_free
 
 
 @contextmanager
@@ -179,12 +179,12 @@ def environment(own: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def places_for(
+def worker_slots(
     cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None
-) -> tuple[list[Place], int]:
-    """The places where cells may be trained, and the number of workers: 0 for this process.
+) -> tuple[list[WorkerSlot], int]:
+    """The slots where cells may be trained, and the number of workers: 0 for this process.
 
-    There are more places than workers if GPUs outnumber cells; `workers` overrides the configs.
+    There are more slots than workers if GPUs outnumber cells; `workers` overrides the configs.
     """
     asked = shared_value(cfgs, "workers") if workers is None else workers
     is_whole = any(needs_whole_machine(cfg) for cfg in cfgs)
@@ -200,31 +200,31 @@ def places_for(
         )
     threads = max(1, cores // count)
     if not gpus:
-        slots = [f"core-{i}" for i in range(max(cores, count))]
-        return [Place(threads, None, slots)] * count, num_workers
+        locks = [f"core-{i}" for i in range(max(cores, count))]
+        return [WorkerSlot(threads, None, locks)] * count, num_workers
     # Several workers share a GPU only where a command asks for that.
     shares = -(-count // len(gpus))
     slots_of = {gpu: [f"gpu-{gpu}-{i}" for i in range(shares)] for gpu in gpus}
     if is_whole:  # it needs to see all GPUs, and the slot of the first stands for them
-        return [Place(threads, None, slots_of[gpus[0]])], num_workers
+        return [WorkerSlot(threads, None, slots_of[gpus[0]])], num_workers
     in_turn = islice(cycle(gpus), max(count, len(gpus)))
-    return [Place(threads, gpu, slots_of[gpu]) for gpu in in_turn], num_workers
+    return [WorkerSlot(threads, gpu, slots_of[gpu]) for gpu in in_turn], num_workers
 
 
 @contextmanager
-def own_place(places: Sequence[Place]) -> Iterator[Place]:
-    """The place of this process: the first that is free, else the first; it sees no other GPU.
+def own_slot(slots: Sequence[WorkerSlot]) -> Iterator[WorkerSlot]:
+    """The slot of this process: the first that is free, else the first; it sees no other GPU.
 
     A process keeps the GPU on which CUDA has started.
     """
     global _own_gpu
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        places = [place for place in places if place.gpu == _own_gpu] or places[:1]
-    place = next((each for each in places if not each.is_taken()), places[0])
-    _own_gpu = place.gpu
-    with environment({} if place.gpu is None else {"CUDA_VISIBLE_DEVICES": place.gpu}):
-        yield place
+        slots = [slot for slot in slots if slot.gpu == _own_gpu] or slots[:1]
+    slot = next((each for each in slots if not each.is_taken()), slots[0])
+    _own_gpu = slot.gpu
+    with environment({} if slot.gpu is None else {"CUDA_VISIBLE_DEVICES": slot.gpu}):
+        yield slot
 
 
 def shared_value(cfgs: Sequence[DictConfig], key: str) -> Any:
