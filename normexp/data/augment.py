@@ -15,7 +15,7 @@ _RANGE = 2**31  # draws are reduced modulo the wanted range; the bias is below 1
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random crop of the zero-padded image, then horizontal flip, then cutout; 0 and false are off.
+    """Random crop of the zero-padded image, horizontal flip, cutout; 0 or false turns one off.
 
     Padding and the cut square are black (0). Cutout: DeVries & Taylor 2017, arXiv:1708.04552; the
     square's centre is uniform over the image, so the square may stick out of it.
@@ -41,10 +41,10 @@ class Augmentation:
         return bool(self.crop_padding or self.flip or self.cutout)
 
     def draw(self, seed: int, step: int, num_samples: int) -> dict[str, Tensor]:
-        """Draws of one step, each (num_samples,), int64 or bool, on the CPU.
+        """Random numbers for one step, each (num_samples,), int64 or bool, on the CPU.
 
-        The draws of sample i depend only on (seed, step, i): not on the number of samples, and not
-        on which augmentations are on.
+        Those of sample i depend only on (seed, step, i): not on the number of samples, nor on which
+        augmentations are on.
         """
         table = torch.randint(
             _RANGE, (num_samples, 5), generator=generator(seed, "augment", step)
@@ -60,7 +60,7 @@ class Augmentation:
         return draws
 
     def apply(self, images: Tensor, draws: dict[str, Tensor]) -> Tensor:
-        """The images (..., N, C, H, W) augmented, in the same shape and dtype; draws are (..., N).
+        """Augments images (..., N, C, H, W), same shape and dtype out, by draws (..., N).
 
         Every output pixel is gathered from a source row and column, or is black.
         """

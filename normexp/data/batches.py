@@ -21,7 +21,7 @@ def window_offset(seed: int, epoch: int, block_size: int) -> int:
 
 Batch = dict[str, Tensor]
 
-_MOST_AT_ONCE = 2**22  # values of a chunk converted to float at once; 16 MB
+_MAX_AT_ONCE = 2**22  # values that are converted to float at once; 16 MB
 
 
 class TrainingBatches:
@@ -62,7 +62,7 @@ class TrainingBatches:
         first = position * self.batch_size
         last = min(first + num_steps * self.batch_size, self.samples_per_epoch)
         batch = self.data.train.gather(self._order[:, first:last], self._offset)  # (S, K*N, ...)
-        at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MOST_AT_ONCE
+        at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MAX_AT_ONCE
         if at_once:
             batch["inputs"] = self.data.model_inputs(batch["inputs"], dtype)
         parts = {name: value.split(self.batch_size, dim=1) for name, value in batch.items()}
@@ -91,7 +91,7 @@ class TrainingBatches:
         self._epoch = epoch
 
     def _augmented(self, images: Tensor, step: int) -> Tensor:
-        """The images (S, N, ...) of a step, augmented by the draws of their index in the step."""
+        """The images (S, N, ...) of a step; sample i of a step gets the draws of index i."""
         augmentation = self.data.augmentation
         if augmentation is None:
             return images

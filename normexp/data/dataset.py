@@ -81,17 +81,17 @@ class Windows:
 
 @dataclass
 class Data:
-    """A data set with its three splits and the facts that a model needs about it.
+    """A data set: three splits, and what a model needs to know of them.
 
     Args:
-        num_outputs: classes, or the vocabulary's size for language modelling.
+        num_outputs: number of classes, or of distinct tokens for language modelling.
         input_shape: (C, H, W), or (T,) for tokens.
         mean, std: per channel of the train split, in 0..1 units; None for tokens.
         vocab_size: number of distinct tokens; None for images.
         bytes_per_token: UTF-8 bytes per token of each split; language modelling only.
         augmentation: applied to training images; None for none.
         symbols: the text of each token.
-        source_version: of the package that the content comes from; "" for none.
+        source_version: package and version that the content comes from; "" for none.
         digest: 16 hex digits of the sha256 of the content; computed if not given.
     """
 
@@ -117,7 +117,7 @@ class Data:
 
     @property
     def chance_accuracy(self) -> float | None:
-        """Test accuracy of always naming the most frequent class; None for language models."""
+        """Test accuracy of always predicting the most frequent class; None for language models."""
         if self.task != "classification":
             return None
         targets = self.test.tensors[1]
@@ -155,11 +155,11 @@ def content_digest(
 
 
 def limit_train(data: Data, num_samples: int, seed: int) -> Data:
-    """The data set with only `num_samples` of its training split; all else stays as it was.
+    """The data set with only `num_samples` training samples; all else stays as it was.
 
-    Labelled samples are the first ones in a random order by `seed`, so a smaller subset is part of
-    a larger one; of a text they are its first blocks. Mean, deviation and bytes per token remain
-    those of the whole split.
+    Labelled samples are taken in a random order by `seed`, so a larger subset contains a smaller
+    one; a text keeps its first blocks. Mean, deviation and bytes per token remain those of the
+    whole split.
 
     Raises:
         UserError: the split has fewer samples.
@@ -186,7 +186,7 @@ def validate(data: Data) -> None:
 
 
 def _problems(data: Data) -> Iterator[str]:
-    """Yields the problems of `data`; a check may rely on the checks before it."""
+    """Yields the problems of `data`; each check assumes that those before it passed."""
     kinds = {"classification": Examples, "language_modeling": Windows}
     if data.task not in kinds:
         yield f"task={data.task!r} must be {' or '.join(kinds)}"
@@ -203,7 +203,7 @@ def _problems(data: Data) -> Iterator[str]:
     if data.vocab_size is None:
         yield from _statistics_problems(data)
     if data.num_outputs < 2:
-        yield f"num_outputs={data.num_outputs} leaves nothing to tell apart, must be 2 or more"
+        yield f"num_outputs={data.num_outputs} leaves nothing to predict, must be 2 or more"
 
 
 def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _tensor_problems(
     shape: tuple[int, ...],
     limit: tuple[str, int | None] = ("", None),
 ) -> Iterator[str]:
-    """Checks dtype and shape, that something is there, and that values are below a named limit."""
+    """Checks dtype and shape, that the tensor is not empty, and values against a named limit."""
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         yield f"{name} is {tensor.dtype} {tuple(tensor.shape)}, must be {dtype} {shape}"
     if not len(tensor):

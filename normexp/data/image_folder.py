@@ -38,8 +38,8 @@ def load_image_folder(
 
     Args:
         root: folder with train/<class>/ and test/<class>/; other folders (val/) are ignored.
-        size: side in pixels that images are scaled and centre-cropped to; None keeps them as they
-            are, and then all must have one size.
+        size: side in pixels to which images are scaled and centre-cropped; None leaves images as
+            they are, which must then have one size.
 
     Raises:
         UserError: a missing folder, an empty class, classes that differ between train and test, a
@@ -70,7 +70,7 @@ def load_image_folder(
 
 
 def list_images(root: Path, split: str) -> dict[str, list[Path]]:
-    """The images below root/split/<class>/ by class, both sorted, without hidden files."""
+    """The images below root/split/<class>/ by class, sorted, without hidden files."""
     folder = root / split
     classes = sorted(p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
     if not classes:
@@ -115,7 +115,7 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
     first = decode_image(files[0], size)
     refuse_beyond_memory(
         f"{name}: {len(files)} images of {first.shape[1]}x{first.shape[2]}",
-        2 * len(files) * first.nbytes,  # twice: splitting off val copies train
+        2 * len(files) * first.nbytes,  # splitting off val copies train
         f"try a smaller data.size than {size or max(first.shape[1:])}",
     )
     images = np.empty((len(files), *first.shape), dtype=np.uint8)
@@ -147,7 +147,7 @@ def decode_image(file: Path, size: int | None) -> np.ndarray:
     try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
-    except Exception as error:  # for bad bytes, Pillow raises half a dozen unrelated types
+    except Exception as error:  # Pillow raises half a dozen unrelated types for a broken file
         raise UserError(
             f"cannot decode {file} ({type(error).__name__}); replace or remove it"
         ) from error
@@ -162,7 +162,7 @@ def _load_or_decode(root: Path, files: list[Path], size: int | None, data_dir: P
     if path.exists():
         try:
             return torch.load(path, weights_only=True)
-        except Exception as error:  # for bad bytes, torch raises half a dozen unrelated types
+        except Exception as error:  # torch raises half a dozen unrelated types for a broken file
             log.warning("cannot read the cache %s (%s); decoding again", path, error)
     images = decode_images(files, size, f"data.root={root}")
     try:

@@ -1,4 +1,4 @@
-"""Name the language of a short string. The strings are CLDR data inside Babel: no network."""
+"""Identify the language of a short string; the strings are CLDR data inside Babel, no download."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def load_langid(
     val_fraction: float,
     split_seed: int,
 ) -> Data:
-    """Names of territories, languages, scripts, variants, currencies and units, by language.
+    """Names of territories, languages, scripts, variants, currencies and units; target: language.
 
-    Strings are cut to `max_length` characters; those shared by several languages are dropped.
+    Strings are cut to `max_length` characters, and dropped if several languages share them.
     Tokens are characters; 0 is padding, 1 a character that occurs only in test.
 
     Shapes: inputs int64 (N, max_length), mask bool of the same shape, targets int64 (N,).
@@ -87,7 +87,7 @@ def _read_names(language: str, max_length: int) -> Iterator[str]:
 
 
 def _sample(own: dict[str, list[str]], per_language: int, version: str) -> tuple[list[str], Tensor]:
-    """`per_language` strings of each language, drawn with a fixed seed, and their targets."""
+    """Draws `per_language` strings of each language with a fixed seed; returns them and targets."""
     fewest = min(own, key=lambda language: len(own[language]))
     if not 10 <= per_language <= len(own[fewest]):
         raise UserError(

@@ -1,4 +1,4 @@
-"""What sources of data share: splits, downloads, a memory check."""
+"""Helpers of the data sources: splits, downloads, a memory check."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def split_off_test(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def downloading(name: str, path: Path) -> Iterator[None]:
-    """Turns a failed download to `path` into a UserError about data=`name`; cleans up after it."""
+    """Turns a failed download to `path` into a UserError about data=`name`, without leftovers."""
     had_folder, had_file = path.parent.exists(), path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ def load_shakespeare(
 def load_text_file(
     *, path: str, block_size: int, val_fraction: float, test_fraction: float
 ) -> Data:
-    """A UTF-8 text file of the user's.
+    """A UTF-8 text file of the user.
 
     Raises:
         UserError: the file is missing, not UTF-8, too short or larger than memory.

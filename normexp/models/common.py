@@ -1,4 +1,4 @@
-"""Checks of a model's arguments, and initial weights of all but its norms."""
+"""Checks of a model's arguments, and the initial weights of convolutional networks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def modules_outside_sites(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def init_conv_net(model: nn.Module) -> None:
-    """Normal with variance 2 / fan_in before a ReLU (He et al. 2015, arXiv:1502.01852).
+    """Draws normal weights of variance 2 / fan_in, for ReLU (He et al. 2015, arXiv:1502.01852).
 
     The linear head, which no ReLU follows, gets variance 1 / fan_in and a zero bias.
     """

@@ -14,8 +14,7 @@ class ResidualBlock(nn.Module):
     """relu(x' + residual(norm2(conv2(act(norm1(conv1(x))))))).
 
     x' is the paper's option A, without parameters or norm: x at every `stride`-th position, new
-    channels zero. The ReLU of the sum is not `norm.act`: a slot changes only activations after a
-    norm.
+    channels zero. The outer ReLU is not `norm.act`, since it does not follow a norm directly.
     """
 
     def __init__(self, in_features: int, num_features: int, stride: int, norm: NormFactory) -> None:
@@ -88,7 +87,7 @@ class ResNet(nn.Module):
 def build_stage(
     in_features: int, num_features: int, stride: int, num_blocks: int, norm: NormFactory
 ) -> nn.Sequential:
-    """Blocks with `num_features` channels; the first one changes width and resolution."""
+    """Blocks with `num_features` channels; the first block changes width and resolution."""
     first = ResidualBlock(in_features, num_features, stride, norm)
     rest = [ResidualBlock(num_features, num_features, 1, norm) for _ in range(num_blocks - 1)]
     return nn.Sequential(first, *rest)

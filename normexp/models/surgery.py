@@ -1,9 +1,9 @@
-"""Sites in place of the norm modules of a network that was built without a norm factory.
+"""Replaces the norm modules of a network that was built without a norm factory by sites.
 
-A norm of torch is known by its type. Any other is recognised by its name, which holds `norm`, and
-by its tensors: vectors of one length with the names of `NAMES`. Its layout is found by showing it
-inputs. A module with an activation inside its formula, such as EvoNorm, has further parameters and
-is not recognised; one that holds an activation as a submodule, such as timm's BatchNormAct2d, is.
+torch's norms are recognised by type, others by `norm` in the class name and by their tensors:
+vectors of one length, named as in `NAMES`. The layout of these is found by running them on inputs.
+A module with an activation inside its formula, such as EvoNorm, has further parameters and is not
+recognised; one that holds an activation as a submodule, such as timm's BatchNormAct2d, is.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ CHANNELS_FIRST = (
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 CHANNELS_LAST = (nn.LayerNorm, nn.RMSNorm)  # subclasses may differ
-OTHERS = ("GlobalResponseNorm", "LocalResponseNorm")  # compare channels, and keep the scale
+# Norms in name only: they make channels compete, and keep the scale of their input.
+NOT_REPLACED = ("GlobalResponseNorm", "LocalResponseNorm")
 COUNT = "num_batches_tracked"
-# The tensors of a norm by role: the names that libraries give them, and the values at the start.
+# The tensors of a norm by role: the names that libraries give them, and their initial values.
 NAMES = {
     "weight": ("weight", "gamma", "scale", "gain", "g"),
     "bias": ("bias", "beta", "shift", "b"),
@@ -43,16 +44,16 @@ NAMES = {
 STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 ROLES = {name: role for role, names in NAMES.items() for name in names}
 KEPT = ("drop", "act")  # submodules of norms that hold their activation, in the order of timm
-MOST_NAMES = 4  # that a line of the log spells out
+MAX_NAMES = 4  # spelled out in a line of the log
 
 
 @dataclass(frozen=True)
 class ForeignNorm:
-    """A norm module that a network was built with.
+    """A norm module of the original network.
 
     Attributes:
         layout: where its channels are.
-        settings: its eps, momentum and affine, as far as it has them.
+        settings: those of eps, momentum and affine that it has.
     """
 
     module: nn.Module
@@ -68,8 +69,8 @@ class ForeignNorm:
     def values(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yields (role, own name, value) of weight, bias and running statistics.
 
-        The weight is the factor that multiplies the normalized input, also for a norm that
-        multiplies by 1 + weight.
+        The weight is the factor on the normalized input: for a norm that multiplies by 1 + weight,
+        one is added.
         """
         for name, value in _own_tensors(self.module).items():
             if (role := ROLES.get(name)) is not None:
@@ -93,16 +94,16 @@ class ForeignNorm:
             return bool(own(x).any())
 
 
-Layouts = dict[tuple[Any, ...], Layout | str]  # found before, or the reason for none
+Layouts = dict[tuple[Any, ...], Layout | str]  # a cache; a string says why there is no layout
 
 
 def recognise(module: nn.Module, known: Layouts) -> ForeignNorm | str | None:
-    """The norm that a module is; the reason if it is like one but not recognised; else None."""
+    """Describes a module that is a norm; a reason if it resembles one; None for any other."""
     name = type(module).__name__
     if not isinstance(module, (*CHANNELS_FIRST, *CHANNELS_LAST)):
         if "norm" not in name.lower() or name.startswith("_"):  # torch's weight norms
             return None
-        if name in OTHERS:
+        if name in NOT_REPLACED:
             return "it keeps the scale of its input"
         if further := [key for key in _own_tensors(module) if key not in ROLES]:
             return f"its {further[0]} is neither a weight nor a running statistic"
@@ -113,7 +114,7 @@ def recognise(module: nn.Module, known: Layouts) -> ForeignNorm | str | None:
 
 
 def describe(module: nn.Module, known: Layouts) -> ForeignNorm | str:
-    """A module as a norm, whatever its name; the reason if features or layout are unknown."""
+    """Describes a module as a norm, whatever its name; a reason if that is impossible."""
     num_features = _count_features(module)
     if isinstance(num_features, str):
         return num_features
@@ -142,7 +143,7 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _count_features(module: nn.Module) -> int | str:
-    """The number of channels, or why it is not known."""
+    """The number of channels, or the reason why it is unknown."""
     vectors = {value.numel() for value in _own_tensors(module).values() if value.ndim == 1}
     shapes = {value.shape for value in _own_tensors(module).values() if value.ndim > 1}
     if len(vectors) == 1 and vectors != {1} and not shapes:
@@ -155,12 +156,12 @@ def _count_features(module: nn.Module) -> int | str:
             if isinstance(value, int) and value > 0:
                 return value
     if shapes or isinstance(getattr(module, "normalized_shape", None), tuple):
-        return "it normalizes several axes, and a site one axis of channels"
+        return "it normalizes several axes; a site normalizes one axis of channels"
     return "its number of channels is not known"
 
 
 def _layout_of(module: nn.Module, num_features: int, known: Layouts) -> Layout | str:
-    """Where the channels are, or why that is not known."""
+    """Where the channels are, or the reason why that is unknown."""
     if isinstance(module, CHANNELS_FIRST):
         return Layout(channels_last=False, num_dims=(4,))
     if type(module) in CHANNELS_LAST:
@@ -184,7 +185,7 @@ def _layout_of(module: nn.Module, num_features: int, known: Layouts) -> Layout |
 
 
 class ChannelsLast(nn.Module):
-    """A token site for x (N, *, C): it sees the positions * as one axis."""
+    """Adapts a token site to x (N, *, C) by joining the positions * to one axis."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ class ChannelsLast(nn.Module):
 
 
 class SiteWithActivation(nn.Module):
-    """A site, and the dropout and activation of the norm that it replaces, under their names."""
+    """A site, then the old norm's dropout and activation, under the names that they had."""
 
     def __init__(self, site: nn.Module, kept: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -211,15 +212,15 @@ class SiteWithActivation(nn.Module):
 
 @dataclass
 class Surgery:
-    """What was replaced in a network.
+    """The record of what was replaced in a network.
 
     Attributes:
         classes: the class of the old norm, by site.
-        settings: how often each eps, momentum and affine occurred in the replaced norms.
+        settings: how often each combination of eps, momentum and affine occurred.
         left: classes that may be norms but were left alone, with the reason.
-        carried: names of tensors in sites, and the names of the old ones whose values they hold.
-        dropped: names of old tensors for which the new norm has no place.
-        lost: those of them that a training has changed.
+        carried: by the name of a site's tensor, the name of the old tensor whose value it holds.
+        dropped: names of old tensors that have no counterpart in the new norm.
+        lost: the dropped tensors that training had changed.
     """
 
     classes: dict[str, str] = field(default_factory=dict)
@@ -230,7 +231,7 @@ class Surgery:
     lost: list[str] = field(default_factory=list)
 
     def note(self, name: str, old: ForeignNorm, new: nn.Module, carried: Mapping[str, str]) -> None:
-        """Adds the norm that was called `name`; `carried` has its tensors' names by new ones."""
+        """Records the replacement of the norm `name`; `carried`: old tensor names by new ones."""
         self.classes[name] = type(old.module).__name__
         self.settings[", ".join(f"{k}={v}".lower() for k, v in sorted(old.settings.items()))] += 1
         ((inner, _),) = named_sites(new)
@@ -260,9 +261,9 @@ def replace_norms(
 ) -> Surgery:
     """Puts a site in place of every norm of `network`, in the layout of the old norm.
 
-    Names and order of the submodules stay. A norm that stands in several places becomes one site.
+    Submodules keep their names and order. A norm that is used in several places becomes one site.
     Eps, momentum and affine of the old norm go to the factory; its weight, bias and running
-    statistics to the new norm, where that has a tensor of the same role and shape.
+    statistics go to the new norm where that has a tensor of the same role and shape.
 
     Args:
         only: names of the classes to replace; None for all norms that are recognised.
@@ -288,14 +289,14 @@ def replace_norms(
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
         if isinstance(module, nn.TransformerEncoderLayer):
-            torch.backends.mha.set_fastpath_enabled(False)  # which reads weights of a LayerNorm
+            torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of a LayerNorm
     return surgery
 
 
 def _find_norms(
     network: nn.Module, only: Sequence[str] | None
 ) -> tuple[dict[nn.Module, ForeignNorm], dict[str, str]]:
-    """The norms to replace, and reasons why other classes were left. Raises UserError."""
+    """The norms to replace, and why other classes are left alone, by class name."""
     known: Layouts = {}
     found: dict[nn.Module, ForeignNorm] = {}
     left: dict[str, str] = {}
@@ -311,7 +312,7 @@ def _find_norms(
             found[module] = norm
         elif norm is not None:
             left[name] = norm
-    if only is None:  # a class that is recognised in some places alone would be replaced by half
+    if only is None:  # do not half-replace a class that is recognised only in some places
         whole = {type(m).__name__ for m in found if type(m).__module__.startswith("torch.nn.")}
         found = {m: n for m, n in found.items() if type(m).__name__ not in set(left) - whole}
     missing = sorted(set(only or ()) - {type(module).__name__ for module in found})
@@ -336,10 +337,10 @@ def _why_nothing(network: nn.Module, missing: Sequence[str], left: Mapping[str, 
 
 @torch.no_grad()
 def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
-    """Copies weight, bias and running statistics; returns the old name by the new one.
+    """Copies weight, bias and running statistics; returns the old names by the new names.
 
-    A weight is carried over to one that starts at one, and a bias to one that starts at zero. The
-    count of batches is not carried over to a norm whose warm-up or ramp counts those of a training.
+    A weight is copied only to one that starts at one, a bias only to one that starts at zero. A
+    norm with a warm-up or ramp keeps its own count of batches, which must start at 0.
     """
     tensors = {**dict(site.norm.named_parameters()), **dict(site.norm.named_buffers())}
     if hasattr(site.norm, "num_training_steps"):
@@ -364,9 +365,9 @@ def _sites(count: int) -> str:
 
 
 def shorten(names: Iterable[str]) -> str:
-    """`fc.weight, fc.bias`; beyond a few, how many have each last word: `20 weight, 20 bias`."""
+    """`fc.weight, fc.bias`; beyond MAX_NAMES, counts by last word: `20 weight, 20 bias`."""
     names = list(names)
-    if len(names) <= MOST_NAMES:
+    if len(names) <= MAX_NAMES:
         return ", ".join(names)
     counts = Counter(name.rpartition(".")[2] for name in names)
     return ", ".join(f"{count} {word}" for word, count in counts.items())

@@ -36,8 +36,8 @@ def build_timm_model(
     of the images.
 
     Args:
-        image_size: pixels along a side that images are resized to; None: as they are.
-        knobs: of the network.
+        image_size: side in pixels to which images are resized; None leaves them as they are.
+        knobs: further arguments of the network.
 
     Raises:
         UserError: timm is not installed, or lacks the name; images that the network cannot take.
@@ -59,7 +59,7 @@ def build_timm_model(
 
 
 def import_timm(name: str) -> ModuleType:
-    """The package, if it has the model `name`; UserError with the nearest names otherwise."""
+    """The package timm, if it has the model `name`; else UserError names the nearest ones."""
     if find_spec("timm") is None:
         raise UserError("model=timm needs the package timm; pip install 'normexp[timm]'")
     import timm
@@ -72,7 +72,7 @@ def import_timm(name: str) -> ModuleType:
 
 
 def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
-    """The full name of pretrained weights of the model `name`, and what downloads them."""
+    """The tag of the model's pretrained weights, and a function that downloads them."""
     timm = import_timm(name)
     base, _, tag = name.partition(".")
     tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{base}.*")]

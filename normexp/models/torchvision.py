@@ -1,4 +1,4 @@
-"""Any torchvision classifier, as torchvision builds it; and what libraries of networks share."""
+"""Any torchvision classifier, as torchvision builds it, and helpers that models/timm.py shares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from normexp.models.weights import Values
 
 log = logging.getLogger(__name__)
 
-# What networks raise for images of a size that they were not made for.
+# What networks raise for images of a size that they do not support.
 MISFITS = (RuntimeError, AssertionError, ValueError, IndexError, ZeroDivisionError)
 
 
@@ -37,8 +37,8 @@ def build_torchvision_model(
     Shapes: (N, C, H, W) -> (N, num_outputs). The first convolution is adapted to C channels.
 
     Args:
-        image_size: pixels along a side that images are resized to; None: as they are.
-        knobs: of torchvision's function or class.
+        image_size: side in pixels to which images are resized; None leaves them as they are.
+        knobs: further arguments of torchvision's function or class.
 
     Raises:
         UserError: a name that torchvision does not have; images that the network cannot take.
@@ -60,13 +60,13 @@ def build_torchvision_model(
         adapt_channels(network, channels)
         return resizing(network, image_size)
 
-    # The network of the trial keeps its draws: recorded weights are those of the second one.
+    # Built twice, since recorded runs started from the second network's draws.
     build_for_images(build, name, input_shape, image_size)
     return build()
 
 
 def find_builder(name: str) -> Callable[..., nn.Module]:
-    """torchvision's function for the classifier `name`; UserError with the nearest names."""
+    """torchvision's function for the classifier `name`; UserError names the nearest ones."""
     from torchvision import models
 
     names = models.list_models(module=models)
@@ -77,7 +77,7 @@ def find_builder(name: str) -> Callable[..., nn.Module]:
 
 
 def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
-    """The full name of pretrained weights of the classifier `name`, and what downloads them."""
+    """The full name of the classifier's pretrained weights, and a function that downloads them."""
     from torchvision import models
 
     find_builder(name)
@@ -99,7 +99,7 @@ def check_weights(library: str, name: str, weights: str, names: Sequence[str]) -
 
 
 def download(get: Callable[[], Any], weights: str, source: str) -> Values:
-    """What `get` downloads. Raises UserError if that fails."""
+    """Calls `get`; a failure becomes a UserError."""
     try:
         return dict(get())
     except Exception as error:  # of the library's client, many kinds
@@ -112,8 +112,8 @@ def download(get: Callable[[], Any], weights: str, source: str) -> Values:
 def adapt_channels(network: nn.Module, channels: int) -> None:
     """Gives the first convolution `channels` inputs.
 
-    Its weights are already drawn; they are repeated, and scaled to keep the variance of the output,
-    so that the builder's choice of distribution holds.
+    Its weights, already drawn by the builder, are repeated and scaled to keep the variance of the
+    output.
     """
     conv = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
     if conv.in_channels == channels:
@@ -128,7 +128,7 @@ def adapt_channels(network: nn.Module, channels: int) -> None:
 def shape_after(
     input_shape: tuple[int, ...], image_size: int | None, *, model: str
 ) -> tuple[int, int, int]:
-    """The shape (C, H, W) of images that are resized to `image_size`, if that is given."""
+    """The shape (C, H, W) of images after resizing to `image_size`, unless None."""
     check_image_shape(input_shape, smallest=1, model=model)
     channels, height, width = input_shape
     if image_size is None:
@@ -141,7 +141,7 @@ def shape_after(
 def build_for_images(
     build: Callable[[], nn.Module], name: str, input_shape: tuple[int, ...], image_size: int | None
 ) -> nn.Module:
-    """What `build` returns, once a copy of it has taken an image. Raises UserError if it cannot."""
+    """Builds the network and runs a copy on images; UserError if either fails."""
     key, shape = f"model.name={name}", "x".join(map(str, input_shape))
     try:
         network = build()

@@ -1,6 +1,6 @@
 """The parts that the token models share: embedding, attention, MLP, blocks, initial weights.
 
-`EQUATIONS` is the table of placements: where the norms of a block are, and the paper of each.
+`EQUATIONS` is the table of placements: where each puts the norms of a block, and its paper.
 
 Shapes: tokens (B, T) int64, hidden (B, T, C), mask (B, T) bool, true where real.
 """
@@ -28,9 +28,9 @@ Init = Literal["depth_scaled", "unscaled"]
 
 @dataclass(frozen=True)
 class Branch:
-    """Norms of a residual branch f, each the identity if absent: y = after(f(before(x))), x + y.
+    """Where a residual branch f has norms: y = after(f(before(x))), then around(x + y).
 
-    `around` is the norm of the sum instead of `before`: around(x + y).
+    A norm that is false here is the identity; `before` and `around` are never both true.
     """
 
     before: bool = False
@@ -43,11 +43,11 @@ class Equation:
     """The norms of a block and of the model around its blocks.
 
     Attributes:
-        early: both branches of the first quarter of the blocks, if those differ.
+        early: both branches in the first quarter of the blocks; None: as in the others.
         norms_qkv: attention normalizes queries, keys and values, per head.
-        is_scaled: what `before` returns in block l = 1, 2, ... is divided by sqrt(l).
-        is_parallel: the MLP reads what attention reads, and both add to x.
-        norms_embedding, has_final_norm: a norm ahead of the first block, behind the last.
+        is_scaled: the output of `before` in block l = 1, 2, ... is divided by sqrt(l).
+        is_parallel: the MLP reads the input of attention, and both add to x.
+        norms_embedding, has_final_norm: a norm before the first block, after the last.
     """
 
     attention: Branch
@@ -77,8 +77,8 @@ EQUATIONS: dict[Placement, Equation] = {
     # x + f(norm(x) / sqrt(l)) in block l, and a plain final norm; Sun et al. 2025, arXiv:2502.05795
     # (depth-scaled initial weights take part of the gain, say the authors: see model.init)
     "layernorm_scaling": Equation(PRE, PRE, is_scaled=True),
-    # y = norm(x + attention(x)), y + mlp(y); Zhuo et al. 2025, arXiv:2503.04598. The first block of
-    # their HybridNorm* is another one; it is not here.
+    # y = norm(x + attention(x)), y + mlp(y); Zhuo et al. 2025, arXiv:2503.04598. Not their
+    # HybridNorm*, whose first block differs.
     "hybrid": Equation(POST, NO_NORM, norms_qkv=True),
     # post, then pre; Li et al. 2024, arXiv:2412.13795. Their code (pixeli99/MixLN) has 3 of 12.
     "mix_ln": Equation(PRE, PRE, early=POST),
@@ -88,7 +88,7 @@ EQUATIONS: dict[Placement, Equation] = {
 
 
 class NoSite(nn.Module):
-    """The identity, for placements without a norm here: returns x (B, T, C) unchanged."""
+    """The identity, where a placement has no norm: returns x (B, T, C) unchanged."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         del mask
@@ -98,14 +98,14 @@ class NoSite(nn.Module):
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(C / num_heads)) v per head (Vaswani et al. 2017, arXiv:1706.03762).
 
-    No position reads a masked one; the outputs at masked positions mean nothing. With
+    No position reads a masked one; outputs at masked positions are meaningless. With
     `norm.qk_norm`, q and k pass a norm over the features of a head, shared by all heads: norm=layer
     is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many language models.
-    With `norm.v_norm`, v passes one as well; Gemma's has no weight (norm=simple_rms). With
-    `norms_qkv` all three do.
+    With `norm.v_norm`, v passes one as well; Gemma's has no weight (norm=simple_rms). `norms_qkv`
+    normalizes all three.
 
     Raises:
-        UserError: a width that the heads do not divide; `norms_qkv` besides one of both slots.
+        UserError: a width that the heads do not divide; `norms_qkv` together with either slot.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def normalize(self, site: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, heads, T, D) through a site, which sees (B, T * heads, D) in text order."""
+        """Normalizes x (B, heads, T, D); the site sees (B, T * heads, D), in text order."""
         x = x.transpose(1, 2)
         if mask is not None:
             mask = mask[:, :, None].expand(-1, -1, self.num_heads).flatten(1, 2)
@@ -220,7 +220,7 @@ class Block(nn.Module):
         return f"divisor={self.divisor:.4g}" if self.divisor != 1 else ""
 
     def read(self, place: Branch, norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """What a branch reads of x."""
+        """Returns the input of a branch: x, or its norm."""
         if not place.before:
             return x
         y = norm(x, mask)
@@ -322,9 +322,9 @@ class Transformer(nn.Module):
     def init_weights(self, init: Init) -> None:
         """Normal with std 0.02, zero biases.
 
-        depth_scaled: 0.02 / sqrt(2 depth) at the end of a branch (Radford et al. 2019, "GPT-2"),
-        which keeps the variance of the residual stream from growing with the 2 * depth branches
-        that add to it. unscaled: 0.02 there too.
+        depth_scaled: 0.02 / sqrt(2 * depth) at the end of a branch (Radford et al. 2019, "GPT-2"),
+        so that the variance of the residual stream does not grow with its 2 * depth branches.
+        unscaled: 0.02 there too.
 
         Raises:
             UserError: another `init`.

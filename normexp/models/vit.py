@@ -57,7 +57,7 @@ class ViT(Transformer):
         self.add_blocks(norm, depth, width, num_heads, is_causal=False, dropout=dropout)
         self.head = nn.Linear(width, num_outputs)
         self.init_weights(init)
-        # Pixels have unit variance, and the tokens made of them should too.
+        # Pixels have unit variance, and so should tokens.
         nn.init.kaiming_normal_(self.patch_embedding.weight, nonlinearity="linear")
 
     def split(self, images: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Weights:
     """Weights to start from, read when they are first needed.
 
     Attributes:
-        name: as the config has it.
+        name: the value of `model.weights`.
         digest: of the file, or the name that identifies a download.
         read: returns the tensors by name.
     """
@@ -48,9 +48,9 @@ class Loading:
     """Copies weights into one network, before and after its norms are replaced.
 
     Attributes:
-        taken: names of the tensors of the network that hold a value of the file.
-        used: names of tensors of the file.
-        unfit: tensors of the network whose namesakes in the file have another shape.
+        taken: names of the network's tensors that hold a value from the file.
+        used: names of the file's tensors that were copied.
+        unfit: by the name of a tensor whose namesake in the file has another shape, both shapes.
     """
 
     weights: Weights
@@ -77,7 +77,7 @@ class Loading:
                 self.unfit[name] = f"{name} is {_size(own)}, in the file {_size(value)}"
 
     def follow(self, surgery: Surgery) -> None:
-        """Notes which tensors hold values of the file after norms were replaced."""
+        """Updates `taken` and `used` after norms were replaced."""
         moved = {new for new, old in surgery.carried.items() if old in self.taken}
         self.taken = (self.taken - set(surgery.carried.values())) | moved
         self.used -= set(surgery.dropped)
@@ -92,7 +92,7 @@ class Loading:
             raise UserError(f"model.weights={self.weights.name} does not fit the model: {example}")
 
     def notes(self, network: nn.Module) -> Iterator[str]:
-        """Yields what was loaded, what was not, and what the file held beyond."""
+        """Yields log lines: what was loaded, what was not, and what the file has in excess."""
         own = dict(network.named_parameters())
         loaded = sum(p.numel() for name, p in own.items() if name in self.taken)
         total = sum(p.numel() for p in own.values())
@@ -114,11 +114,11 @@ class Loading:
 
 
 def open_weights(name: str, download: Download | None = None) -> Weights:
-    """The weights in a file, or those that `download` knows by name.
+    """The weights in the file `name`, or else the download of that name.
 
     Args:
-        download: returns what identifies the named weights and a function that reads them; raises
-            UserError for an unknown name. None: a model without names of weights.
+        download: returns the identity of the named weights and a function that reads them; raises
+            UserError for an unknown name. None: the model has no named weights.
     """
     path = Path(name)
     if path.is_file():
@@ -135,9 +135,9 @@ def open_weights(name: str, download: Download | None = None) -> Weights:
 
 
 def read_values(path: Path) -> Values:
-    """The tensors in a file of safetensors, or of a state_dict that torch.save wrote.
+    """Reads the tensors of a safetensors file, or of a state_dict that torch.save wrote.
 
-    A state_dict may be inside of a checkpoint. Nothing but tensors and plain values is unpickled.
+    The state_dict may be inside a checkpoint. Only tensors and plain values are unpickled.
     """
     key = f"model.weights={path}"
     if path.suffix == ".safetensors":
@@ -164,7 +164,7 @@ def read_values(path: Path) -> Values:
 
 
 def _without_prefix(values: Values, own: Mapping[str, Tensor]) -> Values:
-    """The values without a common prefix, such as `module.`, if more of them have a place so."""
+    """Strips a common prefix, such as `module.`, if more names then match the network's."""
     first = next(iter(own), "")
     ends = sorted({name.removesuffix(first) for name in values if name.endswith(f".{first}")})
     best = max(["", *ends], key=lambda prefix: sum(prefix + name in values for name in own))

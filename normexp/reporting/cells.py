@@ -1,4 +1,4 @@
-"""The cells of a study, a row each: what they are called, and which may be compared."""
+"""The cells of a study, a row each: their labels, and which of them may be compared."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from normexp.stats.interval import Interval, mean, smallest_step
 NORM_KEYS = ("norm", *SLOTS)
 # Measured, derived from the sizes, or without effect on a result.
 IGNORED = ("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every", "split")
-# The length of a training in three units; cells are told apart by the one with the fewest values.
+# The length of a training in three units; labels use the one with the fewest distinct values.
 BUDGET = ("epochs", "num_steps", "samples")
-# May follow from the sizes and the budget (steps, a half-life): they separate cells only if they
-# differ between cells that are equal in those.
+# These may follow from the sizes and the budget (steps, a half-life), so they separate cells only
+# where sizes and budget are equal.
 DERIVED = (*BUDGET, "optim.momentum")
 
-# Values of keys that are recorded only if they differ.
+# Defaults of keys that are recorded only if they differ from them.
 UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
 
 
@@ -40,15 +40,15 @@ def build_cells(records: StudyRecords) -> pd.DataFrame:
     """A row per cell, ordered by norm and sizes.
 
     study, cell (its folder), model, data, lr, invalid, error: as recorded
-    norm: the label of its line: the norm with the knobs in which it differs from others of its
-        name, and the study if there are several; `base`: the label without the study
-    batch_size, micro_batch_size, norm_batch_size: effective, never None; protocol: `full`,
-        `accumulated` or `ghost`
-    mixes_samples: False if the norm was measured not to look across samples
-    settings: what must be equal for cells to be compared; `setting`: how it differs from others, in
-        words; `title`: model, data and `setting`
+    norm: the label of its line: the norm, the knobs in which cells of that norm differ, and the
+        study if there are several; `base`: the label without the study
+    batch_size, micro_batch_size, norm_batch_size: effective, never None
+    protocol: `full`, `accumulated` or `ghost`
+    mixes_samples: False if the norm was measured not to mix samples
+    settings: a key that is equal for cells that may be compared; `setting`: in words, how the
+        settings differ from those of other cells; `title`: model, data and `setting`
     budget: `epochs=12`; `recipe`: the settings without the budget
-    num_groups, leaks_in_training: of its norm, as figures need them
+    num_groups, leaks_in_training: properties of the norm, for figures
     expected, finished, diverged, failed, missing, early (ended before the planned steps): numbers
         of seeds
     """
@@ -88,7 +88,7 @@ def as_keys(table: pd.DataFrame) -> pd.Series:
 
 
 def _with_budget(config: pd.DataFrame) -> pd.DataFrame:
-    """With `samples`, the training samples seen, and 12 epochs for 12.0."""
+    """Adds `samples`, the training samples seen, and turns whole floats of a budget into ints."""
     if "num_steps" in config:
         config = config.assign(samples=config["num_steps"] * config["batch_size"])
 
@@ -101,7 +101,7 @@ def _with_budget(config: pd.DataFrame) -> pd.DataFrame:
 def _measured_columns(
     first: pd.DataFrame, runs: pd.DataFrame, config: pd.DataFrame, num_seeds: dict[str, int]
 ) -> pd.DataFrame:
-    """The columns of a cell that need no other cell."""
+    """The columns that depend on one cell alone."""
     recorded = config.reindex(
         columns=["norm", "model", "data", "lr", "micro_batch_size", "norm_batch_size"]
         + ["batch_size", "mixes_samples", "norm.num_groups", "leaks_future_in_training"]
@@ -141,7 +141,7 @@ def _measured_columns(
 
 
 def _budget_of(config: pd.DataFrame) -> pd.Series:
-    """The column of BUDGET with the fewest distinct values, then with whole ones; epochs first."""
+    """The column of BUDGET with the fewest values; of equals that of whole numbers, then epochs."""
     known = config.reindex(columns=list(BUDGET)).dropna(axis="columns", how="all")
     if known.empty:
         return pd.Series(np.nan, config.index, name=BUDGET[0])
@@ -154,11 +154,11 @@ def _budget_of(config: pd.DataFrame) -> pd.Series:
 
 
 def _setting_columns(cells: pd.DataFrame, config: pd.DataFrame) -> pd.DataFrame:
-    """The columns on what separates cells into comparable ones: settings, recipe, ... title."""
+    """The columns that say which cells are comparable: settings, recipe, setting, title, budget."""
     budget = _budget_of(config)
     keys = _setting_keys(cells, config, str(budget.name))
     everywhere = pd.Series("", config.index)
-    groups = {  # a key of a model, data set or optimizer tells apart those of one name
+    groups = {  # `model.width` distinguishes only cells with the same model
         key: config.get(key.partition(".")[0] if "." in key else "", everywhere)
         for key in keys
         if key not in ("model", "data")
@@ -175,14 +175,14 @@ def _setting_columns(cells: pd.DataFrame, config: pd.DataFrame) -> pd.DataFrame:
 
 
 def _setting_keys(cells: pd.DataFrame, config: pd.DataFrame, budget: str) -> list[str]:
-    """The config keys that separate cells; budget: the key that its length is counted by."""
+    """The config keys that separate cells; budget: the key in which lengths are counted."""
     keys = [
         key
         for key in sorted(map(str, config))
         if key not in (*SIZES, "lr") and not _is_norm_key(key) and not key.startswith(IGNORED)
     ]
     own = [config.loc[same.index, keys] for _, same in cells.groupby("study")]
-    if len(own) > 1:  # drop what only tells the studies apart; the comparison of studies lists it
+    if len(own) > 1:  # drop keys that only differ between studies: their comparison lists them
         within = {key for table in own for key in varying_columns(table)}
         between = set(varying_columns(config[keys])) - within
         keys = [key for key in keys if key not in between]
@@ -199,7 +199,7 @@ def _is_norm_key(key: str) -> bool:
 
 
 def _knob_words(cells: pd.DataFrame, config: pd.DataFrame) -> pd.Series:
-    """What follows the name of a norm: its knobs, INVALID, and how it reaches its size."""
+    """What follows the name of a norm in its label: differing knobs, INVALID, the protocol."""
     groups = {key: cells["norm"] for key in sorted(map(str, config)) if _is_norm_key(key)}
     if "norm.momentum" in groups:  # it may follow from the size
         places = cells[["settings", "batch_size", "norm_batch_size"]]
@@ -213,15 +213,15 @@ def _knob_words(cells: pd.DataFrame, config: pd.DataFrame) -> pd.Series:
 
 
 def _varies(column: pd.Series, norms: pd.Series, places: pd.DataFrame) -> pd.Series:
-    """True for all cells of a norm in which the column differs between two of equal places."""
+    """True for every cell of a norm whose column differs between two cells of equal places."""
     values = column.map(repr).groupby([norms, as_keys(places)]).transform("nunique")
     return norms.isin(norms[values > 1])
 
 
 def _tell_apart(config: pd.DataFrame, groups: Mapping[str, pd.Series], mark: str) -> pd.Series:
-    """For each cell `key=value`, after the mark, of the keys in which its group differs.
+    """For each cell, the mark and `key=value` for every key that varies within its group.
 
-    groups: by key, in order; a cell of group None is not told apart
+    groups: by key, in order, the group of each cell; None: the key is left out
     """
     words = pd.Series("", config.index)
     for key, group in groups.items():
@@ -235,7 +235,7 @@ def _tell_apart(config: pd.DataFrame, groups: Mapping[str, pd.Series], mark: str
 
 
 def _typed(value: Any) -> str:
-    """As on the command line: `null`, `true`."""
+    """Writes a value as on the command line: `null`, `true`."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""What every figure is made of: axes, marks and colours, and the finish that all share."""
+"""The parts of every figure: axes, marks, colours and the common style."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ Channels = tuple[Any, Any, Any]  # colour, shape and dash
 class Figure:
     """A figure: how it is drawn, and its data.
 
-    chart: of Altair, for the rows of `table`
+    chart: an Altair chart of the rows of `table`
     table: the data, with the columns `norm` and `size` by which the page filters
-    fit: what the page may resize: the `width`, each panel of a `facet`, that of a `strip` of counts
-        below a panel; or the steps of squares alone (`none`)
+    fit: how the page may resize it: its `width`, each panel of a `facet`, a panel with a `strip` of
+        counts below it, or only the steps between squares (`none`)
     """
 
     name: str
@@ -127,9 +127,9 @@ def size_axis(
 def metric_axis(
     metric: Metric, table: pd.DataFrame, label: str | None = None, most: float = math.inf
 ) -> alt.Y:
-    """Shows the columns `mean`, `low` and `high`.
+    """An axis that fits the columns `mean`, `low` and `high`.
 
-    An accuracy's axis ends at 0 and 100 %, a loss's at 0 and at `most`.
+    An accuracy's stays within 0 and 100 %, a loss's within 0 and `most`.
     """
     shown = table[["mean", "low", "high"]].astype(float)
     low, high = shown.min().min(), shown.max().max()
@@ -144,8 +144,8 @@ def metric_axis(
 def find_outsiders(metric: Metric, table: pd.DataFrame) -> list[str]:
     """Norms that are so bad at every size that they would squeeze the others together.
 
-    They are less than half of the norms, and the best of their means is further from the best of
-    all than 3 times the reach of the better norms, and 10 tolerances.
+    Less than half of the norms: those whose best mean is behind the best of all by more than 10
+    tolerances and more than 3 times as far as any mean of the better norms.
     """
     behind = _behind_best(metric, table).dropna()
     gaps = behind.groupby(table["norm"]).agg(["min", "max"]).sort_values("min")
@@ -156,9 +156,9 @@ def find_outsiders(metric: Metric, table: pd.DataFrame) -> list[str]:
 
 
 def shade_shortfall(metric: Metric, table: pd.DataFrame) -> tuple[alt.Color, pd.DataFrame]:
-    """Colours by how far each mean is behind the best, in powers, so that the good ones differ.
+    """A colour scale of how far each mean is behind the best, finer near it.
 
-    The table gets `behind`, and a readable `ink`.
+    The table gets the columns `behind` and `ink`, a text colour that is readable on it.
     """
     behind = _behind_best(metric, table)
     most = np.nanmax([2 * metric.tolerance or 1e-9, *behind])
@@ -177,7 +177,7 @@ def _behind_best(metric: Metric, table: pd.DataFrame) -> pd.Series:
 def encode_style(
     styles: Styles, field: str = "norm", title: str | None = None, *, legend: bool = True
 ) -> Channels:
-    """Colour, marker and dash by a column; equal domains make one legend of them."""
+    """Colour, marker and dash by a column; as their domains are equal, they share one legend."""
     known = styles.values()
     ranges = {
         alt.Color: [style.colour for style in known],
@@ -234,7 +234,7 @@ def draw_lines(
 
 
 def _arrow(low: float) -> alt.Chart:
-    """Arrows at the lower edge for means below `low`, otherwise at the upper one."""
+    """Arrows at the lower edge for means below `low`, else at the upper edge."""
     return alt.Chart().mark_point(
         shape="arrow",
         filled=True,
@@ -256,7 +256,7 @@ def label_ends(
 ) -> list[Any]:
     """Layers that name each line at the right edge, in place of a legend.
 
-    Labels keep apart; a thin line leads from the last point to its label.
+    Labels do not overlap; a thin line leads from the last point to its label.
 
     Args:
         table: with `mean` and the column of `x`, ordered along each line.
@@ -281,7 +281,7 @@ def label_ends(
 def _place_labels(
     table: pd.DataFrame, domain: tuple[float, float], outside: Collection[str], height: float
 ) -> pd.DataFrame:
-    """The last row of each norm, with its `label` and the `place` of that on the y-axis."""
+    """The last row of each norm, with its `label` and the label's `place` on the y-axis."""
     low, high = domain
     pixel = (high - low) / height
     last = table.drop_duplicates("norm", keep="last")
@@ -302,7 +302,7 @@ def _inside(outside: Collection[str]) -> str:
 
 
 def _keep_apart(wanted: np.ndarray, height: float) -> np.ndarray:
-    """The positions nearest to the wanted ones that are LINE apart, as far as there is room."""
+    """The positions nearest to the wanted ones that are LINE pixels apart, or less if crowded."""
     order = np.argsort(wanted, kind="stable")
     least = min(LINE, height / max(1, len(order) - 1)) * np.arange(len(order))
     free = isotonic_regression(wanted[order] - least).x
@@ -323,7 +323,7 @@ def draw_squares(
 ) -> Any:
     """Coloured squares with the texts `value` and, below it, `under`, both in the colour `ink`.
 
-    Squares without a number in the column `measured` are grey; those in `framed` are framed.
+    Squares without a number in the column `measured` are grey; `framed` is a Vega expression.
     """
     ink, lift = alt.Color("ink:N", scale=None), 8 if step == SQUARE else 0
     square, text = alt.Chart().mark_rect(), alt.Chart().mark_text
@@ -340,7 +340,7 @@ def draw_squares(
 
 
 def in_panels(panel: Any, part: Slice, **independent: str) -> Any:
-    """A panel per norm, each with its own x-axis, else the last row has axes without a panel."""
+    """A panel per norm, each with its own x-axis: a shared one also shows in empty places."""
     facet = alt.Facet("norm:N", title=None, sort=part.norms)
     panels = panel.facet(facet, columns=3, data=ROWS)
     return panels.resolve_axis(x="independent", **independent)

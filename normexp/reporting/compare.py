@@ -1,6 +1,6 @@
-"""Several studies of one grid: differences per cell, paired by seed, and what else changed.
+"""Compares studies of one grid: differences per cell, paired by seed, and changes in config.
 
-The differences are outside the family of verdicts, so they have intervals and no verb.
+The differences are outside the family of verdicts, so they have intervals and no verdict.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _change(
 
 
 def _compare(a: pd.Series, b: pd.Series, runs: pd.DataFrame, wanted: str | None) -> dict[str, Any]:
-    """The row of two cells; empty if they share no metric."""
+    """The row that compares two cells; empty if they share no metric."""
     own = [runs[runs["cell"] == cell["cell"]] for cell in (a, b)]
     name = choose_metric(set(metric_names(own[0])) & set(metric_names(own[1])), wanted)
     if name is None:

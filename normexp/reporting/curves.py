@@ -1,4 +1,4 @@
-"""What happened during training, read from each run's metrics.csv."""
+"""Curves and diagnostics of training, read from each run's metrics.csv."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from normexp.reporting.style import DIVERGED
 from normexp.stats.interval import mean
 
 WILD = 1.5  # times the highest first loss; a diverging norm leaves the scale there
-MOST_POINTS = 60  # of one curve; more cannot be told apart at the width of a figure
-MOST_POINTS_OF_SEED = 40  # of the curve of one run, in the small figures of an opened cell
+MAX_POINTS = 60  # of one curve; more cannot be told apart at the width of a figure
+MAX_POINTS_OF_SEED = 40  # of the curve of one run, in the small figures of an opened cell
 DIGITS = 5  # of the values of such a curve
 CROSS = "M-1,-1L1,1M1,-1L-1,1"
 DIAGNOSTICS = {
@@ -51,8 +51,8 @@ DIAGNOSTICS = {
 def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
     """Every finite value of these runs: `cell`, `seed`, `name`, `samples` and `value`.
 
-    The curve of a diverged seed ends with its values. A run with a torn file has none, but does not
-    fail the report.
+    The curve of a diverged seed ends with its last finite value. A run whose file is damaged is
+    left out.
     """
     rows = []
     for cell, seed, directory in runs[["cell", "seed", "directory"]].itertuples(index=False):
@@ -64,7 +64,7 @@ def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _thinned(curve: Any, most: int) -> Any:
-    """At most so many points in equal steps, the last always among them."""
+    """At most `most` points in equal steps, the last point among them."""
     every = math.ceil(len(curve) / most)
     return curve[(len(curve) - 1) % every :: every]
 
@@ -111,13 +111,13 @@ def _draw_curves(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[
 
 
 def _mean_curve(curve: pd.DataFrame, metric: Metric) -> list[Row]:
-    """The mean over seeds of one norm at one size."""
+    """The mean over seeds of one norm at one size, with its interval, by samples seen."""
     (point,) = plain_rows(curve[["norm", "size", "cell", "diverged"]].head(1))
     rows = [
         {"norm": point["norm"], "size": point["size"], "samples": samples, "lost": False}
         | interval_row(mean(metric.scale * own, bounds=metric.bounds), metric.digits)
         | {"directory": point["cell"]}
-        for samples, own in _thinned(list(curve.groupby("samples")["value"]), MOST_POINTS)
+        for samples, own in _thinned(list(curve.groupby("samples")["value"]), MAX_POINTS)
     ]
     rows[-1]["lost"] = point["diverged"] > 0
     return rows
@@ -179,11 +179,11 @@ def _draw_sites(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[F
 
 
 def seed_curves(curves: pd.DataFrame, names: Sequence[str]) -> dict[str, list[Row]]:
-    """For each of these metrics that a cell has, by its label, the curve of each seed."""
+    """The curves of a cell, a row per seed and point, by the label of each metric in `names`."""
     found = {}
     for metric in map(describe_metric, dict.fromkeys(names)):
         own = curves[curves["name"] == metric.name]
-        seeds = [_thinned(curve, MOST_POINTS_OF_SEED) for _, curve in own.groupby("seed")]
+        seeds = [_thinned(curve, MAX_POINTS_OF_SEED) for _, curve in own.groupby("seed")]
         if seeds:
             table = pd.concat(seeds)[["seed", "samples", "value"]]
             values = [float(f"{metric.scale * value:.{DIGITS}g}") for value in table["value"]]
@@ -192,7 +192,7 @@ def seed_curves(curves: pd.DataFrame, names: Sequence[str]) -> dict[str, list[Ro
 
 
 def seed_chart() -> dict[str, Any]:
-    """The chart of one metric of a cell, a line per seed; the page fills in rows and label."""
+    """Vega-Lite for one metric of a cell, a line per seed; the page fills in rows and label."""
     x = alt.X("samples:Q", title="training samples seen").axis(format="~s", tickCount=5)
     y = alt.Y("value:Q").scale(zero=False)
     colour = alt.Color("seed:N").scale(scheme="tableau10").legend(orient="right", columns=1)

@@ -1,4 +1,4 @@
-"""What a dry run prints: runs to do, their time and memory, and what their report could call."""
+"""What a dry run prints: runs to do, time, memory, and the differences a report could detect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TIMED_ALIKE = (
 def print_plan(
     cells: Sequence[CellSpec], outcomes: Sequence[Outcome], *, num_workers: int = 1
 ) -> None:
-    """Prints a row per cell, the totals, and the smallest difference that the report will call."""
+    """Prints a row per cell, the totals, and the smallest difference that a report would detect."""
     read = cache(read_timed)
     planned: dict[Path, list[Outcome]] = {}  # by study
     seconds, rows, refused = [], [], []
@@ -64,7 +64,7 @@ def print_plan(
 def _find_seconds(
     outcome: Outcome, study_dir: Path, read: Callable[[Path], list[Result]]
 ) -> float | None:
-    """Training time of what a cell lacks: as in its own study, else in the studies beside it."""
+    """Expected time of a cell's missing runs, from its own study, else from the other studies."""
     count = len(outcome.missing)
     found = expected_seconds(outcome.record, count, read(study_dir)) if count else 0.0
     if found is None:
@@ -120,7 +120,7 @@ def _planned(outcome: Outcome, seconds: float | None) -> list[str]:
 
 
 def _total(seconds: Sequence[float | None], num_workers: int) -> str:
-    """The time of all cells; with several workers, no shorter than the longest cell."""
+    """The time of all cells in words; with several workers at least that of the longest cell."""
     known = [each for each in seconds if each is not None]
     parts = []
     if any(known) or len(known) == len(seconds):
@@ -135,12 +135,12 @@ def _total(seconds: Sequence[float | None], num_workers: int) -> str:
 
 
 def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
-    """The smallest difference that a report on the planned cells would call, and n for a small one.
+    """The smallest difference that a report on the planned cells would detect, in words.
 
-    Empty if the report would compare nothing. Without a recorded spread, in units of it.
-
-    Seeds are taken for unrelated between cells, so a difference has twice the variance of a cell:
-    the mean variance over seeds of the recorded cells, of those that train as long if there are.
+    Also the number of seeds that detects one tolerance. Empty if the report would compare nothing.
+    The spread is the mean variance over seeds of recorded cells, of equally long trainings if there
+    are any; without one the difference is in units of it. A difference has twice that variance,
+    because seeds count as unrelated between cells.
     """
     size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
     if not size:
@@ -181,7 +181,7 @@ def _spread(recorded: Sequence[Result]) -> tuple[str, float | None]:
 
 
 def family_size(planned: Sequence[Outcome]) -> int:
-    """How many verdicts a report on the cells gives, if every run finishes."""
+    """How many verdicts a report on the cells would have if every run finished."""
     cells = {f"{one.cell_id} {one.record}": config_row(one.record) for one in planned}
     ended = {"study": "", "seed": 0, "status": "finished"}
     runs = run_frame([row | ended | {"cell": cell} for cell, row in cells.items()])

@@ -1,4 +1,4 @@
-"""The figures of a slice: a function for each question, which yields what it has data for."""
+"""The figures of a slice: a function for each question yields those that have data."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _gradient(colour: alt.Color) -> alt.Color:
 
 
 def _with_square_text(table: pd.DataFrame, metric: Metric) -> pd.DataFrame:
-    """With `value`, and `under`: the interval, or the counts where runs are lost."""
+    """Adds `value`, and `under`: the interval, or the counts if runs are lost."""
     lost = (
         table["diverged"]
         .map("×{}".format)
@@ -233,9 +233,9 @@ def _improvement_rows(part: Slice) -> list[dict[str, Any]]:
 
 
 def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
-    """The kinds of evaluation statistics, a small panel for each norm that depends on the size.
+    """The metric by kind of evaluation statistics, a panel per norm that depends on the size.
 
-    On the validation split if the test split was evaluated in one way only.
+    On the validation split if the test split has running statistics only.
     """
     points = part.points[~part.points["independent"]]
     kinds = _statistics_of(part, points)
@@ -270,7 +270,10 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
 
 
 def _statistics_of(part: Slice, points: pd.DataFrame) -> dict[str, str]:
-    """The kind of statistics of each metric; `batch` if each cell has its own norm batch size."""
+    """The kind of statistics behind each metric name, as the legend shows it.
+
+    `batch@<size>` is shortened to `batch` if every cell used its own norm batch size.
+    """
     base = part.metric.name.partition("@")[0]
     for candidate in (base, base.replace("test/", "val/")):
         names = [one for one in metric_names(part.runs) if one.partition("@")[0] == candidate]
@@ -297,7 +300,7 @@ def _statistics_of(part: Slice, points: pd.DataFrame) -> dict[str, str]:
 
 
 def draw_learning_rates(part: Slice, _: Styles) -> Iterator[Figure]:
-    """Learning rate against size as squares, one panel per norm: how sharp the choice was."""
+    """Learning rate against size as squares, one panel per norm: how clear the choice was."""
     metric = describe_metric(part.metric.selection_name)
     if part.searched.empty:
         return

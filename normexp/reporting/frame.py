@@ -1,4 +1,4 @@
-"""Studies as one pandas table, a row per ended run."""
+"""Reads studies into one pandas table, a row per ended run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from normexp.reporting.metric import Metric
 Row = dict[Any, Any]  # column to plain value
 PARTS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
-IN_BOTH = (*SIZES, "trainer")  # of the identity, but recorded beside it as well
+RECORDED_TWICE = (*SIZES, "trainer")  # in the identity and beside it
 # Columns of the table of runs that come neither from the config nor from the metrics.
 FIELDS = (
     *("study", "cell", "cell_id", "seed", "status", "diverged_at_step", "error", "steps"),
@@ -39,7 +39,7 @@ class StudyRecords:
         NaN, any other missing value None.
     num_seeds: for each study, how many seeds have a result in any of its cells, readable or not
     num_unended: runs without a result: still training, or interrupted
-    waiting: one line for each cell that has only such runs
+    waiting: one line for each cell that has begun but has no ended run
     problems: one line for each result that cannot be read
     """
 
@@ -81,7 +81,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
 
 
 def run_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """The rows as `StudyRecords.runs`."""
+    """Builds the table `StudyRecords.runs` from rows by column name."""
     runs = pd.DataFrame(rows, dtype=object)
     runs = runs.reindex(columns=[*FIELDS, *(name for name in runs if name not in FIELDS)])
     return runs.where(runs.notna(), None).astype(dict.fromkeys(metric_names(runs), float))
@@ -147,13 +147,13 @@ def _read_row(study: str, run_dir: Path) -> dict[str, Any]:
 
 
 def config_row(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a recorded config: its values and those of its identity, by dotted keys."""
+    """Flattens a recorded config and its identity to columns with dotted keys."""
     identity = config.get("identity", {})
     own = {key: value for key, value in config.items() if key != "identity"}
     names = {
         group: _own_name(own[group], identity.get(group) or {}) for group in PARTS if group in own
     }
-    known = {key: value for key, value in identity.items() if key not in IN_BOTH}
+    known = {key: value for key, value in identity.items() if key not in RECORDED_TWICE}
     return _flatten(known) | _flatten(own) | names
 
 
@@ -183,7 +183,7 @@ def _read_evaluation(run_dir: Path) -> dict[str, float]:
 def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"norm": {"eps": 1}} gives {"norm.eps": 1}; lists become tuples.
 
-    Of a class of normexp only the name counts, since its module may change between two runs.
+    A class of normexp is reduced to its name, because its module may change between two runs.
     """
     flat: dict[str, Any] = {}
     for key, value in mapping.items():

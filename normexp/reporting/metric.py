@@ -28,7 +28,7 @@ PREFERRED = (
     "val/loss",
 )
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
-MOST_DIGITS = 4
+MAX_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Metric:
     label: axis title, with the unit
     unit: unit of a difference
     scale: factor from recorded to shown values
-    tolerance: differences within it, in `unit`, are called ties
+    tolerance: smaller differences, in `unit`, are called ties
     digits: minimum number of decimals
     """
 
@@ -68,11 +68,11 @@ class Metric:
 
     @property
     def worst(self) -> float:
-        """What a run counts as that has not finished, where points of a search are compared."""
+        """The value that an unfinished run counts as when points of a search are compared."""
         return 0.0 if self.higher_is_better else math.inf
 
     def mean_over(self, results: Sequence[Result]) -> float:
-        """The recorded mean over runs, in which one that has not finished counts as the worst."""
+        """The recorded mean over runs; an unfinished run counts as `worst`."""
         return statistics.fmean(
             run.metrics.get(self.name, self.worst) if run.status == "finished" else self.worst
             for run in results
@@ -80,7 +80,7 @@ class Metric:
 
     @property
     def selection_name(self) -> str:
-        """The metric that a learning rate may be chosen by: never one on test data."""
+        """The metric by which a learning rate is chosen: never one on test data."""
         split, _, rest = self.name.partition("/")
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
 
@@ -150,6 +150,6 @@ def _digits_of(low: float, high: float, digits: int) -> int:
     wanted = max(digits, math.ceil(-math.log10(half_width))) if has_width else digits
     excludes_zero = low > 0 or high < 0
     nearest = min(abs(low), abs(high))
-    while excludes_zero and wanted < MOST_DIGITS and round(nearest, wanted) == 0:
+    while excludes_zero and wanted < MAX_DIGITS and round(nearest, wanted) == 0:
         wanted += 1
-    return min(wanted, MOST_DIGITS)
+    return min(wanted, MAX_DIGITS)

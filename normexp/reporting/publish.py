@@ -1,4 +1,4 @@
-"""A report as a folder: page, figures and tables, written once or whenever there are results."""
+"""Writes a report's folder: page, figures and tables, once or whenever new results appear."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
 
 
 def _write_report(report: Report, reload_seconds: int | None) -> None:
-    """Writes the report beside its folder, then swaps the two: readers see the old or the new one.
+    """Writes the report to a temporary folder, then swaps it in: readers see old or new files.
 
     Raises:
         UserError: the folder cannot be written.
@@ -165,12 +165,12 @@ def _write_figure(folder: Path, figure: Figure) -> str:
 def _render_page(
     report: Report, images: Mapping[str, str], bundle: str, reload_seconds: int | None
 ) -> str:
-    """index.html with everything needed to show it; reloads itself if `reload_seconds` is set.
+    """A self-contained index.html; it reloads itself if `reload_seconds` is set.
 
-    images: the SVG of each figure in base 64, which is what is printed
+    images: the SVG of each figure in base 64, for printing
 
-    Everything from configs, file names and error messages is escaped by the template or, as data,
-    is JSON without a `<`.
+    Texts from configs, file names and error messages are escaped by the template, or are JSON
+    without `<`.
     """
     tables = [table for table in report.tables if table.name != "runs"]  # a cell opens its runs
     content = {
@@ -209,13 +209,13 @@ def _asset(name: str) -> Markup:
 @cache
 def _bundle() -> str:
     """Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed."""
-    # The stub asks for a snippet, which the function itself has a default for.
+    # The stub lacks the default of the argument `snippet`.
     bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
     return bundle.replace("</script", "<\\/script")
 
 
 def _filters(report: Report) -> dict[str, list[str]]:
-    """The values of each filter; one with a single value filters nothing and is left out."""
+    """The values of each filter; a filter with a single value is left out."""
     parts = [part for section in report.sections for part in section.answer.parts]
     values = {
         "norm": order_norms(report.cells["norm"]),

@@ -1,6 +1,6 @@
-"""Several data sets in one number: ratios of errors, which do not depend on how hard a set is.
+"""Averages over data sets: ratios of errors, which suit easy and hard data sets alike.
 
-They are outside the family of verdicts, so they have intervals and no verb.
+They are outside the family of verdicts, so they have intervals and no verdict.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ NOTE = (
 
 
 def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
-    """Ratios of errors over data sets, for each group of slices that differ only there.
+    """Ratios of errors for each group of slices that differ only in data set.
 
-    A ratio stands for a contrast that every data set has.
+    A group gets a ratio for each contrast that all of its data sets have.
     """
     answers = []
     for parts in _group_by_data(slices):
         metric = parts[0].metric
         if metric.higher_is_better and metric.bounds is None:
-            continue  # neither an error nor a loss can be made of it
+            continue  # an unbounded score has no error to take the ratio of
         first, *others = ({one.ends: one for one in contrasts_of(part)} for part in parts)
         shared = [[first[ends], *(own.get(ends) for own in others)] for ends in first]
         claims = [_claim([one for one in ones if one]) for ones in shared if all(ones)]
@@ -82,7 +82,7 @@ def _claim(contrasts: Sequence[Contrast]) -> Claim:
 
 
 def _shared_settings(part: Slice) -> str:
-    """What slices on other data sets have in common with this one: `resnet, epochs=12`."""
+    """The settings without the data set, to group slices by: `resnet, epochs=12`."""
     first = part.points.iloc[0]
     words = [part.model, first["budget"], *first["setting"].split(", ")]
     return ", ".join(filter(None, dict.fromkeys(words)))

@@ -38,7 +38,7 @@ from normexp.reporting.tables import (
 from normexp.reporting.tuning import draw_tuning
 
 RUN_COLUMNS = ["seed", "status", "diverged_at_step", "steps", "stopped", "error"]
-# Keys of the typed command that say where, when and how often; this cell has its own.
+# Keys that say where, when and how often a command ran; `repeat_command` sets its own.
 NOT_REPEATED = (
     *("-m", "--multirun", "tune", "hydra", "dry_run", "workers", "seed", "replicas", "study"),
     "runs_dir",
@@ -47,7 +47,7 @@ NOT_REPEATED = (
 
 @dataclass(frozen=True)
 class Section:
-    """The sentences on a slice with its figures; an answer over several data sets has none."""
+    """The sentences on a slice with its figures; an answer over data sets has no figures."""
 
     answer: Answer
     figures: list[Figure]
@@ -55,11 +55,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """What is written to a folder.
+    """The content of a report's folder.
 
     sections: answers over several data sets first, then a section per slice
     changes: the later studies against the first
-    tuning: the curves of the searches that chose for these studies
+    tuning: the curves of the searches that belong to these studies
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
     problems: one line for each result that cannot be read
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def main_table(self) -> Table:
-        """Of the differences between studies, else of the cells."""
+        """The table of differences between studies if there are several, else that of cells."""
         return {table.name: table for table in self.tables}[
             "differences" if self.changes else "cells"
         ]
@@ -147,7 +147,7 @@ def _count_words(cells: pd.DataFrame, records: StudyRecords) -> str:
     return head + words + "".join(f"; {count} {word}" for word, count in lost.items() if count)
 
 
-# What a cell opens on the page
+# Details of a cell, which the page shows when it is opened
 
 
 def cell_details(cells: pd.DataFrame, runs: pd.DataFrame) -> list[dict[str, Any]]:
@@ -183,7 +183,7 @@ def cell_details(cells: pd.DataFrame, runs: pd.DataFrame) -> list[dict[str, Any]
 
 
 def _values(table: pd.DataFrame) -> dict[str, str]:
-    """Each key with its values in any row, without those that are not recorded."""
+    """Each key with its distinct values over the rows; keys without a value are left out."""
     found = {
         key: ", ".join(show(value) for value in table[key].dropna().unique())
         for key in sorted(map(str, table))
@@ -192,9 +192,9 @@ def _values(table: pd.DataFrame) -> dict[str, str]:
 
 
 def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
-    """The command that trains the cell again, or finds it recorded; empty if none is known.
+    """A command that trains this cell alone, or finds it recorded; empty if none is known.
 
-    That is the last command that asked for it, with the values of this cell where it named several.
+    Derived from the last command that included the cell, with the cell's values in place of lists.
     """
     asked = [
         (entry.command, one.title)

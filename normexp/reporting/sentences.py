@@ -1,6 +1,6 @@
-"""The sentences of a report: what they claim, with details in brackets.
+"""The sentences of a report: each has a claim, and details in brackets.
 
-Which of them have a verb is decided in `normexp.reporting.verdict`.
+`normexp.reporting.verdict` decides which claims are verdicts.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.reporting.verdict import DECIDED, Contrast, Family, contrasts_of
 from normexp.stats.interval import Interval, crossed_mean
 
-ROUNDED = 1e-4  # a mean over float32 samples may differ from the metric by this share
+ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
 STILL_FALLING = 0.01  # share of the first training loss, from one fifth of the steps to the next
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
-# The headline of an answer has the first of these kinds that there is.
+# The headline of an answer is a claim of the first of these kinds that occurs.
 HEADLINES = (*DECIDED, "open", "interval", "no interval", "one size", "invalid", "no data")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence: `claim`, details in brackets, and what the contrast is at other budgets.
+    """One sentence.
 
-    norms: those that it is about; several if all of them are independent of the size
+    norms: the subject; several norms if all are independent of the size
     kind: see `Family.kind`; or `independent` (of the norm batch size, by measurement), `one size`,
         `invalid`
-    sizes: those that it is about
-    reference: the norm that it compares with; empty for a norm along the sizes
-    contrast: the difference that it states
+    details: follow the claim in brackets
+    elsewhere: the same contrast at other budgets, as further sentences
+    sizes: the sizes that the claim is about
+    reference: the norm compared with; empty for a norm along the sizes
+    contrast: the difference that the claim states
     over_samples: the gap over new test samples as well as new seeds; None without samples.npz
-    p: of the gap, times the size of the family; None outside it
+    p: of the gap, times the size of the family; None outside the family
     """
 
     norms: Sequence[str]
@@ -93,7 +95,7 @@ class Answer:
 
     @property
     def headline(self) -> Claim | None:
-        """The first verdict; without one, the first sentence that has a number."""
+        """The first verdict, else the first claim in the order of HEADLINES."""
         ranks = {kind: place for place, kind in enumerate(HEADLINES, start=1)}
         ranks |= dict.fromkeys(DECIDED, 0)
         return min(
@@ -122,7 +124,7 @@ def answer_slices(slices: Sequence[Slice]) -> list[Answer]:
 
 
 def _plain_claims(part: Slice) -> Iterator[Claim]:
-    """Norms that are not followed along the sizes, and why; independent ones in one sentence."""
+    """Claims on norms without a contrast along the sizes; independent norms share a sentence."""
     axis, metric = AXIS_WORDS[part.axis], part.metric
     alike: dict[str, list[str]] = {}
     for norm, rows in part.lines.items():
@@ -229,7 +231,7 @@ def _budget_words(one: Contrast, kind: str, other: Contrast, family: Family) -> 
 
 
 def _note(own: Sequence[Contrast], family: Family) -> str:
-    """What the verdicts of a slice promise, and what their intervals are about."""
+    """Explains what the intervals and verdicts of a slice promise."""
     if not any(one.gap.low is not None for one in own):
         return ""
     references = dict.fromkeys(one.second["norm"] for one in own if not one.is_along_sizes)
@@ -254,7 +256,7 @@ def _count_words(point: Row, metric: Metric, n: int, noun: str) -> str:
 
 
 def lost_words(point: Row, metric: Metric) -> str:
-    """`2 of 8 diverged, 1 of 8 missing`; and runs that a callback ended before their last step."""
+    """`2 of 8 diverged, 1 of 8 missing`; also counts runs that a callback ended early."""
     lost = {word: point[word] for word in ("diverged", "failed", "missing")}
     lost["ended early"] = point["early"]
     lost[f"without {metric.name}"] = point["finished"] - point["recorded"]
@@ -263,7 +265,7 @@ def lost_words(point: Row, metric: Metric) -> str:
 
 
 def _seed_words(one: Contrast) -> str:
-    """`ahead with 7 of 8 seeds`, where a tie counts one half; and equality that is no chance."""
+    """`ahead with 7 of 8 seeds`, where a tie counts one half; a warning if all seeds tie."""
     a, b = one.pairs
     if len(a) > 1 and (a == b).all() and not one.has_diverged:
         return "equal under every seed: is the norm used?"
@@ -275,7 +277,7 @@ def _seed_words(one: Contrast) -> str:
 
 
 def _ends(one: Contrast) -> list[tuple[str, Row]]:
-    """Both cells as details call them: `at 2` and `at 128`, or `of group` and `of batch`."""
+    """Both cells with their names in details: `at 2` and `at 128`, or `of group` and `of batch`."""
     word, key = ("at", "size") if one.is_along_sizes else ("of", "norm")
     return [(f"{word} {end[key]}", end) for end in (one.first, one.second)]
 
@@ -313,10 +315,9 @@ def _training_words(one: Contrast) -> str:
 
 
 def _training_end(losses: pd.DataFrame) -> str:
-    """`0.67 (still falling)`: the loss over the last fifth of the steps, as mean over the seeds.
+    """`0.67 (still falling)`: the loss over the last fifth of the steps, averaged over seeds.
 
-    It falls if it is lower than over the fifth before, by more than STILL_FALLING of the first
-    loss.
+    Still falling: lower than over the fifth before by more than STILL_FALLING of the first loss.
     """
     levels, falls = [], []
     for _, curve in losses.groupby("seed"):
@@ -333,9 +334,9 @@ def _training_end(losses: pd.DataFrame) -> str:
 
 
 def _gap_over_samples(one: Contrast) -> Interval | None:
-    """The gap over seeds and test samples; None unless every run of the gap has its samples.
+    """The gap over seeds and test samples; None unless every run recorded its samples.
 
-    Samples are used where their mean is the metric, as it is for an accuracy.
+    Only for metrics that are a mean over samples, such as accuracy.
     """
     if one.has_diverged:  # a diverged run has no samples
         return None

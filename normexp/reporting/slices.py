@@ -27,14 +27,15 @@ AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 class Slice:
     """Norms along one size, the axis.
 
-    title: model, data and what else tells the slice from others; `fixed`: the other size, in words
+    title: model, data and other settings that distinguish the slice
+    fixed: the other size, in words
     slug: suffix of file names
-    points: a row per norm and size that was run, by norm and size: the columns of `build_cells`,
+    points: a row per norm and size that was run, in this order: the columns of `build_cells`,
         `size`, `recorded` (seeds with a value) and `independent`. Along norm_batch_size, a norm
         that does not mix samples is independent: its single cell is repeated at every size.
     values: the metric as (seeds, cells), see `values_of`
-    searched: cells that differ only in learning rate, a row each: `size`, `chosen` for the cell in
-        `points`, `choice` (equal for those chosen from) and `lost` (diverged and failed runs)
+    searched: a row per cell where cells differ only in learning rate: `size`, `chosen` (the cell is
+        in `points`), `choice` (equal for alternatives) and `lost` (diverged and failed runs)
     runs: the runs of all these cells
     """
 
@@ -64,7 +65,7 @@ class Slice:
 
     @cached_property
     def outcomes(self) -> pd.DataFrame:
-        """`values`, in which a diverged run has the worst value of any run on the lines."""
+        """`values` in which a diverged run has the worst value of any run in `points`."""
         own = self.values[self.points["cell"].unique()]
         runs = self.runs[self.runs["status"] == "diverged"]
         if runs.empty:
@@ -107,10 +108,10 @@ class Slice:
         )
 
     def optimism(self, cell: str) -> float | None:
-        """`selection_optimism` of a cell whose learning rate was chosen; None for another cell.
+        """`selection_optimism` of a cell whose learning rate was chosen; None for other cells.
 
-        In the unit of the metric, positive if the choice flatters. Rates at which a run is lost are
-        no candidates.
+        In the unit of the metric, positive if the choice flatters. The candidates are the rates at
+        which as many runs were lost.
         """
         table = self.searched
         own = table[table["cell"] == cell]
@@ -129,7 +130,7 @@ class Slice:
 def build_slices(
     cells: pd.DataFrame, runs: pd.DataFrame, *, metric: str | None, tolerance: float | None
 ) -> list[Slice]:
-    """Every slice of the cells; settings without the requested metric have none."""
+    """Every slice of the cells; settings without the requested metric are left out."""
     slices = []
     for _, panel in cells.groupby("settings", sort=False):
         own = runs[runs["cell"].isin(panel["cell"])]
@@ -143,7 +144,7 @@ def build_slices(
 
 
 def _slices_of(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> list[Slice]:
-    """Slices along the norm batch size if it varies, and along the batch size if that does."""
+    """Slices along the norm batch size and along the batch size, each if it varies."""
     alone = ~cells.groupby("norm")["mixes_samples"].transform("any")
     cells = cells.assign(independent=alone)
     mixing = cells if alone.all() else cells[~alone]
@@ -185,10 +186,10 @@ def _values(column: pd.Series) -> list[int]:
 
 
 def _rank_rates(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
-    """The cells with `choice`, equal for those that differ in learning rate only, and `chosen`.
+    """Adds `choice`, equal for cells that differ only in learning rate, and `chosen`, the best.
 
-    The learning rate is chosen by the validation metric, never on test: first the fewest runs that
-    diverged or failed (`lost`), then the best mean over seeds.
+    Best on validation, never on test: the fewest runs that diverged or failed (`lost`), then the
+    best mean over seeds.
     """
     selection = describe_metric(metric.selection_name)
     means = values_of(runs[runs["cell"].isin(cells["cell"])], selection).mean()
@@ -209,7 +210,7 @@ def _slice(
     runs: pd.DataFrame,
     metric: Metric,
 ) -> Slice:
-    """placed: ranked cells with their `size`, or sizes."""
+    """placed: ranked cells, a row for each `size` at which a cell stands."""
     placed = placed.assign(rank=norm_ranks(placed)).sort_values(["rank", "size"])
     points = placed[placed["chosen"]].reset_index(drop=True)
     is_choice = placed.duplicated(["choice", "size"], keep=False)
@@ -222,7 +223,7 @@ def _slice(
 
 
 def _with_slugs(slices: Sequence[Slice]) -> list[Slice]:
-    """With short unique names for files."""
+    """Gives each slice a short unique name for files."""
     if len(slices) == 1:
         return [replace(slices[0], slug="main")]
     named = []

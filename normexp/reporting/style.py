@@ -55,21 +55,21 @@ STATISTICS_STYLES = (
 
 
 def order_norms(labels: Iterable[str]) -> list[str]:
-    """Shipped norms first in their fixed order, then others by name; numbers by value."""
+    """Norms of ORDER first, then others by name; numbers in names sort by value."""
     return sorted(set(labels), key=_rank)
 
 
 def assign_styles(labels: Iterable[str]) -> dict[str, Style]:
-    """A style per label, in order. A shipped norm always has its own; others take free ones.
+    """A style per label, in order. Norms of ORDER always have their own; others take free styles.
 
-    Beyond 12 norms the colours begin again, each with another marker and dash.
+    Beyond 12 norms the colours repeat, with another marker and dash.
     """
     ordered, heirs = order_norms(labels), {}
-    for label in ordered:  # the first variant of a shipped norm, `group num_groups=4`, is its heir
+    for label in ordered:  # the first variant, as `group num_groups=4`, inherits the norm's style
         if base_of(label) in ORDER:
             heirs.setdefault(base_of(label), label)
     slots = {label: ORDER.index(base) for base, label in heirs.items()}
-    # The colour of a shipped norm that is not there is taken last.
+    # The colours of norms of ORDER that are absent are taken last.
     free = sorted(set(range(len(SLOTS))) - set(slots.values()), key=lambda s: (s < len(ORDER), s))
     styles = {}
     for label in ordered:
@@ -79,7 +79,7 @@ def assign_styles(labels: Iterable[str]) -> dict[str, Style]:
 
 
 def _style(slot: int, turn: int) -> Style:
-    """Colour of the slot; marker and dash are those of others after the first turn."""
+    """The slot's style in turn 0; later turns keep its colour with marker and dash of others."""
     marker, dash = (SLOTS[(slot + step * turn) % len(SLOTS)] for step in (5, 7))
     return Style(SLOTS[slot].colour, marker.marker, dash.dash)
 

@@ -1,4 +1,4 @@
-"""What a command prints at its end: results with their spread, and commands to type next."""
+"""What a training command prints at its end: results with their spread, and what to type next."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
 
 
 def notes_on(outcome: Outcome) -> list[str]:
-    """What a reader of these results must know: none is better than chance, or all diverged."""
+    """Warnings about results: no better than chance, or all runs diverged."""
     values, chance = values_of(outcome.results, MAIN[0]), outcome.record.get("chance_accuracy")
     notes = []
     if values and chance is not None and statistics.mean(values) <= chance:
@@ -84,7 +84,7 @@ def notes_on(outcome: Outcome) -> list[str]:
 
 
 def shown_metrics(results: Sequence[Result]) -> list[str]:
-    """The metrics that get a row, each followed by its values with other evaluation statistics."""
+    """The metrics that get a row, each followed by its variants with other statistics (`@...`)."""
     names = {name for result in results for name in result.metrics}
     return [name for base in SHOWN for name in sorted(names) if name.partition("@")[0] == base]
 
@@ -95,7 +95,7 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     The sizes are the smallest above 1, a middle and the largest that divide a device's samples.
 
     Args:
-        words: the typed command, program first; all but the norm and its knobs is kept.
+        words: the typed command, program first; all is kept but the norm and its knobs.
     """
     record = outcome.record
     kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
@@ -119,9 +119,9 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
 
 
 def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """Prints a row per cell of a sweep; sizes that mean the same cell share a row.
+    """Prints a row per cell of a sweep; grid points that are one cell share a row.
 
-    A narrow terminal does not show the folders of the cells.
+    On a narrow terminal without the cells' folders.
     """
     console = open_console()
     rows = by_cell(cells, outcomes)
@@ -149,7 +149,7 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
 def by_cell(
     cells: Sequence[CellSpec], outcomes: Sequence[Outcome]
 ) -> list[tuple[list[str], Outcome]]:
-    """Each distinct cell of a command: the titles that mean it, and its outcome."""
+    """Each distinct cell of a command: the titles of its grid points, and its outcome."""
     rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
     for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
         key = (str(outcome.directory), outcome.cell_id or str(position))

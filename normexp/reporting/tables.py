@@ -45,11 +45,11 @@ NUMBERS = [f"{name}{end}" for name in STATISTICS for end in ("", " low", " high"
 
 @dataclass(frozen=True)
 class Table:
-    """Plain values under named columns; a missing one is shown as `-`, and empty in CSV.
+    """Plain values under named columns; a missing value is shown as `-`, and empty in CSV.
 
     frame: has `columns`, and may have more
-    numbers: columns only of the CSV, for programs, instead of `1.2 [0.6, 1.9]`
-    aside: columns only of the files and of an opened cell, since they do not fit on a page
+    numbers: columns for programs, in the CSV only: plain numbers beside `1.2 [0.6, 1.9]`
+    aside: columns shown in files and opened cells only, because they do not fit on a page
     over: a heading over all columns but the first, in LaTeX
     bold: (row, column) of the values in bold
     """
@@ -66,7 +66,7 @@ class Table:
 
     @staticmethod
     def of_rows(name: str, title: str, columns: list[str], rows: Sequence[Row]) -> Table:
-        """A table of rows that have any of these columns."""
+        """A table from dicts by column; a row may lack columns."""
         return Table(name, title, columns, pd.DataFrame(rows, columns=columns, dtype=object))
 
     @property
@@ -121,7 +121,7 @@ class Table:
         return self.frame[self.columns].map(show)
 
     def split(self) -> tuple[dict[str, str], pd.DataFrame]:
-        """What is the same in every row, and the texts of the other columns."""
+        """Columns with one value in all rows, as a dict, and the texts of the other columns."""
         texts = self.texts().drop(columns=[*self.aside])
         found = {name: list(texts[name].unique()) for name in texts}
         same = {str(name): own[0] for name, own in found.items() if len(own) == 1 < len(texts)}
@@ -130,7 +130,7 @@ class Table:
 
 
 def to_csv(frame: pd.DataFrame) -> str:
-    """Numbers with every digit; a leading apostrophe keeps spreadsheets from running text."""
+    """CSV with every digit; an apostrophe keeps spreadsheets from running text as a formula."""
 
     def without_formula(value: Any) -> Any:
         is_formula = isinstance(value, str) and value[:1] in ("=", "+", "@", "\t", "\r")
@@ -154,7 +154,7 @@ def cell_table(
 ) -> Table:
     """A row per cell: its sizes, the mean with interval, median, IQM, and every count.
 
-    Each cell shows the requested metric, otherwise its first preferred metric.
+    Each cell shows the requested metric, or the first of PREFERRED that it has.
     """
     available = metric_names(runs)
     own = {cell: metric_names(group) for cell, group in runs.groupby("cell")}
@@ -176,7 +176,7 @@ def cell_table(
 
 
 def _with_statistics(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
-    """With mean, median and IQM of the metric, as texts and as NUMBERS, and a note."""
+    """Adds mean, median and IQM of the metric, as texts and as NUMBERS, and a note."""
     values = values_of(runs[runs["cell"].isin(cells["cell"])], metric)
     steps = {data: smallest_step(values[own]) for data, own in cells.groupby("data")["cell"]}
     table = summarize(cells, values, metric).assign(metric=metric.label)
@@ -192,7 +192,7 @@ def _with_statistics(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) ->
 
 
 def _name_sizes(table: pd.DataFrame, independent: str | None) -> pd.DataFrame:
-    """With the sizes under their names in words; `independent` of a norm that mixes no samples."""
+    """Adds `batch size` and `norm batch size`, which is `independent` if samples do not mix."""
     size = table["norm_batch_size"].astype(object).where(table["mixes_samples"], independent)
     return table.assign(**{"batch size": table["batch_size"], "norm batch size": size})
 
@@ -211,14 +211,14 @@ def _note(row: Row, metric: Metric) -> str:
 
 
 def _with_level(interval: Interval, metric: Metric) -> str:
-    """The median of 5 values has an interval of 93.75 %, and says so."""
+    """Formats an interval; one of another level than 95 %, as the median's at n = 5, says so."""
     differs = interval.low is not None and abs(interval.level - 0.95) > 0.0005
     note = f" ({interval.level:.1%})".replace("%", " %") if differs else ""
     return format_interval(interval, metric.digits) + note
 
 
 def size_table(part: Slice) -> Table:
-    """Norm x size: mean and interval, the best of each size in bold with all that tie with it."""
+    """Norm x size: mean and interval; in bold the best of each size and all that tie with it."""
     metric, axis, sizes = part.metric, AXIS_WORDS[part.axis], [str(size) for size in part.sizes]
     table = summarize(part.points, part.values, metric)
     is_lost = table["count"].str.contains("/")
@@ -244,10 +244,10 @@ def size_table(part: Slice) -> Table:
 
 
 def best_norms(part: Slice, size: int) -> dict[str, int]:
-    """The norm of the best mean at a size, then those not told from it; none without a test.
+    """The norm with the best mean at a size, then all that a t test does not tell from it.
 
-    Each with the number of seeds that it has in common with the best; a norm with fewer than two
-    cannot be told from it, nor called equal.
+    By norm, the number of seeds in common with the best. Norms with fewer than two are left out,
+    because they can be tested neither way; empty if fewer than two norms are left.
     """
     is_sound = part.points["invalid"].isna() & (part.points["diverged"] == 0)
     points = part.points[is_sound & (part.points["size"] == size)]
@@ -302,10 +302,7 @@ def _sensitivity_row(found: Sensitivity, over: Interval | None, metric: Metric) 
 
 
 def _threshold_words(found: Threshold, smallest: int) -> str:
-    """`12 [5, 20]`; `<2` for an end that is not reached between the sizes that were run.
-
-    Without an interval, as of one seed, the size alone.
-    """
+    """`12 [5, 20]`; `<2` for an end below the sizes that were run; `12` without an interval."""
     size, low, high = (
         f"<{smallest}" if x is None else f"{x:.3g}" for x in (found.size, found.low, found.high)
     )
@@ -313,7 +310,7 @@ def _threshold_words(found: Threshold, smallest: int) -> str:
 
 
 def comparison_table(answers: Sequence[Answer]) -> Table:
-    """A row per norm, slice and reference, with the p that counts: times the size of the family."""
+    """A row per norm, slice and reference; p is multiplied by the size of the family."""
     columns = [
         *("norm", "reference", "setting", "at", "difference (positive: better)"),
         *("over test samples too", "unit", "probability of improvement", "p in the family"),

@@ -1,4 +1,4 @@
-"""What the entries report, status and evaluate print. Without torch."""
+"""What the commands report, status and evaluate print. Without torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from normexp.reporting.report import Report
 
 PIPE_WIDTH = 200  # characters, without a terminal
-# Columns of the main tables of a report that only the files and the page have.
+# Columns of a report's main table that only the files and the page show.
 LEFT_OUT = (
     *("median [95 % interval]", "IQM [95 % interval]", "n", "seeds", "diverged", "failed"),
     *("missing", "directory", "before", "after", "before: mean", "after: mean"),
 )
 WRAPPED = ("note", "setting")
-MOST_ROWS = 40
+MAX_ROWS = 40
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
 
 
 def open_console() -> Console:
-    """Standard output, wide where it is a log file: `print` for tables, `out` for text as it is."""
+    """Standard output, wide if it is a file: `print` for tables, `out` for verbatim text."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
@@ -83,14 +83,14 @@ def _print_main_table(console: Console, report: Report) -> None:
     counts = table.frame.get("count")
     if counts is not None:
         texts["seeds"] = counts
-    drawn = text_table(map(str, texts), texts.head(MOST_ROWS).to_numpy().tolist())
+    drawn = text_table(map(str, texts), texts.head(MAX_ROWS).to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
         column.no_wrap = name not in WRAPPED
     console.print(drawn, soft_wrap=True)
     if counts is not None and counts.str.contains("[×!?]").any():
         console.out("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
-    if len(texts) > MOST_ROWS:
-        console.out(f"... and {len(texts) - MOST_ROWS} more rows in tables/{table.name}.md")
+    if len(texts) > MAX_ROWS:
+        console.out(f"... and {len(texts) - MAX_ROWS} more rows in tables/{table.name}.md")
 
 
 def print_evaluations(
@@ -147,7 +147,7 @@ def print_status(status: StudyStatus) -> None:
 
 
 def _status_table(status: StudyStatus) -> Table:
-    """A row per cell; what their titles share stands below, once."""
+    """A row per cell; what all titles share is the caption."""
     states = [state for state in STATES if status.runs[state]]
     named = [cell.title for cell in status.cells if cell.digests and not cell.refused]
     shared, apart = split_shared_words(named)

@@ -1,8 +1,8 @@
-"""The tuning curve of a search: how good the best of k of its points is expected to be.
+"""The tuning curve of a search: the expected value of the best of k of its points.
 
 After Dodge et al., "Show Your Work" (arXiv:1909.03004), with draws without replacement, which Tang
-et al. (arXiv:2004.13705) show to be the unbiased form. The point is chosen on validation and its
-value is taken on test, so the curve holds no optimism from the choice.
+et al. (arXiv:2004.13705) show to be unbiased. The best point is chosen on validation and its value
+is taken on test, so the choice adds no optimism.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def expected_best(scores: Array, values: Array) -> Array:
 
     Args:
         scores: (n,), higher is better.
-        values: (n,); infinite for a loss that diverged, as is the result where such a point counts.
+        values: (n,); infinite for a diverged loss, which makes the result infinite where it counts.
     """
     n = len(scores)
     _, groups = np.unique(scores, return_inverse=True)  # 0 for the lowest score
@@ -79,8 +79,9 @@ class Curve:
 
     Attributes:
         norm: with its knobs, as in the legend.
-        setting: the other words that its points share.
-        scores, values: (n,), the means over seeds on validation and on test, higher scores better.
+        setting: the other words of the command line that its points share.
+        scores: (n,), means over seeds on validation; higher is better.
+        values: (n,), means over seeds on test.
     """
 
     norm: str
@@ -104,7 +105,7 @@ class Curve:
 
 
 def read_curves(study_dir: Path) -> list[Curve]:
-    """The searches that the history of a study names; without those of fewer than two points."""
+    """The searches in the history of a study that have two or more points."""
     searches = read_history(study_dir).searches.values() if study_dir.is_dir() else []
     curves = [_read_curve(study_dir, search) for search in searches]
     return [curve for curve in curves if curve is not None and len(curve.scores) > 1]

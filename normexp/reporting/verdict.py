@@ -1,14 +1,13 @@
 """What a report may claim: the differences that it tests, and the verdict on each.
 
-A report has one primary family (normexp.stats.family): in every slice, each norm that mixes samples
-at the smallest size against itself at the largest, and each norm at the smallest size against the
-reference norm. Both are declared by this rule before any result is known. Only they are said to
-lose, to gain, to hold their level, or to be better, worse or tied, and the probability that any of
-these sentences is false is at most 5 % for the whole report. Everything else is shown with its
-interval and without a verb.
+A report has one primary family (normexp.stats.family). In every slice it holds, for each norm that
+mixes samples, the smallest size against the largest, and, for each norm, the comparison with the
+reference norm at the smallest size. This rule fixes the family before any result is known. Only its
+members get a verdict: loses, gains or holds its level; better, worse or tied. The probability that
+any verdict is false is at most 5 % for the whole report. All else is shown with its interval alone.
 
-The reference is batch norm. Norms that are compared without it have the first in the order of
-figures as their reference, whatever the results: layer, instance, group, rms, then others by name.
+The reference is batch norm. In a comparison without batch norm it is the first norm in the order of
+figures, whatever the results: layer, instance, group, rms, then others by name.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from normexp.stats.family import Verdict, decide, p_value
 from normexp.stats.interval import Interval, paired_difference, paired_improvement
 
 REFERENCE = "batch"
-# What the verdicts are called: on a norm along the sizes, and on a norm beside the reference.
+# The names of verdicts: on a norm along the sizes, and on a norm against the reference.
 ALONG_SIZES = {"above": "gains", "below": "loses", "within": "holds"}
 WITH_REFERENCE = {"above": "better", "below": "worse", "within": "tie"}
 DECIDED = (*ALONG_SIZES.values(), *WITH_REFERENCE.values())
@@ -36,9 +35,9 @@ DECIDED = (*ALONG_SIZES.values(), *WITH_REFERENCE.values())
 class Contrast:
     """The difference between two cells of a slice, paired by seed.
 
-    first, second: their points: the smallest and the largest size of one norm, or a norm and the
-        reference norm at the smallest size
-    is_primary: in the family, if the seeds allow an interval
+    first, second: the points of the cells: one norm at its smallest and its largest size, or a norm
+        and the reference norm at the smallest size
+    is_primary: true if it belongs to the family whenever the seeds allow an interval
     """
 
     part: Slice
@@ -63,8 +62,8 @@ class Contrast:
     def gap(self) -> Interval:
         """first - second, positive if the first is better.
 
-        A diverged run counts as the worst run of the slice, so that the gap is a bound: the cell of
-        the diverged run is at most this good.
+        A diverged run counts as the worst run of the slice, so the gap is a bound: the cell of the
+        diverged run is at most this good.
         """
         metric = self.part.metric
         gap = paired_difference(*self.pairs, step=self.part.step, limit=metric.limit)
@@ -72,7 +71,7 @@ class Contrast:
 
     @property
     def improvement(self) -> Interval:
-        """Probability that the first cell beats the second under one seed."""
+        """Probability that the first cell beats the second under the same seed."""
         return paired_improvement(*self.pairs, higher_is_better=self.part.metric.higher_is_better)
 
     @property
@@ -92,7 +91,7 @@ class Contrast:
 
     @property
     def budget(self) -> str:
-        """`epochs=12`; empty if the two cells differ in it, as they may along the batch size."""
+        """`epochs=12`; empty if the two cells have different budgets, as along the batch size."""
         budgets = {end["budget"] for end in (self.first, self.second)}
         return budgets.pop() if len(budgets) == 1 else ""
 
@@ -105,7 +104,7 @@ class Family:
 
     @cached_property
     def size(self) -> int:
-        """The number of differences that have a verdict, decided or not."""
+        """The number of differences that are tested, with or without a decision."""
         return sum(one.is_judged for one in self.contrasts)
 
     def kind(self, one: Contrast) -> str:
@@ -135,14 +134,14 @@ class Family:
 
 
 def _ruled_out(one: Contrast) -> set[Verdict]:
-    """Verdicts that diverged runs could turn, since they may be worse than they count."""
+    """Verdicts that could be wrong, because a diverged run may be worse than it counts."""
     above: set[Verdict] = {"above", "within"} if one.first["diverged"] else set()
     below: set[Verdict] = {"below", "within"} if one.second["diverged"] else set()
     return above | below
 
 
 def contrasts_of(part: Slice) -> Iterator[Contrast]:
-    """Each norm along the sizes, then each against the reference at the smallest size, by study."""
+    """Contrasts of a slice: along the sizes, then with the reference of the same study."""
     smallest: dict[str, dict[str, Row]] = {}  # by study and norm
     for norm, rows in part.lines.items():
         if any(row["invalid"] for row in rows):

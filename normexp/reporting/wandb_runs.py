@@ -1,4 +1,4 @@
-"""Runs in Weights & Biases: that of a report, and the one of a command under a W&B agent."""
+"""Writes W&B runs: one for a report, and one for a command that a W&B agent started."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _start(mode: str, **words: Any) -> Any:
 
 
 def log_to_wandb(report: Report) -> str:
-    """Logs figures, main table and verdict of a written report; returns a line saying where.
+    """Logs figures, main table and verdicts of a written report; returns a line saying where.
 
-    The run has the job type `report` and the study as its group, in the project of the study's own
-    runs. Each call is a new run, online if logged in, unless WANDB_MODE says otherwise.
+    Each call makes a new run in the project of the study's runs, with job type `report` and the
+    study as its group; online if logged in, unless WANDB_MODE says otherwise.
 
     Raises:
         UserError: W&B refuses, as without a network; the report itself stands.
@@ -107,9 +107,8 @@ def _content(report: Report) -> dict[str, Any]:
     }
 
 
-# A command under an agent, which allows one run for each command that it starts. The run is written
-# from the records when the cell has ended, even if nothing was left to train: an agent may propose
-# a point twice.
+# A W&B agent allows one run for each command that it starts. The run is written from the records
+# after the cell has ended, even if nothing was left to train: an agent may propose a point twice.
 
 
 def refuse_many_cells(cells: Sequence[CellSpec]) -> None:

@@ -1,8 +1,8 @@
-"""One family of verdicts with one error rate, and the seeds that a verdict takes.
+"""One family of verdicts with one error rate, and the number of seeds that a verdict takes.
 
 A member is a difference d with a t interval. Three sentences are possible: d > 0, d < 0, and
-|d| < margin ("holds its level"). Whatever the true d, the sentences that are false for it are said
-with probability at most a, if each test is made at level a:
+|d| < margin ("holds its level"). If each test is made at level a, a false sentence is said with
+probability at most a, whatever the true d:
 
 - d = 0: only the two directions are false; a two-sided test at level a says one of them.
 - 0 < |d| < margin: only the wrong direction is false, probability a / 2.
@@ -28,15 +28,16 @@ from normexp.stats.interval import Interval
 
 ALPHA = 0.05  # probability of any false verdict in a report
 POWER = 0.8
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 
 Verdict = Literal["above", "below", "within", "open"]
 
 
 def decide(interval: Interval, *, margin: float, family_size: int) -> Verdict:
-    """The verdict on one member; `open` also without bounds. A difference goes before `within`.
+    """The verdict on one member; `open` if undecided or without bounds.
 
-    A single member needs half of the level for `within`, so that its 95 % interval is within too.
+    A difference takes precedence over `within`. A family of one tests `within` at half the level,
+    so that the 95 % interval lies within the margin too.
     """
     if interval.estimate is None:
         return "open"
@@ -74,9 +75,9 @@ def smallest_difference(n: int, sd: float, family_size: int) -> float:
 
 
 def seeds_for(difference: float, sd: float, family_size: int) -> int | None:
-    """Fewest pairs of seeds that show the difference in 80 % of studies; None above MOST_SEEDS."""
+    """Fewest pairs of seeds that show the difference in 80 % of studies; None above MAX_SEEDS."""
     needed = (
-        n for n in range(2, MOST_SEEDS + 1) if smallest_difference(n, sd, family_size) <= difference
+        n for n in range(2, MAX_SEEDS + 1) if smallest_difference(n, sd, family_size) <= difference
     )
     return next(needed, None)
 

@@ -4,9 +4,9 @@ Every function takes values over seeds, (num_runs,), or pairs of them matched by
 an `Interval`. Where the values allow no interval, both bounds are None.
 
 **Equal values are not certainty.** An accuracy is a count divided by the size of the test set, so a
-few seeds may agree to the last digit. Where values repeat, the sum of squared deviations grows by
-one squared `step`, the smallest disagreement that the values could have shown (`smallest_step`).
-The half width for n equal values is then close to that of the rule of three, 1 - 0.05^(1/n) steps.
+few seeds may agree to the last digit. Where values repeat, one squared `step` is added to the sum
+of squared deviations: the smallest difference that values could have (`smallest_step`). For n equal
+values the half width is then close to the rule of three, 1 - 0.05^(1/n) steps.
 Equal values without a known step have no bounds, so no interval has width 0.
 
 **Bounded values.** Within `bounds`, a t interval is built for arcsin(sqrt(p)), where p is the share
@@ -31,8 +31,8 @@ Array = NDArray[np.float64]
 Bounds = tuple[float, float]
 ROUNDING = 1e-9  # a deviation below this share of the values is floating-point noise
 LEVEL = 0.95  # of every interval unless stated
-# The median of n = 5 has an interval of level .9375, not .95. It is given, with its true level;
-# an interval that misses the wanted level by more than this is not.
+# The median of n = 5 has an interval of level .9375, not .95, and is given with that level. An
+# interval that misses the wanted level by more than this is not given.
 LEVEL_SHORTFALL = 0.02
 
 
@@ -65,8 +65,8 @@ class Interval:
 def smallest_step(values: ArrayLike) -> float:
     """Smallest positive gap between any two of the finite values if some are equal; otherwise 0.
 
-    Give all values of the metric on one test set: the more there are, the closer is the gap to one
-    test sample. It is 0 for values that do not repeat, such as losses, and where all are equal.
+    Pass all values of the metric on one test set: the more values, the closer the gap comes to one
+    test sample. It is 0 for values that do not repeat, such as losses, and if all are equal.
     """
     sample = np.asarray(values, dtype=np.float64).ravel()
     sample = np.sort(sample[np.isfinite(sample)])
@@ -84,8 +84,8 @@ def mean(
 ) -> Interval:
     """Mean of values (n,) with Student's t interval of n - 1 degrees of freedom.
 
-    step: see the top of this file; by default that of the values themselves
-    bounds: range of the values; the interval stays within
+    step: see the top of this file; by default `smallest_step(values)`
+    bounds: range of the values, which the interval does not leave
     """
     return _trimmed_mean(as_sample(values), 0, step, bounds, level)
 
@@ -101,8 +101,8 @@ def median(
     w = (n-k) f / (k + (n-2k) f)
     (Hettmansperger and Sheather 1986, "Confidence intervals based on interpolated order
     statistics"). If even [x(1), x(n)] misses the level, the result has the level it reaches, or no
-    bounds if that is more than LEVEL_SHORTFALL below (n <= 4 at 95 %). A value that repeats stands
-    for all within half a step of it, so both bounds move out by as much.
+    bounds if that is more than LEVEL_SHORTFALL below (n <= 4 at 95 %). A repeated value stands for
+    every value within half a step of it, so both bounds move out by half a step.
     """
     sample = np.sort(as_sample(values))
     n = len(sample)
@@ -168,8 +168,8 @@ def paired_difference(
 ) -> Interval:
     """Mean of a - b, (n,) each and matched by seed, with the interval of scipy.stats.ttest_rel.
 
-    step: by default that of all values of a and b
-    limit: largest possible difference, where the bounds are cut
+    step: by default the `smallest_step` of a and b together
+    limit: largest possible difference, at which the bounds are cut
     """
     differences = _differences(a, b)
     step = smallest_step(np.concatenate([a, b])) if step is None else step
@@ -206,7 +206,7 @@ def crossed_mean(table: ArrayLike, *, limit: float = math.inf) -> Interval:
 
 
 def stratified_mean(strata: Sequence[ArrayLike]) -> Interval:
-    """Mean over K data sets of the mean over seeds; every data set has the same weight.
+    """Mean over K data sets of the mean over seeds; every data set weighs the same.
 
     strata: values over seeds, one array per data set; n may differ.
     d = sum_k d_k / K, error = sqrt(sum_k v_k) / K with v_k = s_k^2 / n_k, and a t interval with
@@ -231,7 +231,7 @@ def stratified_mean(strata: Sequence[ArrayLike]) -> Interval:
 
 
 def log_ratio(a: ArrayLike, b: ArrayLike) -> Array:
-    """Values over seeds whose mean is log(mean a / mean b) and whose spread is its error.
+    """Values over seeds whose mean is log(mean a / mean b) and whose spread gives its error.
 
     These are log(mean a / mean b) + a_i / mean a - b_i / mean b, the delta method for pairs. a and
     b: positive means, such as losses or error rates; empty if one is 0.
@@ -284,7 +284,7 @@ def t_interval(
     low, high = estimate - quantile * error, estimate + quantile * error
     if bounds is not None:
         least, width = bounds[0], bounds[1] - bounds[0]
-        # A mean at an end moves inwards by half a step / n, which here follows from the error.
+        # A mean at an end moves inwards by half a step / n, which the error implies.
         margin = error / width * math.sqrt(df / (df + 1)) / 2
         share = min(max((estimate - least) / width, margin), 1 - margin)
         half = quantile * error / width / (2 * math.sqrt(share * (1 - share)))

@@ -2,11 +2,10 @@
 
 Values have shape (num_seeds, num_sizes): each row is one seed at every size, columns in ascending
 order of size, so every number is computed within a seed and its t interval is over seeds. NaN marks
-a missing run; a number uses the seeds that have all the values it needs, and its n counts them. A
-diverged run is not missing: callers give it the worst value that any run has, so that a loss is a
-lower bound.
+a missing run; each number uses the seeds that have every value it needs, and its n counts them. A
+diverged run is not missing: callers give it the worst value of any run, so a loss is a lower bound.
 
-A loss is in the metric's unit and positive if the metric gets worse, also where lower is better.
+A loss is in the metric's unit, and positive if the metric gets worse, whichever way is better.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from normexp.stats.interval import LEVEL, Array, Interval, mean, paired_differen
 
 @dataclass(frozen=True)
 class Threshold:
-    """The size below which the loss is more than the tolerance, with its interval; see `crossing`.
+    """The size below which the loss exceeds the tolerance, with its interval.
 
-    None: not reached down to the smallest size; `low` and `high` also without an interval.
+    See `size_threshold`. None: not reached down to the smallest size, or, for `low` and `high`, no
+    interval.
     """
 
     size: float | None
@@ -38,10 +38,10 @@ class Sensitivity:
     """What one norm loses between the sizes that were run.
 
     sizes: ascending
-    losses: loss from the largest size to each smaller size; `drop` is that to the smallest
-    best_size: the size of the best mean
+    losses: loss from the largest size to each smaller size; `drop`: to the smallest
+    best_size: the size with the best mean
     regret: loss from the best size to the smallest
-    slope: loss per halving between the sizes: least squares on log2 size, within each seed
+    slope: loss per halving of the size, by least squares on log2 size within each seed
     """
 
     sizes: list[int]
@@ -100,10 +100,10 @@ def size_threshold(
 ) -> Threshold:
     """Where the loss, followed from the reference size down, first exceeds the tolerance.
 
-    Estimate and bounds of the loss are joined by straight lines over log2 size, from 0 at the
-    reference size; each then passes the tolerance at a size of its own. So the grid of sizes limits
-    how exact the number is, but not which number it is. low and high: where the lower and the upper
-    bound of the loss pass, 95 % for each size separately; a low of None: that far is not shown.
+    The estimates of the loss are joined by straight lines over log2 size, from 0 at the reference
+    size, and so are the lower and the upper bounds; `size`, `low` and `high` are where each line
+    passes the tolerance. So the grid of sizes limits how exact the number is, but not which number
+    it is. The bounds are 95 % for each size separately. A low of None: no size is shown to pass.
     """
     sizes = [reference_size, *sorted(losses, reverse=True)]
     rows = [losses[size] for size in sizes[1:]]
@@ -124,8 +124,8 @@ def size_threshold(
 def _regret(table: Array, loss: Callable[..., Interval]) -> tuple[int | None, Interval]:
     """Column of the best mean, and the loss from the best column to the first.
 
-    Which column is best is not known, so the bounds are the greatest of those of every other
-    column, each at level 1 - 5 % / k, and 0 (multiple comparisons with the best, Hsu 1984).
+    The truly best column is unknown. So each bound is the greatest over the losses from all k other
+    columns, each at level 1 - 5 % / k, and 0 (multiple comparisons with the best, Hsu 1984).
     """
     means = [
         column[np.isfinite(column)].mean() if np.isfinite(column).any() else -np.inf
@@ -147,12 +147,12 @@ def _regret(table: Array, loss: Callable[..., Interval]) -> tuple[int | None, In
 
 
 def selection_optimism(scores: ArrayLike, values: ArrayLike) -> float | None:
-    """By how much the best of K candidates looks better than it is, where seeds chose and report.
+    """How much better the best of K candidates looks if the same seeds choose and report it.
 
-    scores, values: (num_seeds, K), what the choice is made by and what is reported; higher is
-    better in both. Each seed in turn is reported at the candidate that the others choose; the
-    optimism is the mean of the values at the candidate that all choose, less the mean of these
-    (leave-one-out cross-validation, Stone 1974). None for fewer than 3 seeds.
+    scores, values: (num_seeds, K), what is chosen by and what is reported; higher is better in
+    both. The optimism is the mean value at the candidate that all seeds choose, less the mean over
+    seeds of each one's value at the candidate that the other seeds choose (leave-one-out
+    cross-validation, Stone 1974). None for fewer than 3 seeds.
     """
     chosen_by, reported = np.asarray(scores, float), np.asarray(values, float)
     n = len(reported)

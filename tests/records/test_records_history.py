@@ -117,16 +117,6 @@ def test_known_entries_are_not_written_again(tmp_path: Path, monkeypatch: pytest
     assert len((tmp_path / "study.jsonl").read_bytes().splitlines()) == len(entries) + 1
 
 
-def test_line_that_a_killed_writer_tore_is_ignored_and_then_cut(tmp_path: Path):
-    append_entries(tmp_path, [COMMAND, ASKED])
-    path = tmp_path / "study.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"time": "2026", "command": ["seco')
-    history = read_history(tmp_path)
-    assert (history.commands, list(history.cells)) == ([COMMAND], ["d1"])
-    append_entries(tmp_path, [COMMAND])
-    assert read_history(tmp_path).commands == [COMMAND, COMMAND]
-
-
 TYPED = '{"time": "t", "command": ["c"], "code_version": 123, "cells": {}}'
 
 

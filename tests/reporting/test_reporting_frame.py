@@ -94,7 +94,6 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
         "synthetic": "first problem: .*seed-0",
         "young": "no ended run yet, 1",
         "empty": "has no runs",
-        "syntetic": "nearest: synthetic",
     }.items():
         with pytest.raises(UserError, match=f"study={name} .*{words}"):
             read_studies(tmp_path, [name])
