@@ -17,7 +17,7 @@ from normexp.cli import entry
 from normexp.config.help import CUSTOM_GROUPS, GROUPS, USAGE, choice_files, conf_dir, group_choices
 from normexp.config.rules import FLAG, KEYS, OPTIONS
 
-# bash ends a word at each `=`, unless it is told otherwise, and completes what follows: $2.
+# By default bash also splits words at `=`, and completes only what follows, $2.
 BASH = r"""
 _normexp() {
   local line=${COMP_LINE:0:COMP_POINT} IFS=$'\n'
@@ -32,7 +32,7 @@ LINE = re.compile(rf"(?:normexp[.-]|scripts/)({'|'.join(USAGE)})\s+(.*)$", re.DO
 
 
 def complete(line: str) -> list[str]:
-    """The words that the last word of a command line may become; values of a list one by one."""
+    """The completions of a command line's last word; the values of a list one by one."""
     found = LINE.search(line)
     if found is None:
         return []
@@ -50,7 +50,7 @@ def complete(line: str) -> list[str]:
 
 
 def _keys(entry: str, before: Sequence[str], *, is_deep: bool) -> Iterable[str]:
-    """The keys that an entry takes and the line does not have yet; knobs of groups on demand."""
+    """The keys that an entry takes and the line lacks; with `is_deep`, the knobs of groups too."""
     if entry in ("train", "tune"):
         own = (key for key in KEYS if "." not in key or entry == "tune" and key[:5] == "tune.")
         known, groups = {*GROUPS, *own}, (*CUSTOM_GROUPS, "trainer")

@@ -139,7 +139,7 @@ class Outcome:
         memory: bytes that it needs at least, besides those of torch itself.
         holder: the process that trains it, if busy.
         halts: no other cell can be trained either, because the disk is full.
-        key: of a cell that ended well, for the next command; see `cells.recorded`.
+        cache_entry: lets the next command skip the cell, see `cells.recorded`.
     """
 
     status: CellStatus
@@ -155,7 +155,7 @@ class Outcome:
     memory: int = 0
     holder: int | None = None
     halts: bool = False
-    key: CacheEntry | None = None
+    cache_entry: CacheEntry | None = None
 
 
 def rank_for(cells: Sequence[CellSpec]) -> int | None:
