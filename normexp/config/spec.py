@@ -92,8 +92,7 @@ class CellSpec:
 
             from normexp.config.compose import shipped_config, shipped_defaults
 
-            plain = OmegaConf.to_container(self.cfg, resolve=True)
-            assert isinstance(plain, dict)
+            plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
             named = {group: self.choices[group] for group in CUSTOM_GROUPS if group in self.choices}
             defaults = shipped_config() | {"trainer": shipped_defaults("trainer", "auto")}
             defaults |= {group: shipped_defaults(group, name) for group, name in named.items()}
