@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
-from normexp.checks.probe import Probe, differ, fixed_draws, moves, normal
+from normexp.checks.probe import MANY_STEPS, Probe, differ, fixed_draws, moves, normal
 from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
@@ -23,7 +23,6 @@ from normexp.norms.site import Site, named_sites
 logger = logging.getLogger(__name__)
 
 NETWORK_STEPS, SITE_STEPS = 1, 20  # training steps in which hidden state may show
-MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
 
 
 def check_wiring(network: nn.Module, batch: Batch) -> None:

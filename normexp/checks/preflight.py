@@ -105,11 +105,13 @@ def examine(
     check_inputs_matter(own, short)
     check_padding(own, data)
     check_saved_state(own, short, sites)
-    leaks = {mode: find_leak(own, sites, batch, data, training=mode) for mode in MODES}
+    late = [site for site in map(EnteredSite.after_many_steps, sites) if site is not None]
+    stages = [*sites, *late]
+    leaks = {mode: find_leak(own, stages, batch, data, training=mode) for mode in MODES}
     if leaks[False] and not allow_leak:
         raise UserError(
             f"a later position moves an earlier output at {leaks[False]}, so the loss is "
-            f"meaningless; try {find_remedy(sites, batch)}, or allow_leak=true to train it with "
+            f"meaningless; try {find_remedy(stages, batch)}, or allow_leak=true to train it with "
             "every number marked INVALID"
         )
     if leaks[True] and not leaks[False]:
@@ -123,7 +125,7 @@ def examine(
     many = min(sizes.micro, max(PROBE_SAMPLES, MAX_ELEMENTS // max(elements, 1)))
     samples = shorten(own, probe_batch(data, many))
     mixes = {
-        mode: any(site.mixes_samples(sizes.micro, training=mode) for site in sites)
+        mode: any(site.mixes_samples(sizes.micro, training=mode) for site in stages)
         or network_mixes(own, samples, data.vocab_size, training=mode)
         for mode in MODES
     }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +80,20 @@ TEXT = "data=manual model.width=16 model.depth=1"
 DDP = "trainer=ddp trainer.accelerator=cpu"
 PLATEAU = "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
 REFUSED = {
+    "norm=instance model=custom model._target_=torch.nn.Identity": "model.replace",
+    "norm=group norm.num_groups=5": "num_groups=5 does not divide num_features=16",
+    "model=gpt": "does not fit data=digits",
+    "data=langid model=convnet": "does not fit data=langid",
+    "steps=5 samples=100": "are both set",
+    "data=text_file": "data.path is not set",
+    "data=text_file data.path=nowhere.txt": "nowhere.txt",
+    "data=image_folder data.root=nowhere": "nowhere",
+    "data._target_=builtins.dict": "data._target_=builtins.dict",
+    "norm._target_=no.such.Norm": "there is no module no",
+    "norm._target_=normexp.norms.group.Grp": "normexp.norms.group has no Grp",
+    "norm._target_=torch.nn.Linear": "torch.nn.Linear",
+    "norm._target_=torch.nn.GroupNorm": "num_groups",
+    "norm=batch norm.view=sideways": "norm.view=sideways: must be token or sequence",
     "model=vit act=relu": r"act=relu: model=vit has no activation after a norm; try model=convnet",
     "model=vit conv=plain": "conv=plain: model=vit has no convolution",
     "residual_scale=0": "residual_scale=0: model=convnet has no residual branch; try",
@@ -143,13 +156,10 @@ REFUSED = {
 def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
     line: str,
     message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    own_module: Callable[[str, str], Path],
     caplog: pytest.LogCaptureFixture,
 ):
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own", raising=False)
+    own_module("own", OWN)
     with caplog.at_level(logging.INFO, "normexp"), pytest.raises(UserError) as caught:
         prepare(*line.split())
     assert re.search(message, str(caught.value))

@@ -552,3 +552,18 @@ class MixesInBackward(nn.Module):
         out = MixedSlope.apply(x)
         assert isinstance(out, Tensor)
         return out
+
+
+class PoolsLate(nn.Module):
+    """After 50 training steps, centres over samples and positions, in both modes."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return torch.tanh(x - torch.where(self.steps > 50, x.mean(pooled(x), keepdim=True), 0))

@@ -103,6 +103,12 @@ def test_pooling_is_that_of_the_formula(name: str):
     assert tuple(values_of(MAKE[name], *names)) == POOLS[name]
 
 
+def test_what_is_pooled_after_a_warm_up_counts():
+    make = lambda num_features: broken.PoolsLate()  # noqa: E731, ARG005
+    names = ("mixes samples", "pools channels", "pools positions", "leaks the future")
+    assert tuple(values_of(make, *names)) == (YES, NO, YES, YES)
+
+
 @pytest.mark.parametrize("name", KEEPS)
 def test_invariance_is_that_of_the_formula(name: str):
     names = ("input scale", "input shift", "channel scales", "scale of weights")

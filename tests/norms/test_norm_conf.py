@@ -132,12 +132,6 @@ def test_importing_a_norm_imports_little_else():
     assert imported_by("normexp.norms.batch") == {"affine", "errors", "moments", "running", "state"}
 
 
-def test_a_norm_in_a_folder_of_its_own_trains_and_is_recorded(tmp_path: Path):
-    assert main(["norm=deviations/bn_naive_var", *QUICK, f"runs_dir={tmp_path}"]) == 0
-    (run,) = tmp_path.glob("default/*/seed-0")  # no folder more for the slash in the name
-    assert read_result(run).status == "finished"
-
-
 NEW_NORM = '''
 from torch import nn
 
@@ -164,12 +158,13 @@ gain: 2.0
 
 def test_a_new_norm_costs_one_python_file_and_one_yaml(tmp_path: Path, monkeypatch):
     (tmp_path / "centred_norm.py").write_text(NEW_NORM)
-    (tmp_path / "conf" / "norm").mkdir(parents=True)
-    (tmp_path / "conf" / "norm" / "centred.yaml").write_text(NEW_YAML)
+    yaml = tmp_path / "conf" / "norm" / "mine" / "centred.yaml"
+    yaml.parent.mkdir(parents=True)
+    yaml.write_text(NEW_YAML)
     monkeypatch.syspath_prepend(tmp_path)
     runs = tmp_path / "runs"
-    words = ["--config-dir", str(tmp_path / "conf"), "norm=centred", "norm.gain=3"]
+    words = ["--config-dir", str(tmp_path / "conf"), "norm=mine/centred", "norm.gain=3"]
     assert main([*words, *QUICK, f"runs_dir={runs}"]) == 0
-    (run,) = runs.glob("default/*/seed-0")
+    (run,) = runs.glob("default/*/seed-0")  # no folder more for the slash in the name
     assert read_result(run).status == "finished"
     assert OmegaConf.load(run.parent / "config.yaml").norm.gain == 3

@@ -10,9 +10,7 @@ import torch
 from norm_cases import (
     APPROXIMATE,
     MIX_SAMPLES,
-    NEED_POSITIONS,
     NO_EPS,
-    PER_POSITION,
     RUNNING,
     SHAPES,
     SHIPPED,
@@ -33,7 +31,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.testing import assert_close
 
-from normexp.errors import UserError
 from normexp.norms.site import Site
 from normexp.norms.state import merge_state, read_state
 
@@ -308,22 +305,6 @@ def test_a_backward_may_come_after_another_forward(name):
     late, _ = norm(x), norm(2 * x.detach())
     found = gradients(late, [x, *norm.parameters()])
     assert_close(found, gradients(twin(x), [x, *twin.parameters()]), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [n for n in RUNNING if n not in (*PER_POSITION, "taper")])
-def test_one_value_per_statistic_is_refused_in_training_only(name):
-    x = torch.zeros((1, C, 1) if name in NEED_POSITIONS else (1, C), dtype=torch.double)
-    with pytest.raises(UserError, match=r"input of shape \(1, 8.*try"):
-        make(name)(x)
-    if name not in NEED_POSITIONS:
-        make(name).eval()(x)
-
-
-@pytest.mark.parametrize("name", NEED_POSITIONS)
-def test_a_norm_that_pools_positions_refuses_one(name):
-    for shape in ((4, C), (4, C, 1)):
-        with pytest.raises(UserError, match=r"input of shape \(4, 8.* try norm"):
-            make(name)(torch.zeros(shape, dtype=torch.double))
 
 
 @pytest.mark.slow

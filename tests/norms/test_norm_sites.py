@@ -19,6 +19,7 @@ from norm_cases import (
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from normexp.norms import running
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import LayerNorm
@@ -78,31 +79,40 @@ def shown(x: Tensor, view: str) -> Tensor:
     return x.transpose(1, 2) if view == "sequence" else x.flatten(0, 1)
 
 
+@pytest.mark.parametrize("loop_from", [0, 2**16], ids=["looped", "folded"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("view", ["map", "token", "sequence"])
 @pytest.mark.parametrize("size", [2, 4, None])
-def test_batch_norm_is_split_by_sample_with_the_state_of_one_forward(size, view, masked):
-    """Six samples: size 4 leaves a ragged group of two. torch's batch norm has the state."""
-    x = random_tensor(6, 5, C) + torch.arange(6).view(6, 1, 1)
+def test_batch_norm_is_split_by_sample_with_the_state_of_one_forward(
+    size, view, masked, loop_from, monkeypatch
+):
+    """Seven samples leave a ragged group; under the mask two groups of 2 are of padding alone.
+
+    torch's batch norm has the state.
+    """
+    monkeypatch.setattr(running, "LOOP_FROM_ELEMENTS", loop_from)
+    x = random_tensor(7, 5, C) + torch.arange(7).view(7, 1, 1)
     x = (x.mT if view == "map" else x).requires_grad_()
-    mask = random_mask(6, 5) if masked else None
+    mask = random_mask(7, 5) & (torch.arange(7) < 4)[:, None] if masked else None
     site = Site(randomize(BatchNorm(C).double()), view, size)
     alone, theirs = copy.deepcopy(site.norm), nn.BatchNorm1d(C).double()
     theirs.load_state_dict(alone.state_dict())
     out, parts = site(x, mask), []
-    for i in range(0, 6, size or 6):
-        part = slice(i, i + (size or 6))
+    for i in range(0, 7, size or 7):
+        part = slice(i, i + (size or 7))
         real = None if mask is None else mask[part].view(shown(x[part], view)[:, 0].shape)
         parts.append(alone(shown(x[part], view), real))
         assert_close(shown(out[part], view), parts[-1], rtol=0, atol=1e-12)
     weight = random_tensor(*out.shape, seed=11)
-    weights = [shown(own, view) for own in weight.split(size or 6)]
+    weights = [shown(own, view) for own in weight.split(size or 7)]
     loss = sum((own * part).sum() for own, part in zip(weights, parts, strict=True))
     expected = torch.autograd.grad(loss, [x, *alone.parameters()])
     assert_close(gradients(out, [x, *site.parameters()]), expected, rtol=0, atol=1e-12)
-    tokens = x.mT if view == "map" else x
-    theirs(tokens.flatten(0, 1) if mask is None else tokens[mask])
+    values = (x.mT if view == "map" else x).flatten(0, 1)
+    values = values if mask is None else values[mask.flatten()]
+    theirs(values)
     assert_close(site.norm.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)
+    assert site.norm.num_values == len(values)
 
 
 def test_torch_batch_norm_in_ghost_batches_has_the_gradients_of_each_group():

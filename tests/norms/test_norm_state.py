@@ -1,8 +1,7 @@
-"""Running state: update rules, groups in one call, ramps, averages of gradients, processes."""
+"""Running state: update rules, ramps, averages of gradients, processes."""
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
 from pathlib import Path
@@ -11,96 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from norm_cases import (
-    EPS,
-    KNOBS,
-    C,
-    gradients,
-    make,
-    make_fresh,
-    random_mask,
-    random_tensor,
-    randomize,
-)
+from norm_cases import EPS, C, gradients, make, make_fresh, random_mask, random_tensor, randomize
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.errors import UserError
-from normexp.norms import running
 from normexp.norms.batch import BatchNorm, BatchRenorm, EvalNorm, GhostBatchNorm, SyncBatchNorm
-from normexp.norms.mixtures import ModeNorm
 from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
-from normexp.norms.rms import BHyT, GatedRMSNorm
 from normexp.norms.site import Site
 from normexp.norms.state import read_state
 from normexp.norms.taper import TaperNorm
 
-G, N, T = 3, 4, 5
-
-
-def torch_after_one_forward(start: BatchNorm, values: Tensor) -> dict[str, Tensor]:
-    """State of torch's batch norm after one forward on values (number, C), begun as `start`."""
-    theirs = nn.BatchNorm1d(C, eps=start.eps, momentum=start.momentum).double()
-    theirs.load_state_dict(start.state_dict())
-    theirs(values)
-    return dict(theirs.state_dict())
+SHARES = {"num_training_steps": 10}
 
 
 def batches(number: int) -> list[Tensor]:
     return [2 * random_tensor(6, C, 5, seed=step) + 1 for step in range(number)]
-
-
-# A class with its other knobs, one that it refuses, and what the message says beside it.
-SHARES = {"num_training_steps": 10}
-RENORM = {"r_max": 3, "d_max": 5, "warmup": 0, "r_ramp_end": 0, "d_ramp_end": 0, **SHARES}
-TAPER = {"warmup": 0.1, "taper_end": 0.6, **SHARES}
-REFUSED = [
-    *((BatchNorm, {}, {"momentum": value}) for value in (0.0, -0.1, 1.5)),
-    *((PowerNorm, KNOBS["power"], {"momentum": value}) for value in (None, 1.5)),
-    (MovingAverageBatchNorm, KNOBS["moving_average_batch"], {"momentum": None}),
-    (MovingAverageBatchNorm, KNOBS["moving_average_batch"], {"memory": 0}),
-    *((ModeNorm, {}, {"num_modes": 0}), (GatedRMSNorm, {}, {"rank": 0}), (BHyT, {}, {"kappa": 0})),
-    (GhostBatchNorm, {}, {"ghost_size": 0}),
-    *((BatchRenorm, RENORM, {key: -1}) for key in ("r_max", "d_max")),
-    *((BatchRenorm, RENORM, {"warmup": value}) for value in (0.5, 5)),
-    (BatchRenorm, RENORM, {"d_ramp_end": 1.5}),
-    *((TaperNorm, TAPER, {"warmup": value}) for value in (0, 0.7)),
-    (TaperNorm, TAPER, {"taper_end": 1.5}),
-]
-
-
-@pytest.mark.parametrize(("cls", "others", "knob"), REFUSED)
-def test_knobs_that_make_no_norm_are_refused_with_ones_that_do(cls, others, knob):
-    ((key, value),) = knob.items()
-    said = "null" if value is None else value
-    with pytest.raises(UserError, match=f"{key}={said}.*try norm"):
-        cls(C, **{**others, **knob})
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("loop_from", [0, 2**16], ids=["looped", "folded"])
-def test_groups_in_one_call_equal_each_group_alone(monkeypatch, loop_from, masked, momentum):
-    """One group, a mask's third, is of padding alone; it does not weigh."""
-    monkeypatch.setattr(running, "LOOP_FROM_ELEMENTS", loop_from)
-    grouped = randomize(BatchNorm(C, momentum=momentum).double())
-    start, alone = copy.deepcopy(grouped), copy.deepcopy(grouped)
-    x = random_tensor(G, N, C, T) + 5 * torch.arange(G).view(G, 1, 1, 1)
-    mask = random_mask(G * N, T).unflatten(0, (G, N)) if masked else None
-    if mask is not None:
-        mask[2] = False
-    rows = x.movedim(2, -1)
-    values = rows.flatten(0, 2) if mask is None else rows[mask]
-    x.requires_grad_()
-    masks = [None] * G if mask is None else mask
-    expected = torch.stack([alone(part, own) for part, own in zip(x, masks, strict=True)])
-    out = grouped.forward_groups(x, mask)
-    assert_close(out, expected, rtol=0, atol=1e-12)
-    found = gradients(out, [x, *grouped.parameters()])
-    assert_close(found, gradients(expected, [x, *alone.parameters()]), rtol=0, atol=1e-12)
-    expected_state = torch_after_one_forward(start, values)
-    assert_close(grouped.state_dict(), expected_state, rtol=0, atol=1e-12)
-    assert grouped.num_values == len(values)
 
 
 def test_counts_survive_a_cast_to_half_precision():
@@ -124,8 +48,8 @@ def test_ghost_equals_batch_norm_at_a_site_that_splits(size, masked):
 
 
 def test_renorm_is_batch_norm_until_its_warmup_is_over():
-    ramps = {"warmup": 0.2, "r_ramp_end": 0.4, "d_ramp_end": 0.6}
-    norm, theirs = BatchRenorm(C, **{**RENORM, **ramps}).double(), nn.BatchNorm1d(C).double()
+    ramps = {"warmup": 0.2, "r_ramp_end": 0.4, "d_ramp_end": 0.6, **SHARES}
+    norm, theirs = BatchRenorm(C, r_max=3, d_max=5, **ramps).double(), nn.BatchNorm1d(C).double()
     for step, x in enumerate(batches(4), start=1):
         same = torch.allclose(norm(x), theirs(x), rtol=0, atol=1e-12)
         assert same == (step <= 2)
