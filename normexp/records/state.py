@@ -112,7 +112,7 @@ def max_attempts_of(command: CommandEntry) -> int:
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """Reads the status of a study, also while it runs. Raises UserError if there is no such study.
 
-    Sizes that mean the same cell share a row.
+    Commands whose sizes mean the same cell share a row.
     """
     root = find_study(runs_dir, name)
     history = read_history(root)
