@@ -50,7 +50,7 @@ class CellState:
     attempts: dict[int, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def lacking(self, max_attempts: int | None = None) -> set[tuple[str, int]]:
+    def lacking(self, max_attempts: int | None) -> set[tuple[str, int]]:
         """(digest, seed) of the runs to train, without runs that have failed too often."""
         seeds = [
             seed

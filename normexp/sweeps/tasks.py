@@ -97,7 +97,7 @@ class TaskBoard:
         self._mark(task or (), worker)
         return task
 
-    def put_back(self, task: Task, *, alone: bool = False) -> None:
+    def put_back(self, task: Task, *, alone: bool) -> None:
         """Reopens a task; if `alone`, as one task per cell."""
         for index in task:
             self.is_alone[index] |= alone

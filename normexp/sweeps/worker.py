@@ -120,8 +120,8 @@ def _may_affect_next(outcomes: Sequence[Outcome]) -> bool:
 
 
 @contextmanager
-def importing_run_task(run_task: RunTask | None = None) -> Iterator[RunTask]:
-    """Yields `run_task`; by default that of `cells.run`, with torch imported and data sets cached."""
+def importing_run_task(run_task: RunTask | None) -> Iterator[RunTask]:
+    """Yields `run_task`, or imports torch and that of `cells.run`, and caches its data sets."""
     if run_task is not None:
         yield run_task
         return
