@@ -79,7 +79,7 @@ class StudyLog:
         for cell, outcome in ends:
             if outcome.cell_id and outcome.status != "planned":
                 told.append((cell, cell_entry(cell, outcome.cell_id)))
-                told += [(cell, outcome.key)] if outcome.key is not None else []
+                told += [(cell, outcome.cache_entry)] if outcome.cache_entry is not None else []
             elif outcome.status in ("refused", "failed") and not outcome.halts:
                 error = f"{outcome.status}: {outcome.error}"
                 told.append((cell, cell_entry(cell, error=error)))

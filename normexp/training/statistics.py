@@ -1,4 +1,4 @@
-"""Statistics that norms can be evaluated with: their own, of batches, or of a whole population.
+"""Statistics to evaluate norms with besides their running ones: of batches, of a population.
 
 Everything here that changes a network is a context manager that changes it back.
 """
@@ -53,7 +53,7 @@ def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch
 
 @contextmanager
 def evaluation_mode(replicas: Replicas) -> Iterator[None]:
-    """Lends the replicas in evaluation mode; modes and buffers are as before in the end."""
+    """Puts replicas into evaluation mode inside the block; restores modes and buffers after it."""
     modes = {module: module.training for module in replicas.modules()}
     buffers, values = dict(replicas.named_buffers()), read_state(replicas)
     replicas.eval()
@@ -68,7 +68,7 @@ def evaluation_mode(replicas: Replicas) -> Iterator[None]:
 
 @contextmanager
 def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
-    """Lends replicas whose norms use the statistics of groups of `group_size` samples.
+    """Inside the block, norms use the statistics of groups of `group_size` samples.
 
     Norms are in training mode, all other modules in evaluation mode.
     """
