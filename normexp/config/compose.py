@@ -17,7 +17,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -82,8 +82,9 @@ def compose_cell(
         raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
     with open_dict(config):
         config.experiment = base.choices.get("experiment")  # for the loggers
-    if isinstance(plain.get("study"), int | float):  # study=2026 names a folder
-        config.study = str(config.study)
+    if isinstance(plain.get("study"), int | float):  # study=2026_11 names a folder
+        typed = [str(each.input_line) for each in values if each.key_or_group == "study"]
+        config.study = typed[0].partition("=")[2].strip() if typed else str(config.study)
     return config, _names_of(config, base.choices)
 
 
@@ -124,6 +125,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             raise UserError(
                 f"{text}: the value cannot be read; quote it, as in '{key}=\"{value}\"'"
             ) from None
+        swept = parsed[-1].value()
+        if isinstance(swept, RangeSweep) and not swept.step:
+            raise UserError(f"{text}: the step of a range must not be 0")
     return parsed
 
 
@@ -220,9 +224,14 @@ def _compose(
     except (HydraException, YAMLError, ValueError) as error:
         raise _explain(error, config_dirs) from error
     own = config.hydra
+    chosen = dict(own.runtime.choices)
+    for group in GROUPS:  # Hydra reads norm=group.yaml and norm=../norm/group as well
+        name = chosen.get(group)
+        if isinstance(name, str) and name not in group_choices(group, config_dirs):
+            raise _unknown_choice(f"{group}/{name}", config_dirs)
     with open_dict(config):
         del config["hydra"]
-    return ComposedChoices(config, own, dict(own.runtime.choices))
+    return ComposedChoices(config, own, chosen)
 
 
 @lru_cache(maxsize=1)
@@ -278,6 +287,8 @@ def _check_choice(override: Override, config_dirs: Sequence[str]) -> None:
     key, text = override.key_or_group, override.input_line
     if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
         raise UserError(f"{text}: name each folder with --config-dir")
+    if key.startswith("hydra.sweeper.params") and text != "hydra.sweeper.params=null":
+        raise UserError(f"{text}: type the keys themselves, as -m lr=0.1,1")
     if key not in GROUPS:
         return
     if override.is_add() or override.is_force_add():

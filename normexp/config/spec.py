@@ -11,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from normexp.config.help import CUSTOM_GROUPS
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
+from normexp.records.identity import differences
 from normexp.records.result import Result
 
 if TYPE_CHECKING:
@@ -48,6 +50,17 @@ def config_dir_words(config_dirs: Sequence[str]) -> list[str]:
     return [word for folder in config_dirs for word in ("--config-dir", folder)]
 
 
+def study_words(study_dir: Path) -> list[str]:
+    """The words that name a study in any command, quoted where Hydra could not read them."""
+    named = {"study": study_dir.name, "runs_dir": str(study_dir.parent)}
+    plain = re.compile(r"[\w./ -]+", re.ASCII)
+    return [
+        f"{key}={value if plain.fullmatch(value) else json.dumps(value, ensure_ascii=False)}"
+        for key, value in named.items()
+        if (key, value) != ("runs_dir", "runs")
+    ]
+
+
 @dataclass(frozen=True)
 class CellSpec:
     """One cell as a command line specifies it.
@@ -67,19 +80,26 @@ class CellSpec:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the composed config, without seeds and paths, known before it is built.
+        """A digest of what the config changes in the shipped one, without seeds and paths.
 
-        One cell may have two digests: `batch_size=32` and `batch_size=32 micro_batch_size=32`.
+        Known before the cell is built. A later knob at its default does not change it, so newer
+        code goes on with a study. One cell may have two digests: `batch_size=32` and
+        `batch_size=32 micro_batch_size=32`.
         """
         content: Any = self.title
         if self.cfg is not None:
             from omegaconf import OmegaConf
 
-            plain = OmegaConf.to_container(self.cfg, resolve=True)
-            assert isinstance(plain, dict)
-            content = {key: value for key, value in plain.items() if in_identity(str(key))}
+            from normexp.config.compose import shipped_config, shipped_defaults
+
+            plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
+            named = {group: self.choices[group] for group in CUSTOM_GROUPS if group in self.choices}
+            defaults = shipped_config() | {"trainer": shipped_defaults("trainer", "auto")}
+            defaults |= {group: shipped_defaults(group, name) for group, name in named.items()}
+            changed = differences(plain, defaults)
+            content = [named, {key: changed[key] for key in changed if in_identity(key)}]
             if sees_validations(self.cfg):
-                content["val_every_epochs"] = plain["val_every_epochs"]
+                content.append(plain["val_every_epochs"])
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -129,11 +129,11 @@ def check_settings(config: DictConfig) -> None:
             "srun or torchrun"
         )
     tune = config.tune
-    name, _, statistics = (tune.metric or "").partition("@")
+    name, at, statistics = (tune.metric or VALIDATION[0]).partition("@")
     kind = statistics.rstrip("0123456789")  # batch32 is a kind of batch
-    if kind and kind not in config.evaluate_with:
-        raise UserError(f"tune.metric={tune.metric}: needs evaluate_with=[running,{kind}]")
-    if name not in ("", *VALIDATION):
+    if at and kind not in config.evaluate_with:
+        raise UserError(f"tune.metric={tune.metric}: needs evaluate_with=[running,{kind or '...'}]")
+    if name not in VALIDATION:
         raise UserError(
             f"tune.metric={tune.metric}: nothing is chosen on test or training data; "
             f"try {join_or(VALIDATION)}"
