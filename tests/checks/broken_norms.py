@@ -567,3 +567,20 @@ class PoolsLate(nn.Module):
         if self.training:
             self.steps += 1
         return torch.tanh(x - torch.where(self.steps > 50, x.mean(pooled(x), keepdim=True), 0))
+
+
+class StartsFromItsBatch(Affine):
+    """Sets its weight by the first batch, as ActNorm does."""
+
+    started: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.started:
+            with torch.no_grad():
+                self.weight.copy_(torch.rsqrt(self.spread(x) + EPS))
+            self.started.fill_(True)
+        return x * per_channel(self.weight, x) + per_channel(self.bias, x)

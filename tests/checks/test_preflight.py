@@ -208,6 +208,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
 REFUSED_IN_PARTS = [
     (FlatNet(STREAMING), Sizes(8, 4), "micro_batch_size=4 .* norm1 "),
     (FlatNet(STREAMING), Sizes(8, None, 2), "norm_batch_size=2 .* norm1 "),
+    (FlatNet(NormFactory(broken.StartsFromItsBatch)), Sizes(8, None, 4), "norm1 .*parameters"),
     (WINDOWS, Sizes(8, None, 4), "norm_batch_size=4: norm get 8 rows for 4 samples"),
 ]
 
@@ -291,6 +292,7 @@ NOTED = {
         "WARNING.*norm1.norm.weight, norm1.norm.unused",
     ),
     "few values": (FlatNet(BATCH), image_data(), "WARNING.*2 values at norm1"),
+    "mixed outside": (around(nn.Identity(), lambda x: x - x.mean(0)), image_data(), "does not act"),
     "leak in training": (gpt(BATCH), text_data(), "blocks.0.attn_norm.*train/loss"),
 }
 
