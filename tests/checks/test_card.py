@@ -78,7 +78,7 @@ class Tanh(nn.Module):
 
 
 class ReadsPadding(broken.Affine):
-    """Takes a mask and pools over it all the same."""
+    """Takes a mask and pools padding nevertheless."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         del mask
@@ -207,7 +207,7 @@ def test_compiler_follows_sound_norms_and_not_one_that_leaves_torch():
 
 
 class Branches(broken.Affine):
-    """Looks at its values to choose what it does."""
+    """Branches on its values."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.mean().item() > 0:

@@ -1,4 +1,4 @@
-"""What a network is refused for, warned of or marked with before it trains."""
+"""The reasons to refuse, warn of or mark a network before it trains."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def traits_of(
 
 
 def norm_of(function: Callable[[Tensor], Tensor], view: Any = "token") -> NormFactory:
-    """A norm by a function of (N, C, *)."""
+    """A norm from a function of (N, C, *)."""
     return NormFactory(lambda _: Applies(function), view=view)
 
 
@@ -137,12 +137,12 @@ def test_samples_mixed_anywhere_are_found(network: nn.Module, data: Data, size: 
 
 
 def ignores(m: Any, inputs: Tensor) -> Tensor:
-    """Takes `norm` and uses its own."""
+    """Takes `norm` but builds another."""
     return m.head(torch.relu(m.norm1(m.hidden(inputs.flatten(1)))))
 
 
 def drops(m: Any, inputs: Tensor) -> Tensor:
-    """Does not use what a site returns."""
+    """Ignores the output of its site."""
     m.norm2(m.hidden(inputs.flatten(1)))
     return ignores(m, inputs)
 
@@ -177,7 +177,7 @@ class Exploding(nn.Module):
 
 
 def windows(m: Any, images: Tensor) -> Tensor:
-    """Halves of each image are rows of their own where the norm stands."""
+    """The norm sees the halves of each image as separate rows."""
     halves = images[:, 0].unflatten(1, (2, -1)).flatten(0, 1)  # (2 N, H / 2, W)
     return m.head(m.norm(halves[:, None]).reshape(len(images), -1))
 
@@ -265,7 +265,7 @@ def test_norm_that_needs_positions_is_refused_on_a_model_that_has_none(norm: str
 
 
 class Forgetful(LayerNorm):
-    """A layer norm that has one parameter too many, and cuts another off."""
+    """A layer norm with an unused parameter, and one that is detached."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -460,7 +460,7 @@ def test_numbers_of_a_leak_that_is_allowed_are_marked_invalid(
 
 
 class CarelessState(BatchNorm):
-    """Normalizes real positions as it should, and keeps a running mean of all positions."""
+    """Normalizes real positions correctly, but its running mean includes padding."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # (N, C)
         out = super().forward(x, mask)
@@ -472,7 +472,7 @@ class CarelessState(BatchNorm):
 
 
 class CarelessAtOneLength(nn.Module):
-    """Reads nothing, but for a mean of all that it has seen; takes 8 positions only."""
+    """Reads nothing but a running mean over all inputs so far; takes 8 positions only."""
 
     seen: Tensor
 

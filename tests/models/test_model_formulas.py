@@ -58,7 +58,7 @@ def test_resnet20_starts_from_one_draw_per_layer_in_forward_order() -> None:
 
 
 def reference_attention(attention: Attention, x: Tensor, allowed: Tensor, gains: dict) -> Tensor:
-    """The textbook formula, one head at a time; `allowed` (B, T, T) says who may read whom."""
+    """The textbook formula, head by head; `allowed` (B, T, T): position t may read position s."""
     split = [t.chunk(attention.num_heads, dim=-1) for t in attention.qkv(x).chunk(3, dim=-1)]
     heads = []
     for values in zip(*split, strict=True):

@@ -197,7 +197,7 @@ def run_whole_or_part(norm: nn.Module, masked: bool, part: slice = slice(None)):
 
 
 def sync_in_one_process(rank: int, store: str, folder: str) -> None:
-    """Takes its part of the batch, forward and backward, and writes the results into a file."""
+    """Runs forward and backward on this process's part of the batch, and writes a file."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     for index, (split, masked) in enumerate(CASES):
         norm = randomize(SyncBatchNorm(C).double())

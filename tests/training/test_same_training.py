@@ -205,7 +205,7 @@ def test_two_ways_to_train_are_one(tmp_path: Path, common, first, second, check)
 
 
 def test_running_state_of_a_split_step_holds_the_moments_of_all_its_samples(tmp_path: Path):
-    """The input of the first site does not depend on the split, so nor must its running state."""
+    """The first site's input does not depend on the split, so its running state must not either."""
     full, *runs = (build_module(sizes=s, lr=1e-30) for s in (FULL, ACCUMULATED, GHOST))
     for index, run in enumerate((full, *runs)):
         train(run, tmp_path / f"{index}.ckpt")
