@@ -292,7 +292,11 @@ NOTED = {
         "WARNING.*norm1.norm.weight, norm1.norm.unused",
     ),
     "few values": (FlatNet(BATCH), image_data(), "WARNING.*2 values at norm1"),
-    "mixed outside": (around(nn.Identity(), lambda x: x - x.mean(0)), image_data(), "does not act"),
+    "mixed outside": (
+        around(nn.Identity(), lambda x: x - x.mean(0)),
+        image_data(),
+        "has no effect there",
+    ),
     "leak in training": (gpt(BATCH), text_data(), "blocks.0.attn_norm.*train/loss"),
 }
 
@@ -317,7 +321,7 @@ def test_modules_that_sites_share_are_noted_and_seeds_do_not_share_them(
     build = NetworkBuilder(Target("model", "make", partial(make, NormFactory(lambda _: shared))))
     first, second = build(0), build(1)
     traits_of(nn.Sequential(first, nn.Linear(WIDTH, 3)))
-    assert "0.2, 0.3 are one module" in caplog.text
+    assert "0.2, 0.3 share a module" in caplog.text
     pointers = [{id(p) for p in network.parameters()} for network in (first, second)]
     assert not pointers[0] & pointers[1] and len(pointers[0]) == 4
 
