@@ -159,7 +159,7 @@ def read_values(path: Path) -> Values:
     named = content if isinstance(content, Mapping) else {}
     values = {str(name): value for name, value in named.items() if isinstance(value, Tensor)}
     if not values:
-        raise UserError(f"{key} holds no named tensors; name a file with a state_dict")
+        raise UserError(f"{key} holds no tensors by name; name the file of a state_dict")
     return values
 
 
