@@ -176,7 +176,9 @@ def paired_difference(
     return _cut(mean(differences, step=step, level=level), limit)
 
 
-def crossed_mean(table: ArrayLike, *, limit: float = math.inf) -> Interval:
+def crossed_mean(
+    table: ArrayLike, *, step: float | None = None, limit: float = math.inf
+) -> Interval:
     """Mean of a table (n seeds, N test samples), over new seeds and new test samples.
 
     Rows and columns are crossed random effects: with v_S and v_I the squared standard errors of the
@@ -193,7 +195,7 @@ def crossed_mean(table: ArrayLike, *, limit: float = math.inf) -> Interval:
         return Interval(estimate, None, None, LEVEL, n)
     rows, columns = cells.mean(axis=1), cells.mean(axis=0)
     residuals = cells - rows[:, None] - columns + estimate
-    step = smallest_step(cells) / num_samples  # of a mean over samples
+    step = smallest_step(cells) / num_samples if step is None else step
     squares = ((rows - estimate) ** 2).sum() + step**2
     seeds = squares / (n * (n - 1))
     samples = ((columns - estimate) ** 2).sum() / (num_samples * (num_samples - 1))
