@@ -25,19 +25,8 @@ from normexp.records.result import read_result
 from normexp.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = {"batch", "sample", "token", "pointwise", "none", "other", "deviation"}
-HEADLINE = re.compile(r"# [^:]+( \(arXiv:\d{4}\.\d{4,5}\))?: .+\.")
 TEXTS: Any = SimpleNamespace(input_shape=(16,))  # all that `build_norm` asks of data
 QUICK = ["model.width=8", "batch_size=16", "steps=1", "replicas=1", "workers=0"]
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_file_opens_with_one_phrase_and_ends_its_notes_with_the_family(name):
-    lines = FILES[name].read_text().splitlines()
-    header = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
-    assert HEADLINE.fullmatch(header[0]) and max(map(len, header)) <= 100
-    assert header[-1].removeprefix("# family: ") in FAMILIES
-    assert (header[-1] == "# family: deviation") == name.startswith("deviations/")
 
 
 @pytest.mark.parametrize("name", ["group", "batch_per_position", "frn", "deviations/ln_no_eps"])

@@ -16,7 +16,6 @@ from omegaconf import open_dict
 from torch import nn
 from torch.optim import lr_scheduler
 from training_cases import (
-    StrangerNorm,
     assert_same_state,
     build_module,
     convnet,
@@ -29,6 +28,7 @@ from training_cases import (
     text_encoder,
     train,
 )
+from wild_norms import StrangerNorm
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
