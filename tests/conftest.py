@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
 
 # Tests run on small tensors, where more threads only wait; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,3 +26,23 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture
+def own_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], Path]]:
+    """Writes a module of the user's by name and source, imported anew, as by another process."""
+    names: set[str] = set()
+
+    def write(name: str, source: str) -> Path:
+        names.add(name)
+        sys.modules.pop(name, None)
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        return tmp_path / f"{name}.py"
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)

@@ -202,7 +202,11 @@ def crossed_mean(table: ArrayLike, *, limit: float = math.inf) -> Interval:
     total = max(seeds + samples - rest, seeds, samples)
     spread = sum(v**2 / d for v, d in zip((seeds, samples, rest), df, strict=True))
     freedom = max(float(total**2 / spread), min(df)) if spread else 0.0
-    return _cut(t_interval(estimate, math.sqrt(total), freedom, n=n), limit)
+    # Never narrower than over seeds alone, as it might be by its more degrees of freedom.
+    both = t_interval(estimate, math.sqrt(total), freedom, n=n)
+    alone = t_interval(estimate, math.sqrt(seeds), n - 1, n=n)
+    is_wider = both.low is None or alone.low is None or both.low < alone.low
+    return _cut(both if is_wider else alone, limit)
 
 
 def stratified_mean(strata: Sequence[ArrayLike]) -> Interval:

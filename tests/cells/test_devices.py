@@ -178,10 +178,9 @@ class BreaksInSecond(nn.BatchNorm2d):
 
 @pytest.mark.slow
 def test_failure_of_one_process_ends_the_others_and_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_module: Callable[[str, str], Path]
 ):
-    (tmp_path / "norm_of_one_rank.py").write_text(BROKEN)
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("norm_of_one_rank", BROKEN)
     norm = ["norm=custom", "norm._target_=norm_of_one_rank.BreaksInSecond"]
     assert main([*DDP, *norm, "steps=4", "replicas=1", f"runs_dir={tmp_path / 'runs'}"]) == 1
     (result,) = results_of(tmp_path / "runs").values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -83,12 +83,6 @@ def test_two_ways_to_ask_for_one_training_have_one_id(one: str, other: str):
     assert id_of_line(*one.split()) == id_of_line(*other.split())
 
 
-@pytest.mark.slow
-def test_another_placement_or_start_is_another_training():
-    lines = ((), ("placement=parallel",), ("model.init=unscaled",))
-    assert len({id_of_line("model=vit", *line) for line in lines}) == 3
-
-
 def test_a_raised_number_changes_the_ids_of_its_choice_alone(monkeypatch: pytest.MonkeyPatch):
     group, batch = id_of_line("norm=group"), id_of_line("norm=batch")
     monkeypatch.setitem(naming.VERSIONS, "norm/group", 2)
@@ -131,26 +125,23 @@ def test_a_shipped_class_stands_by_its_choice_in_a_yaml_of_the_users(target, kno
 
 
 def test_an_edited_module_of_the_users_is_another_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_module: Callable[[str, str], Path]
 ):
-    name = f"own_{tmp_path.name}"
-    file = tmp_path / f"{name}.py"
-    file.write_text("from torch import nn\n\n\nclass Own(nn.BatchNorm2d):\n    pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["norm=custom", f"norm._target_={name}.Own"]
+    source = "from torch import nn\n\n\nclass Own(nn.BatchNorm2d):\n    pass\n"
+    file = own_module("own_norm", source)
+    words = ["norm=custom", "norm._target_=own_norm.Own"]
     before = id_of_words(*words)
     assert before.startswith("own-convnet-digits-b32-lr0.1-")
-    file.write_text(file.read_text() + "\n# edited\n")
+    file.write_text(source + "# edited\n")
     assert id_of_words(*words) == before  # what this process has imported
-    sys.modules.pop(name)
+    own_module("own_norm", source + "# edited\n")
     assert id_of_words(*words) != before
     folder = tmp_path / "conf" / "norm"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(f"_target_: {name}.Own\n_partial_: true\n")
+    (folder / "mine.yaml").write_text("_target_: own_norm.Own\n_partial_: true\n")
     by_yaml = prepare_cell(*compose_cell(["norm=mine"], [str(folder.parent)]))
     assert by_yaml.id == id_of_words(*words)  # the same training
     assert by_yaml.record["norm"] == "mine"
-    sys.modules.pop(name)
 
 
 def test_content_of_the_users_data_counts_and_its_place_does_not(tmp_path: Path):

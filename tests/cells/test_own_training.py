@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,8 @@ PLATEAU = "schedule=custom schedule._target_=torch.optim.lr_scheduler.ReduceLROn
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    file = tmp_path / f"{MODULE}.py"
-    file.write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield file
-    sys.modules.pop(MODULE, None)
+def source(own_module: Callable[[str, str], Path]) -> Path:
+    return own_module(MODULE, SOURCE)
 
 
 def id_of(*words: str) -> str:
@@ -51,7 +46,10 @@ def id_of(*words: str) -> str:
 
 
 @pytest.mark.slow
-def test_schedule_and_callback_are_part_of_the_id_with_their_source(source: Path):
+def test_schedule_and_callback_are_part_of_the_id_with_their_source(
+    own_module: Callable[[str, str], Path],
+):
+    own_module(MODULE, SOURCE)
     early = ["callback=early_stopping"]
     lines = [
         [],
@@ -65,8 +63,7 @@ def test_schedule_and_callback_are_part_of_the_id_with_their_source(source: Path
     ]
     before = [id_of(*line) for line in lines]
     assert len(set(before)) == len(lines)
-    source.write_text(SOURCE + "# edited\n")
-    del sys.modules[MODULE]  # as in another process
+    own_module(MODULE, SOURCE + "# edited\n")
     after = [id_of(*line) for line in lines]
     assert [a == b for a, b in zip(before, after, strict=True)] == [True] * 3 + [False] * 5
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.cells import draft
@@ -33,13 +33,24 @@ class Net(nn.Module):
         self.fault = fault
         self.norm = nn.Identity() if fault == "ignores" else norm(1)
         self.head = nn.Linear(64, num_outputs + (fault == "outputs"))
+        if fault == "no_copy":
+            self.own = self.head.weight * 2
 
     def forward(self, x):
         if self.fault == "forward":
             raise RuntimeError("boom")
         y = self.norm(x)
         y = self.head((x if self.fault == "drops" else y).flatten(1))
+        if self.fault == "draws":
+            return nn.functional.dropout(y)
         return (y, y) if self.fault == "tuple" else y
+
+class Scores(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "x": x}
 
 def nothing(norm):
     return None
@@ -81,6 +92,20 @@ TEXT = "data=manual model.width=16 model.depth=1"
 DDP = "trainer=ddp trainer.accelerator=cpu"
 PLATEAU = "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
 REFUSED = {
+    "norm=instance model=custom model._target_=torch.nn.Identity": "model.replace",
+    "norm=group norm.num_groups=5": "num_groups=5 does not divide num_features=16",
+    "model=gpt": "does not fit data=digits",
+    "data=langid model=convnet": "does not fit data=langid",
+    "steps=5 samples=100": "are both set",
+    "data=text_file": "data.path is not set",
+    "data=text_file data.path=nowhere.txt": "nowhere.txt",
+    "data=image_folder data.root=nowhere": "nowhere",
+    "data._target_=builtins.dict": "data._target_=builtins.dict",
+    "norm._target_=no.such.Norm": "there is no module no",
+    "norm._target_=normexp.norms.group.Grp": "normexp.norms.group has no Grp",
+    "norm._target_=torch.nn.Linear": "torch.nn.Linear",
+    "norm._target_=torch.nn.GroupNorm": "num_groups",
+    "norm=batch norm.view=sideways": "norm.view=sideways: must be token or sequence",
     "model=vit act=relu": r"act=relu: model=vit has no activation after a norm; try model=convnet",
     "model=vit conv=plain": "conv=plain: model=vit has no convolution",
     "residual_scale=0": "residual_scale=0: model=convnet has no residual branch; try",
@@ -105,7 +130,9 @@ REFUSED = {
     "model._target_=own.Net model.fault=raises": r"own.Net fails: KeyError: 'depth' \(own.py, line",
     "model._target_=own.Net model.fault=forward": r"model Net fails: boom \(own.py, line \d+",
     "model._target_=own.Net model.fault=outputs": r"own.Net returns \(2, 11\) .* \(2, 10\)",
-    "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple",
+    "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple .*return the scores",
+    "model._target_=own.Net model.fault=no_copy": "own.Net fails: RuntimeError: Only Tensors",
+    "model._target_=own.Net model.fault=draws": "draws random numbers in evaluation.*self.training",
     "model._target_=own.Net model.depth=3": "model.depth: own.Net has no such argument",
     "model._target_=own.Net model.fault=ignores": "no norm site, so `norm` has no effect",
     "model._target_=own.Net model.fault=drops": "norm at norm has no effect",
@@ -139,17 +166,20 @@ REFUSED = {
 }
 
 
+def test_scores_of_a_foreign_network_are_taken_from_a_dict(own_module):
+    own_module("own", OWN)
+    network = prepare("norm=group", "norm.num_groups=1", "model._target_=own.Scores").build(0)
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
 @pytest.mark.parametrize(("line", "message"), REFUSED.items(), ids=REFUSED.keys())
 def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
     line: str,
     message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    own_module: Callable[[str, str], Path],
     caplog: pytest.LogCaptureFixture,
 ):
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own", raising=False)
+    own_module("own", OWN)
     with caplog.at_level(logging.INFO, "normexp"), pytest.raises(UserError) as caught:
         prepare(*line.split())
     assert re.search(message, str(caught.value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from normexp.cells import run as run_module
 from normexp.cells.cell import prepare_cell
 from normexp.cells.run import run_task
 from normexp.cells.stack import Stack
-from normexp.cli import parse_command, read_options
+from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
 from normexp.records.files import file_lock, holder_of, is_held
@@ -65,21 +64,6 @@ def test_each_run_of_a_stack_of_rates_is_as_trained_alone(tmp_path: Path):
             assert row.value == pytest.approx(row_alone.value, abs=1e-9)
 
 
-@pytest.mark.slow
-def test_more_seeds_and_rates_train_what_is_missing(tmp_path: Path):
-    assert train(tmp_path, *RATES) == 0
-    before = {path: path.stat().st_ino for path in tmp_path.glob("s/*/seed-*/result.json")}
-    assert train(tmp_path, *RATES, replicas=3) == 0
-    assert train(tmp_path, "lr=0.05,0.1,0.5", replicas=3) == 0
-    sizes = {key: result.timing["stack_size"] for key, result in results_of(tmp_path).items()}
-    assert sizes == {
-        **{(lr, seed): 4 for lr in (0.05, 0.5) for seed in (0, 1)},
-        **{(lr, 2): 2 for lr in (0.05, 0.5)},
-        **{(0.1, seed): 3 for seed in (0, 1, 2)},  # alone
-    }
-    assert {path: path.stat().st_ino for path in before} == before
-
-
 def fail_stacks(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Stack], bool]) -> None:
     trains = run_module.train_on_devices
 
@@ -91,7 +75,7 @@ def fail_stacks(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Stack], bool])
     monkeypatch.setattr(run_module, "train_on_devices", train_or_fail)
 
 
-WHY = "RuntimeError: no more (test_run_task.py, line 88)"
+WHY = "RuntimeError: no more (test_run_task.py, line "
 
 
 def test_rate_that_fails_takes_no_other_run_with_it(
@@ -105,14 +89,14 @@ def test_rate_that_fails_takes_no_other_run_with_it(
         **{(0.05, seed): "finished" for seed in (0, 1)},
         **{(0.5, seed): "failed" for seed in (0, 1)},
     }
-    assert {run.apart for run in results.values()} == {WHY}
     stack, *alone = read_history(tmp_path / "s").attempts
-    assert (stack.error, stack.died, len(alone)) == (WHY, False, 2)
+    assert stack.error.startswith(WHY) and not stack.died and len(alone) == 2
+    assert {run.apart for run in results.values()} == {stack.error}
     assert not list(tmp_path.rglob(MEMBERS_FILE))
     monkeypatch.undo()
     assert train(tmp_path, *RATES) == 0  # the failed runs are tried again, one by one
     told = {(run.status, run.apart) for run in results_of(tmp_path).values()}
-    assert told == {("finished", WHY)}
+    assert told == {("finished", stack.error)}
 
 
 @pytest.mark.parametrize(("deaths", "apart"), [([0, 0], "killed"), ([1, 0], None)])
@@ -150,13 +134,6 @@ def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
     assert results.keys() == {(lr, seed) for lr in (0.05, 0.5) for seed in (0, 1)} | {(0.5, 2)}
     assert {run.apart for run in results.values()} == {None}
     assert [outcome.status for outcome in run_task(specs)] == ["skipped", "skipped"]
-
-
-def test_refused_cells_are_told_as_if_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert train(tmp_path, *RATES, norm_batch_size=5) == 2
-    told = capsys.readouterr()
-    assert "norm_batch_size=5" in told.err
-    assert "trained alone" not in told.err
 
 
 @pytest.mark.slow
@@ -245,20 +222,3 @@ def test_run_of_a_stack_that_has_its_result_keeps_it(tmp_path: Path):
         key: run.metrics for key, run in whole.items()
     }
     assert not list_stacks(study, ids)
-
-
-@pytest.mark.slow
-def test_recorded_cell_names_the_command_that_adds_an_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    folder = tmp_path / "my runs"
-    cell = train_one(folder)
-    train_one(folder, "evaluate_with=[running,precise]", "precise_samples=64")
-    _, _, line = capsys.readouterr().err.partition("python -m normexp.evaluate ")
-    options = read_options("evaluate", shlex.split(line.splitlines()[0]))
-    asked = {key: options[key] for key in ("run", "evaluate_with", "precise_samples")}
-    assert list(asked.values()) == [str(cell), ["running", "precise"], 64]
-    (cell / "seed-0/weights.pt").unlink()
-    train_one(folder, "evaluate_with=[running,precise]")
-    told = capsys.readouterr().err
-    assert "without weights" in told and "normexp.evaluate" not in told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,18 +96,14 @@ def make(num_features):
     ("source", "name"), [(NOISY, "Noisy"), (SHARED, "make")], ids=["draws", "shared"]
 )
 def test_own_draws_and_shared_modules_do_not_tie_runs_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str
+    tmp_path: Path, own_module: Callable[[str, str], Path], source: str, name: str
 ):
-    (tmp_path / "noisy_norm_of_a_test.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    own_module("noisy_norm_of_a_test", source)
     words = ["norm=custom", f"norm._target_=noisy_norm_of_a_test.{name}", "steps=3", "log_every=1"]
     words += ["stack=false"]
-    try:
-        assert main([*words, "replicas=2", f"runs_dir={tmp_path / 'pair'}"]) == 0
-        torch.manual_seed(7)  # must not matter
-        assert main([*words, "seed=1", "replicas=1", f"runs_dir={tmp_path / 'alone'}"]) == 0
-    finally:
-        sys.modules.pop("noisy_norm_of_a_test", None)
+    assert main([*words, "replicas=2", f"runs_dir={tmp_path / 'pair'}"]) == 0
+    torch.manual_seed(7)  # must not matter
+    assert main([*words, "seed=1", "replicas=1", f"runs_dir={tmp_path / 'alone'}"]) == 0
     pair, alone = (
         torch.load(next(tmp_path.glob(f"{name}/default/*/seed-1/weights.pt")), weights_only=True)
         for name in ("pair", "alone")
@@ -121,3 +117,4 @@ def test_run_that_its_last_update_broke_is_diverged(tmp_path: Path):
     (run,) = tmp_path.glob("default/*/seed-0")
     result = read_result(run)
     assert (result.status, result.diverged_at_step) == ("diverged", 1)
+    assert "test/accuracy" not in result.metrics

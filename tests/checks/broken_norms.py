@@ -559,3 +559,35 @@ class MixesInBackward(nn.Module):
         out = MixedSlope.apply(x)
         assert isinstance(out, Tensor)
         return out
+
+
+class PoolsLate(nn.Module):
+    """After 50 training steps, centres over samples and positions, in both modes."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return torch.tanh(x - torch.where(self.steps > 50, x.mean(pooled(x), keepdim=True), 0))
+
+
+class StartsFromItsBatch(Affine):
+    """Sets its weight by the first batch, as ActNorm does."""
+
+    started: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.started:
+            with torch.no_grad():
+                self.weight.copy_(torch.rsqrt(self.spread(x) + EPS))
+            self.started.fill_(True)
+        return x * per_channel(self.weight, x) + per_channel(self.bias, x)

@@ -86,6 +86,11 @@ def test_pooling_and_invariance_are_those_of_the_formula(name: str):
     assert tuple(values_of(MAKE[name], *(f"ignores {what}" for what in IGNORED))) == ignores
 
 
+def test_what_is_pooled_after_a_warm_up_counts():
+    make = lambda num_features: broken.PoolsLate()  # noqa: E731, ARG005
+    assert tuple(values_of(make, *MIXED)) == (YES, NO, YES, YES)
+
+
 def test_eps_that_is_no_argument_hides_no_invariance():
     class OneGroup(nn.GroupNorm):
         def __init__(self, num_channels: int, **others: Any) -> None:

@@ -54,11 +54,26 @@ def test_a_knob_is_that_of_the_swept_choice():
     assert groups == [4, 4]
 
 
-@pytest.mark.parametrize("sweep", ["lr=interval(0.1,1)", "optim=glob(zzz*)"])
-def test_sweep_that_lists_nothing_is_refused(sweep: str):
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["lr=interval(0.1,1)"], "lr=interval(0.1,1)"),
+        (["optim=glob(zzz*)"], "optim=glob(zzz*)"),
+        (["optim=sgdd,adamww"], "optim=sgdd"),  # none composes
+        (["cells=[{norm:batch,batch_sise:8},{norm:group}]"], "did you mean batch_size"),
+        (["cells=[{norm:grop},{norm:group}]"], "norm=grop"),
+        (["cells=[{norm:batch,lr:1.0},{norm:group}]", "lr=0.1,0.3"], "lr=0.1,0.3"),
+        (["cells=[{lr:1.0}]", "lr=0.1"], "lr=0.1"),
+        (["cells=[]"], "cells=[]: must be a list of cells"),
+        (["cells=batch"], "cells=batch: must be a list of cells"),
+        (["cells=[{norm:{num_groups:4}}]"], "dotted"),
+        (["cells=[{lr:1.0}],[{lr:2.0}]"], "one list"),
+    ],
+)
+def test_sweep_of_nothing_that_trains_is_refused(words: list[str], part: str):
     with pytest.raises(UserError) as caught:
-        expand_grid([sweep])
-    assert str(caught.value).startswith(sweep)
+        compose_cells(parse_command(["-m", *words]))
+    assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
 RECIPE = """\
@@ -98,19 +113,41 @@ def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):
     assert {cell.study for cell in cells} == {"mine"}
 
 
+LISTED = "cells=[{norm:batch,lr:1.0},{norm:group,lr:0.3,norm.num_groups:4}]"
+RECIPE_OF_CELLS = """\
+# @package _global_
+cells:
+  - {norm: batch, lr: 1.0, study: "7"}
+  - {norm: group, lr: 0.3, norm.num_groups: 4}
+study: mine
+hydra:
+  sweeper:
+    params:
+      norm_batch_size: 2,8
+"""
+
+
+def test_listed_cells_are_multiplied_by_the_grid(recipe_dir: str):
+    Path(recipe_dir, "experiment", "mine.yaml").write_text(RECIPE_OF_CELLS)
+    typed = compose_cells(parse_command(["-m", LISTED, "norm_batch_size=2,8"]))
+    cells = compose_cells(parse_command(["--config-dir", recipe_dir, "experiment=mine"]))
+    titles = [
+        f"{listed} norm_batch_size={size}"
+        for listed in ("norm=batch lr=1.0", "norm=group lr=0.3 norm.num_groups=4")
+        for size in (2, 8)
+    ]
+    assert [cell.title for cell in typed] == titles
+    assert [cell.title.replace(" study='7'", "") for cell in cells] == titles
+    assert [cell.cfg.study for cell in cells if cell.cfg] == ["7", "7", "mine", "mine"]  # a text
+    single = compose_cells(parse_command(titles[3].split()))[0]
+    assert typed[3].digest == single.digest  # the training is that of the cell alone
+    assert typed[3].cfg is not None and typed[3].cfg.cells is None
+
+
 def test_single_cell_is_validated_and_a_sweep_left_to_its_rows():
     with pytest.raises(UserError, match="norm_batch_size=3 does not divide"):
         compose_cells(parse_command(["norm_batch_size=3"]))
     assert len(compose_cells(parse_command(["-m", "norm_batch_size=2,3"]))) == 2
-
-
-def test_cell_that_does_not_compose_is_a_row_beside_the_others():
-    good, bad = compose_cells(parse_command(["-m", "optim=adamw,sgdd", "epochs=1"]))
-    assert good.cfg is not None and not good.error
-    assert bad.cfg is None and bad.error.startswith("optim=sgdd: no such optim")
-    assert [good.title, bad.title] == ["optim=adamw", "optim=sgdd"]
-    with pytest.raises(UserError, match="optim=sgdd"):  # none composes
-        compose_cells(parse_command(["-m", "optim=sgdd,adamww"]))
 
 
 def test_digest_is_of_the_training_and_not_of_seeds_or_places():
@@ -120,3 +157,19 @@ def test_digest_is_of_the_training_and_not_of_seeds_or_places():
     assert len(cells) == 8
     assert len(digests) == 2
     assert len({digest for _, digest in digests}) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "digest"),
+    [
+        ("norm=group", "f99fe1c50e9887e8"),
+        ("norm=group optim=adamw norm.num_groups=2 ema=0.9", "8aff56dd1c832f07"),
+        (
+            "norm=custom norm._target_=a.B callback=early_stopping val_every_epochs=2",
+            "30c2352998541775",
+        ),
+    ],
+)
+def test_digest_outlives_the_code_so_that_newer_code_goes_on_with_a_study(line: str, digest: str):
+    (cell,) = compose_cells(parse_command(line.split()))
+    assert cell.digest == digest

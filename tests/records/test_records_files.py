@@ -201,15 +201,6 @@ def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path
     assert holder_of(path) is None
 
 
-def test_two_locks_in_one_process_exclude_each_other(tmp_path: Path):
-    path = tmp_path / ".lock"
-    assert not is_held(path) and not path.exists()
-    with file_lock(path) as first, file_lock(path) as second:
-        assert (first, second, is_held(path)) == (True, False, True)
-    with file_lock(path) as again:
-        assert again
-
-
 def test_lock_on_a_removed_file_is_no_lock_on_its_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

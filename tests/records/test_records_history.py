@@ -67,7 +67,7 @@ def test_entries_come_back_with_every_value(tmp_path: Path):
     append_entries(tmp_path, [COMMAND, attempt, key, *searches])
     history = read_history(tmp_path)
     assert (history.commands, history.attempts) == ([COMMAND], [attempt])
-    assert history.keys == {"d1": [key]}
+    assert history.cache == {"d1": [key]}
     assert [*history.searches.values()] == searches[1:]  # the longer search of the same space
     assert datetime.fromisoformat(history.commands[0].time).utcoffset() is not None
 
@@ -78,7 +78,7 @@ def test_lines_of_an_earlier_version_are_read(tmp_path: Path):
     lines = [json.dumps(line) + "\n" for line in (key, command)]
     (tmp_path / "study.jsonl").write_text("".join(lines))
     history = read_history(tmp_path)
-    assert history.keys["d1"][0].evaluated == {}
+    assert history.cache["d1"][0].evaluated == {}
     assert history.commands[0].command == ["c"]
 
 
@@ -115,16 +115,6 @@ def test_known_entries_are_not_written_again(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "study.jsonl").read_bytes() == before
     append_entries(tmp_path, [*entries, CellEntry("d0", "norm=none", [0])])
     assert len((tmp_path / "study.jsonl").read_bytes().splitlines()) == len(entries) + 1
-
-
-def test_line_that_a_killed_writer_tore_is_ignored_and_then_cut(tmp_path: Path):
-    append_entries(tmp_path, [COMMAND, ASKED])
-    path = tmp_path / "study.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"time": "2026", "command": ["seco')
-    history = read_history(tmp_path)
-    assert (history.commands, list(history.cells)) == ([COMMAND], ["d1"])
-    append_entries(tmp_path, [COMMAND])
-    assert read_history(tmp_path).commands == [COMMAND, COMMAND]
 
 
 TYPED = '{"time": "t", "command": ["c"], "code_version": 123, "cells": {}}'

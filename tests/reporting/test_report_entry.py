@@ -134,20 +134,6 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
     assert r"mean [95 \% interval]" in latex and latex.count(r"\\") == 7
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_cell_has_its_runs_curves_config_and_environment(whole: tuple[Path, str]):
-    cell = Page(whole[0]).data["cells"][0]
-    assert Path(cell["directory"]).parent.name == "synthetic"
-    assert [run[:2] for run in cell["runs"]] == [[str(seed), "finished"] for seed in range(8)]
-    assert {len(run) for run in cell["runs"]} == {len(cell["columns"])}
-    loss, accuracy = cell["curves"]["train loss (nats)"], cell["curves"]["val accuracy (%)"]
-    assert [row["samples"] for row in loss if row["seed"] == 7] == list(range(2560, 25601, 2560))
-    assert {row["seed"] for row in accuracy} == set(range(8))
-    assert 80 < accuracy[-1]["value"] < 100
-    assert (cell["config"]["norm"], cell["config"]["norm_batch_size"]) == ("batch", "2")
-    assert cell["environment"] == {"python": "3.11", "code_version": "one"}
-
-
 SWEEP = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2,8", "lr=0.3"]
 
 
@@ -254,6 +240,7 @@ def test_differences_between_studies_are_paired_by_seed_and_have_no_verdict(tmp_
         result = {"environment": {"python": "3.11", "code_version": study}}
         for size in (2, 128):
             values = dict(enumerate((level + rng.normal(0, 0.001, 6)).tolist()))
+            values |= {6: None} if study == "new" else {}
             options = {"study": study, "norm_batch_size": size, "epochs": epochs}
             write_cell(tmp_path, "batch", values, result=result, **options)
         if study == "new":
@@ -263,6 +250,7 @@ def test_differences_between_studies_are_paired_by_seed_and_have_no_verdict(tmp_
     assert [(row["norm"], row["n pairs"]) for row in change.rows] == [("batch", 6)] * 2
     for row in change.rows:
         assert "verdict" not in row
+        assert row["note"] == "new: 1 of 7 diverged"  # by whose absence the mean may have risen
         low, high = re.search(r"\[(.*), (.*)\]", row["after - before [95 % interval]"]).groups()
         assert float(low) <= -2 <= float(high)
     assert change.config == ["epochs: 3 -> 5"]

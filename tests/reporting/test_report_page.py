@@ -188,24 +188,6 @@ def test_a_cell_opens_its_runs_and_closes_them(browser: Browser, page: str, widt
     assert browser.run("return document.querySelector('.opened')") is None
 
 
-@pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
-def test_the_first_screen_has_the_headline_and_the_main_figure_with_its_legend(
-    browser: Browser, tmp_path: Path, width: int, height: int
-):
-    write_study(tmp_path, np.random.default_rng(0), level=("layer", "group", "rms", "instance"))
-    assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
-    show(browser, (tmp_path / "synthetic" / "report" / "index.html").as_uri(), width=width)
-    figure = "document.querySelector('[data-figure^=metric]')"
-    for part in (".headline", "[data-figure^=metric] svg"):
-        found = f"document.querySelector('{part}').getBoundingClientRect().bottom"
-        assert browser.run(f"return {found}") < height
-    assert browser.run("return document.querySelector('.headline').textContent.length") < 120
-    texts = f"return [...{figure}.querySelectorAll('.mark-text text')].map(t => t.textContent)"
-    assert {"batch", "layer", "group", "rms", "instance"} <= set(browser.run(texts))
-    sentences = "document.querySelector('.sentences').getBoundingClientRect().top"
-    assert browser.run(f"return {sentences} > {figure}.getBoundingClientRect().bottom")
-
-
 def test_printing_shows_every_figure_also_those_not_yet_seen(browser: Browser, page: str):
     browser.resize(1000)
     browser.open(page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from normexp.reporting.summary import (
     next_commands,
     notes_on,
     print_closing_table,
-    print_summary,
 )
 
 RECORD = {"norm": "batch", "model": "vit", "data": "digits"}
@@ -52,16 +52,12 @@ def closing_table(
     return capsys.readouterr().out
 
 
-def test_cells_are_told_apart_by_what_was_swept_and_shared_ones_are_one_row(capsys, monkeypatch):
+def test_rows_tell_cells_apart_by_what_was_swept_and_when_runs_diverged(capsys, monkeypatch):
     rows = closing_table(capsys, monkeypatch).splitlines()
     assert rows[0].split() == ["status", "cell", "test/accuracy", "n", "where"]
     cells = [row.split()[1:3] for row in rows[1:4]]
     assert cells == [["norm=batch", "lr=0.1"], ["norm=batch", "lr=1.0"], ["norm=batch", "lr=10.0"]]
-    assert rows[4].split() == ["finished", "norm=none", "0.5000", "1", "d"]
-
-
-def test_divergence_is_told_with_its_steps(capsys, monkeypatch):
-    rows = closing_table(capsys, monkeypatch).splitlines()
+    assert rows[4].split() == ["finished", "norm=none", "0.5000", "1", "d"]  # of two sizes
     assert "0.5000; 1 of 2 diverged, at step 7" in rows[2]
     assert rows[3].split()[0] == "diverged" and "2 of 2 diverged, at step 7" in rows[3]
 
@@ -84,11 +80,6 @@ def test_results_that_mean_nothing_are_noted_where_they_are_printed(accuracies, 
     assert all(re.search(note, text) for note, text in zip(notes, found, strict=True))
 
 
-def test_one_seed_is_no_seeds(capsys):
-    print_summary(outcome("a", 0.5), ["normexp-train"])
-    assert "n = 1 seed\n" in capsys.readouterr().out
-
-
 def test_at_80_columns_no_line_is_wider_and_no_word_is_cut(capsys, monkeypatch):
     out = closing_table(capsys, monkeypatch, width=80)
     assert max(map(len, out.splitlines())) <= 80
@@ -102,27 +93,40 @@ def test_commands_name_the_study_and_quote_folders():
     one.status = "failed"
     log, status, report = commands_to_look([one])
     assert log == "less 'my runs/try/a'/stacks/*/run.log"
-    assert status == "python -m normexp.status study=try runs_dir='my runs'"
-    assert report == "python -m normexp.report study=try runs_dir='my runs'"
+    assert status == "python -m normexp.status study=try 'runs_dir=my runs'"
+    assert report == "python -m normexp.report study=try 'runs_dir=my runs'"
 
 
 TRAIN = "python -m normexp.train -m"
 
 
-def test_next_commands_keep_what_was_typed_but_for_the_norm():
-    one = outcome("a", 0.5)
-    typed = ["-m", "--config-dir", "my conf", "norm=batch", "act=gelu", "steps=9", "study=try"]
-    kept = "--config-dir 'my conf' act=gelu steps=9 study=try"
-    norms, sizes, _ = next_commands(one, ["normexp-train", *typed])
-    assert norms == f"{TRAIN} norm=batch,layer,instance,group {kept}"
-    assert sizes == f"{TRAIN} norm=batch,group norm_batch_size=2,8,32 {kept}"
-
-
-def test_next_commands_leave_out_a_norm_whose_knobs_a_list_cannot_take():
-    one = outcome("a", 0.5)
-    one.record = RECORD | {"norm": "custom"}
-    norms, *_ = next_commands(one, ["normexp-train", "norm=custom", "norm._target_=a.B", "lr=1"])
-    assert norms == f"{TRAIN} norm=batch,layer,instance,group lr=1"
+@pytest.mark.parametrize(
+    ("norm", "metric", "typed", "norms", "sizes", "kept"),
+    [
+        (
+            *("batch", "test/accuracy", "-m --config-dir 'my conf' norm=batch act=gelu study=try"),
+            *("batch,layer,instance,group", "batch,group"),
+            "--config-dir 'my conf' act=gelu study=try",
+        ),
+        (  # a norm whose knobs a list cannot take
+            *("custom", "test/accuracy", "norm=custom norm._target_=a.B lr=1"),
+            *("batch,layer,instance,group", "batch,group", "lr=1"),
+        ),
+        (  # norms that do not read the future
+            *("batch", "test/bits_per_byte", "lr=1"),
+            *("batch,layer,causal_instance,causal_group", "batch,causal_group", "lr=1"),
+        ),
+    ],
+)
+def test_next_commands_keep_what_was_typed_but_for_the_norm(
+    norm: str, metric: str, typed: str, norms: str, sizes: str, kept: str
+):
+    one = outcome("a")
+    one.record = RECORD | {"norm": norm}
+    one.results = [Result("a", 0, "finished", RECORD, {metric: 0.5}, {})]
+    told = next_commands(one, ["normexp-train", *shlex.split(typed)])
+    assert told[0] == f"{TRAIN} norm={norms} {kept}"
+    assert norm == "custom" or told[1] == f"{TRAIN} norm={sizes} norm_batch_size=2,8,32 {kept}"
 
 
 @pytest.mark.parametrize(
@@ -142,14 +146,6 @@ def test_next_sizes_are_those_that_the_training_can_be_split_into(sizes, values)
     told = [line for line in next_commands(one, typed) if "norm=batch,group norm_batch" in line]
     line = f"{TRAIN} norm=batch,group norm_batch_size={values} epochs=1"
     assert told == ([] if values is None else [line])
-
-
-def test_next_commands_of_a_language_model_name_norms_that_do_not_read_the_future():
-    one = outcome("a", 0.5)
-    one.results = [Result("a", 0, "finished", RECORD, {"test/bits_per_byte": 3.0}, {})]
-    norms, sizes, _ = next_commands(one, ["normexp-train"])
-    assert norms == f"{TRAIN} norm=batch,layer,causal_instance,causal_group"
-    assert sizes == f"{TRAIN} norm=batch,causal_group norm_batch_size=2,8,32"
 
 
 def test_brackets_in_titles_and_errors_are_text(capsys):

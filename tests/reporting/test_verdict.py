@@ -97,7 +97,8 @@ def test_lower_is_better_turns_the_sign(tmp_path: Path):
             metrics = {"test/bits_per_byte": bits + 0.001 * seed * (size == 2)}
             write_cell(tmp_path, "batch", {seed: 0.5}, norm_batch_size=size, metrics=metrics)
     loss = loss_of(tmp_path)
-    assert loss.kind == "loses" and "loses 0.301 [" in loss.text and "bits per byte" in loss.text
+    assert loss.kind == "loses" and "worsens by 0.301 [" in loss.text  # loses bits: ambiguous
+    assert "bits per byte from norm batch size 128 to 2" in loss.text
 
 
 def test_difference_without_a_verdict_is_first_minus_second_if_lower_is_better_too(tmp_path: Path):
@@ -134,7 +135,7 @@ def test_diverged_runs_count_as_the_worst_run_and_do_not_drop_out(tmp_path: Path
     assert loss.contrast.gap.n == 6 and "2 of 6 diverged" in loss.text and "worst run" in loss.text
     clean = [2.0 + 0.02 * k for k in range(4)] + [100 * (0.9 + 0.0013 * k) - 88.0 for k in (4, 5)]
     assert loss.contrast.gap.estimate == pytest.approx(-np.mean(clean))
-    assert loss.kind == "loses"  # at least this much
+    assert loss.kind == "loses" and "batch loses at least 2.2 [" in loss.text
     assert loss.contrast.part.sensitivity("batch").num_seeds == 6
 
 
@@ -144,8 +145,12 @@ def test_diverged_runs_neither_hold_nor_gain(tmp_path: Path, size: int):
     level = {k: 0.9 + 0.0001 * k for k in range(6)}
     ends = {2: dict(level), 128: dict(level)}
     ends[size] = {seed: None if seed < 2 else value for seed, value in level.items()}
-    write_sizes(tmp_path, ends)
-    assert loss_of(tmp_path).kind == "open"
+    write_sizes(tmp_path / "one", ends)
+    loss, bound = loss_of(tmp_path / "one"), "most" if size == 2 else "least"
+    assert loss.kind == "open" and f"the difference is at {bound} this" in loss.text
+    write_sizes(tmp_path / "both", {2: ends[size], 128: ends[size]})
+    loss = loss_of(tmp_path / "both")
+    assert loss.kind == "open" and "the difference may be greater or smaller" in loss.text
 
 
 def test_a_norm_ahead_on_the_seeds_that_it_survived_is_not_better(tmp_path: Path):
@@ -354,10 +359,14 @@ def test_another_budget_is_said_to_turn_or_to_confirm_a_verdict(tmp_path: Path, 
     for answer in answer_slices(turned):
         text = answer.losses[0].text
         assert re.search(r"at this budget \(epochs=(12|48)\)", text)
-        assert "verdict does not survive, the sign turns" in text
+        assert re.search(
+            r"loses 2\.0 .* 1\.9 \[1.8, 2.0\] points the other way: the verdict does not survive"
+            r"|gains 1\.9 .* 2\.0 \[1.9, 2.1\] points the other way: the verdict does not survive",
+            text,
+        )
     for answer in answer_slices(kept):
         text = answer.losses[0].text
-        assert "at this budget" not in text and "sign and verdict survive" in text
+        assert "at this budget" not in text and ": the verdict survives" in text
 
 
 def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
@@ -374,7 +383,7 @@ def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
     assert "samples=64000," in long.heading
     text = answer_slices([short, long])[0].losses[0].text
     assert "batch loses 2" in text and "at this budget (samples=16000)" in text
-    assert "At samples=64000: -1.9" in text and "the sign turns" in text
+    assert "At samples=64000: 1.9" in text and "points the other way" in text
 
 
 # Over several data sets
@@ -410,6 +419,36 @@ def test_data_sets_are_put_together_by_ratios_of_errors_without_a_verb(tmp_path:
     )
     assert {one.kind, loss.kind} == {"interval"}
     assert not VERBS.search(one.text + loss.text)
+
+
+def test_a_data_set_without_errors_leaves_no_ratio_and_diverged_runs_are_named(tmp_path: Path):
+    write_data_sets(tmp_path, {"digits": 0.5})
+    for norm, size in (("batch", 2), ("batch", 128), ("group", None)):
+        values: dict[int, float | None] = dict.fromkeys(range(4), 1.0)
+        values |= {0: None} if norm == "group" else {}
+        write_cell(tmp_path, norm, values, norm_batch_size=size, data="cifar10")
+    (found,) = overall_of(tmp_path)
+    assert "batch at norm batch size 2: no ratio to its errors at 128 (" in found.losses[0].text
+    assert "cifar10 without a ratio, digits 2.0" in found.losses[0].text
+    assert "group on cifar10: 1 of 4 diverged" in found.comparisons[0].text
+    assert "diverged runs count as the worst run" in found.comparisons[0].text
+
+
+@pytest.mark.parametrize(
+    ("norms", "words"),
+    [
+        (("batch", "group"), " is 2: each norm that mixes samples, from its largest to its "
+         "smallest size, and each norm against batch at the smallest size. "),
+        (("batch",), " is 1: each norm that mixes samples, from its largest to its smallest size."),
+        (("layer", "group"), " is 1: each norm against layer at the smallest size. "),
+    ],
+)  # fmt: skip
+def test_the_note_names_the_differences_that_are_judged(tmp_path: Path, norms, words: str):
+    rng = np.random.default_rng(0)
+    for norm in norms:
+        for size in (2, 128) if norm == "batch" else (None,):
+            write_cell(tmp_path, norm, drawn(rng, 0.9), norm_batch_size=size)
+    assert words in answer_of(tmp_path).note
 
 
 def test_one_data_set_has_no_answer_over_data_and_models_are_kept_apart(tmp_path: Path):

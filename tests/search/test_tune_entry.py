@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from glob import glob
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +13,7 @@ import pytest
 import normexp
 from normexp.config.spec import CellSpec, Outcome
 from normexp.records.history import CellEntry, append_entries, read_history
-from normexp.records.result import Result, read_result
+from normexp.records.result import Result
 from normexp.sweeps import sweep
 from normexp.tune import main
 
@@ -188,56 +181,6 @@ def test_runs_at_another_point_in_the_study_of_the_report_are_told_apart(
     assert "also has" not in capsys.readouterr().out
     assert tune(tmp_path, "lr=choice(0.01,0.03,0.1,0.3)") == 0
     assert "study=s also has runs at lr=0.3" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_dry_run_lists_the_points_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert tune(tmp_path, "lr=choice(0.1,0.2)", "dry_run=true", "steps=3") == 0
-    assert list(tmp_path.iterdir()) == []
-    out = capsys.readouterr().out
-    assert [row.split()[:2] for row in out.splitlines()[1:3]] == [["lr=0.1", "2"], ["lr=0.2", "2"]]
-    assert "4 runs to do" in out
-
-
-@pytest.mark.slow
-def test_search_killed_at_any_moment_finishes_as_an_undisturbed_one(tmp_path: Path):
-    """No mocks: every run of search and report has the same metrics, and none is trained twice."""
-
-    def command(name: str) -> list[str]:
-        space = ["tune.points=4", "tune.seeds=2", "epochs=1", "replicas=2", "workers=0"]
-        where = f"runs_dir={tmp_path / name}"
-        return [sys.executable, "-m", "normexp.tune", "lr=interval(1e-3,1)", *space, where]
-
-    def results() -> list[Path]:
-        # Not Path.glob, which raises where a folder goes away while it looks.
-        return [Path(file) for file in glob(f"{tmp_path}/cut/*/*/*/result.json")]
-
-    def metrics(name: str) -> dict[str, dict[str, float]]:
-        paths = sorted((tmp_path / name).rglob("result.json"))
-        return {str(p.relative_to(tmp_path / name)): read_result(p).metrics for p in paths}
-
-    subprocess.run(command("whole"), check=True, capture_output=True)
-    ended: dict[Path, int] = {}
-    for number in (0, 2, 6, 8):
-        process = subprocess.Popen(
-            command("cut"), stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        deadline = time.monotonic() + 120
-        while len(results()) <= number:
-            if process.poll() is not None or time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        time.sleep(0.1 * number)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for path in results():
-            assert ended.setdefault(path, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
-    subprocess.run(command("cut"), check=True, capture_output=True)
-    assert metrics("cut") == metrics("whole")
-    assert all(path.stat().st_mtime_ns == before for path, before in ended.items())
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
 from normexp.evaluate import main as evaluate
-from normexp.records import history
 from normexp.records.history import read_history
 from normexp.records.identity import digest_of_data
 from normexp.train import main
@@ -93,24 +92,8 @@ def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path, trained: Path)
     shutil.copytree(trained, tmp_path / "runs")
     for words in ([], ["log_every=3"], []):
         assert train(tmp_path, *words) == 0
-    keys = read_history(tmp_path / "runs" / "default").keys
+    keys = read_history(tmp_path / "runs" / "default").cache
     assert [len(entries) for entries in keys.values()] == [2]
-
-
-@pytest.mark.slow
-def test_history_is_read_no_more_often_for_more_cells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    reads: list[Path] = []
-    read_lines = history.read_lines
-    monkeypatch.setattr(history, "read_lines", lambda path: reads.append(path) or read_lines(path))
-    counts = []
-    for words in (["norm=none"], ["-m", "norm=none", "log_every=10,3,4"]):
-        assert train(tmp_path, *words) == 0
-        reads.clear()
-        assert train(tmp_path, *words) == 0
-        counts.append(len(reads))
-    assert counts[0] == counts[1] > 0
 
 
 def test_finished_sweep_typed_again_ends_without_torch(
@@ -253,6 +236,11 @@ def test_evaluation_that_is_missing_or_has_other_samples_is_named(
     assert is_passed(tmp_path, *words, many)
     (cell / "seed-1" / "evaluation.json").unlink()
     assert not is_passed(tmp_path, *words, many)
+    for weights in cell.glob("seed-*/weights.pt"):
+        weights.unlink()
+    assert train(tmp_path, *words, many) == 0
+    told = capsys.readouterr().err
+    assert "without weights" in told and "normexp.evaluate" not in told
 
 
 @pytest.mark.slow
