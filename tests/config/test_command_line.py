@@ -171,7 +171,7 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
         for name in group_choices(group):
             assert "/" in name or name in text
     assert all(f"\n  {name:<28}{phrase}\n" in text for name, phrase in PLACEMENTS.items())
-    _, _, families = text.partition("Norms (norm=NAME) by family:")
+    _, _, families = text.partition("Norms (norm=NAME) by family")
     assert "\n  kin\n    kin " in families
     assert "Kin norm: it pools\n" in families and "More" not in families
     assert "my_norm" in families.partition("\n  other\n")[2]
