@@ -157,8 +157,9 @@ class NetworkBuilder:
         """Builds the network of a seed. Raises UserError if the model's code returns no module."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init"))
-            # A copy: a target may reuse modules, and networks must not share any.
-            network = copy.deepcopy(self.target.make(nn.Module))
+            with self.target.explaining_errors():  # also of a module that cannot be copied
+                # A copy: a target may reuse modules, and networks must not share any.
+                network = copy.deepcopy(self.target.make(nn.Module))
             self._finish(network)
         return network
 
@@ -225,7 +226,12 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
     """The scores in an output of several values, such as those of transformers."""
-    return next((getattr(output, name) for name in OUTPUTS if hasattr(output, name)), output)
+    for name in OUTPUTS:
+        if isinstance(output, Mapping) and name in output:
+            return output[name]
+        if hasattr(output, name):
+            return getattr(output, name)
+    return output
 
 
 def build_optimizer(

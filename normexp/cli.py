@@ -51,11 +51,13 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
             config_dirs = parse_command(words).config_dirs if name in TAKES_OVERRIDES else ()
             print(help_text(name, config_dirs), flush=True)
             return 0
-        return act(words)
+        code = act(words)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"normexp: {error}", file=sys.stderr)
         return USER_MISTAKE
-    except BrokenPipeError:  # as in `--help | head`; Python flushes stdout once more, at its end
+    except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (Halted, OSError) as error:

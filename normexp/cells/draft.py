@@ -152,12 +152,15 @@ def _check_outputs(draft: CellDraft) -> None:
     except Exception:  # foreign code may raise anything; the probes that follow name the site
         return
     wanted = (*batch["targets"].shape, data.num_outputs)
-    shape = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    if isinstance(output, Tensor):
+        shape = tuple(output.shape)
+        remedy = "set the last size, or take it from an argument `num_outputs` or `num_classes`"
+    else:
+        shape, remedy = f"a {type(output).__name__}", "return the scores alone"
     if shape != wanted:
         raise UserError(
             f"model._target_={draft.cfg.model._target_} returns {shape} for inputs of shape "
-            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: set the last "
-            "size, or take it from an argument `num_outputs` or `num_classes`"
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: {remedy}"
         )
 
 

@@ -219,6 +219,20 @@ def _advanced(value: Any) -> Any:
     return value
 
 
+def check_evaluation_draws(network: nn.Module, batch: Batch) -> None:
+    """Raises UserError if random numbers, which no seed fixes here, move outputs in evaluation."""
+    outputs = []
+    with fixed_draws(), torch.no_grad():
+        for seed in (0, 1):
+            torch.default_generator.manual_seed(seed)
+            outputs.append(network.eval()(*model_arguments(batch)))
+    if moves(*outputs):
+        raise UserError(
+            "the model draws random numbers in evaluation, so its metrics cannot be repeated; draw "
+            "only where self.training is true, as nn.Dropout does"
+        )
+
+
 # ---------------------------------------------------------------- optimizer and stacks
 
 

@@ -97,6 +97,15 @@ class EnteredSite:
             module = after_many_steps(probe.module, self.values(), *mask)
         return None if module is None else replace(self, module=cast(SiteOnMaps, module))
 
+    def is_sequential(self) -> bool:
+        """True if the norm declares that its state is, or writes parameters in its forward."""
+        if any(getattr(module, "sequential_state", False) for module in self.module.modules()):
+            return True
+        with self.probe(training=True) as probe, fixed_draws(), torch.no_grad():
+            before = [parameter.clone() for parameter in probe.module.parameters()]
+            probe.module(self.values(), *([] if self.mask is None else [self.mask]))
+            return not all(map(torch.equal, before, probe.module.parameters()))
+
     def mixes_samples(self, num_samples: int, *, training: bool) -> bool:
         """True if a sample depends on others, in a small batch or in one of `num_samples`."""
         with self.probe(training=training) as probe:

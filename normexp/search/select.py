@@ -39,10 +39,10 @@ class Finding:
 
     @cached_property
     def metric(self) -> Metric:
-        """The metric asked for, else the first of VALIDATION that the runs have.
+        """The metric `tune.metric`, or the first of VALIDATION that the runs have.
 
         Raises:
-            UserError: no finished run has the metric asked for.
+            UserError: no finished run has `tune.metric`.
         """
         asked = self.search.base.tune.metric
         runs = [run for outcome in self.outcomes for run in outcome.results]
@@ -55,7 +55,7 @@ class Finding:
 
     @cached_property
     def best(self) -> tuple[Point, float] | None:
-        """The point of the best mean over seeds, the first of equals, and that mean.
+        """The point with the best mean over seeds (the first of equals), and that mean.
 
         None if no point has converged.
         """
@@ -116,7 +116,7 @@ def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> lis
 
 
 def _distinct(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings without those whose sizes mean the same cells as those of an earlier one."""
+    """Drops findings with the same cells as an earlier one, as for sizes without effect."""
     found: dict[tuple[str, ...], Finding] = {}
     for each in findings:
         ids = [outcome.cell_id or each.search.title for outcome in each.outcomes]

@@ -39,7 +39,7 @@ def shuffled(data: Data, split: str) -> Tensor:
     return torch.randperm(len(getattr(data, split)), generator=source)
 
 
-def block_size(replicas: Replicas, group_size: int = 1) -> int:
+def block_size(replicas: Replicas, group_size: int) -> int:
     """Returns the samples per forward in evaluation, a multiple of `group_size`."""
     return max(1, STACK_SAMPLES // replicas.num_replicas // group_size) * group_size
 

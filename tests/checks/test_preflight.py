@@ -162,13 +162,6 @@ class Counting(FlatNet):
         return super().forward(inputs) * (1 + self.steps)
 
 
-class Streaming(nn.Module):
-    sequential_state = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x)
-
-
 class Exploding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -187,7 +180,7 @@ def mean_over_positions(m: Any, inputs: Tensor) -> Tensor:
     return m.head(m.final_norm(m.conv(inputs)).mean(dim=(2, 3)))
 
 
-STREAMING = NormFactory(lambda _: Streaming())
+STREAMING = NormFactory(lambda _: broken.Streaming())
 WINDOWS = Model(windows, norm=BATCH(1), head=nn.Linear(64, 3))
 ENDS = {"conv": nn.Conv2d(1, 4, 3), "head": nn.Linear(4, 3)}
 REFUSED: dict[str, tuple[nn.Module, str]] = {
@@ -208,6 +201,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
 REFUSED_IN_PARTS = [
     (FlatNet(STREAMING), Sizes(8, 4), "micro_batch_size=4 .* norm1 "),
     (FlatNet(STREAMING), Sizes(8, None, 2), "norm_batch_size=2 .* norm1 "),
+    (FlatNet(NormFactory(broken.StartsFromItsBatch)), Sizes(8, None, 4), "norm1 .*parameters"),
     (WINDOWS, Sizes(8, None, 4), "norm_batch_size=4: norm get 8 rows for 4 samples"),
 ]
 
@@ -291,6 +285,7 @@ NOTED = {
         "WARNING.*norm1.norm.weight, norm1.norm.unused",
     ),
     "few values": (FlatNet(BATCH), image_data(), "WARNING.*2 values at norm1"),
+    "mixed outside": (around(nn.Identity(), lambda x: x - x.mean(0)), image_data(), "does not act"),
     "leak in training": (gpt(BATCH), text_data(), "blocks.0.attn_norm.*train/loss"),
 }
 
