@@ -187,6 +187,8 @@ def crossed_mean(
     of freedom (Cornfield and Tukey 1956, "Average values of mean squares in factorials";
     Satterthwaite 1946). The two-way bootstrap of Owen and Eckles (2012, "Bootstrapping data arrays
     of arbitrary order") estimates the same variance, v_E too large.
+
+    step: of a mean over the samples, by default that of one sample; see the top of this file
     """
     cells = np.asarray(table, dtype=np.float64)
     n, num_samples = cells.shape
@@ -195,7 +197,7 @@ def crossed_mean(
         return Interval(estimate, None, None, LEVEL, n)
     rows, columns = cells.mean(axis=1), cells.mean(axis=0)
     residuals = cells - rows[:, None] - columns + estimate
-    step = smallest_step(cells) / num_samples if step is None else step
+    step = step or smallest_step(cells) / num_samples
     squares = ((rows - estimate) ** 2).sum() + step**2
     seeds = squares / (n * (n - 1))
     samples = ((columns - estimate) ** 2).sum() / (num_samples * (num_samples - 1))
