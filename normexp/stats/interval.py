@@ -197,8 +197,8 @@ def crossed_mean(
         return Interval(estimate, None, None, LEVEL, n)
     rows, columns = cells.mean(axis=1), cells.mean(axis=0)
     residuals = cells - rows[:, None] - columns + estimate
-    step = step or smallest_step(cells) / num_samples
-    squares = ((rows - estimate) ** 2).sum() + step**2
+    of_mean: float = step or smallest_step(cells) / num_samples
+    squares = ((rows - estimate) ** 2).sum() + of_mean**2
     seeds = squares / (n * (n - 1))
     samples = ((columns - estimate) ** 2).sum() / (num_samples * (num_samples - 1))
     df = (n - 1, num_samples - 1, (n - 1) * (num_samples - 1))
