@@ -63,8 +63,8 @@ def begin_stack(
     members: Sequence[Member],
     rates: Mapping[str, float],
     *,
-    apart: str | None,
-    attempts: int,
+    apart: str | None = None,
+    attempts: int = 0,
 ) -> StackRecord:
     """Writes the members of a new stack. The caller must hold the locks of its cells."""
     directory = directory_of(study_dir, members)
