@@ -54,7 +54,7 @@ REMEDY = "remove the cell's folder and train it again"
 
 
 @keeping_data()
-def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
+def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
     """The trained network of a run, in evaluation mode on the CPU.
 
     Rebuilds it from the cell's config.yaml; needs the data set, for its shapes.

@@ -67,7 +67,7 @@ class CellSpec:
 
     Attributes:
         cfg: the composed config; None if it does not compose, and `error` says why.
-        choices: the name chosen in each config group.
+        choices: the choice in each config group, as `compose_cell` returns them.
         title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
         overrides: all its typed overrides, one value per key.
     """
@@ -132,11 +132,11 @@ class Outcome:
             trains the cell; `stopped` before its end; `alone`: to be trained as a task of its own;
             `planned` in a dry run.
         title: norm and data, as in the closing table.
-        results: of its recorded runs, by seed.
+        results: those of its recorded runs, in order of seeds.
         missing: the seeds still to train.
         seconds: wall-clock time of its training.
-        memory: bytes that it needs at least, besides those of torch itself.
-        holder: the process that trains it, if busy.
+        memory: the least bytes that it needs, besides those of torch itself.
+        holder: id of the process that trains it, if busy.
         halts: no other cell can be trained either, because the disk is full.
         cache_entry: lets the next command skip the cell, see `cells.recorded`.
     """
@@ -158,7 +158,7 @@ class Outcome:
 
 
 def rank_for(cells: Sequence[CellSpec]) -> int | None:
-    """Index of this process among those that were started for these cells; None if alone."""
+    """The rank of this process if torchrun or srun started several for these cells; else None."""
     for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
         devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
         if not (isinstance(devices, int) and isinstance(num_nodes, int)):
@@ -169,11 +169,11 @@ def rank_for(cells: Sequence[CellSpec]) -> int | None:
     return None
 
 
-def norm_and_data(composed: CellSpec) -> str:
+def norm_and_data(cell: CellSpec) -> str:
     """Norm and data of a cell, as in the closing table."""
-    if composed.cfg is None:
-        return composed.title
-    return f"{composed.choices['norm']} on {composed.choices['data']}"
+    if cell.cfg is None:
+        return cell.title
+    return f"{cell.choices['norm']} on {cell.choices['data']}"
 
 
 def title_of(cell: CellSpec) -> str:
@@ -183,12 +183,12 @@ def title_of(cell: CellSpec) -> str:
     cells of the command; leaves out the study, folders and seeds.
     """
     if cell.cfg is None:
-        return " ".join(text for text in cell.overrides if not _is_apart(text)) or cell.title
-    said = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
-    words = [f"{key}={value}" for key, value in said.items() if value is not None]
-    typed = [text for text in cell.overrides if _key_of(text) not in said]
+        return " ".join(text for text in cell.overrides if not _is_left_out(text)) or cell.title
+    named = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
+    words = [f"{key}={value}" for key, value in named.items() if value is not None]
+    typed = [text for text in cell.overrides if _key_of(text) not in named]
     own = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
-    typed = [text for text in typed if _key_of(text) in own or not _is_apart(text)]
+    typed = [text for text in typed if _key_of(text) in own or not _is_left_out(text)]
     return " ".join([*words, *typed])
 
 
@@ -196,14 +196,14 @@ def _key_of(text: str) -> str:
     return text.lstrip("+").partition("=")[0]
 
 
-def _is_apart(text: str) -> bool:
+def _is_left_out(text: str) -> bool:
     """True if an override sets where, when or how a cell is trained, but not what."""
     key = re.split(r"[/@]", _key_of(text))[0]
     return key == "trainer" or not in_identity(key)
 
 
 def split_shared_words(titles: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the words that all titles share, and each title without them. Norms are kept."""
+    """The words that all titles share, and each title without them; norms stay in the titles."""
     rows = [title.split() for title in titles]
     if len(rows) < 2:
         return "", list(titles)

@@ -39,7 +39,7 @@ def shuffled(data: Data, split: str) -> Tensor:
     return torch.randperm(len(getattr(data, split)), generator=source)
 
 
-def block_size(replicas: Replicas, group_size: int = 1) -> int:
+def block_size(replicas: Replicas, group_size: int) -> int:
     """Returns the samples per forward in evaluation, a multiple of `group_size`."""
     return max(1, STACK_SAMPLES // replicas.num_replicas // group_size) * group_size
 
@@ -125,7 +125,9 @@ def measure_population(
     indices = shuffled(data, "train")[:num_samples]
     if len(indices) % group_size == 1 and group_size > 1:
         indices = indices[:-1]
-        logger.info("precise statistics leave out a single last sample")
+        logger.info(
+            "precise statistics leave out the last sample, which would be alone in its group"
+        )
     group = gather(replicas, data, "train", indices[:group_size])
     with batch_statistics(replicas, group_size), _poolable(replicas, group):
         moved = _replaced_buffers(replicas, group)

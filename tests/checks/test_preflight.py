@@ -181,13 +181,6 @@ def twice(m: Any, inputs: Tensor) -> Tensor:
     return m.head(m.norm(torch.relu(m.norm(m.hidden(inputs.flatten(1))))))
 
 
-class Streaming(nn.Module):
-    sequential_state = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x)
-
-
 class Exploding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -206,7 +199,7 @@ def mean_over_positions(m: Any, inputs: Tensor) -> Tensor:
     return m.head(m.final_norm(m.conv(inputs)).mean(dim=(2, 3)))
 
 
-STREAMING = NormFactory(lambda _: Streaming())
+STREAMING = NormFactory(lambda _: broken.Streaming())
 WINDOWS = Model(windows, norm=BATCH(1), head=nn.Linear(64, 3))
 ENDS = {"conv": nn.Conv2d(1, 4, 3), "head": nn.Linear(4, 3)}
 REFUSED: dict[str, tuple[nn.Module, str]] = {

@@ -70,7 +70,7 @@ REFUSED = [
     ("tune", "lr=choice(1,2) tune.metric=val/loss@", "tune.metric=val/loss@: needs evaluate_with"),
     ("check", "formt=json", "did you mean format?"),
     ("check", "format=csv", "format=csv: must be one of table, json, markdown"),
-    ("check", "batch_size=4", "batch_size=4: no key of a card"),
+    ("check", "batch_size=4", "batch_size=4: a card has no such key"),
     ("evaluate", "", "run is missing"),
     ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with?"),
     ("evaluate", "run=a evaluate_with=[exact]", "evaluate_with=[exact]: must be"),
@@ -171,7 +171,7 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
         for name in group_choices(group):
             assert "/" in name or name in text
     assert all(f"\n  {name:<28}{phrase}\n" in text for name, phrase in PLACEMENTS.items())
-    _, _, families = text.partition("Norms (norm=NAME) by family:")
+    _, _, families = text.partition("Norms (norm=NAME) by family")
     assert "\n  kin\n    kin " in families
     assert "Kin norm: it pools\n" in families and "More" not in families
     assert "my_norm" in families.partition("\n  other\n")[2]
