@@ -138,25 +138,6 @@ def test_target_that_makes_no_norm_is_exit_code_2(
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["norm=grup"], "did you mean group"),
-        (["norm.view=sequence"], "norm.view=sequence"),
-        (["norm.half_life=100"], "set norm.momentum"),
-        (["ddp=true"], "ddp=true"),
-        (["norm=group", "norm.nun_groups=3"], "did you mean norm.num_groups?"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistake_is_one_line_and_exit_code_2(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
-
-
 def cards(count: int) -> list[Card]:
     line = Line("contract", "deepcopy", "fail", detail="deepcopy fails [a|b]")
     value = Line("cost", "bytes kept for backward", "value", 2097152, "1 x the input")

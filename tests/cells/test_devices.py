@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from train_cases import results
 
 from normexp.cells import devices
 from normexp.cells.cell import prepare_cell
@@ -20,7 +21,6 @@ from normexp.config.compose import compose_cell, compose_config
 from normexp.config.process import rank_among
 from normexp.config.spec import CellSpec, rank_for
 from normexp.errors import UserError
-from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples
 from normexp.train import main
 from normexp.training.stopping import StopRequest
@@ -111,12 +111,6 @@ TWO = [*DDP, "norm=batch", "trainer.precision=64-true"]
 ONE = ["trainer=cpu", "norm=batch", "norm_batch_size=16", "trainer.precision=64-true"]
 
 
-def results_of(runs_dir: Path) -> dict[Path, Result]:
-    """The results of all runs, by their place in the folder."""
-    found = runs_dir.glob("default/*/seed-*/result.json")
-    return {path.relative_to(runs_dir): read_result(path) for path in found}
-
-
 @pytest.mark.slow
 def test_two_processes_leave_the_records_of_the_cell_that_one_device_trains(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -126,7 +120,7 @@ def test_two_processes_leave_the_records_of_the_cell_that_one_device_trains(
     told = capfd.readouterr()
     assert main([*ONE, *words, f"runs_dir={tmp_path / 'one'}"]) == 0
     assert told.err == capfd.readouterr().err  # each message once, and none of Lightning's
-    alone, shared = results_of(tmp_path / "one"), results_of(tmp_path / "two")
+    alone, shared = results(tmp_path / "one"), results(tmp_path / "two")
     assert len(alone) == 2 and alone.keys() == shared.keys()
     for path, own in alone.items():
         assert shared[path].metrics == pytest.approx(own.metrics, abs=1e-12)
@@ -159,7 +153,7 @@ def test_processes_that_torchrun_has_started_train_one_cell(tmp_path: Path):
         ended = subprocess.run(line, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.count(told) == 1
-    (result,) = results_of(tmp_path).values()
+    (result,) = results(tmp_path).values()
     assert result.status == "finished"
 
 
@@ -183,7 +177,7 @@ def test_failure_of_one_process_ends_the_others_and_is_recorded(
     own_module("norm_of_one_rank", BROKEN)
     norm = ["norm=custom", "norm._target_=norm_of_one_rank.BreaksInSecond"]
     assert main([*DDP, *norm, "steps=4", "replicas=1", f"runs_dir={tmp_path / 'runs'}"]) == 1
-    (result,) = results_of(tmp_path / "runs").values()
+    (result,) = results(tmp_path / "runs").values()
     assert result.status == "failed"
     assert "broken in the second process" in (result.error or "")
 
@@ -242,7 +236,7 @@ def test_stopped_and_killed_ranks_leave_a_checkpoint_that_one_device_resumes(tmp
     assert "killed" in log.read_text() or "SIGKILL" in log.read_text()
     assert checkpoint()
     assert main([*ONE, *words, f"runs_dir={runs_dir}"]) == 0
-    alone, resumed = results_of(tmp_path / "alone"), results_of(runs_dir)
+    alone, resumed = results(tmp_path / "alone"), results(runs_dir)
     assert alone.keys() == resumed.keys()
     for path, own in alone.items():
         assert resumed[path].status == "finished"

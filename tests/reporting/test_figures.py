@@ -121,13 +121,6 @@ def test_a_few_bad_norms_do_not_squeeze_the_scale(tmp_path: Path, bad, outside):
     assert (low > 90) == ("arrow" in [mark.get("shape") for mark in marks]) == bool(outside)
 
 
-def test_a_norm_that_is_bad_at_one_size_stays_on_the_scale(tmp_path: Path):
-    for size, level in ((2, 0.3), (128, 0.95)):
-        write_cell(tmp_path, "batch", {0: level, 1: level}, norm_batch_size=size)
-    write_levels(tmp_path, LEVELS)
-    assert panel_of(tmp_path)[0][0] < 30
-
-
 @pytest.mark.parametrize(("values", "limits"), [((0.3, 0.9), (0, 100)), ((0.90, 0.901), (89, 92))])
 def test_an_axis_of_accuracy_ends_where_accuracies_end(tmp_path: Path, values, limits):
     write_cell(tmp_path, "batch", dict(enumerate(values)), norm_batch_size=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 from synthetic_study import slices_of, write_cell, write_sizes
@@ -220,15 +219,6 @@ def test_the_learning_rate_is_chosen_on_validation_and_never_on_test(tmp_path: P
     assert part.points["lr"].tolist() == [0.1]  # at the best rate a seed diverged
     searched = part.searched.set_index("lr")["chosen"].to_dict()
     assert searched == {0.01: False, 0.1: True, 1.0: False}
-
-
-@pytest.mark.parametrize(("metric", "worst"), [("test/accuracy", 70.0), ("test/loss", 0.3)])
-def test_a_diverged_run_counts_as_the_worst_on_the_lines(tmp_path: Path, metric: str, worst: float):
-    (cell, _) = write_sizes(tmp_path, {2: {0: 0.8, 1: None}, 8: {0: 0.7, 1: 0.9}})
-    write_cell(tmp_path, "group", {0: 0.1}, metrics={"val/accuracy": 0.1})  # nothing, but no loss
-    (part,) = slices_of(tmp_path, metric=metric)
-    assert part.outcomes[str(cell)][1] == pytest.approx(worst)
-    assert np.isnan(part.values[str(cell)][1])
 
 
 def test_optimism_is_that_of_the_rates_that_were_candidates(tmp_path: Path):

@@ -13,7 +13,6 @@ from normexp.reporting.frame import read_studies
 from normexp.reporting.sentences import answer_slices
 from normexp.reporting.tables import (
     cell_table,
-    comparison_table,
     sensitivity_table,
     size_table,
 )
@@ -48,19 +47,6 @@ def test_sensitivity_names_the_sizes_that_it_is_about(tmp_path: Path, num_seeds:
     assert 8 < float(size) < 32 and row["threshold"] == "1 point"
     assert bool(interval) == (num_seeds > 1)  # one seed has none
     assert row["loss per halving"].endswith("(128 to 2)")
-
-
-def test_comparisons_show_the_p_of_the_whole_family(tmp_path: Path):
-    values = {0: 0.90, 1: 0.9012, 2: 0.8991}
-    write_cell(tmp_path, "batch", values, norm_batch_size=2)
-    for norm, ahead in (("group", 0.01), ("layer", 0.02)):
-        own = {seed: value + ahead * (1 + 0.1 * seed) for seed, value in values.items()}
-        write_cell(tmp_path, norm, own)
-    (answer,) = answer_slices(slices_of(tmp_path))
-    rows = comparison_table([answer]).rows
-    assert [row["p in the family"] for row in rows] == [one.p for one in answer.comparisons]
-    assert [row["verdict"] for row in rows] == ["better", "better"]
-    assert {row["at"] for row in rows} == {"norm batch size 2"}
 
 
 def test_the_paper_table_has_the_best_in_bold_with_what_ties_by_the_test(tmp_path: Path):
