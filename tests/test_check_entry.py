@@ -104,9 +104,7 @@ def test_custom_norm_takes_its_knobs(mine: str, capsys: pytest.CaptureFixture[st
     assert "the contract holds" in out
 
 
-def test_contract_that_fails_is_exit_code_1_with_its_line(
-    mine: str, capsys: pytest.CaptureFixture[str]
-):
+def test_contract_that_fails_is_exit_code_1_with_its_line(mine: str, capsys):
     assert main([*custom(f"{mine}.Noisy"), CONTRACT, "format=json"]) == 1
     (card,) = json.loads(capsys.readouterr().out)["cards"]
     found = {line["name"]: line for line in card["lines"]}
@@ -123,13 +121,7 @@ def test_contract_that_fails_is_exit_code_1_with_its_line(
         ("{mine}.Needs", "needs the argument depth; set norm.depth=..."),
     ],
 )
-def test_target_that_makes_no_norm_is_exit_code_2(
-    target: str,
-    message: str,
-    mine: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_target_that_makes_no_norm_is_exit_code_2(target, message, mine: str, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as without pytest, which takes logs
     target, message = target.format(mine=mine), message.format(mine=mine)
     assert main([*custom(target), CONTRACT]) == 2

@@ -72,13 +72,7 @@ def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
     ids=["dry_run", "sweep"],
 )
 def test_first_of_started_processes_alone_answers_what_needs_no_other(
-    index: int,
-    words: list[str],
-    code: int,
-    out: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    index, words, code, out, monkeypatch, tmp_path: Path, capsys
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(index))
@@ -112,9 +106,7 @@ ONE = ["trainer=cpu", "norm=batch", "norm_batch_size=16", "trainer.precision=64-
 
 
 @pytest.mark.slow
-def test_two_processes_leave_the_records_of_the_cell_that_one_device_trains(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_two_processes_leave_the_records_of_the_cell_that_one_device_trains(tmp_path: Path, capfd):
     words = ["steps=12", "replicas=2"]
     assert main([*TWO, *words, f"runs_dir={tmp_path / 'two'}"]) == 0
     told = capfd.readouterr()

@@ -78,9 +78,7 @@ def test_schedule_and_callback_are_part_of_the_id_with_their_source(
         ("optim.schedule=cosine", False),
     ],
 )
-def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them(
-    line: str, differs: bool
-):
+def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them(line, differs):
     each, third = (id_of(*line.split(), *more) for more in ([], ["val_every_epochs=3"]))
     assert (each != third) == differs
 
@@ -93,9 +91,7 @@ def test_scheduler_class_with_a_knob_is_given_the_number_of_steps():
     assert build(SGD([torch.ones(1, requires_grad=True)], lr=0.1)).total_steps == 7  # type: ignore[attr-defined]
 
 
-def test_seeds_that_early_stopping_ends_train_apart_and_say_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, capsys):
     words = [*QUICK, "callback=early_stopping", "+callback.stopping_threshold=99", "epochs=5"]
     words += ["replicas=2", "ema=0.9", f"runs_dir={tmp_path}"]
     assert main(words) == 0
@@ -122,9 +118,7 @@ def test_optimizer_that_looks_at_other_values_trains_each_seed_by_itself(tmp_pat
 
 
 @pytest.mark.usefixtures("source")
-def test_callback_that_raises_fails_the_run_with_the_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_callback_that_raises_fails_the_run_with_the_line(tmp_path: Path, capsys):
     words = ["callback=custom", f"callback._target_={MODULE}.Fails", "steps=2", "replicas=1"]
     assert main([*QUICK, *words, f"runs_dir={tmp_path}"]) == 1
     (result,) = results(tmp_path).values()

@@ -154,10 +154,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("line", "message"), REFUSED.items(), ids=REFUSED.keys())
 def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
-    line: str,
-    message: str,
-    own_module: Callable[[str, str], Path],
-    caplog: pytest.LogCaptureFixture,
+    line, message, own_module: Callable[[str, str], Path], caplog
 ):
     own_module("own", OWN)
     with caplog.at_level(logging.INFO, "normexp"), pytest.raises(UserError) as caught:
@@ -167,9 +164,7 @@ def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
     assert not [each for each in caplog.records if each.name.startswith("normexp.cells")]
 
 
-def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(caplog):
     with caplog.at_level(logging.INFO, "normexp"):
         cell = prepare("norm=nf", "model=convnet")
     note = "the norm's residual_scale=0.0 has no effect: model=convnet has no residual branch"

@@ -90,9 +90,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("entry", "line", "part"), REFUSED, ids=lambda value: value or "nothing")
-def test_a_mistake_is_one_line_and_exit_code_2(
-    entry: str, line: str, part: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_mistake_is_one_line_and_exit_code_2(entry: str, line: str, part: str, capsys):
     assert importlib.import_module(f"normexp.{entry}").main(line.split()) == 2
     out, err = capsys.readouterr()
     assert err.startswith("normexp: ") and err.count("\n") == 1 and out == ""
@@ -248,9 +246,7 @@ def test_hydra_shows_the_config_and_writes_nothing(tmp_path: Path, words: str, s
         ("python other.py norm=ba", ""),
     ],
 )
-def test_a_line_is_completed(
-    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_line_is_completed(line: str, words: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in ("runs/mine/study.jsonl", "own/norm/my_norm.yaml"):
         (tmp_path / file).parent.mkdir(parents=True)

@@ -152,9 +152,7 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
         ("norm/mime.yaml", "_target_: my.Norm\n", "norm=mine: no such norm; did you mean mime"),
     ],
 )
-def test_a_mistake_in_a_users_file_is_one_line_too(
-    tmp_path: Path, name: str, text: str, message: str
-):
+def test_a_mistake_in_a_users_file_is_one_line_too(tmp_path: Path, name, text, message):
     folder = own_yaml(tmp_path, name, text)
     with pytest.raises(UserError, match=re.escape(message)):
         validate(compose_config([f"{name.partition('/')[0]}=mine"], [folder]))

@@ -62,9 +62,7 @@ def comparisons_of(root: Path, tolerance: float | None = None) -> dict[str, Clai
         ),
     ],
 )
-def test_kinds_along_the_sizes(
-    tmp_path: Path, smallest: dict, largest: dict, kind: str, words: str
-):
+def test_kinds_along_the_sizes(tmp_path: Path, smallest, largest, kind, words):
     write_sizes(tmp_path, {2: smallest, 128: largest})
     loss = loss_of(tmp_path)
     assert loss.kind == kind and words in loss.text
@@ -327,9 +325,7 @@ LEVEL = [2.3, 0.9, 0.3, 0.1, 0.06, 0.055, 0.053, 0.051, 0.05, 0.05]
         ([], [], "train loss not recorded"),
     ],
 )
-def test_a_verdict_says_whether_training_had_converged(
-    tmp_path: Path, smallest: list[float], largest: list[float], words: str
-):
+def test_a_verdict_says_whether_training_had_converged(tmp_path: Path, smallest, largest, words):
     ends = {2: {0: 0.85, 1: 0.8511, 2: 0.8544}, 128: {0: 0.9, 1: 0.9011, 2: 0.9088}}
     for cell, losses in zip(write_sizes(tmp_path, ends), (smallest, largest), strict=True):
         write_curves(cell, losses)

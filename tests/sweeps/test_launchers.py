@@ -48,9 +48,7 @@ def recipe(tmp_path: Path, launcher: str) -> list[str]:
 
 
 @pytest.mark.skipif(find_spec("hydra_plugins.hydra_ray_launcher") is not None, reason="it is")
-def test_launcher_that_is_not_installed_names_its_extra(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_launcher_that_is_not_installed_names_its_extra(tmp_path: Path, capsys):
     typed = ["-m", "norm=batch,group", "hydra/launcher=ray"]
     for words in (typed, recipe(tmp_path, "ray")):
         assert main(words) == 2
@@ -102,9 +100,7 @@ def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
         assert told in capsys.readouterr().out
 
 
-def test_old_error_is_not_shown_for_a_job_that_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_old_error_is_not_shown_for_a_job_that_died(tmp_path: Path, monkeypatch, capsys):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = ["-m", "norm=none,group", "micro_batch_size=5", f"runs_dir={tmp_path}"]
     cells = compose_cells(parse_command(words))

@@ -55,9 +55,7 @@ def test_failure_is_a_row_with_its_error_and_is_tried_again_up_to_the_limit(
     assert read_result(cell / "seed-0").status == "finished"
 
 
-def test_cell_that_does_not_compose_is_a_row_and_recorded_with_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_cell_that_does_not_compose_is_a_row_and_recorded_with_its_reason(tmp_path: Path, capsys):
     assert train(tmp_path, "-m", "norm=group,gruop") == 1
     captured = capsys.readouterr()
     assert "1 finished, 1 refused" in captured.out
@@ -123,9 +121,7 @@ def test_study_that_cannot_take_records_is_refused_before_any_work(
     assert [path.name for path in study.iterdir()] == ["study.jsonl"]
 
 
-def test_history_that_cannot_be_written_costs_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_history_that_cannot_be_written_costs_no_result(tmp_path: Path, monkeypatch):
     errors = [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")]
 
     def refuse(*_: object) -> None:
@@ -167,12 +163,7 @@ NO_GPU, SMALL = (Outcome("refused", "a", error=error) for error in ("no GPU", "t
     ],
 )
 def test_end_of_a_command_follows_from_its_cells(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    outcomes: list[Outcome],
-    fail_fast: bool,
-    expected: type[BaseException] | int,
-    match: str,
+    tmp_path: Path, monkeypatch, outcomes, fail_fast, expected, match
 ):
     place = {"runs_dir": str(tmp_path), "study": "s"}
     cfg = OmegaConf.create({"fail_fast": fail_fast, "dry_run": False, **place})

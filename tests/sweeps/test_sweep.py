@@ -85,11 +85,7 @@ def test_this_process_walks_the_same_list(tmp_path: Path, fail_fast: bool, last:
     ],
 )
 def test_what_happens_to_a_worker_costs_its_own_cell_at_most(
-    tmp_path: Path,
-    acts: list[str],
-    tasks: list[Task] | None,
-    expected: list[str],
-    num_workers: int,
+    tmp_path: Path, acts, tasks, expected, num_workers
 ):
     sweep = sweep_of(tmp_path, *acts, tasks=tasks)
     outcomes = sweep.train()

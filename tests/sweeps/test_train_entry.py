@@ -45,9 +45,7 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path, capsys: pytest.Captu
     assert files(cell) == before
 
 
-def test_norm_batch_sizes_are_one_cell_for_a_norm_that_does_not_mix_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_norm_batch_sizes_are_one_cell_for_a_norm_that_does_not_mix_samples(tmp_path: Path, capsys):
     assert train(tmp_path, "-m", "norm=group,batch", "norm_batch_size=2,8,5") == 1
     names = [cell.name for cell in cells(tmp_path)]
     assert len([name for name in names if name.startswith("group-")]) == 1
@@ -75,10 +73,7 @@ class CtrlC(Callback):
 
 
 def test_ctrl_c_leaves_a_checkpoint_that_the_same_line_finishes(
-    tmp_path: Path,
-    own_module: Callable[[str, str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, own_module: Callable[[str, str], Path], monkeypatch, capsys
 ):
     """The interrupted and resumed study equals an undisturbed one, byte for byte."""
     own_module("presses_ctrl_c", CTRL_C)
@@ -113,9 +108,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_the_same_line_finishes(
         ("runs_dir={blocked}/runs", "runs_dir"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, part: str
-):
+def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path: Path, capsys, line: str, part: str):
     (tmp_path / "a_file").touch()
     words = line.format(blocked=tmp_path / "a_file").split()
     given = {word.partition("=")[0] for word in words}
