@@ -81,6 +81,13 @@ def test_norms_that_differ_in_a_slot_are_named_as_it_is_typed(tmp_path: Path, ke
     }
 
 
+def test_a_value_that_is_not_recorded_is_named_by_its_default(tmp_path: Path):
+    for own in ({}, {"val_every_epochs": 4}):
+        write_cell(tmp_path, "batch", {0: 0.9}, identity={"callback": "early_stopping", **own})
+    settings = cells_of(tmp_path)["setting"]
+    assert set(settings) == {"val_every_epochs=1", "val_every_epochs=4"}
+
+
 def test_a_momentum_that_follows_from_the_size_is_no_knob(tmp_path: Path):
     for size in (2, 8):
         write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=size, knobs={"momentum": size / 80})

@@ -133,25 +133,17 @@ def test_signs():
 
 
 @pytest.mark.parametrize(
-    ("name", "label", "higher", "selection"),
+    ("name", "label", "higher", "selection", "bounds"),
     [
-        ("test/accuracy", "test accuracy (%)", True, "val/accuracy"),
-        ("test/loss@precise", "test loss (nats), precise statistics", False, "val/loss"),
-        ("val/bits_per_byte", "val bits per byte", False, "val/bits_per_byte"),
-        ("test/f1", "test f1", True, "val/f1"),
+        ("test/accuracy", "test accuracy (%)", True, "val/accuracy", (0.0, 100.0)),
+        ("test/loss@precise", "test loss (nats), precise statistics", False, "val/loss", None),
+        ("val/bits_per_byte", "val bits per byte", False, "val/bits_per_byte", None),
+        ("test/f1", "test f1", True, "val/f1", None),
     ],
 )
-def test_metrics_are_described_by_their_name(name: str, label: str, higher: bool, selection: str):
+def test_metrics_are_described_by_their_name(name, label, higher, selection, bounds):
     metric = describe_metric(name)
     assert (metric.label, metric.higher_is_better) == (label, higher)
     assert metric.selection_name == selection
+    assert (metric.bounds, metric.limit) == (bounds, 100.0 if bounds else math.inf)
     assert describe_metric(name, 0.3).tolerance == 0.3
-
-
-@pytest.mark.parametrize(
-    ("name", "bounds", "limit"),
-    [("test/accuracy", (0.0, 100.0), 100.0), ("test/loss", None, math.inf)],
-)
-def test_an_accuracy_has_bounds(name: str, bounds: tuple[float, float] | None, limit: float):
-    metric = describe_metric(name)
-    assert (metric.bounds, metric.limit) == (bounds, limit)

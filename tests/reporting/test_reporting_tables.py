@@ -92,10 +92,3 @@ def test_bold_says_on_how_many_common_seeds_it_rests(tmp_path: Path, seeds, bold
     table = size_table(part)
     assert {row for row, _ in table.bold} == bold
     assert words in table.note
-
-
-def test_a_value_that_is_not_recorded_is_named_by_its_default(tmp_path: Path):
-    for own in ({}, {"val_every_epochs": 4}):
-        write_cell(tmp_path, "batch", {0: 0.9}, identity={"callback": "early_stopping", **own})
-    settings = build_cells(read_studies(tmp_path, ["synthetic"]))["setting"]
-    assert set(settings) == {"val_every_epochs=1", "val_every_epochs=4"}

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,32 +128,14 @@ def start(words: list[str], folder: Path, **streams: Any) -> subprocess.Popen[st
     return subprocess.Popen(words, cwd=folder, env=env, text=True, **streams)
 
 
-def run(words: list[str], folder: Path) -> tuple[int, str, str]:
-    with start(words, folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        out, err = process.communicate(timeout=900)
-    return process.returncode, out, err
-
-
 def results(runs: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in runs.glob("default/*/seed-*/result.json")}
 
 
-@pytest.mark.slow
-def test_sweep_through_a_launcher_leaves_the_usual_records(tmp_path: Path):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    words = line(tmp_path / "runs", "submitit_local", *QUICK)
-    code, out, err = run(words, tmp_path)
-    assert code == 0 and "2 finished" in out, err
-    recorded = results(tmp_path / "runs")
-    assert len(recorded) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # Hydra left nothing beside
-    code, out, _ = run(words, tmp_path)
-    assert code == 0 and "2 skipped" in out
-    assert results(tmp_path / "runs") == recorded
-    code, _, err = run([*words, "micro_batch_size=5"], tmp_path)
-    assert code == 2 and "micro_batch_size=5" in err
-    (command, _, _) = read_history(tmp_path / "runs" / "default").commands  # none for a job
-    assert command.command == ["normexp-train", *words[3:]]
+def run(words: list[str], folder: Path) -> tuple[int, str]:
+    with start(words, folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        out, _ = process.communicate(timeout=900)
+    return process.returncode, out
 
 
 @pytest.mark.slow
@@ -174,7 +157,18 @@ def test_two_terminals_and_a_launcher_share_a_study(tmp_path: Path):
     assert {read_result(path).status for path in runs} == {"finished"}
     left = {".lock", "last.ckpt", "members.json"}
     assert not [p for p in tmp_path.rglob("*") if p.name in left or p.suffix in (".tmp", ".pickle")]
-    assert "8 skipped" in run(local, tmp_path)[1]
+    code, told = run(launched, tmp_path)
+    assert code == 0 and "8 skipped" in told
+    assert results(tmp_path / "runs") == runs
+    code, told = run([*launched, "micro_batch_size=5"], tmp_path)
+    assert code == 2 and "micro_batch_size=5" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # Hydra left nothing beside
+    commands = read_history(tmp_path / "runs" / "default").commands  # none for a job
+    assert Counter(tuple(each.command[1:]) for each in commands) == {
+        tuple(local[3:]): 2,
+        tuple(launched[3:]): 2,
+        (*launched[3:], "micro_batch_size=5"): 1,
+    }
 
 
 @pytest.fixture
@@ -210,7 +204,7 @@ def test_killed_ray_worker_fails_its_sweep_and_the_same_line_completes_it(
         os.kill(jobs[0], signal.SIGKILL)
         assert sweep.wait(300) == 1
     assert len(results(tmp_path / "runs")) < 2
-    code, _, err = run(words, tmp_path)
-    assert code == 0, err
+    code, told = run(words, tmp_path)
+    assert code == 0, told
     runs = results(tmp_path / "runs")
     assert [read_result(path).status for path in runs] == ["finished", "finished"]
