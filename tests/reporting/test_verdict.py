@@ -18,6 +18,7 @@ from normexp.records.samples import write_samples
 from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.sentences import Answer, Claim, answer_slices
 from normexp.reporting.slices import Slice
+from normexp.reporting.tables import comparison_table
 from normexp.reporting.verdict import DECIDED, Family, contrasts_of
 
 ACCURACIES = {"digits": (0.80, 0.81, 0.79, 0.804), "cifar10": (0.60, 0.62, 0.61, 0.605)}
@@ -202,6 +203,8 @@ def test_a_larger_family_takes_a_verdict_back(tmp_path: Path):
     group = comparisons_of(tmp_path, tolerance=0.0)["group"]
     assert (group.contrast.gap, group.kind) == (alone.contrast.gap, "open")
     assert group.p == pytest.approx(2 * alone.p) and not VERBS.search(group.text)
+    rows = comparison_table([answer_of(tmp_path, tolerance=0.0)]).rows
+    assert [row["p in the family"] for row in rows if row["norm"] == "group"] == [group.p]
 
 
 def test_the_family_is_the_whole_report(tmp_path: Path):

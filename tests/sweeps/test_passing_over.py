@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from normexp.cells import recorded
 from normexp.cells.recorded import find_skippable
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
@@ -88,12 +90,18 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
     assert not is_passed(tmp_path)
 
 
-def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path, trained: Path):
+def test_key_is_recorded_once_for_each_way_to_ask(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+):
     shutil.copytree(trained, tmp_path / "runs")
     for words in ([], ["log_every=3"], []):
         assert train(tmp_path, *words) == 0
     keys = read_history(tmp_path / "runs" / "default").keys
     assert [len(entries) for entries in keys.values()] == [2]
+    read = Mock(side_effect=read_history)
+    monkeypatch.setattr(recorded, "read_history", read)
+    assert is_passed(tmp_path, "-m", "log_every=10,3")
+    read.assert_called_once()  # however many cells there are
 
 
 def test_finished_sweep_typed_again_ends_without_torch(tmp_path: Path, capsys):

@@ -138,6 +138,13 @@ def told(study: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_what_all_cells_share_is_told_once(tmp_path: Path, capsys):
+    titles = [f"norm=batch norm_batch_size={size} steps=5" for size in (2, 8)]
+    (tmp_path / "s").mkdir()
+    append_entries(tmp_path / "s", [CellEntry(title, title, [0]) for title in titles])
+    assert told(tmp_path / "s", capsys).count("steps=5") == 1
+
+
 def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write(tmp_path / "s", "b-1", 0, "finished")
     assert "complete; next:\n  python -m normexp.report study=s" in told(tmp_path / "s", capsys)
