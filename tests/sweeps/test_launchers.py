@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,9 @@ def start(words: list[str], folder: Path, **streams: Any) -> subprocess.Popen[st
 
 
 def results(runs: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in runs.glob("default/*/seed-*/result.json")}
+    # Not Path.glob, which raises where a folder goes away while it looks.
+    found = map(Path, glob(f"{runs}/default/*/seed-*/result.json"))
+    return {path: path.read_bytes() for path in found}
 
 
 def run(words: list[str], folder: Path) -> tuple[int, str]:
@@ -195,7 +198,7 @@ def test_killed_ray_worker_fails_its_sweep_and_the_same_line_completes_it(
     ray = [f"{launcher}.init.address={ray_address}", f"+{launcher}.remote.max_retries=0"]
     words = line(tmp_path / "runs", "ray", *ray, "steps=1500", "replicas=1")
     with start(words, tmp_path) as sweep:
-        while len(list(tmp_path.glob("runs/default/*/stacks/*/run.log"))) < 2:
+        while len(glob(f"{tmp_path}/runs/default/*/stacks/*/run.log")) < 2:
             assert sweep.poll() is None, "the sweep ended before a job could be killed"
             time.sleep(0.1)
         listed = subprocess.check_output(["ps", "-eo", "pid,args"], text=True).splitlines()

@@ -113,7 +113,7 @@ def test_death_before_training_is_recorded_with_the_cell(tmp_path: Path):
 
 
 def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
-    sweep = sweep_of(tmp_path, "finish", "die before", "finish", steps=500)
+    sweep = sweep_of(tmp_path, "finish", "die before", "finish", steps=10_000)
     sweep.num_workers, sweep.fail_fast = 2, True
     outcomes = sweep.train()
     assert statuses(outcomes) == ["stopped", "failed", "stopped"]
@@ -187,7 +187,7 @@ def interrupted(sweep: Sweep, then: Callable[[], None] = lambda: None) -> thread
 
 
 def test_interrupt_stops_each_worker_and_leaves_no_process(tmp_path: Path):
-    sweep = sweep_of(tmp_path, *["finish"] * 3, steps=1000)
+    sweep = sweep_of(tmp_path, *["finish"] * 3, steps=10_000)
     sweep.num_workers = 2
     workers = []
     thread = interrupted(sweep, lambda: workers.extend(sweep.workers))

@@ -171,7 +171,7 @@ def test_cell_that_another_process_trains_is_waited_for_and_other_code_is_told_o
             if "waiting for process" in record.getMessage():
                 lock.close()
 
-    in_vain = threading.Timer(30.0, lock.close)
+    in_vain = threading.Timer(300.0, lock.close)
     in_vain.start()
     handler = Release()
     logging.getLogger("normexp").addHandler(handler)
