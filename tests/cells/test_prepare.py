@@ -110,7 +110,6 @@ REFUSED = {
         "data=langid model.width=16 model.depth=1 norm=batch_per_position evaluate_with=[batch] "
         "evaluate_batch_sizes=[1]"
     ): ("evaluate_batch_sizes=1 leaves one value per statistic at blocks.0.attn_norm"),
-    "trainer.devices=2": "trainer=ddp",
     f"{DDP} trainer.devices=3": "batch_size=32 cannot be shared evenly by 3 devices; try 2",
     f"{DDP} trainer.num_nodes=2": "as 4",
     f"{DDP} trainer.strategy=fsdp": "trainer.strategy=fsdp: must be one of auto, ddp",

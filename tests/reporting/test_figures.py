@@ -68,14 +68,6 @@ def test_figures_without_data_are_left_out(tmp_path: Path):
 # The metric against the size
 
 
-def test_an_independent_norm_has_its_interval_at_every_size(figures: dict[str, Figure]):
-    figure = figures["metric_by_size"]
-    rows = [row for row in rows_of(figure) if row["norm"] == "group"]
-    assert [row["size"] for row in rows] == [2, 8, 32, 128]
-    assert len({(row["mean"], row["low"], row["high"]) for row in rows}) == 1
-    assert "Hollow markers" in figure.caption
-
-
 def test_every_point_and_square_has_its_n_and_what_diverged(tmp_path: Path):
     for size, values in ((2, {0: 0.8, 1: None, 2: 0.9}), (8, {0: 0.8}), (32, {0: None, 1: None})):
         write_cell(tmp_path, "batch", values, norm_batch_size=size)

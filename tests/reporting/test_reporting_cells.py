@@ -191,14 +191,6 @@ def test_a_norm_that_mixes_samples_at_some_sizes_is_independent_at_none(tmp_path
     assert contrast.is_primary
 
 
-def test_along_the_batch_size_every_norm_has_cells_of_its_own(tmp_path: Path):
-    for norm in ("batch", "group"):
-        write_sizes(tmp_path, dict.fromkeys((8, 32), {0: 0.8}), norm, axis="batch_size")
-    (part,) = slices_of(tmp_path)
-    assert (part.axis, part.sizes) == ("batch_size", [8, 32])
-    assert part.points["cell"].nunique() == 4 and not part.points["independent"].any()
-
-
 def test_models_and_data_sets_have_slices_of_their_own(tmp_path: Path):
     for data in ("cifar10", "digits"):
         write_sizes(tmp_path, dict.fromkeys((2, 128), {0: 0.8}), data=data)

@@ -25,18 +25,6 @@ def cell(tmp_path: Path) -> Path:
     return write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9}, knobs={"eps": 1e-5, "dims": [1, 2]})
 
 
-def test_a_run_is_a_row_with_config_metrics_and_timing(tmp_path: Path, cell: Path):
-    row = read_studies(tmp_path, ["synthetic"]).runs.iloc[1]
-    assert (row["study"], row["cell"], row["seed"], row["status"]) == (
-        *("synthetic", str(cell), 1, "finished"),
-    )
-    assert (row["norm"], row["norm.eps"], row["norm.dims"]) == ("batch", 1e-5, (1, 2))
-    assert (row["batch_size"], row["micro_batch_size"]) == (128, None)
-    assert (row["test/accuracy"], row["timing.step_ms"], row["environment.python"]) == (
-        *(0.9, 5.0, "3.11"),
-    )
-
-
 def test_evaluations_become_metrics_with_a_suffix(tmp_path: Path, cell: Path):
     content = {
         "running": {"test/accuracy": 0.1},  # what the training recorded stands
