@@ -1,7 +1,7 @@
 """Which normalization layer, and how much does it depend on the batch size?
 
-From Python: `run` trains, `load` gives a trained network, `load_study` a table of runs. None of
-them imports torch before it is called.
+From Python: `run` trains, `load` gives a trained network, `load_study` a table of runs. Importing
+normexp imports neither torch nor pandas.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
             Other values need a script with `if __name__ == "__main__":`, as multiprocessing does.
 
     Raises:
-        normexp.errors.UserError: a mistake. In a sweep the other cells are trained first.
-        normexp.errors.Halted: nothing more can be trained, such as on a full disk.
+        normexp.errors.UserError: a mistake in the overrides; a sweep trains its other cells first.
+        normexp.errors.Halted: no cell can be trained any more, as on a full disk.
         KeyboardInterrupt: after Ctrl-C; the same call resumes.
     """
     from normexp.cli import parse_command
@@ -65,10 +65,11 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
 def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
     """The trained network of a run directory `runs/<study>/<cell_id>/seed-<k>`.
 
-    With `ema=True` its averaged weights, of a training with the key `ema`.
-
     A plain module in evaluation mode on the CPU. Its input is what the data set's `model_inputs`
     returns: images (N, C, H, W) as float32, normalised, or tokens (N, T).
+
+    Args:
+        ema: load the averaged weights of a training with the key `ema`.
 
     Raises:
         normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
@@ -80,10 +81,10 @@ def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
 
 
 def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
-    """A row for every ended run of a study: cell_id, seed, status, config, metrics, timing.
+    """One row per ended run of a study: cell_id, seed, status, config, metrics, timing.
 
-    Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`). A value that a run lacks
-    is NaN or None in its row. Runs that cannot be read, or have not ended, are logged as warnings.
+    Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`). A missing value is NaN or
+    None. Runs that cannot be read, or have not ended, are logged as warnings.
 
     Raises:
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.

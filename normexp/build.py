@@ -157,8 +157,9 @@ class NetworkBuilder:
         """Builds the network of a seed. Raises UserError if the model's code returns no module."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init"))
-            # A copy: a target may reuse modules, and networks must not share any.
-            network = copy.deepcopy(self.target.make(nn.Module))
+            with self.target.explaining_errors():  # also of a module that cannot be copied
+                # A copy: a target may reuse modules, and networks must not share any.
+                network = copy.deepcopy(self.target.make(nn.Module))
             self._finish(network)
         return network
 
@@ -214,7 +215,7 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
     if classes:
         raise UserError(
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
-            "`norm`; nothing is replaced"
+            "`norm`, so none can be replaced; drop the key"
         )
     if ("vocab_size" in names) != (data.vocab_size is not None):
         fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
@@ -225,7 +226,12 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
     """The scores in an output of several values, such as those of transformers."""
-    return next((getattr(output, name) for name in OUTPUTS if hasattr(output, name)), output)
+    for name in OUTPUTS:
+        if isinstance(output, Mapping) and name in output:
+            return output[name]
+        if hasattr(output, name):
+            return getattr(output, name)
+    return output
 
 
 def build_optimizer(
@@ -298,8 +304,8 @@ def logger_target(cfg: DictConfig) -> Target:
     target = read_target(values, "logger.custom")
     if isinstance(target.unwrapped, type) and not issubclass(target.unwrapped, Logger):
         raise UserError(
-            f"{target.name} is no logger; name a class of pytorch_lightning.loggers, or a subclass "
-            "of its Logger"
+            f"{target.name} is not a logger; name a class of pytorch_lightning.loggers, or a "
+            "subclass of its Logger"
         )
     return target
 

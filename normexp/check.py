@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from normexp.checks.card import Card
     from normexp.config.spec import NormSpec
 
-PIPE_WIDTH = 120  # characters, without a terminal
+PIPE_WIDTH = 120  # characters per line without a terminal
 
 
 @entry("check")
@@ -40,23 +40,23 @@ def main(words: list[str]) -> int:
 
 
 def _measure(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
-    """The card of each norm, in order; says on stderr which one is being measured."""
+    """The card of each norm, in order; a terminal shows which one is being measured."""
     from normexp.batching.speed import suitable_threads
     from normexp.build import norm_target
     from normexp.checks.card import measure_card
     from normexp.norms.slots import resolve
 
     cards = []
-    made = [norm_target(one.config) for one in norms]  # fails first if a target does not import
-    for one, (target, reserved) in zip(norms, made, strict=True):
+    targets = [norm_target(norm.config) for norm in norms]  # import errors come first
+    for norm, (target, reserved) in zip(norms, targets, strict=True):
         if sys.stderr.isatty():
-            print(f"measuring {one.name} ...", file=sys.stderr)
+            print(f"measuring {norm.name} ...", file=sys.stderr)
         with suitable_threads(0):  # probes are too small for a second thread to pay
             card = measure_card(
                 target.call,
-                name=one.name,
+                name=norm.name,
                 target=target.path,
-                eps=one.config.eps,
+                eps=norm.config.eps,
                 slots=resolve({}, reserved),
                 contract_only=contract_only,
             )

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class EntryPoint(Protocol):
-    """The function of an entry: the exit code for these words, by default of this process."""
+    """The `main` of an entry: from words, by default those of this process, to an exit code."""
 
     def __call__(self, argv: Sequence[str] | None = None, /) -> int: ...
 
 
 def entry(name: str) -> Callable[[Callable[[list[str]], int]], EntryPoint]:
-    """Makes a function of words the `main` of `python -m normexp.<name>`."""
+    """Decorates the `main` of `python -m normexp.<name>` with --help, messages and exit codes."""
 
     def decorate(act: Callable[[list[str]], int]) -> EntryPoint:
         @wraps(act)
@@ -41,19 +41,23 @@ def entry(name: str) -> Callable[[Callable[[list[str]], int]], EntryPoint]:
 
 
 def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
-    """The exit code: 0 after --help; with one line on stderr 1 on a full disk, 2 after a user's
-    mistake, 130 after Ctrl-C; else that of `act`. Other exceptions pass through: a traceback, 1.
+    """Returns the exit code of `act`, or 0 after --help.
+
+    Prints one line for a full disk (returns 1), a user's mistake (2) and Ctrl-C (130). Other
+    exceptions pass through: a traceback, and exit code 1.
     """
     try:
         if {"--help", "-h"} & set(words):
             config_dirs = parse_command(words).config_dirs if name in TAKES_OVERRIDES else ()
             print(help_text(name, config_dirs), flush=True)
             return 0
-        return act(words)
+        code = act(words)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"normexp: {error}", file=sys.stderr)
         return USER_MISTAKE
-    except BrokenPipeError:  # as in `--help | head`; Python flushes stdout once more, at its end
+    except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (Halted, OSError) as error:
@@ -63,7 +67,7 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
         print(f"normexp: {message}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt as stop:
-        with suppress(KeyboardInterrupt):  # one more changes nothing
+        with suppress(KeyboardInterrupt):  # from one more Ctrl-C
             print(f"normexp: {str(stop) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import yaml
 
+from normexp.cli import entry
 from normexp.config.help import CUSTOM_GROUPS, GROUPS, USAGE, choice_files, conf_dir, group_choices
 from normexp.config.rules import FLAG, KEYS, OPTIONS
 
-# bash ends a word at each `=`, unless it is told otherwise, and completes what follows: $2.
+# By default bash also splits words at `=`, and completes only what follows, $2.
 BASH = r"""
 _normexp() {
   local line=${COMP_LINE:0:COMP_POINT} IFS=$'\n'
@@ -31,25 +32,25 @@ LINE = re.compile(rf"(?:normexp[.-]|scripts/)({'|'.join(USAGE)})\s+(.*)$", re.DO
 
 
 def complete(line: str) -> list[str]:
-    """The words that the last word of a command line may become; values of a list one by one."""
+    """The completions of a command line's last word; the values of a list one by one."""
     found = LINE.search(line)
     if found is None:
         return []
-    entry, words = found[1], re.split(r"\s+", found[2])
+    command, words = found[1], re.split(r"\s+", found[2])
     *before, word = words
     key, equals, text = word.partition("=")
     if not equals:
-        keys = _keys(entry, before, is_deep="." in word)
+        keys = _keys(command, before, is_deep="." in word)
         return [f"{name}=" for name in keys if name.startswith(word)]
     last = re.split(r"[\[,]", text)[-1]
     earlier = text.removesuffix(last)
     given = re.split(r"[\[,]", earlier)
-    values = [name for name in _values(entry, key, before) if name not in given]
+    values = [name for name in _values(command, key, before) if name not in given]
     return [f"{key}={earlier}{name}" for name in values if name.startswith(last)]
 
 
 def _keys(entry: str, before: Sequence[str], *, is_deep: bool) -> Iterable[str]:
-    """The keys that an entry takes and the line does not have yet; knobs of groups on demand."""
+    """The keys that an entry takes and the line lacks; with `is_deep`, the knobs of groups too."""
     if entry in ("train", "tune"):
         own = (key for key in KEYS if "." not in key or entry == "tune" and key[:5] == "tune.")
         known, groups = {*GROUPS, *own}, (*CUSTOM_GROUPS, "trainer")
@@ -95,14 +96,17 @@ def _after(words: Sequence[str], name: str) -> list[str]:
     return values + [value for word, value in pairs if word == name]
 
 
-def main(arguments: Sequence[str]) -> None:
-    if arguments:
-        print("\n".join(complete(arguments[0])))
-        return
-    commands = " ".join(f"normexp-{entry}" for entry in USAGE)
+@entry("complete")
+def main(words: list[str]) -> int:
+    """Exit code: 0, 1 if the reader of the output has gone."""
+    if words:
+        print("\n".join(complete(words[0])))
+        return 0
+    commands = " ".join(f"normexp-{name}" for name in USAGE)
     script = BASH.replace("ENTRIES", "|".join(USAGE)).replace("COMMANDS", commands)
     print(script.replace("PYTHON", sys.executable))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

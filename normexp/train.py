@@ -26,11 +26,11 @@ def main(words: list[str]) -> int:
         from normexp.sweeps.launch import launch_cells
 
         return print_outcomes(cells, launch_cells(command, launcher, cells, line), line)
-    place = rank_for(cells)
-    if place is not None:  # one of the processes of srun or torchrun
+    rank = rank_for(cells)
+    if rank is not None:  # one of the processes that srun or torchrun started
         from normexp.cells.devices import run_as_rank
 
-        return run_as_rank(cells, place, partial(run_cells, cells, line))
+        return run_as_rank(cells, rank, partial(run_cells, cells, line))
     return run_cells(cells, line)
 
 

@@ -36,7 +36,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout with noise computed from a key, so that it can run under vmap and in parts.
+    """Dropout with noise computed from a key: runs under vmap, and on parts of a batch.
 
     y = x * keep / (1 - p), where keep is a hash of (key, sample, element). The training step sets
     `key` and `first_sample`, the index of the first sample of x within the step's batch, so the

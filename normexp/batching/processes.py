@@ -11,7 +11,7 @@ from normexp.norms.state import State, merge_state, read_state, write_state
 
 
 class Processes:
-    """Exchanges sums between the processes of a training; all of them must make every call.
+    """Collective operations of the processes of a training: every process must make every call.
 
     Gradients are summed here and not by DistributedDataParallel. Its hooks average over processes
     at every backward, and hang if a process has no sample of a short last forward. Here every
@@ -27,20 +27,20 @@ class Processes:
         self.device = device
 
     def maximum(self, number: int) -> int:
-        """Returns the largest of the processes' numbers."""
+        """The largest of the processes' numbers."""
         value = torch.tensor(number, device=self.device)
         distributed.all_reduce(value, distributed.ReduceOp.MAX)
         return int(value)
 
     @torch.no_grad()
-    def sum_gradients(self, replicas: Replicas, losses: Tensor, taken: list[int]) -> Tensor:
+    def sum_gradients(self, replicas: Replicas, losses: Tensor, counts: list[int]) -> Tensor:
         """Sums the gradients and losses (S,) of all processes; returns the losses.
 
         Args:
-            taken: number of samples of the step in each process.
+            counts: samples of the step in each process.
         """
         trained = [p for p in replicas.parameters() if p.requires_grad]
-        if 0 in taken:  # a process without samples cannot know which parameters get a gradient
+        if 0 in counts:  # a process without samples cannot know which parameters get a gradient
             trained = self._used(trained)
         trained = [p for p in trained if p.grad is not None]
         gradients: list[Tensor] = [p.grad for p in trained if p.grad is not None]
@@ -53,7 +53,7 @@ class Processes:
         return losses
 
     def _used(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns the parameters with a gradient in the first process; fills in missing ones."""
+        """The parameters with a gradient in the first process; sets missing gradients to zero."""
         flags = torch.tensor([p.grad is not None for p in parameters], device=self.device).int()
         distributed.broadcast(flags, 0)
         used = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
@@ -63,16 +63,16 @@ class Processes:
         return used
 
     @torch.no_grad()
-    def merge_buffers(self, replicas: Replicas, start: State, taken: list[int]) -> None:
+    def merge_buffers(self, replicas: Replicas, start: State, counts: list[int]) -> None:
         """Merges the buffers of a step that all processes began at `start`, like ghost sub-batches.
 
         Norms that span devices are left alone: they have seen all samples already.
         """
         own = read_state(replicas)
         ends = self._gather(own)
-        present = [index for index, count in enumerate(taken) if count]
-        total = sum(taken)
-        shares = [taken[index] / total for index in present]
+        present = [index for index, count in enumerate(counts) if count]
+        total = sum(counts)
+        shares = [counts[index] / total for index in present]
         merged = merge_state(replicas, start, [ends[index] for index in present], shares)
         write_state(replicas, {**merged, **_of_spanning(replicas, own)})
 
@@ -92,7 +92,7 @@ class Processes:
 
 
 def spans_devices(norm: object) -> bool:
-    """True if a norm, or a norm's class, takes its statistics over all devices."""
+    """True if a norm, or the class of one, computes its statistics over all devices."""
     is_torchs = isinstance(norm, nn.SyncBatchNorm) or norm is nn.SyncBatchNorm
     return is_torchs or bool(getattr(norm, "spans_devices", False))
 

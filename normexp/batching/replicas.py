@@ -18,8 +18,8 @@ from normexp.batching.draws import Dropout
 from normexp.norms.state import State
 
 Batch = dict[str, Tensor]
-Measured = dict[str, Tensor]
-T = TypeVar("T", Tensor, Measured)
+Measurements = dict[str, Tensor]
+T = TypeVar("T", Tensor, Measurements)
 Measure = Callable[[Tensor, Batch], T]  # from a model's output and its batch
 Loss = Measure[Tensor]  # a scalar
 
@@ -45,7 +45,7 @@ class Replicas(nn.Module, ABC):
         super().__init__()
         self.trees = nn.ModuleList(trees)
         self.num_replicas = num_replicas
-        self._dropouts = [  # of each tree; those with p = 0 draw nothing
+        self._dropouts = [  # of each tree; without those with p = 0, which draw nothing
             [m for m in tree.modules() if isinstance(m, Dropout) and m.p > 0] for tree in trees
         ]
 
@@ -67,7 +67,7 @@ class Replicas(nn.Module, ABC):
         """A copy of replica `index` as a plain module."""
 
     def state_of(self, index: int, state: State) -> State:
-        """Replica `index`'s part of a state of all, with the names of its own network."""
+        """The state of replica `index` within that of all, by the names in its own network."""
         prefix = "trees.0." if self.is_stacked else f"trees.{index}."
         own = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
         return {name: value[index] for name, value in own.items()} if self.is_stacked else own

@@ -82,8 +82,8 @@ class Sizes:
     def micro_bounds(self, num_samples: int, share: Share = WHOLE) -> list[Bounds]:
         """Returns the bounds [first, last) of each forward pass over a batch.
 
-        With a `share`, only that device's part of each forward. The last part of a short batch may
-        be short, or missing.
+        With a `share`, only that device's part of each forward. In a short batch the last forward
+        may be shorter, and some devices may have no part in it.
         """
         width = self.micro // share.count
         firsts = range(share.index * width, num_samples, self.micro)

@@ -41,7 +41,7 @@ from normexp.training.recorder import (
 
 logger = logging.getLogger(__name__)
 
-OnSteps = Callable[[int, int], None]  # called with (step, num_steps) from time to time
+OnSteps = Callable[[int, int], None]  # called with (step, num_steps) at times
 
 
 def build_module(
@@ -51,14 +51,14 @@ def build_module(
     recorder: Recorder,
     lrs: Sequence[float] | None = None,
 ) -> TrainingModule:
-    """The module that trains and evaluates replicas of these seeds, at their own `lrs` if any."""
+    """The module that trains and evaluates replicas; `seeds` and `lrs` have one value for each."""
     size = cell.plan.sizes.batch_size
     batches = TrainingBatches(cell.data, seeds, size, drop_last=cell.cfg.drop_last)
     return TrainingModule(replicas, batches, build_recipe(cell, lrs), cell.evaluation, recorder)
 
 
 def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
-    """The recipe of a cell; with `lrs`, for replicas with these learning rates."""
+    """The recipe of a cell; with `lrs`, one learning rate for each replica."""
     cfg, plan = cell.cfg, cell.plan
     return Recipe(
         sizes=plan.sizes,
@@ -79,7 +79,7 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
 
 
 def build_callbacks(cell: Cell, on_steps: OnSteps | None) -> list[Callback]:
-    """The callbacks of a training; without `on_steps`, a progress bar among them."""
+    """The callbacks of a training: progress (a bar without `on_steps`), the user's, diagnostics."""
     bar = TrainingProgress(cell.title)
     callbacks = [bar if on_steps is None else StepReports(on_steps), *_own_callbacks(cell)]
     if cell.cfg.diagnostics:
@@ -109,7 +109,7 @@ def arrange_replicas(
 def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None) -> bool:
     """True if this many replicas will be stacked; logs the reason if they cannot.
 
-    The form in a checkpoint, `is_stacked`, decides where there is one.
+    `is_stacked`, the form in a checkpoint, overrides the config.
     """
     wanted = cell.cfg.stack if is_stacked is None else is_stacked
     if wanted == "auto":
@@ -136,9 +136,9 @@ def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
-    """New networks, in the form of a usable checkpoint, whose weights Lightning loads.
+    """New networks, stacked as those in the checkpoint, from which Lightning loads their weights.
 
-    A checkpoint that is torn or does not fit is renamed, and logged.
+    A checkpoint that is torn or does not fit is renamed, with a warning.
     """
     networks = [cell.build(seed) for seed in seeds]
     if not checkpoint.is_file():
@@ -174,7 +174,7 @@ def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 @contextmanager
 def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
-    """The loggers of one run, which are finished at the end, as failed if the block raises."""
+    """The loggers of one run; finishes them at the end, as failed if the block raises."""
     chosen = cell.cfg.logger
     opened: list[WandbRun | LoggerRun] = []
     has_failed = True
@@ -182,9 +182,9 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
         if "wandb" in chosen and not is_under_agent():
             opened.append(_wandb_run(cell, seed))
         if "custom" in chosen and chosen.custom.per == "run":
-            place = _place(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
+            available = _logger_arguments(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
             params = _params(cell) | {"seed": seed}
-            opened.append(LoggerRun(build_logger(cell.cfg, place), params))
+            opened.append(LoggerRun(build_logger(cell.cfg, available), params))
         yield list(opened)
         has_failed = False
     finally:
@@ -211,7 +211,7 @@ def _wandb_run(cell: Cell, seed: int) -> WandbRun:
 
 
 def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
-    """The Lightning loggers of a stack, which get the mean over its runs; says what gets what."""
+    """The Lightning loggers of a stack, which get means over its runs; logs what they get."""
     first, last = seeds[0], seeds[-1]
     version = f"seed-{first}" if first == last else f"mean-of-seeds-{first}-to-{last}"
     params = _params(cell) | {"curves": version.replace("-", " ")}
@@ -225,7 +225,8 @@ def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
         per_cell = chosen.custom.per == "cell"
         logger.info("logger=custom gets %s", params["curves"] if per_cell else "each run by itself")
         if per_cell:
-            opened.append(build_logger(cell.cfg, _place(cell, version, cell.directory)))
+            available = _logger_arguments(cell, version, cell.directory)
+            opened.append(build_logger(cell.cfg, available))
     for one in opened:
         one.log_hyperparams(params)
     return opened
@@ -236,8 +237,8 @@ def _params(cell: Cell) -> dict[str, Any]:
     return hyperparameters(cell.record, study=cfg.study, experiment=cfg.get("experiment"))
 
 
-def _place(cell: Cell, version: str, folder: Path) -> dict[str, Any]:
-    """What loggers call their run and where they write, by the names of their arguments."""
+def _logger_arguments(cell: Cell, version: str, folder: Path) -> dict[str, Any]:
+    """What loggers may take: names for their run and the folder to write to."""
     return {
         "save_dir": str(folder),
         "name": cell.id,

@@ -1,4 +1,4 @@
-"""A cell made ready: its parts built, probed and named, before anything is trained or written."""
+"""Prepares a cell: builds its parts, probes its network and derives its id. Writes nothing."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Cell:
     """Everything about a training except its seed, built and checked.
 
     Attributes:
-        choices: the name of what each config group holds.
+        choices: the choice in each config group, such as {"norm": "group"}.
         record: plain values that go into result.json, see `record_of`.
-        files_digest: of the files that data and weights were read from.
-        memory: bytes that a training needs at least.
+        files_digest: digest of the files that data and weights were read from; None if unknown.
+        memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
-        messages: logged while the cell was prepared.
+        messages: what was logged while the cell was prepared.
     """
 
     cfg: DictConfig
@@ -75,7 +75,7 @@ class Cell:
 
     @property
     def elements_per_forward(self) -> int:
-        """The number of values that reach all sites of one replica in one forward pass."""
+        """The number of values entering all sites of one replica in one forward pass."""
         return self.plan.sizes.micro * self.traits.elements_per_sample
 
     @property
@@ -87,10 +87,10 @@ class Cell:
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
-    """Builds, probes and names a cell. Raises every user mistake before any training.
+    """Builds, probes and names a cell, and refuses every mistake that can be found before training.
 
     Args:
-        choices: the name of what each config group holds.
+        choices: as in `Cell`.
 
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
@@ -104,9 +104,9 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         alone = why_alone(draft)
         evaluation = plan_evaluation(cfg, draft.plan.sizes, draft.data, traits)
         memory = check_memory(draft, traits)
-        _tell(draft, traits, alone)
+        _log_deviations(draft, traits, alone)
         if not traits.mixes_samples:
-            draft.norm.norm_batch_size = None  # it has no effect, and costs time
+            draft.norm.norm_batch_size = None  # a split has no effect, and costs time
         identity = identity_of(draft, mixes_samples=traits.mixes_samples)
         return Cell(
             cfg=cfg,
@@ -127,7 +127,7 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
 
 
 def _probe(draft: CellDraft) -> Traits:
-    """What the network mixes and leaks. Raises UserError for what must not be trained."""
+    """Measures what the network mixes and leaks. Raises UserError if it must not be trained."""
     cfg, sizes, start = draft.cfg, draft.plan.sizes, time.perf_counter()
     traits = examine(
         draft.network, draft.data, sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak
@@ -139,8 +139,8 @@ def _probe(draft: CellDraft) -> Traits:
     return traits
 
 
-def _tell(draft: CellDraft, traits: Traits, alone: str | None) -> None:
-    """Logs what the training does otherwise than asked, once nothing is refused."""
+def _log_deviations(draft: CellDraft, traits: Traits, alone: str | None) -> None:
+    """Logs how the training will differ from what was typed; the cell is no longer refused."""
     for note in draft.plan.notes:
         logger.info(note)
     if alone is not None and draft.cfg.replicas > 1:

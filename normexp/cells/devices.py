@@ -1,4 +1,4 @@
-"""Trains a stack on several devices, with a process for each; the first one, rank 0, writes.
+"""Trains a stack on several devices, with a process for each; only rank 0, the first, writes.
 
 Lightning starts the processes (`ddp_spawn`), unless srun or torchrun has started them already.
 """
@@ -40,7 +40,7 @@ from normexp.training.devices import device_type
 from normexp.training.fit import quiet_lightning
 from normexp.training.stopping import Interrupted, StopRequest
 
-TICK = 0.1  # seconds between two looks at what other processes say
+TICK = 0.1  # seconds between polls of other processes
 
 
 class RankDied(Exception):
@@ -53,12 +53,12 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class RankJob:
-    """What all ranks are to train, in plain values: each builds it for itself."""
+    """A stack for all ranks to train, as plain values from which each rank builds its objects."""
 
     cfg: dict[str, Any]  # of the first cell of the stack
     choices: dict[str, str]
     record: StackRecord
-    known: list[str]  # messages that were shown as the cell was prepared
+    known: list[str]  # messages that were already shown when the cell was prepared
 
     def train(self, rank: int, stop: StopRequest, on_steps: OnSteps | None) -> None:
         """Trains as this rank. Raises Interrupted in all ranks alike."""
@@ -111,7 +111,7 @@ def _disconnect_at_exit() -> None:
 
 # --- processes that Lightning starts --------------------------------------------------------------
 
-# What this process and its ranks tell each other, in memory that they share.
+# What the memory that this process shares with its ranks holds: a request and their progress.
 STOP, STEP, NUM_STEPS = range(3)
 
 
@@ -124,12 +124,12 @@ def _spawn_ranks(job: RankJob, stop: StopRequest, on_steps: OnSteps | None) -> N
             accelerator=device_type(trainer["accelerator"]),
             devices=trainer["devices"],
             strategy="ddp_spawn",
-            plugins=[LightningEnvironment()],  # whatever job this process is a part of
+            plugins=[LightningEnvironment()],  # even inside a SLURM job
         )
     run_rank = partial(_run_rank, job=job, shared=shared, errors=errors, shows_bar=on_steps is None)
     with ThreadPoolExecutor(1) as pool:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        ended = pool.submit(fabric.launch, run_rank)  # the ranks unblock it once they can answer
+        ended = pool.submit(fabric.launch, run_rank)  # ranks unblock it once they handle it
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while not wait([ended], TICK).done:
             shared[STOP] = stop.requested
@@ -142,7 +142,7 @@ def _spawn_ranks(job: RankJob, stop: StopRequest, on_steps: OnSteps | None) -> N
             raise Interrupted from error
         raise RankDied(f"{error}; the same command continues from the checkpoint") from None
     except ProcessRaisedException as error:
-        if errors.empty():  # before it trained
+        if errors.empty():  # a rank failed before training
             raise
         raise errors.get() from error  # the first one; other ranks may have lost their peer
     if is_interrupted:
@@ -166,20 +166,20 @@ def _run_rank(
         except Interrupted:
             return True
         except Exception as error:
-            told = error  # survives a pickle, as an error of the user's code may not
-            if not isinstance(error, UserError | OSError):
-                told = RankFailed(f"process {fabric.global_rank}: {one_line(error)}")
-            told.add_note(traceback.format_exc())
-            errors.put(told)
+            sent = error
+            if not isinstance(error, UserError | OSError):  # others may not survive a pickle
+                sent = RankFailed(f"process {fabric.global_rank}: {one_line(error)}")
+            sent.add_note(traceback.format_exc())
+            errors.put(sent)
             raise
     return False
 
 
 @contextmanager
 def _watching_parent(shared: Tensor, stop: StopRequest) -> Iterator[None]:
-    """Passes the parent's requests to stop on; ends this process with it, as it holds the lock.
+    """Passes on the parent's stop requests; exits if the parent, which holds the lock, dies.
 
-    The thread ends with the block: one that is inside torch when Python ends aborts the process.
+    The thread ends with the block: a thread inside torch would abort a process that exits.
     """
     parent, is_over = parent_process(), threading.Event()
     assert parent is not None
@@ -206,7 +206,7 @@ def _watching_parent(shared: Tensor, stop: StopRequest) -> Iterator[None]:
 class StartedRanks:
     """The processes that were started for one command: rank 0 decides what all of them train.
 
-    It alone reads what is recorded, so that they cannot come to different answers.
+    Only rank 0 reads the records, so ranks cannot disagree about what is missing.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -215,7 +215,7 @@ class StartedRanks:
 
     @contextmanager
     def training(self, job: RankJob) -> Iterator[None]:
-        """In rank 0, around the training of a job by all ranks."""
+        """Makes the other ranks train a job, which rank 0 trains inside the block."""
         if not self.are_waiting:
             raise RankDied("the other processes have ended; the same command continues")
         self.fabric.broadcast(job)
@@ -224,7 +224,7 @@ class StartedRanks:
         self.are_waiting = True
 
     def dismiss(self) -> None:
-        """Ends `follow` in the other ranks, unless a failure or a stop has ended them already."""
+        """Ends `follow` in the other ranks, unless a failure or a stop has ended it already."""
         if self.are_waiting:
             self.fabric.broadcast(None)
 
@@ -234,7 +234,7 @@ class StartedRanks:
             job.train(self.fabric.global_rank, StopRequest(), None)
 
 
-@cache  # they were started once
+@cache  # one connection per process
 def _connect(accelerator: str, devices: int, num_nodes: int) -> StartedRanks:
     by_srun = "RANK" not in os.environ
     environment = SLURMEnvironment(auto_requeue=False) if by_srun else LightningEnvironment()
@@ -248,38 +248,38 @@ def _connect(accelerator: str, devices: int, num_nodes: int) -> StartedRanks:
         )
         fabric.launch()
     _disconnect_at_exit()
-    places = {"LOCAL_RANK": fabric.local_rank, "NODE_RANK": fabric.node_rank}  # for the Trainer
-    os.environ.update({name: str(place) for name, place in places.items()})
+    ranks = {"LOCAL_RANK": fabric.local_rank, "NODE_RANK": fabric.node_rank}  # for the Trainer
+    os.environ.update({name: str(rank) for name, rank in ranks.items()})
     return StartedRanks(fabric)
 
 
 def started_ranks(cfg: DictConfig) -> StartedRanks:
-    """Waits for all processes that were started for a cell with this config."""
+    """Connects to all processes that were started for a cell with this config; waits for them."""
     trainer = cfg.trainer
     return _connect(device_type(trainer.accelerator), trainer.devices, trainer.num_nodes)
 
 
-def run_as_rank(cells: Sequence[CellSpec], index: int, train: Callable[[], int]) -> int:
-    """Trains one cell by `train`, which the first process calls; the others help it to train.
+def run_as_rank(cells: Sequence[CellSpec], rank: int, train: Callable[[], int]) -> int:
+    """Trains one cell as one of several processes; returns the exit code.
 
     Args:
-        index: of this process.
+        rank: of this process. Rank 0 calls `train`; the others follow it.
 
     Raises:
-        UserError: several cells; one process says so.
+        UserError: several cells. Only rank 0 raises it.
     """
     cfg = cells[0].cfg
     if len(cells) > 1 or cfg is None:
-        if index > 0:
+        if rank > 0:
             return USER_MISTAKE
         raise UserError(
             f"{len(cells)} cells in one srun or torchrun: start one cell each, or drop srun; "
             "trainer=ddp starts its processes itself"
         )
     if cfg.dry_run:
-        return 0 if index > 0 else train()
+        return 0 if rank > 0 else train()
     ranks = started_ranks(cfg)
-    if index > 0:
+    if rank > 0:
         try:
             ranks.follow()
         except Interrupted:

@@ -1,4 +1,4 @@
-"""A cell that is built and not yet accepted: its parts, and what it is refused for."""
+"""Builds the parts of a cell, and refuses those that do not fit each other or the machine."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ from normexp.training.optim import parameter_groups, stacking_obstacle_of
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 2  # data sets kept in memory at once
-COPIES = 3  # of each parameter: its value, its gradient and a state of the optimizer
+COPIES = 3  # of each parameter: value, gradient and optimizer state
 GIB = 2**30
-OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that a `schedule` takes the place of
-WITHOUT_NORM = ("pre", "parallel")  # placements that are different networks without any norm
+OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that `schedule` replaces
+WITHOUT_NORM = ("pre", "parallel")  # placements that differ even without norms
 
 
 @dataclass(frozen=True)
 class CellDraft:
-    """What a config builds, before any of it is checked."""
+    """The parts that a config builds, before they are checked together."""
 
     cfg: DictConfig
-    choices: Mapping[str, str]  # the name of what each config group holds
-    files_digest: str | None  # of the files that data and weights are read from
+    choices: Mapping[str, str]  # the choice in each config group
+    files_digest: str | None  # of the files that data and weights are read from; None if unknown
     data: Data
     plan: TrainingPlan
     norm: NormFactory
@@ -70,7 +70,7 @@ class CellDraft:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """The names of the metrics of a validation."""
+        """The names of the metrics that a validation measures."""
         return [f"val/{name}" for name in criterion_of(self.data).metrics]
 
 
@@ -85,12 +85,11 @@ def build_draft(cfg: DictConfig, choices: Mapping[str, str]) -> CellDraft:
 
 
 def load_data(cfg: DictConfig, files_digest: str | None) -> Data:
-    """The data set of a config, see `build_data`. Do not write to its tensors.
-
-    The last ones stay in memory until the end of `keeping_data`.
+    """The data set of a config, see `build_data`; cached, so do not write to its tensors.
 
     Args:
-        files_digest: from before the call, so that a file that changes meanwhile does not fit it.
+        files_digest: part of the cache key, so that changed files are read again. Computed before
+            the call: a file that changes meanwhile then has another digest the next time.
     """
     return _load_data(OmegaConf.to_yaml(cfg.data, resolve=True, sort_keys=True), files_digest)
 
@@ -102,7 +101,7 @@ def _load_data(config: str, _files_digest: str | None) -> Data:
 
 @contextmanager
 def keeping_data() -> Iterator[None]:
-    """The cells of a command share their data sets, which the next command reads again."""
+    """Caches data sets for the cells inside the block; the next command reads them again."""
     try:
         yield
     finally:
@@ -120,7 +119,7 @@ def check_network(draft: CellDraft) -> None:
 
 
 def _check_slots(draft: CellDraft) -> None:
-    """Refuses a slot of the config that the model does not have; logs one set by the norm."""
+    """Refuses slots that the command sets and the model lacks; logs those that the norm sets."""
     cfg, norm, model = draft.cfg, draft.norm, draft.choices["model"]
     for key in set_but_unused(cfg, norm.used):
         lacks, fits = PLACES[key]
@@ -132,7 +131,7 @@ def _check_slots(draft: CellDraft) -> None:
 
 
 def _check_placement(draft: CellDraft) -> None:
-    """Refuses a placement of norms that are not there, which would be placement=pre again."""
+    """Refuses a placement that, without norms, would be the network of placement=pre again."""
     placement = draft.norm.slots.placement
     if "placement" not in draft.norm.used or placement in WITHOUT_NORM:
         return
@@ -150,15 +149,18 @@ def _check_outputs(draft: CellDraft) -> None:
     try:
         with fixed_draws(), torch.no_grad():
             output = copy.deepcopy(draft.network).eval()(*model_arguments(batch))
-    except Exception:  # of foreign code, any kind: the probes that follow name the site
+    except Exception:  # foreign code may raise anything; the probes that follow name the site
         return
     wanted = (*batch["targets"].shape, data.num_outputs)
-    shape = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    if isinstance(output, Tensor):
+        shape = tuple(output.shape)
+        remedy = "set the last size, or take it from an argument `num_outputs` or `num_classes`"
+    else:
+        shape, remedy = f"a {type(output).__name__}", "return the scores alone"
     if shape != wanted:
         raise UserError(
             f"model._target_={draft.cfg.model._target_} returns {shape} for inputs of shape "
-            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: set the last "
-            "size, or take it from an argument `num_outputs` or `num_classes`"
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: {remedy}"
         )
 
 
@@ -187,13 +189,13 @@ def _check_optimizer(draft: CellDraft) -> None:
         optimizer.step()
     except UserError:
         raise
-    except Exception as error:  # of the user's class, any kind
-        place = source_line_of(error)
-        raise UserError(f"optim._target_={optim._target_}: {first_line(error)}{place}") from error
+    except Exception as error:  # user code may raise anything
+        line = source_line_of(error)
+        raise UserError(f"optim._target_={optim._target_}: {first_line(error)}{line}") from error
 
 
 def _check_own_schedule(draft: CellDraft) -> None:
-    """Refuses keys of `optim` that a schedule replaces, and a metric that is not there."""
+    """Refuses keys of `optim` that a schedule replaces, and a monitor that is not a metric."""
     cfg, metrics = draft.cfg, draft.metrics
     if cfg.get("schedule") is None:
         return
@@ -230,7 +232,7 @@ def why_alone(draft: CellDraft) -> str | None:
 
 
 def check_memory(draft: CellDraft, traits: Traits) -> int:
-    """The bytes that a training needs at least: parameters, optimizer and what reaches its sites.
+    """The least memory of a training, in bytes: parameters, gradients, optimizer, inputs of sites.
 
     Raises:
         UserError: the device has less.
@@ -256,7 +258,7 @@ def check_memory(draft: CellDraft, traits: Traits) -> int:
 
 
 def memory_of(device: str) -> int:
-    """Bytes of memory that a device has, used or not."""
+    """The total memory of a device, in bytes."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

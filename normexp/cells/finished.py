@@ -1,4 +1,4 @@
-"""Runs that have finished: their networks, loaded and evaluated again from the saved weights."""
+"""Loads finished runs from their saved weights, and evaluates them again."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ logger = logging.getLogger(__name__)
 Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
 Samples = dict[int, dict[str, np.ndarray]]  # the content of samples.npz by seed
 
-GROUPS_TRAINED = (*GROUPS, "trainer")
+REQUIRED_GROUPS = (*GROUPS, "trainer")
 REMEDY = "remove the cell's folder and train it again"
 
 
 @keeping_data()
-def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
+def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
     """The trained network of a run, in evaluation mode on the CPU.
 
     Rebuilds it from the cell's config.yaml; needs the data set, for its shapes.
 
     Args:
-        ema: the averaged weights, with the running state that they were evaluated with.
         run_dir: `runs/<study>/<cell_id>/seed-<k>`, or the folder of a cell with a single seed.
+        ema: load the averaged weights, with the running state that they were evaluated with.
 
     Raises:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
@@ -70,7 +70,7 @@ def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
     choices = choices_in(read_result(seed_dir(cell_dir, seed)).config)
     cfg = load_config(cell_dir, choices)
     cfg.seed = seed
-    cfg.model.weights = None  # those of the run replace the weights that it started from
+    cfg.model.weights = None  # not needed: the run's own weights replace those it started from
     network = build_draft(cfg, choices).network
     file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
     load_weights(network, seed_dir(cell_dir, seed) / file, precision=cfg.trainer.precision)
@@ -80,10 +80,10 @@ def load_run(run_dir: Path, *, ema: bool = False) -> nn.Module:
 def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
     """The resolved config of a cell; keys that are newer than its training have defaults.
 
-    What a shipped name stands for may have moved since: the class is that of the name today.
+    A shipped choice gets its present `_target_`, since its class may have moved.
 
     Args:
-        choices: the recorded names of what each group holds.
+        choices: the recorded choice in each config group.
 
     Raises:
         UserError: a torn or foreign file.
@@ -93,7 +93,7 @@ def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
         cfg = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML; {REMEDY}") from error
-    lacking = [key for key in GROUPS_TRAINED if key not in cfg]
+    lacking = [key for key in REQUIRED_GROUPS if key not in cfg]
     if not isinstance(cfg, DictConfig) or lacking:
         raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
     groups = {group: shipped_defaults(group, choices[group]) or {} for group in GROUPS}
@@ -125,11 +125,11 @@ def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
 
 
 @keeping_data()
-def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
+def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     """Evaluates every finished run of a cell, adds to its evaluation.json, and prints a table.
 
     Args:
-        asked: evaluate_with and related keys; they replace the values of the training.
+        options: evaluate_with and related keys, in place of the training's values.
 
     Raises:
         UserError: no finished cell, changed code or data, or an evaluation that is not possible.
@@ -137,7 +137,7 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     find_cell(cell_dir)
     results = finished_results(cell_dir)
     choices = choices_in(results[0].config)
-    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, choices), asked))
+    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, choices), options))
     use_one_device(cfg)  # evaluation does not need the devices of the training
     if not torch.cuda.is_available():
         cfg.trainer.accelerator = "cpu"
@@ -153,7 +153,7 @@ def evaluate_run(cell_dir: Path, asked: Mapping[str, Any]) -> None:
     if module.averaged is not None:
         averaged = _load_replicas(cell, cell_dir, seeds, EMA_WEIGHTS_FILE)
         module.averaged.module.load_state_dict(averaged.state_dict())
-        module.averaged.n_averaged.fill_(1)  # there is something to evaluate
+        module.averaged.n_averaged.fill_(1)  # else the evaluator takes it for empty
     evaluate(module, accelerator=cfg.trainer.accelerator, precision=cfg.trainer.precision)
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
@@ -189,7 +189,7 @@ def finished_results(cell_dir: Path) -> list[Result]:
 
 
 def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> None:
-    """Adds to evaluation.json and samples.npz of each run."""
+    """Adds to the evaluation.json and samples.npz of each run."""
     for seed, content in contents.items():
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
         with user_error_if_denied(path, "the numbers are printed, but not saved"):
@@ -200,7 +200,7 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
 
 
 def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
-    """Logs the command that adds the requested evaluations that recorded runs lack."""
+    """If recorded runs lack requested evaluations, logs the command that adds them."""
     runs = read_records(cell.directory, seeds).ended
     if has_evaluations(cell.directory, runs, cell.evaluation.kinds):
         return
@@ -219,7 +219,7 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
 
 
 def why_nothing(plan: EvaluationPlan) -> str:
-    """Says why the statistics that were asked for gave no number."""
+    """Explains why the requested statistics gave no number."""
     lacks = {"batch": "does not mix samples", "precise": "keeps no running moments"}
     reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in plan.statistics)
     if plan.batch_sizes:  # batch statistics were evaluated

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 GROUPS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
-TRAITS = (  # that are recorded
+RECORDED_TRAITS = (
     *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
 )
 
@@ -58,26 +58,28 @@ DERIVED_KEYS = {
     *("norm._partial_", "model._partial_", "optim._partial_", "schedule._partial_"),
 }
 
-# Keys that some configs lack, and the value that means the same: left out there.
+# Values that mean the same as a missing key: the identity leaves them out.
 IMPLIED_VALUES = {"optim.decay_bias": True, "data.limit_train": None}
 
 
 def identity_of(draft: CellDraft, *, mixes_samples: bool) -> dict[str, Any]:
     """Everything that defines a training except its seed, as derived values in canonical form.
 
-    Holds digests of the data and of a user's own modules, so that an edited one is a new cell.
+    Holds digests of the data and of the user's own modules, so that an edit makes a new cell.
     """
     cfg, plan, weights_digest = draft.cfg, draft.plan, draft.build.weights_digest
     identity = defining_values(plain(cfg))
     for part in parts_with_target(identity):
-        with suppress(TypeError):  # built in: no file
+        with suppress(TypeError):  # a builtin has no file
             file = inspect.getsourcefile(get_object(part["_target_"]))
             root = None if file is None else source_root(Path(file))
             if root is not None:
                 now = digest_of_source(root)
                 part["source_digest"] = loaded_sources().get(str(root), now)
                 if part["source_digest"] != now:
-                    logger.warning("%s was edited after its import: not the edit is trained", root)
+                    logger.warning(
+                        "%s was edited after its import: the imported version is trained", root
+                    )
     identity["data"]["digest"] = draft.data.digest
     if weights_digest is not None:
         identity["model"]["weights_digest"] = weights_digest
@@ -108,7 +110,7 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
     defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     groups = [*GROUPS, *(group for group in OPTIONAL_GROUPS if group in identity)]
     rest = {key: value for key, value in identity.items() if key not in groups}
-    content = differences(defaults | rest, defaults)  # lr, by default a reference, is always there
+    content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
     if version := VERSIONS.get("config"):
         content["version"] = version
     for group in groups:
@@ -121,7 +123,7 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
 def record_of(draft: CellDraft, traits: Traits, identity: dict[str, Any]) -> dict[str, Any]:
     """The config in result.json: names, canonical sizes, traits, and the whole identity.
 
-    Whichever of several lines that mean this cell trains it first, the record is the same.
+    Does not depend on which of several equivalent command lines trained the cell.
     """
     cfg, plan = draft.cfg, draft.plan
     sizes, chance = {key: identity[key] for key in SIZES}, draft.data.chance_accuracy
@@ -139,18 +141,18 @@ def record_of(draft: CellDraft, traits: Traits, identity: dict[str, Any]) -> dic
         "matmul_precision": cfg.matmul_precision,
         "identity": identity,
         **_slots(draft),
-        **{name: getattr(traits, name) for name in TRAITS},
+        **{name: getattr(traits, name) for name in RECORDED_TRAITS},
         **({} if chance is None else {"chance_accuracy": chance}),
     }
 
 
 def choices_in(record: Mapping[str, Any]) -> dict[str, str]:
-    """The name of what each group of a cell holds, as `compose_cell` returned them."""
+    """The choice in each config group of a cell, as `compose_cell` returned them."""
     return {group: record[group] for group in (*GROUPS, *OPTIONAL_GROUPS) if group in record}
 
 
 def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config that define the training, without the keys in `DERIVED_KEYS`."""
+    """The values of a config that define the training, without those of `DERIVED_KEYS`."""
 
     def counts(key: str) -> bool:
         return in_identity(key) and key not in DERIVED_KEYS
@@ -189,9 +191,9 @@ def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any
 
 
 def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:
-    """The `name` of a part, as in torchvision's resnet50; else its choice without folder.
+    """A part's name in ids: its knob `name`, as torchvision's resnet50, or its choice.
 
-    A user's own part has the name of its class, whatever YAML says it, so that it has one id.
+    A user's own part has the name of its class, whichever YAML names it, so that it has one id.
     """
     if isinstance(values.get("name"), str):
         return values["name"]

@@ -29,23 +29,20 @@ logger = logging.getLogger(__name__)
 class TrainingPlan:
     """Sizes, length and learning rate of one training."""
 
-    sizes: Sizes
+    sizes: Sizes  # the equivalent sizes on one device
     steps_per_epoch: int
     num_steps: int
     lr: float
     optimizer_momentum: float | None  # None for an optimizer without momentum
     norm_momentum: float | None  # of the running averages; None unless norm.half_life is set
-    notes: tuple[str, ...] = ()  # for the user, once nothing is refused
+    notes: tuple[str, ...] = ()  # to log once the cell is accepted
 
 
 def plan_training(cfg: DictConfig, num_train: int) -> TrainingPlan:
-    """The plan of a cell, with the equivalent sizes on one device.
-
-    Raises UserError for values that contradict each other.
-    """
+    """The plan of a cell. Raises UserError for values that contradict each other."""
     sizes = sizes_of(cfg)
     if synchronized(cfg):
-        _check_presence(cfg, sizes, num_train)
+        _check_every_device_has_samples(cfg, sizes, num_train)
     limit = cfg.data.get("limit_train")
     if limit is not None and limit < sizes.batch_size:
         raise UserError(
@@ -93,20 +90,20 @@ def plan_training(cfg: DictConfig, num_train: int) -> TrainingPlan:
 
 
 def num_devices_of(cfg: DictConfig) -> int:
-    """Returns the number of devices that train a cell together, over all nodes."""
+    """The number of devices that train a cell together, over all nodes."""
     return cfg.trainer.devices * cfg.trainer.num_nodes
 
 
 def sizes_of(cfg: DictConfig) -> Sizes:
-    """Returns the equivalent sizes on one device. Raises UserError, see `Sizes`."""
-    asked = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
+    """The equivalent sizes on one device. Raises UserError, see `Sizes`."""
+    typed = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
     num_devices, is_synchronized = num_devices_of(cfg), synchronized(cfg)
-    if num_devices > 1 and is_synchronized and asked.norm < asked.micro:
+    if num_devices > 1 and is_synchronized and typed.norm < typed.micro:
         raise UserError(
             f"norm_batch_size={cfg.norm_batch_size}: the norm takes statistics over all "
             f"{num_devices} devices; try norm_batch_size=null, or norm=batch"
         )
-    return asked.shared_by(num_devices, synchronized=is_synchronized)
+    return typed.shared_by(num_devices, synchronized=is_synchronized)
 
 
 def use_one_device(cfg: DictConfig) -> None:
@@ -121,12 +118,15 @@ def check_norm_batch_size(cfg: DictConfig, sizes: Sizes) -> None:
     if cfg.norm_batch_size is not None and cfg.norm_batch_size > sizes.norm:
         raise UserError(
             f"norm_batch_size={cfg.norm_batch_size}: each of {num_devices_of(cfg)} devices has "
-            f"{sizes.norm} samples of a forward; try norm_batch_size={sizes.norm}, or norm=sync"
+            f"{sizes.norm} samples of each forward; try norm_batch_size={sizes.norm}, or norm=sync"
         )
 
 
-def _check_presence(cfg: DictConfig, sizes: Sizes, num_train: int) -> None:
-    """Raises UserError if a device has no sample of the last batch: the others would wait."""
+def _check_every_device_has_samples(cfg: DictConfig, sizes: Sizes, num_train: int) -> None:
+    """Raises UserError if a device gets no sample of the last batch.
+
+    The other devices would wait forever for its part of the norm's statistics.
+    """
     rest = 0 if cfg.drop_last else num_train % sizes.batch_size
     count = num_devices_of(cfg)
     last_device = Share(count - 1, count)
@@ -156,15 +156,15 @@ def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -
         UserError: a batch larger than a split; batch statistics over a single value, or over later
             positions of a text.
     """
-    asked = tuple(cfg.evaluate_with)
-    if cfg.evaluate_batch_sizes and "batch" not in asked:
-        sizes_asked = as_typed(cfg.evaluate_batch_sizes)
+    statistics = tuple(cfg.evaluate_with)
+    if cfg.evaluate_batch_sizes and "batch" not in statistics:
+        typed_sizes = as_typed(cfg.evaluate_batch_sizes)
         raise UserError(
-            f"evaluate_batch_sizes={sizes_asked} is of batch statistics: add batch, as in "
-            f"evaluate_with={as_typed([*asked, 'batch'])}"
+            f"evaluate_batch_sizes={typed_sizes}: only batch statistics use it; add batch, as in "
+            f"evaluate_with={as_typed([*statistics, 'batch'])}"
         )
     batch_sizes: tuple[int, ...] = ()
-    if "batch" in asked:
+    if "batch" in statistics:
         batch_sizes = tuple(cfg.evaluate_batch_sizes or [sizes.norm])
         _check_batch_sizes(batch_sizes, data)
         if traits.leaks_future_in_training:
@@ -181,7 +181,7 @@ def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -
                 f"{name_some(single)}; try evaluate_batch_sizes=[{2 * min(batch_sizes)}]"
             )
     return EvaluationPlan(
-        statistics=asked,
+        statistics=statistics,
         precise_samples=cfg.precise_samples,
         group_size=sizes.norm,
         batch_sizes=batch_sizes,

@@ -1,12 +1,12 @@
-"""Finds cells that need no training by what their results follow from, without torch.
+"""Finds recorded cells by a cache key, without preparing them and without torch.
 
-The key of a cell is a digest of its composed config, the user's own modules, the user's data files
-and normexp's own source. A cell that is prepared gets its key, and the history keeps it with the
-cell's id. Where the key is the same, so is the id, and only the results must be looked for. Another
-key says nothing: the cell is prepared, and may still be recorded under its id.
+The key of a cell is a digest of all that its results follow from: its composed config, the user's
+own modules and data files, and normexp's source. When a cell is prepared, its key goes into the
+history with its id. An equal key means an equal id, so that only the results must be looked for.
+Another key proves nothing: the cell is prepared, and may still be recorded under its id.
 
-No user's module is imported: a target's file is found by its path, and the files that were loaded
-when the cell was prepared are in the history.
+None of the user's modules is imported: a target's file is found by its path, and the history lists
+the files that were loaded when the cell was prepared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from normexp.records.paths import EVALUATION_FILE, LOCK_FILE, seed_dir
 from normexp.records.result import Result, read_records
 from normexp.records.stacks import list_stacks
 
-# Top-level keys that say where and when a cell is trained; any other one is part of the key.
+# Config keys that only say where and when a cell is trained; all others are part of the cache key.
 NOT_IN_KEY = {
     *("seed", "replicas", "study", "runs_dir", "data_dir", "workers", "fail_fast", "retry_failed"),
     *("max_attempts", "dry_run", "logger", "tune", "experiment"),
@@ -53,10 +53,10 @@ NOT_IN_KEY = {
 def cache_entry(
     spec: CellSpec, cell_id: str, files_digest: str | None, kinds: Mapping[str, int]
 ) -> CacheEntry | None:
-    """The key of a cell that has just been prepared; None if it cannot have one.
+    """The cache entry of a cell that has just been prepared; None if it cannot have one.
 
     Args:
-        files_digest: from before data and weights were loaded.
+        files_digest: computed before data and weights were loaded.
         kinds: as `EvaluationPlan.kinds`.
     """
     loaded = loaded_sources()
@@ -70,11 +70,11 @@ def _key_of(
     sources: Sequence[str],
     loaded: Mapping[str, str] | None = None,
 ) -> str | None:
-    """None if the key cannot be told without importing a target or loading its data.
+    """The cache key of a cell; None if it depends on more than known files.
 
     Args:
         sources: the user's own files and packages, besides those of the targets.
-        loaded: the digests of sources as this process has loaded them; others are as on disk.
+        loaded: digests of the sources that this process has loaded; others are read from disk.
     """
     config: Any = OmegaConf.to_container(spec.cfg, resolve=True)  # type: ignore[arg-type]
     config = {key: value for key, value in config.items() if key not in NOT_IN_KEY}
@@ -94,7 +94,7 @@ def _key_of(
 
 
 def _file_of(target: str) -> Path | None:
-    """The file of a target's top-level module; None without one, as for a namespace package."""
+    """The file of a target's top-level module; None if it has none, as a namespace package."""
     try:
         found = find_spec(target.partition(".")[0])  # of a top-level name: imports nothing
     except ValueError:  # __main__
@@ -108,17 +108,17 @@ def _file_of(target: str) -> Path | None:
 
 
 def find_skippable(specs: Sequence[CellSpec]) -> dict[int, Outcome]:
-    """The outcomes, by position, of cells with every result and evaluation that is asked for."""
+    """By position, the outcomes of cells with every requested result and evaluation."""
     read = cache(read_history)
     found: dict[int, Outcome] = {}
     for index, spec in enumerate(specs):
         if spec.cfg is None or spec.study_dir is None or spec.cfg.dry_run:
             continue
-        entries = read(spec.study_dir).keys.get(spec.digest, [])
+        entries = read(spec.study_dir).cache.get(spec.digest, [])
         entry = next((each for each in reversed(entries) if _is_current(spec, each)), None)
         if entry is None:
             continue
-        with suppress(UserError):  # a result that cannot be read is told when it is prepared
+        with suppress(UserError):  # an unreadable result is reported once the cell is prepared
             outcome = recorded_outcome(spec, entry.cell_id)
             cell_dir = spec.study_dir / entry.cell_id
             is_evaluated = has_evaluations(cell_dir, outcome.results, entry.evaluated)
@@ -128,7 +128,7 @@ def find_skippable(specs: Sequence[CellSpec]) -> dict[int, Outcome]:
 
 
 def _is_current(spec: CellSpec, entry: CacheEntry) -> bool:
-    """True if the key still holds, and no process left anything."""
+    """True if the key is the same, and no process has, or left, a lock or a stack."""
     assert spec.study_dir is not None and spec.cfg is not None
     cell_dir = spec.study_dir / entry.cell_id
     if (cell_dir / LOCK_FILE).exists() or list_stacks(spec.study_dir, [entry.cell_id]):
@@ -148,7 +148,7 @@ def has_evaluations(cell_dir: Path, runs: Sequence[Result], kinds: Mapping[str, 
 
 
 def recorded_outcome(spec: CellSpec, cell_id: str) -> Outcome:
-    """The outcome of a cell from its results: `skipped` if all are there, otherwise `failed`."""
+    """The outcome of a cell by its results: `skipped` if all are there, otherwise `failed`."""
     assert spec.study_dir is not None
     directory = spec.study_dir / cell_id
     records = read_records(directory, spec.seeds)

@@ -1,9 +1,9 @@
 """Trains one task: claims its cells, trains their missing runs as stacks, and records them.
 
 A task is one cell, or several cells that differ only in learning rate and fit in one stack. A stack
-that has begun keeps its members until all of them have results, whoever claims them and however
-often it is interrupted, so that no number depends on that. If a stack fails, its runs are trained
-one by one, so that one failure takes no other run with it.
+that has begun keeps its members until all of them have results, whichever command claims them, so
+that interruptions change no number. If a stack fails, its runs are trained one by one, so that one
+failure takes no other run with it.
 """
 
 from __future__ import annotations
@@ -54,21 +54,23 @@ def run_task(
     """Trains the missing runs of a task; returns the outcome of each cell, in their order.
 
     Errors become outcomes: `refused` for a user's mistake, `failed` for any other error. If another
-    process trains one of the cells, nothing is trained and all are `busy`. Cells that are `alone`
-    do not stack with each other: each is to be trained as a task of its own. The outcomes are
-    without results, which the records hold.
+    process trains one of the cells, nothing is trained and all are `busy`. If the cells turn out
+    not to stack, nothing is trained and all are `alone`: each must be a task of its own. Outcomes
+    carry no results; read those from the records.
 
     Args:
         on_begin: called before a stack trains, with its record and the ids of the task's cells.
-        on_steps: called with (step, num_steps) of a stack now and then; None shows a progress bar.
+        on_steps: called with (step, num_steps) of a stack at times; None shows a progress bar.
         stop: lets another thread request a stop. Ctrl-C is noticed while a stack trains.
     """
     started = time.monotonic()
     try:
         cells = _prepare_together(specs) if len(specs) > 1 else [_prepare(specs[0])]
         if cells:
-            task = TaskRunner(cells, on_begin or (lambda *_: None), on_steps, stop or StopRequest())
-            outcomes = task.run()
+            runner = TaskRunner(
+                cells, on_begin or (lambda *_: None), on_steps, stop or StopRequest()
+            )
+            outcomes = runner.run()
         else:
             outcomes = [Outcome("alone", norm_and_data(spec)) for spec in specs]
     except Exception as error:  # user code may raise anything, and the other cells go on
@@ -96,12 +98,12 @@ class TaskCell:
     """A prepared cell of a task, and the records of its requested seeds.
 
     Attributes:
-        key: from when the cell was prepared; None if it cannot have one.
+        cache_entry: lets later commands skip the cell unprepared; None if they cannot.
     """
 
     cell: Cell
     seeds: Sequence[int]
-    key: CacheEntry | None
+    cache_entry: CacheEntry | None
 
     def records(self) -> CellRecords:
         return read_records(self.cell.directory, self.seeds)
@@ -111,7 +113,7 @@ class TaskCell:
         return self.records().missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
 
     def outcome(self, status: CellStatus, error: str = "") -> Outcome:
-        """The outcome with the present records; an ended cell with a failed run has failed."""
+        """The outcome by the present records; a cell with a failed run has failed."""
         records, cell, ended = self.records(), self.cell, ("finished", "skipped")
         if status in ended and records.failed:
             status, error = "failed", error or self._last_failure(records.failed)
@@ -122,11 +124,11 @@ class TaskCell:
             invalid=cell.invalid,
             missing=self.missing(),
             memory=cell.memory,
-            key=self.key if status in ended and is_evaluated else None,
+            cache_entry=self.cache_entry if status in ended and is_evaluated else None,
         )
 
     def skipped(self) -> Outcome:
-        """The outcome of a cell that had all its runs."""
+        """The outcome of a cell whose runs were all recorded before."""
         suggest_evaluation(self.cell, self.seeds)
         return self.outcome("skipped")
 
@@ -143,13 +145,13 @@ def _prepare(spec: CellSpec) -> TaskCell:
         raise UserError(spec.error)
     validate(spec.cfg)
     cell = prepare_cell(spec.cfg, spec.choices)
-    key = cache_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
-    return TaskCell(cell, spec.seeds, key)
+    entry = cache_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
+    return TaskCell(cell, spec.seeds, entry)
 
 
 def _prepare_together(specs: Sequence[CellSpec]) -> list[TaskCell]:
-    """The cells of a stack; none if they do not stack, or if one of them cannot be prepared."""
-    with suppress(Exception):  # alone, each is refused or fails for its own reason
+    """Prepares cells to be stacked; none if they do not stack, or one cannot be prepared."""
+    with suppress(Exception):  # the cells are tried alone then, and the one at fault reports it
         first = _prepare(specs[0])
         if can_stack_rates(first.cell, sum(len(spec.seeds) for spec in specs)):
             return [first, *map(_prepare, specs[1:])]
@@ -158,10 +160,10 @@ def _prepare_together(specs: Sequence[CellSpec]) -> list[TaskCell]:
 
 @dataclass(frozen=True)
 class TaskRunner:
-    """The cells of a task, from claim to record.
+    """Claims the cells of a task, trains their missing runs, and records them.
 
     Attributes:
-        errors: the first failure of a cell's runs, by the cell's id.
+        errors: by cell id, the first failure of its runs.
     """
 
     cells: Sequence[TaskCell]
@@ -179,23 +181,23 @@ class TaskRunner:
         if self.cells[0].cell.cfg.dry_run:
             return [each.outcome("planned") for each in self.cells]
         is_missing = any(each.missing() for each in self.cells)
-        records = self._begun()
+        records = self._begun_records()
         if not is_missing and not self._has_leftovers(records):
             return [each.skipped() for each in self.cells]
         cells = [each.cell for each in self.cells]
         begun = [restore_stack(record, cells) for record in records]
         cells += [cell for stack in begun for cell, _ in stack.runs]
         with _claimed(cells) as busy:
-            if busy is None and self._begun() != records:  # begun or ended before the lock
+            if busy is None and self._begun_records() != records:  # changed before we had the locks
                 busy = self.cells[0].outcome("busy")
             if busy is not None:
                 return [busy if is_missing else each.skipped() for each in self.cells]
-            for cell in cells:  # files of processes that were killed
+            for cell in cells:  # temporary files of killed processes
                 for folder in (cell.directory, *cell.directory.glob("seed-*")):
                     remove_leftovers(folder)
             return self._train_claimed(begun)
 
-    def _begun(self) -> list[StackRecord]:
+    def _begun_records(self) -> list[StackRecord]:
         return list_stacks(self.study_dir, [each.cell.id for each in self.cells])
 
     def _has_leftovers(self, records: Iterable[StackRecord]) -> bool:
@@ -205,10 +207,10 @@ class TaskRunner:
             for record in records
         )
 
-    # --- Training: begun stacks as they were, then the other runs
+    # --- Training: first the begun stacks, unchanged, then all other runs
 
     def _train_claimed(self, begun: Sequence[Stack]) -> list[Outcome]:
-        """Trains what is still missing, now that no other process does."""
+        """Trains what is still missing once the locks are held."""
         missing = [each for each in self.cells if each.missing()]
         try:
             with self.stop.listening():
@@ -225,13 +227,15 @@ class TaskRunner:
         ]
 
     def _train_all(self, begun: Sequence[Stack]) -> None:
-        """Trains all missing runs; those of a stack that fails, one by one."""
+        """Trains all missing runs; the runs of a stack that fails, one by one."""
         waiting = deque(self._arrange(begun))
         while waiting:
             stack = waiting.popleft()
             error = self._earlier_failure(stack.record) or self._train(stack)
             if error is not None and len(stack.runs) > 1:
-                logger.warning("each run of %s is trained apart: %s", stack.record.directory, error)
+                logger.warning(
+                    "each run of %s is now trained by itself: %s", stack.record.directory, error
+                )
                 apart = [create_stack([run], apart=error) for run in stack.open_runs()]
                 end_stack(stack.record)
                 waiting.extendleft(reversed(apart))
@@ -266,9 +270,9 @@ class TaskRunner:
         return [*stacks, create_stack(new)] if new else stacks
 
     def _earlier_failure(self, record: StackRecord) -> str | None:
-        """Why a stack as it is must not be tried again; None if it may.
+        """Why a stack must not be tried again unchanged; None if it may.
 
-        It raised, or its process died: a run alone once, several runs twice at one checkpoint.
+        It raised, or its process died without progress: once for a single run, twice for several.
         """
         attempts = [
             each for each in read_history(self.study_dir).attempts if each.stack == record.id
@@ -285,7 +289,7 @@ class TaskRunner:
         try:
             train_on_devices(stack, self.stop, self.on_steps)
         except UserError:
-            if not record.checkpoint.is_file():  # else the same line, once mended, goes on there
+            if not record.checkpoint.is_file():  # with one, the corrected command resumes there
                 end_stack(record)
             raise
         except (Interrupted, RankDied):  # the checkpoint stays

@@ -55,9 +55,9 @@ Run = tuple[Cell, int]  # a cell and a seed
 
 @dataclass(frozen=True)
 class Stack:
-    """Runs that are trained together, and what the disk knows of them."""
+    """Runs that are trained together, and their record on disk."""
 
-    runs: list[Run]  # of each replica; the cells differ only in `lr`
+    runs: list[Run]  # one per replica; their cells differ only in `lr`
     record: StackRecord
 
     @property
@@ -76,7 +76,7 @@ class Stack:
         return None if is_one_cell else [cell.plan.lr for cell, _ in self.runs]
 
     def open_runs(self) -> list[Run]:
-        """The runs without a result of this stack."""
+        """The runs that have no result from this stack yet."""
         return [
             (cell, seed)
             for cell, seed in self.runs
@@ -85,11 +85,11 @@ class Stack:
 
 
 def create_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0) -> Stack:
-    """Begins a stack: its members are on disk from here on. Needs the locks of its cells.
+    """Begins a stack and writes its members to disk. The caller must hold the locks of its cells.
 
     Args:
         apart: why the run is trained apart from its former stack.
-        attempts: how often the run has failed, of a stack of one.
+        attempts: of a stack of one: how often its run has failed.
     """
     members = [(cell.id, seed) for cell, seed in runs]
     rates = {cell.id: float(cell.cfg.lr) for cell, _ in runs}
@@ -98,10 +98,10 @@ def create_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0
 
 
 def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
-    """The stack of a record; prepares the cells that an earlier command asked for too.
+    """The stack of a record; prepares those of its cells that only an earlier command named.
 
     Args:
-        cells: prepared ones, at least one of them of the stack.
+        cells: prepared cells, at least one of them in the stack.
 
     Raises:
         UserError: another cell has changed since the stack began.
@@ -136,7 +136,7 @@ def train_stack(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> No
 
 
 def follow_stack(stack: Stack, stop: StopRequest) -> None:
-    """Runs `train_stack` in the other processes of a training: writes nothing."""
+    """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
         _fit(stack, Recorder([[] for _ in stack.runs]), stop, on_steps=lambda *_: None)
 
@@ -144,7 +144,7 @@ def follow_stack(stack: Stack, stop: StopRequest) -> None:
 def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
     if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
         torch.cuda.reset_peak_memory_stats()
-    still_open = stack.open_runs()  # a run that ended before its process was killed keeps its files
+    still_open = stack.open_runs()  # runs that ended before a kill keep their files
     with ExitStack() as opened:
         sinks: list[list[RunSink]] = []
         trackers: list[list[RunSink]] = []
@@ -153,22 +153,22 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
             sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
             trackers.append(opened.enter_context(run_loggers(cell, seed)))
         loggers = stack_loggers(stack.cell, stack.seeds)
-        module, is_stopped = _fit(stack, Recorder(sinks, loggers, trackers), stop, on_steps)
+        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), stop, on_steps)
         _record(stack, module)
-    if is_stopped:
+    if must_stop:
         raise Interrupted
 
 
 def _fit(
     stack: Stack, recorder: Recorder, stop: StopRequest, on_steps: OnSteps | None
 ) -> tuple[TrainingModule, bool]:
-    """The module once it has trained, and whether it was stopped before its end."""
+    """The trained module, and whether a stop was requested too late for a checkpoint."""
     cell = stack.cell
     replicas = resume_replicas(cell, stack.seeds, stack.record.checkpoint)
     if not stack.record.checkpoint.is_file():
         recorder.truncate_after(-1)  # rows of an attempt that left no checkpoint
     module = build_module(cell, stack.seeds, replicas, recorder, stack.lrs)
-    is_stopped = fit(
+    must_stop = fit(
         module,
         checkpoint=stack.record.checkpoint,
         val_every_epochs=cell.cfg.val_every_epochs,
@@ -176,14 +176,14 @@ def _fit(
         callbacks=build_callbacks(cell, on_steps),
         stop=stop,
     )
-    return module, is_stopped
+    return module, must_stop
 
 
 def _record(stack: Stack, module: TrainingModule) -> None:
-    """Writes everything of every run, and last its result, whose presence means ended."""
+    """Writes the files of every run, result.json last: its presence means ended."""
     device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
     timing, gpu = _timing(module), None
-    if device.type == "cuda":  # of a CPU only the peak of the whole process is known
+    if device.type == "cuda":  # on a CPU only the peak of the whole process is known
         gpu = torch.cuda.get_device_name(device)
         timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
     environment = describe_environment(gpu) | ({"data_source": source} if source else {})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
-from normexp.checks.probe import Probe, differ, fixed_draws, moves, normal
+from normexp.checks.probe import MANY_STEPS, Probe, differ, fixed_draws, moves, normal
 from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
@@ -23,7 +23,6 @@ from normexp.norms.site import Site, named_sites
 logger = logging.getLogger(__name__)
 
 NETWORK_STEPS, SITE_STEPS = 1, 20  # training steps in which hidden state may show
-MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
 
 
 def check_wiring(network: nn.Module, batch: Batch) -> None:
@@ -218,6 +217,20 @@ def _advanced(value: Any) -> Any:
     if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
         return value + MANY_STEPS
     return value
+
+
+def check_evaluation_draws(network: nn.Module, batch: Batch) -> None:
+    """Raises UserError if random numbers, which no seed fixes here, move outputs in evaluation."""
+    outputs = []
+    with fixed_draws(), torch.no_grad():
+        for seed in (0, 1):
+            torch.default_generator.manual_seed(seed)
+            outputs.append(network.eval()(*model_arguments(batch)))
+    if moves(*outputs):
+        raise UserError(
+            "the model draws random numbers in evaluation, so its metrics cannot be repeated; draw "
+            "only where self.training is true, as nn.Dropout does"
+        )
 
 
 # ---------------------------------------------------------------- optimizer and stacks

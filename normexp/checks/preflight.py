@@ -16,6 +16,7 @@ from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
 from normexp.checks.integrity import (
     cannot_stack,
+    check_evaluation_draws,
     check_inputs_matter,
     check_saved_state,
     check_wiring,
@@ -93,23 +94,26 @@ def examine(
             padding is read; a sequential state would be split; a language model reads the future,
             unless `allow_leak`. Names the sites.
     """
-    check_split(network, sizes)
     group_size = smallest_group(sizes, len(data.train), drop_last=drop_last)
     elements = count_elements(network, data, sizes, group_size)
     batch, own = probe_batch(data, PROBE_SAMPLES), expose_branches(network)
     short = shorten(own.train(), batch)
     check_wiring(own, short)
     sites = enter_sites(own, batch)
+    check_split(sites, sizes)
     reaches = measure_reaches(sites)
     check_reaches(reaches, group_size)
     check_inputs_matter(own, short)
     check_padding(own, data)
     check_saved_state(own, short, sites)
-    leaks = {mode: find_leak(own, sites, batch, data, training=mode) for mode in MODES}
+    check_evaluation_draws(own, short)
+    late = [site for site in map(EnteredSite.after_many_steps, sites) if site is not None]
+    stages = [*sites, *late]
+    leaks = {mode: find_leak(own, stages, batch, data, training=mode) for mode in MODES}
     if leaks[False] and not allow_leak:
         raise UserError(
             f"a later position moves an earlier output at {leaks[False]}, so the loss is "
-            f"meaningless; try {find_remedy(sites, batch)}, or allow_leak=true to train it with "
+            f"meaningless; try {find_remedy(stages, batch)}, or allow_leak=true to train it with "
             "every number marked INVALID"
         )
     if leaks[True] and not leaks[False]:
@@ -122,11 +126,19 @@ def examine(
     obstacle = "a module draws its own random numbers" if own_draws else None
     many = min(sizes.micro, max(PROBE_SAMPLES, MAX_ELEMENTS // max(elements, 1)))
     samples = shorten(own, probe_batch(data, many))
-    mixes = {
-        mode: any(site.mixes_samples(sizes.micro, training=mode) for site in sites)
-        or network_mixes(own, samples, data.vocab_size, training=mode)
+    at_sites = {
+        mode: any(site.mixes_samples(sizes.micro, training=mode) for site in stages)
         for mode in MODES
     }
+    mixes = {
+        mode: at_sites[mode] or network_mixes(own, samples, data.vocab_size, training=mode)
+        for mode in MODES
+    }
+    if mixes[True] and not at_sites[True]:
+        logger.warning(
+            "the model mixes samples, and not along the first axis of what a norm gets: "
+            "norm_batch_size does not act there"
+        )
     if mixes[True]:
         check_first_axis(sites, len(batch["targets"]), sizes)
     return Traits(
@@ -207,24 +219,21 @@ def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
     return last_micro % sizes.norm or sizes.norm
 
 
-def check_split(network: nn.Module, sizes: Sizes) -> None:
-    """Refuses a split step for norms that declare their state sequential.
+def check_split(sites: Sequence[EnteredSite], sizes: Sizes) -> None:
+    """Refuses a split step for norms with a sequential state.
 
     The parts of a step all begin from the same state, and their states are merged; a sequential
-    state cannot be merged. The norm must declare this, because no probe can detect it.
+    state cannot be merged.
     """
     if sizes.norm == sizes.batch_size:
         return
-    sequential = [
-        name
-        for name, site in named_sites(network)
-        if any(getattr(module, "sequential_state", False) for module in site.modules())
-    ]
+    sequential = [name for entered in sites if entered.is_sequential() for name in entered.names]
     if sequential:
         key = "norm_batch_size" if sizes.norm < sizes.micro else "micro_batch_size"
         raise UserError(
             f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
-            f"state of the norm at {name_some(sequential)} is sequential; try {key}=null"
+            f"state of the norm at {name_some(sequential)} is sequential, by its own word or since "
+            f"its forward writes parameters; try {key}=null"
         )
 
 

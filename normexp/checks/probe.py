@@ -27,6 +27,7 @@ TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
 MIN_SCALE = 1e-6  # values below are compared on this scale
 MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
+MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
 CONTAINERS = (dict, list, set)
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 
@@ -282,6 +283,28 @@ class Probe:
         after = replace(after, output=after.output[:, :, :length])
         plain = self.observe(x, mask)  # a backward may move state as well
         return difference(plain, after, real, state=True) is not None
+
+
+def after_many_steps(module: nn.Module, *inputs: Tensor) -> nn.Module | None:
+    """A copy whose counters stand as after MANY_STEPS training forwards; None if that is the same.
+
+    A counter is a buffer of one value that a training forward moves, such as the number of steps
+    or a gate that closes; the move is extrapolated.
+    """
+    early = copy.deepcopy(module).train()
+    start = read_state(early)
+    with fixed_draws(), torch.no_grad():
+        early(*inputs)
+        late = copy.deepcopy(early)
+        for name, counter in late.named_buffers():
+            if name in start and counter.numel() == 1 and counter.dtype != torch.bool:
+                counter += MANY_STEPS * (counter - start[name])
+    for mode in MODES:
+        both = (Probe(own.train(mode)) for own in (early, late))
+        before, after = (own.observe(*inputs, upstream=EVERYWHERE) for own in both)
+        if difference(before, after, EVERYWHERE) is not None:
+            return late
+    return None
 
 
 def holds(count: int) -> list[Tensor]:

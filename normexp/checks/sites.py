@@ -10,13 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.checks.probe import TOLERANCE, Probe, changes, fixed_draws, moves, source
+from normexp.checks.probe import (
+    TOLERANCE,
+    Probe,
+    after_many_steps,
+    changes,
+    fixed_draws,
+    moves,
+    source,
+)
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
@@ -81,6 +89,22 @@ class EnteredSite:
             yield Probe(copy.deepcopy(self.module).train(training), ways=1)
         except Exception as error:  # of foreign code, any kind
             raise UserError(f"norm at {name_some(self.names)}: {first_line(error)}") from error
+
+    def after_many_steps(self) -> EnteredSite | None:
+        """The same site late in a training; None if it counts no steps."""
+        with self.probe(training=True) as probe:
+            mask = () if self.mask is None else (self.mask,)
+            module = after_many_steps(probe.module, self.values(), *mask)
+        return None if module is None else replace(self, module=cast(SiteOnMaps, module))
+
+    def is_sequential(self) -> bool:
+        """True if the norm declares that its state is, or writes parameters in its forward."""
+        if any(getattr(module, "sequential_state", False) for module in self.module.modules()):
+            return True
+        with self.probe(training=True) as probe, fixed_draws(), torch.no_grad():
+            before = [parameter.clone() for parameter in probe.module.parameters()]
+            probe.module(self.values(), *([] if self.mask is None else [self.mask]))
+            return not all(map(torch.equal, before, probe.module.parameters()))
 
     def mixes_samples(self, num_samples: int, *, training: bool) -> bool:
         """True if a sample depends on others, in a small batch or in one of `num_samples`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, Literal
@@ -13,7 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import MODES, Probe, changes, fixed_draws, moves, normal
+from normexp.checks.probe import (
+    MODES,
+    Probe,
+    after_many_steps,
+    changes,
+    fixed_draws,
+    moves,
+    normal,
+)
 from normexp.errors import UserError, first_line
 from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, bind_eps, find_layout
 from normexp.norms.slots import Slots
@@ -91,6 +99,13 @@ class Subject:
     def probe(self, shape: Shape, training: bool = True, **knobs: Any) -> Probe:
         """A probe of the trained norm in float64."""
         return Probe(self.trained(shape, **knobs).train(training))
+
+    def stages(self, shape: Shape, training: bool) -> Iterator[Probe]:
+        """Probes of the trained norm and, if it counts steps, of the norm after many of them."""
+        yield self.probe(shape, training)
+        late = after_many_steps(self.trained(shape), values(shape, torch.float64))
+        if late is not None:
+            yield Probe(late.train(training))
 
     @cached_property
     def draws(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -68,27 +68,34 @@ def padded_text(subject: Subject) -> list[Shape]:
 def mixes_samples(subject: Subject, shape: Shape, training: bool) -> str | None:
     """Do other samples move an output, a gradient or a running state?"""
     x = values(shape, torch.float64)
-    return subject.probe(shape, training).reads_samples(x, training=training)
+    stages = subject.stages(shape, training)
+    return _first(stage.reads_samples(x, training=training) for stage in stages)
 
 
 def pools_channels(subject: Subject, shape: Shape, training: bool) -> str | None:
     """Do other channels move an output or a gradient?"""
     x = values(shape, torch.float64)
-    return subject.probe(shape, training).reads_across(x, 1, gradients=training)
+    stages = subject.stages(shape, training)
+    return _first(stage.reads_across(x, 1, gradients=training) for stage in stages)
 
 
 def pools_positions(subject: Subject, shape: Shape, training: bool) -> str | None:
     """Do other positions move an output or a gradient?"""
     x = values(shape, torch.float64)
-    moved = subject.probe(shape, training).reads_across(x, 2, gradients=training)
+    stages = subject.stages(shape, training)
+    moved = _first(stage.reads_across(x, 2, gradients=training) for stage in stages)
     # Later positions are other positions, so the two lines agree.
     return moved or (leaks_future(subject, shape, training) if len(shape) == 3 else None)
 
 
 def leaks_future(subject: Subject, shape: Shape, training: bool) -> str | None:
     """Do later positions of a text (N, C, T) move an earlier output?"""
-    cut = subject.probe(shape, training).reads_later(values(shape, torch.float64), 2)
-    return None if cut is None else "output"
+    x, stages = values(shape, torch.float64), subject.stages(shape, training)
+    return "output" if any(stage.reads_later(x, 2) is not None for stage in stages) else None
+
+
+def _first(answers: Iterator[str | None]) -> str | None:
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def reads_masked(subject: Subject, shape: Shape, training: bool) -> Line | str | None:

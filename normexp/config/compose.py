@@ -1,6 +1,7 @@
 """Composes the config of a cell: Hydra composes its choices, then each value is set and checked.
 
-The cells of a sweep share the composed choices. A mistake is a UserError with a remedy.
+The composed choices are cached, since the cells of a sweep share them. A mistake is a UserError
+with a remedy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -43,7 +44,7 @@ FEW = 12  # most choices that a message lists
 
 # Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
 LAUNCHERS = {"ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"}
-GRID_KEYS = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that say what a sweep trains
+GRID_KEYS = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that define a sweep
 
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
@@ -54,7 +55,7 @@ def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) ->
 def compose_cell(
     overrides: Sequence[str], config_dirs: Sequence[str] = ()
 ) -> tuple[DictConfig, dict[str, str]]:
-    """The config of one cell, and the name of what each group holds: {"norm": "batch", ...}.
+    """The config of one cell, and the choice in each config group: {"norm": "batch", ...}.
 
     Args:
         overrides: `key=value` words of a command line, one value per key.
@@ -66,7 +67,7 @@ def compose_cell(
     parsed = parse_overrides(overrides)
     for override in parsed:
         if override.is_sweep_override():
-            raise _lone_sweep(override)
+            raise _missing_multirun(override)
     base = compose_choices(parsed, config_dirs)
     config = copy.deepcopy(base.config)
     values = [override for override in parsed if not _is_choice(override)]
@@ -81,16 +82,17 @@ def compose_cell(
         raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
     with open_dict(config):
         config.experiment = base.choices.get("experiment")  # for the loggers
-    if isinstance(plain.get("study"), int | float):  # study=2026 names a folder
-        config.study = str(config.study)
+    if isinstance(plain.get("study"), int | float):  # study=2026_11 names a folder
+        typed = [str(each.input_line) for each in values if each.key_or_group == "study"]
+        config.study = typed[0].partition("=")[2].strip() if typed else str(config.study)
     return config, _names_of(config, base.choices)
 
 
 def _names_of(config: DictConfig, choices: Mapping[str, str | None]) -> dict[str, str]:
-    """The name of what each group holds: its choice, or the user's own class if that is `custom`.
+    """The choice in each config group, with the user's own class in place of `custom`.
 
-    `my_package.MyNorm` is MyNorm, `my_package.load_stripes` is stripes; a name that a shipped
-    choice has already stays whole.
+    `my_package.MyNorm` is MyNorm, `my_package.load_stripes` is stripes. A name that a shipped
+    choice has too is kept in full.
     """
     names = {group: str(name) for group in GROUPS if (name := choices.get(group)) is not None}
     for group, name in names.items():
@@ -118,11 +120,14 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         try:
             parsed += parser.parse_overrides([text])
         except HydraException:
-            if key == "study":  # quoted it would be refused as well
+            if key == "study":  # quotes would not help
                 check_value(key, value, KEYS["study"].rule)
             raise UserError(
                 f"{text}: the value cannot be read; quote it, as in '{key}=\"{value}\"'"
             ) from None
+        swept = parsed[-1].value()
+        if isinstance(swept, RangeSweep) and not swept.step:
+            raise UserError(f"{text}: the step of a range must not be 0")
     return parsed
 
 
@@ -138,7 +143,7 @@ def _is_choice(override: Override) -> bool:
     return key in GROUPS or key.startswith(("hydra.", "hydra/")) or override.package is not None
 
 
-def _lone_sweep(override: Override) -> UserError:
+def _missing_multirun(override: Override) -> UserError:
     """The error for several values without -m."""
     remedy = "add -m to run each"
     key, _, value = str(override.input_line).partition("=")
@@ -152,12 +157,12 @@ def _lone_sweep(override: Override) -> UserError:
 
 @dataclass(frozen=True)
 class ComposedChoices:
-    """What the choices of a line compose to, before its values are set.
+    """The config that the choices of a command line compose to, before values are set.
 
     Attributes:
         config: every key, at its default.
         hydra: Hydra's own keys.
-        choices: of each group.
+        choices: the choice of each group, those of Hydra included.
     """
 
     config: DictConfig
@@ -184,22 +189,22 @@ class ComposedChoices:
 
 
 def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ()) -> ComposedChoices:
-    """The config of the choices among the words, but for those that are swept. Raises UserError."""
+    """Composes the choices among the words, without those that are swept. Raises UserError."""
     chosen = [each for each in parsed if _is_choice(each) and not each.is_sweep_override()]
     for override in chosen:
         _check_choice(override, config_dirs)
     words = tuple(str(each.input_line) for each in chosen)
-    base = _compose(words, tuple(config_dirs), _written(config_dirs))
+    base = _compose(words, tuple(config_dirs), _modified_at(config_dirs))
     if base.launcher is not None:
         return base
     for key in [override.key_or_group for override in chosen]:
         if key not in (*GROUPS, "hydra/launcher") and not re.match(GRID_KEYS, key):
-            raise UserError(f"{key}: nothing reads this key of Hydra without hydra/launcher=...")
+            raise UserError(f"{key}: this key of Hydra has no effect without hydra/launcher=...")
     return base
 
 
-def _written(config_dirs: Sequence[str]) -> tuple[tuple[Path, int], ...]:
-    """When each YAML of the user's was written: a notebook edits them between its commands."""
+def _modified_at(config_dirs: Sequence[str]) -> tuple[tuple[Path, int], ...]:
+    """When the user's YAMLs were modified, for the cache: a notebook may edit them in between."""
     folders = [Path(config_dir, group) for config_dir in config_dirs for group in GROUPS]
     files = [file for folder in folders for file in sorted(folder.rglob("*.yaml"))]
     return tuple((file, file.stat().st_mtime_ns) for file in files)
@@ -219,9 +224,14 @@ def _compose(
     except (HydraException, YAMLError, ValueError) as error:
         raise _explain(error, config_dirs) from error
     own = config.hydra
+    chosen = dict(own.runtime.choices)
+    for group in GROUPS:  # Hydra reads norm=group.yaml and norm=../norm/group as well
+        name = chosen.get(group)
+        if isinstance(name, str) and name not in group_choices(group, config_dirs):
+            raise _unknown_choice(f"{group}/{name}", config_dirs)
     with open_dict(config):
         del config["hydra"]
-    return ComposedChoices(config, own, dict(own.runtime.choices))
+    return ComposedChoices(config, own, chosen)
 
 
 @lru_cache(maxsize=1)
@@ -277,14 +287,16 @@ def _check_choice(override: Override, config_dirs: Sequence[str]) -> None:
     key, text = override.key_or_group, override.input_line
     if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
         raise UserError(f"{text}: name each folder with --config-dir")
+    if key.startswith("hydra.sweeper.params") and text != "hydra.sweeper.params=null":
+        raise UserError(f"{text}: type the keys themselves, as -m lr=0.1,1")
     if key not in GROUPS:
         return
     if override.is_add() or override.is_force_add():
-        raise UserError(f"{text}: {key} is always there, write it without the +")
+        raise UserError(f"{text}: {key} already exists; drop the +")
     value = override.value()
     names = value if key == "logger" and isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"{text}: {key} takes one name ({_listed(key, config_dirs)})")
+        raise UserError(f"{text}: {key} takes one name ({_describe_choices(key, config_dirs)})")
 
 
 def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
@@ -298,8 +310,8 @@ def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
         mark = error.problem_mark
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
     lines = [*str(error).splitlines(), *str(cause or "").splitlines()]
-    said = [line.strip() for line in lines if line.strip()] or [repr(error)]
-    return UserError(" ".join(said[:2]) if said[0].endswith(":") else said[0])
+    shown = [line.strip() for line in lines if line.strip()] or [repr(error)]
+    return UserError(" ".join(shown[:2]) if shown[0].endswith(":") else shown[0])
 
 
 def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
@@ -310,12 +322,14 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
             return _unknown_launcher(name)
         return UserError(f"{group}={name}: no such config")
     hint = suggest(name, group_choices(group, config_dirs), most=3, cutoff=0.5)
-    told = [_listed(group, config_dirs)]
+    remedies = [_describe_choices(group, config_dirs)]
     if group == "schedule":
-        told.append("a shape by name: optim.schedule=...")
+        remedies.append("a shape by name: optim.schedule=...")
     if group in CUSTOM_GROUPS:
-        told.append(f"your own: {group}=custom {group}._target_=...")
-    return UserError(f"{group}={name}: no such {group}{hint and f'; {hint}'} ({'; '.join(told)})")
+        remedies.append(f"your own: {group}=custom {group}._target_=...")
+    return UserError(
+        f"{group}={name}: no such {group}{hint and f'; {hint}'} ({'; '.join(remedies)})"
+    )
 
 
 def _unknown_launcher(name: str) -> UserError:
@@ -326,7 +340,7 @@ def _unknown_launcher(name: str) -> UserError:
     return UserError(f"hydra/launcher={name}: no such launcher (choices: {known})")
 
 
-def _listed(group: str, config_dirs: Sequence[str]) -> str:
+def _describe_choices(group: str, config_dirs: Sequence[str]) -> str:
     """The choices of a group, or where to find them if they are many."""
     choices = group_choices(group, config_dirs)
     if len(choices) > FEW:
@@ -341,12 +355,12 @@ def _set_value(config: DictConfig, override: Override, base: ComposedChoices) ->
     """Sets the value of one word. Raises UserError for a key that cannot be set."""
     key, text = override.key_or_group, override.input_line
     if override.is_add() and key in base.keys:
-        raise UserError(f"{text}: the key exists, write it without the +")
+        raise UserError(f"{text}: the key already exists; drop the +")
     group, _, leaf = key.partition(".")
     is_shipped = group in CUSTOM_GROUPS and base.choices.get(group) != "custom"
     has_target = _select(base.defaults, key) not in (None, "???")
     if leaf == "_target_" and is_shipped and has_target:
-        raise UserError(  # else records would name the other class as the choice
+        raise UserError(  # else records would name the choice for another class
             f"{key} is set, but {group}={base.choices.get(group)} has a target of its own; "
             f"try {group}=custom {key}=..."
         )
@@ -361,7 +375,7 @@ def _set_value(config: DictConfig, override: Override, base: ComposedChoices) ->
 
 def _refuse_unread(plain: dict[str, Any], base: ComposedChoices) -> None:
     """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
-    if not plain.keys() >= {*OPEN_GROUPS}:  # a YAML put its keys at the top: `validate` says so
+    if not plain.keys() >= {*OPEN_GROUPS}:  # a YAML has its keys at the top: `validate` refuses it
         return
     if "experiment" in plain and (recipe := base.choices.get("experiment")):
         raise UserError(
@@ -380,7 +394,7 @@ def _unknown_key(key: str, base: ComposedChoices) -> UserError:
     same = [name for name in names if _leaf(name) == leaf]
     if key in OPTIONAL_GROUPS:  # `key` itself or a key below it was set
         rest = f", or did you mean {join_or(same)}?" if same else ""
-        return UserError(f"{key}: this training has none; choose one, as {key}=custom{rest}")
+        return UserError(f"{key}: this training has no {key}; choose one, as {key}=custom{rest}")
     if remedy := FOREIGN_KEYS.get(leaf) or _missing_line(key):
         return UserError(f"{key}: unknown key; {remedy}")
     siblings = [_leaf(name) for name in names if name.rpartition(".")[0] == parent]
@@ -393,14 +407,14 @@ def _unknown_key(key: str, base: ComposedChoices) -> UserError:
     if not parent:
         return UserError(f"{key}: unknown key; --help lists the keys of a training")
     listed = ", ".join(name for name in siblings if not name.startswith("_")) or "none"
-    if parent in CUSTOM_GROUPS:  # its keys depend on the choice, which the line may not name
+    if parent in CUSTOM_GROUPS:  # its keys depend on its choice
         parent = f"{parent}={base.choices.get(parent)}"
         listed += f"; +{key}=... passes it on"
     return UserError(f"{key}: unknown key ({parent} has {listed})")
 
 
 def _missing_line(key: str) -> str:
-    """Which of the two lines of a new knob is missing; empty if it has none."""
+    """Which of the two lines of a new knob is missing; empty if both are."""
     if key in dotted_keys(shipped_config()):
         return "conf/config.yaml has it; add its rule to KEYS in normexp/config/rules.py"
     if key in KEYS and key.partition(".")[0] in ("tune", key):
@@ -420,7 +434,7 @@ def _plain(config: DictConfig) -> Any:
 
 
 def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping of a config, at any depth, that names something to build."""
+    """Every mapping of a config, at any depth, that has a `_target_`."""
     if isinstance(tree, dict):
         if isinstance(tree.get("_target_"), str):
             yield tree

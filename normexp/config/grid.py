@@ -54,12 +54,14 @@ def compose_cells(command: Command) -> list[CellSpec]:
 
 
 def list_cells(command: Command) -> list[list[str]]:
-    """The overrides of each cell: one without -m, unless the line or its experiment lists `cells`
-    or sets hydra.mode=MULTIRUN.
+    """The overrides of each cell of a command.
+
+    It is one cell without -m, unless the line or its experiment lists `cells` or sets
+    hydra.mode=MULTIRUN.
 
     Raises:
-        UserError: a sweep without a list of values, a listed cell that does not compose, or a param
-            that normexp.tune must search.
+        UserError: a sweep without a list of values, a listed cell that does not compose, or an
+            experiment that normexp.tune must search.
     """
     grid = read_grid(command)
     if not (command.multirun or grid.is_multirun):
@@ -72,7 +74,7 @@ def list_cells(command: Command) -> list[list[str]]:
                 + shlex.join(words)
             )
     lines = grid.lines(grid.overrides)
-    if len(grid.listed) > 1:  # a mistake in a listed cell is one of the command, not of its rows
+    if len(grid.listed) > 1:  # a mistake in a listed cell stops the command, unlike one in the grid
         for line in lines[:: len(lines) // len(grid.listed)]:
             compose_cell(line, command.config_dirs)
     return lines
@@ -80,12 +82,12 @@ def list_cells(command: Command) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a command spans: each listed cell at each point of the product of the overrides.
+    """The cells of a command: each listed cell at each point of the product of the overrides.
 
     Attributes:
         listed: the words of each cell of the key `cells`; [[]] if it lists none.
-        overrides: typed, and of the experiment's `hydra.sweeper.params`, one per key.
-        is_multirun: the config says so without -m.
+        overrides: those typed and those in `hydra.sweeper.params`, one per key.
+        is_multirun: the config asks for several cells, even without -m.
         config_dirs: folders with the user's own choices.
     """
 
@@ -95,9 +97,9 @@ class Grid:
     config_dirs: Sequence[str]
 
     def lines(self, overrides: Sequence[Override]) -> list[list[str]]:
-        """The words of each cell: listed cells slowest, then the first of the overrides.
+        """The words of each cell; listed cells vary slowest, then the first override.
 
-        A sweep is `a,b`, `choice(...)`, `range(...)` or `glob(...)`. Raises UserError for another.
+        Raises UserError for a sweep other than `a,b`, `choice(...)`, `range(...)` and `glob(...)`.
         """
         values = [list(_words_of(override, self.config_dirs)) for override in overrides]
         points = [list(point) for point in itertools.product(*values)]
@@ -105,7 +107,7 @@ class Grid:
 
 
 def read_grid(command: Command) -> Grid:
-    """The grid of a line and its experiment; a typed key replaces that of the experiment's params.
+    """The grid of a command line and its experiment; a typed key replaces the experiment's.
 
     Raises:
         UserError: a key that the grid and a listed cell both set.
@@ -133,12 +135,12 @@ def read_grid(command: Command) -> Grid:
 
 
 def launcher_of(command: Command) -> str | None:
-    """The Hydra launcher that runs the cells, typed or of an experiment; None for own workers."""
+    """The Hydra launcher that runs the cells, typed or of an experiment; None for our workers."""
     return compose_choices(parse_overrides(command.overrides), command.config_dirs).launcher
 
 
 def is_searched(override: Override) -> bool:
-    """True for a dimension of a search: choice, range or interval. `a,b` is a grid instead."""
+    """True for a dimension of a search: choice, range or interval. `a,b` makes a grid instead."""
     if not override.is_sweep_override():
         return False
     value = override.value()
@@ -147,7 +149,7 @@ def is_searched(override: Override) -> bool:
 
 
 def _word(key: str, value: Any) -> str:
-    """An override for a plain value; a text that Hydra would read as another value is quoted."""
+    """The override that sets a plain value; quotes a text that Hydra would read otherwise."""
     text = f"{key}={as_typed(value)}"
     is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./-]+", value) is not None
     if is_plain and parse_overrides([text])[0].value() == value:
@@ -172,7 +174,7 @@ def _words_of(override: Override, config_dirs: Sequence[str]) -> Iterator[str]:
 
 
 def _matches(glob: Glob, choices: Sequence[str]) -> list[str]:
-    """The choices that match a glob; choices in a subfolder need a pattern with that folder."""
+    """The choices that match a glob; those in a subfolder only if the pattern names the folder."""
     deep = Glob([p for p in glob.include if "/" in p], glob.exclude)
     flat = [name for name in choices if "/" not in name and name != "custom"]  # needs a target
     return glob.filter(flat) + deep.filter([name for name in choices if "/" in name])
@@ -201,7 +203,7 @@ def compose_norms(command: Command) -> list[NormSpec]:
         if key not in ("norm", "eps") and not key.startswith("norm."):
             known = ["norm", "eps", *OPTIONS["check"]]
             hint = suggest(key, known) or f"a card takes {', '.join(known)}"
-            raise UserError(f"{text}: no key of a card; {hint}")
+            raise UserError(f"{text}: a card has no such key; {hint}")
     norms = []
     for line in list_cells(Command(words, multirun=True, config_dirs=command.config_dirs)):
         config = compose_config(line, command.config_dirs)

@@ -65,15 +65,15 @@ def _names_in(folder: Path) -> set[str]:
 
 USAGE = {
     "train": """\
-normexp trains one model with any norm and says how the result depends on the batch size.
+normexp trains a model with any norm, and measures how the result depends on the batch size.
 
   python -m normexp.train norm=group             one cell: a norm, a model, data, sizes; 4 seeds
   python -m normexp.train -m norm=batch,group    a sweep over values; the same line again resumes it
   python -m normexp.train -m experiment=NAME     a recipe of conf/experiment
   python -m normexp.train 'cells=[{norm:batch,lr:1},{norm:group,lr:0.3}]'   keys that vary together
 
-Cells are multiplied by the grid. A recipe may list them too, below `cells:`, and name its launcher,
-below `defaults:` as `- override /hydra/launcher: submitit_slurm`.
+Each entry of `cells` is trained at every point of the grid. A recipe may list cells too, and set a
+launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
 """,
     "tune": """\
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
@@ -81,7 +81,7 @@ normexp.tune searches hyperparameters on validation, then trains fresh seeds at 
   python -m normexp.tune 'lr=interval(1e-3,1)' norm=batch,group
   python -m normexp.tune experiment=tuned_sensitivity
 
-The points are known in advance and are the same for every norm: all combinations of few choices,
+The points are known in advance and are the same for every norm: all combinations if there are few,
 otherwise scrambled Sobol points. The same line again resumes the search, and trains nothing that
 is recorded; a larger tune.points adds the difference. What is searched, and what is not:
   lr=interval(1e-3,1)              searched, evenly in log(lr)
@@ -90,10 +90,10 @@ is recorded; a larger tune.points adds the difference. What is searched, and wha
   batch_size=range(8,65,8)         searched, as a choice
   norm=batch,group                 a grid: one search for each
 All other keys are those of normexp.train. The runs of the search go to the study <study>-search,
-the fresh seeds to <study>, whose report draws what k points would have found.
+the fresh seeds to <study>. Its report shows how good the best of k points is expected to be.
 """,
     "check": """\
-normexp.check measures a norm from outside, trusting no declaration: its card.
+normexp.check prints the card of a norm: its properties, as measured and not as declared.
 
   python -m normexp.check norm=NAME            one card: contract, traits, compatibility, cost
   python -m normexp.check norm=batch,group     a table of several; norm=glob(*) for all shipped
@@ -108,7 +108,7 @@ Results go to evaluation.json beside each run's result.json, and to a table. Ave
 (ema=...) are evaluated by the training alone; normexp.load(run, ema=True) returns them.
 """,
     "report": """\
-normexp.report turns a study into tables, figures, a page and a verdict.
+normexp.report turns a study into tables, figures, a page and verdicts.
 
   python -m normexp.report study=NAME          writes runs/NAME/report/, also while it is running
   python -m normexp.report study=[a,b]         two studies of one grid: differences, paired by seed
@@ -125,7 +125,7 @@ Options:
   -m, --multirun        several values per key (a,b or range(1,4)), every combination
   --config-dir FOLDER   your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
   --cfg job             show the config instead of training; --info shows where it comes from
-  TAB                   completes in bash, once it has run: eval "$(python -m normexp.complete)"
+  TAB                   completes in bash after eval "$(python -m normexp.complete)"
 
 Examples:
   python -m normexp.train norm=batch norm_batch_size=2
@@ -204,7 +204,7 @@ def _norms(config_dirs: Sequence[str]) -> str:
         else:
             family, phrase = _read_header(path)
             families.setdefault(family, []).append((name, phrase))
-    lines = ["Norms (norm=NAME) by family:"]
+    lines = ["Norms (norm=NAME) by family; `over` says what their statistics pool:"]
     for family in sorted(families, key=lambda name: (name == "other", name)):
         lines.append(f"  {family}")
         for name, phrase in families[family]:

@@ -1,4 +1,4 @@
-"""This process: who started it, and its import of torch. Imports nothing of torch itself."""
+"""How this process was started, and how it imports torch. Does not import torch itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIABLES = (("WORLD_SIZE", "RANK", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID", "S
 
 
 def rank_among(num_processes: int) -> int | None:
-    """Index of this process among `num_processes` started to train together; None if alone."""
+    """The rank of this process if torchrun or srun started `num_processes`; None otherwise."""
     for size, index, proof in VARIABLES:
         is_started = os.environ.get(size) == str(num_processes) and proof in os.environ
         if num_processes > 1 and is_started and index in os.environ:
@@ -32,8 +32,8 @@ def is_under_agent() -> bool:
 def importing_torch() -> Iterator[None]:
     """Pauses the garbage collector inside the block, and shows a line on a terminal.
 
-    The collector would search the modules of torch and Lightning for garbage again and again, a
-    fifth of the time of their import. They never become garbage, so it leaves them out afterwards.
+    Collections would take a fifth of the time of the import. The imported modules never become
+    garbage, so they are frozen: later collections skip them.
     """
     if "torch" in sys.modules:
         yield

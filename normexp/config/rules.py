@@ -18,7 +18,7 @@ from normexp.config.process import rank_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
-LONGEST_NAME = 200  # bytes; file systems allow 255, and longer names are derived from it
+LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 
 
 def as_typed(value: Any) -> str:
@@ -32,7 +32,13 @@ def as_typed(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """The values that a key takes: a test, how messages describe them, all of few."""
+    """The values that a key takes.
+
+    Attributes:
+        holds: tests a value.
+        wanted: describes the values in messages.
+        choices: all values as typed, if they are few.
+    """
 
     holds: Callable[[Any], bool]
     wanted: str
@@ -217,7 +223,7 @@ OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
 OPEN_GROUPS = ("norm", "model", "data", "optim")  # their targets' signatures say what they take
 LOGGERS = ("logger.csv", "logger.tensorboard")  # without a key of their own
 
-# Keys of Lightning and of other tools, and what does the same here.
+# Keys of Lightning and other tools, and what does the same here.
 FOREIGN_KEYS = {
     **dict.fromkeys(("max_epochs", "num_epochs", "min_epochs"), "set epochs=..."),
     **dict.fromkeys(("max_steps", "min_steps", "fast_dev_run"), "set steps=..."),
@@ -258,7 +264,7 @@ def in_identity(key: str) -> bool:
 
 
 def sees_validations(config: Mapping[str, Any]) -> bool:
-    """True if a callback or schedule may act on validations, which are not at every epoch."""
+    """True if a callback or schedule may act on validations, and they skip epochs."""
     acts = config.get("callback") is not None or config.get("schedule") is not None
     return acts and config["val_every_epochs"] != 1
 
@@ -300,7 +306,7 @@ def validate(config: Mapping[str, Any]) -> None:
     for key in REQUIRED_OF_OPTIM:
         if key not in config["optim"]:
             raise UserError(
-                f"optim.{key} is missing: set it in the optimizer's YAML, as conf/optim"
+                f"optim.{key} is missing: set it in the optimizer's YAML, as in conf/optim"
             )
     if config["lr"] is None and config["optim"].get("default_lr") is None:
         raise UserError(
@@ -356,7 +362,7 @@ def refuse_type_change(key: str, default: Any, value: Any) -> None:
         raise UserError(f"{key}={as_typed(value)}: must be {like.wanted}{shown}")
 
 
-# The values of a knob without a rule, by the type of its default; first bool, which is an int.
+# The values of a knob without a rule, by the type of its default; bool first, as it is an int too.
 LIKE_DEFAULT: dict[type, Rule] = {
     bool: FLAG,
     int: Rule(_is_whole, "a whole number"),

@@ -11,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from normexp.config.help import CUSTOM_GROUPS
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
+from normexp.records.identity import differences
 from normexp.records.result import Result
 
 if TYPE_CHECKING:
@@ -48,13 +50,24 @@ def config_dir_words(config_dirs: Sequence[str]) -> list[str]:
     return [word for folder in config_dirs for word in ("--config-dir", folder)]
 
 
+def study_words(study_dir: Path) -> list[str]:
+    """The words that name a study in any command, quoted where Hydra could not read them."""
+    named = {"study": study_dir.name, "runs_dir": str(study_dir.parent)}
+    plain = re.compile(r"[\w./ -]+", re.ASCII)
+    return [
+        f"{key}={value if plain.fullmatch(value) else json.dumps(value, ensure_ascii=False)}"
+        for key, value in named.items()
+        if (key, value) != ("runs_dir", "runs")
+    ]
+
+
 @dataclass(frozen=True)
 class CellSpec:
     """One cell as a command line specifies it.
 
     Attributes:
         cfg: the composed config; None if it does not compose, and `error` says why.
-        choices: the name chosen in each config group.
+        choices: the choice in each config group, as `compose_cell` returns them.
         title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
         overrides: all its typed overrides, one value per key.
     """
@@ -67,19 +80,26 @@ class CellSpec:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the composed config, without seeds and paths, known before it is built.
+        """A digest of what the config changes in the shipped one, without seeds and paths.
 
-        One cell may have two digests: `batch_size=32` and `batch_size=32 micro_batch_size=32`.
+        Known before the cell is built. A later knob at its default does not change it, so newer
+        code goes on with a study. One cell may have two digests: `batch_size=32` and
+        `batch_size=32 micro_batch_size=32`.
         """
         content: Any = self.title
         if self.cfg is not None:
             from omegaconf import OmegaConf
 
-            plain = OmegaConf.to_container(self.cfg, resolve=True)
-            assert isinstance(plain, dict)
-            content = {key: value for key, value in plain.items() if in_identity(str(key))}
+            from normexp.config.compose import shipped_config, shipped_defaults
+
+            plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
+            named = {group: self.choices[group] for group in CUSTOM_GROUPS if group in self.choices}
+            defaults = shipped_config() | {"trainer": shipped_defaults("trainer", "auto")}
+            defaults |= {group: shipped_defaults(group, name) for group, name in named.items()}
+            changed = differences(plain, defaults)
+            content = [named, {key: changed[key] for key in changed if in_identity(key)}]
             if sees_validations(self.cfg):
-                content["val_every_epochs"] = plain["val_every_epochs"]
+                content.append(plain["val_every_epochs"])
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -112,13 +132,13 @@ class Outcome:
             trains the cell; `stopped` before its end; `alone`: to be trained as a task of its own;
             `planned` in a dry run.
         title: norm and data, as in the closing table.
-        results: of its recorded runs, by seed.
+        results: those of its recorded runs, in order of seeds.
         missing: the seeds still to train.
         seconds: wall-clock time of its training.
-        memory: bytes that it needs at least, besides those of torch itself.
-        holder: the process that trains it, if busy.
+        memory: the least bytes that it needs, besides those of torch itself.
+        holder: id of the process that trains it, if busy.
         halts: no other cell can be trained either, because the disk is full.
-        key: of a cell that ended well, for the next command; see `cells.recorded`.
+        cache_entry: lets the next command skip the cell, see `cells.recorded`.
     """
 
     status: CellStatus
@@ -134,11 +154,11 @@ class Outcome:
     memory: int = 0
     holder: int | None = None
     halts: bool = False
-    key: CacheEntry | None = None
+    cache_entry: CacheEntry | None = None
 
 
 def rank_for(cells: Sequence[CellSpec]) -> int | None:
-    """Index of this process among those that were started for these cells; None if alone."""
+    """The rank of this process if torchrun or srun started several for these cells; else None."""
     for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
         devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
         if not (isinstance(devices, int) and isinstance(num_nodes, int)):
@@ -149,11 +169,11 @@ def rank_for(cells: Sequence[CellSpec]) -> int | None:
     return None
 
 
-def norm_and_data(composed: CellSpec) -> str:
+def norm_and_data(cell: CellSpec) -> str:
     """Norm and data of a cell, as in the closing table."""
-    if composed.cfg is None:
-        return composed.title
-    return f"{composed.choices['norm']} on {composed.choices['data']}"
+    if cell.cfg is None:
+        return cell.title
+    return f"{cell.choices['norm']} on {cell.choices['data']}"
 
 
 def title_of(cell: CellSpec) -> str:
@@ -163,12 +183,12 @@ def title_of(cell: CellSpec) -> str:
     cells of the command; leaves out the study, folders and seeds.
     """
     if cell.cfg is None:
-        return " ".join(text for text in cell.overrides if not _is_apart(text)) or cell.title
-    said = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
-    words = [f"{key}={value}" for key, value in said.items() if value is not None]
-    typed = [text for text in cell.overrides if _key_of(text) not in said]
+        return " ".join(text for text in cell.overrides if not _is_left_out(text)) or cell.title
+    named = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
+    words = [f"{key}={value}" for key, value in named.items() if value is not None]
+    typed = [text for text in cell.overrides if _key_of(text) not in named]
     own = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
-    typed = [text for text in typed if _key_of(text) in own or not _is_apart(text)]
+    typed = [text for text in typed if _key_of(text) in own or not _is_left_out(text)]
     return " ".join([*words, *typed])
 
 
@@ -176,14 +196,14 @@ def _key_of(text: str) -> str:
     return text.lstrip("+").partition("=")[0]
 
 
-def _is_apart(text: str) -> bool:
+def _is_left_out(text: str) -> bool:
     """True if an override sets where, when or how a cell is trained, but not what."""
     key = re.split(r"[/@]", _key_of(text))[0]
     return key == "trainer" or not in_identity(key)
 
 
 def split_shared_words(titles: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the words that all titles share, and each title without them. Norms are kept."""
+    """The words that all titles share, and each title without them; norms stay in the titles."""
     rows = [title.split() for title in titles]
     if len(rows) < 2:
         return "", list(titles)

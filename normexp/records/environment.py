@@ -1,4 +1,4 @@
-"""The environment of a result: versions, the code itself, the cores and GPUs of the machine."""
+"""Describes where a result was computed: versions, a digest of the code, cores and GPUs."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
         raise UserError(
-            f"{path} is not valid JSON ({error}); remove it, and the same command trains the run "
-            "again"
+            f"{path} is not valid JSON ({error}); remove it, and run the same command again"
         ) from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object, so normexp did not write it; move it away")

@@ -58,7 +58,7 @@ class AttemptEntry:
 class CellEntry:
     """One line about a cell: a request for it, its id, or why it cannot be trained.
 
-    The latest line counts: a request opens a cell again that could not be trained.
+    The latest line counts: a new request reopens a cell that could not be trained.
     """
 
     digest: str
@@ -88,7 +88,7 @@ class SearchEntry:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What a recorded cell followed from, see `cells.recorded`.
+    """The cache key of a recorded cell, see `cells.recorded`.
 
     Attributes:
         digest: of the cell, as in `CellEntry`.
@@ -128,8 +128,8 @@ class CellHistory:
 
     def has(self, entry: CellEntry) -> bool:
         """True if the entry says nothing new."""
-        said = (self.cell_id, self.error)
-        return set(entry.seeds) <= self.seeds and (entry.cell_id or said[0], entry.error) == said
+        is_same = entry.cell_id in ("", self.cell_id) and entry.error == self.error
+        return is_same and set(entry.seeds) <= self.seeds
 
 
 Entry = CommandEntry | AttemptEntry | CellEntry | SearchEntry | CacheEntry
@@ -142,7 +142,7 @@ class History:
     commands: list[CommandEntry] = field(default_factory=list)
     attempts: list[AttemptEntry] = field(default_factory=list)
     cells: dict[str, CellHistory] = field(default_factory=dict)  # by digest
-    keys: dict[str, list[CacheEntry]] = field(default_factory=dict)  # by digest, oldest first
+    cache: dict[str, list[CacheEntry]] = field(default_factory=dict)  # by digest, oldest first
     searches: dict[str, SearchEntry] = field(default_factory=dict)  # the latest of each space
 
     def add(self, entry: Entry) -> None:
@@ -154,7 +154,7 @@ class History:
             case SearchEntry():  # a longer search replaces the shorter one
                 self.searches[json.dumps([entry.words, entry.keys])] = entry
             case CacheEntry():
-                self.keys.setdefault(entry.digest, []).append(entry)
+                self.cache.setdefault(entry.digest, []).append(entry)
             case CellEntry():
                 self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
 
@@ -164,7 +164,7 @@ class History:
             case SearchEntry():
                 return entry in self.searches.values()
             case CacheEntry():
-                return entry in self.keys.get(entry.digest, [])
+                return entry in self.cache.get(entry.digest, [])
             case CellEntry():
                 return entry.digest in self.cells and self.cells[entry.digest].has(entry)
         return False
@@ -185,7 +185,7 @@ def read_history(study_dir: Path) -> History:
             history.add(_parse(line))
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{path} line {number} is not as normexp writes it; correct the line, or move the "
+                f"{path} line {number} was not written by normexp; correct the line, or move the "
                 "file away (results do not depend on it)"
             ) from error
     return history

@@ -74,7 +74,7 @@ def cell_id(content: Mapping[str, Any], slug: Sequence[str]) -> str:
 
 
 def source_line_of(error: Exception) -> str:
-    """ " (file.py, line 3)", the line of the user's own code that raised; empty without one."""
+    """`" (file.py, line 3)"`, the line of the user's own code that raised; empty if none did."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if source_root(Path(frame.filename)) is not None]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
@@ -97,7 +97,7 @@ def digest_of_source(path: Path, loaded: Mapping[Path, bytes] | None = None) -> 
     """16 hex digits of sha256: of a file's bytes, or of names and bytes of a folder's **/*.py.
 
     Args:
-        loaded: file to the content that counts in place of the one on disk.
+        loaded: by file, the content to use instead of that on disk.
     """
 
     def content_of(file: Path) -> bytes:
@@ -115,9 +115,9 @@ def digest_of_source(path: Path, loaded: Mapping[Path, bytes] | None = None) -> 
 def loaded_sources() -> dict[str, str]:
     """The user's own files and packages that are loaded, and the digest of each as it was loaded.
 
-    A file may be edited after its import, and this process goes on with what it has imported. So
-    the content that counts is that from when its module was first seen. A module that is reloaded
-    has a new spec, and is seen anew.
+    A file may be edited after its import, which does not change this process. So a digest is of
+    the content from when the module was first seen. A reloaded module has a new spec, and is read
+    again.
     """
     roots: set[Path] = set()
     contents: dict[Path, bytes] = {}
@@ -137,10 +137,10 @@ def loaded_sources() -> dict[str, str]:
 
 
 def digest_of_data(data: Mapping[str, Any]) -> str | None:
-    """Digest of the user's own files that a data set is read from; None for a user's own loader and
-    for folders behind links.
+    """Digest of the user's own files that a data set is read from.
 
-    Size and time stand for the content of a file. One that was only touched costs a preparation.
+    None for a user's own loader, and for folders behind links. Size and modification time stand for
+    the content of a file: one that was only touched merely costs a preparation.
     """
     if not str(data["_target_"]).startswith("normexp."):
         return None
@@ -152,13 +152,13 @@ def digest_of_data(data: Mapping[str, Any]) -> str | None:
                     return None  # rglob does not look behind it
                 stat = path.stat()
                 sha.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    except OSError:  # a file that has just gone
+    except OSError:  # a file has just been removed
         return None
     return sha.hexdigest()[:16]
 
 
 def digest_with_weights(data_digest: str | None, model: Mapping[str, Any]) -> str | None:
-    """The digest of the user's own data files, and of the file of weights that a model names."""
+    """Extends the digest of the data's files by the weights file that a model names, if any."""
     name = model.get("weights")
     if data_digest is None or name is None or not Path(name).is_file():
         return data_digest

@@ -47,7 +47,7 @@ class OnceFilter(logging.Filter):
 
 @contextmanager
 def messages_to(handler: logging.Handler, *, alone: bool = True) -> Iterator[None]:
-    """Sends messages from level INFO to a handler; `alone`, to none outside of normexp."""
+    """Sends messages from level INFO on to a handler; if `alone`, to none outside normexp."""
     level, propagate = PACKAGE.level, PACKAGE.propagate
     PACKAGE.addHandler(handler)
     PACKAGE.setLevel(logging.INFO)

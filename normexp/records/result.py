@@ -124,7 +124,13 @@ def read_if_ended(run_dir: Path) -> Result | None:
 
 @dataclass(frozen=True)
 class CellRecords:
-    """The runs of a cell in order of their seeds: ended, failed, and the seeds of the others."""
+    """The runs of a cell, in order of seeds.
+
+    Attributes:
+        ended: finished or diverged.
+        failed: failed runs.
+        new: the seeds without a result.
+    """
 
     ended: list[Result]
     failed: list[Result]
@@ -157,7 +163,7 @@ def values_of(results: Sequence[Result], name: str) -> list[float]:
 
 
 def hyperparameters(config: Mapping[str, Any], **names: str | None) -> dict[str, Any]:
-    """A result's config for dashboards: every size is a number, and `names` stand beside it."""
+    """A result's config for dashboards: with `names`, and with a number for each null size."""
     micro = config["micro_batch_size"] or config["batch_size"]
     sizes = {"micro_batch_size": micro, "norm_batch_size": config["norm_batch_size"] or micro}
     return {**config, **sizes, "identity": {**config.get("identity", {}), **sizes}, **names}

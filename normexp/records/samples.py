@@ -1,8 +1,8 @@
-"""samples.npz: what a run got on each test sample, so that runs can be compared sample by sample.
+"""samples.npz: a run's score on each test sample, so that runs can be compared sample by sample.
 
 One array for each kind of test statistics (`running`, `precise`, `batch32`), in the order of the
-test split: right or not for a classification, stored as packed bits beside their number; the mean
-loss per token of each sequence for a language model, float32.
+test split. For classification: correct or not, stored as packed bits beside their number. For a
+language model: the mean loss per token of each sequence, float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:
     """Replaces samples.npz atomically; write it before result.json.
 
     Args:
-        samples: by kind of statistics, bool or float32 (N,), all of one N.
+        samples: by kind of statistics, bool or float32 (N,), with the same N.
     """
     arrays: dict[str, Any] = {}
     for kind, values in samples.items():

@@ -1,8 +1,8 @@
 """Which runs are trained together: members.json, in the folder of their stack.
 
-Written before step 1 and removed when the last member has its result. Whoever claims a member in
-between trains all of them together again: a number of a run then never depends on how often its
-training was interrupted.
+Written before step 1 and removed when the last member has its result. A command that claims a
+member in between trains all of them together again, so that interruptions never change a run's
+numbers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StackRecord:
 
     Attributes:
         id: names the stack in the history; a later stack in the same folder has another.
-        rates: `lr` of each cell, by which the cells of a stack differ.
+        rates: the `lr` of each cell, the only key in which the cells of a stack differ.
         apart: why a run is trained apart from its former stack; None for a stack as planned.
-        attempts: how often the run of a stack of one had failed before.
+        attempts: of a stack of one: how often its run had failed before.
     """
 
     directory: Path
@@ -66,7 +66,7 @@ def begin_stack(
     apart: str | None = None,
     attempts: int = 0,
 ) -> StackRecord:
-    """Writes the members of a new stack; returns its record. Needs the locks of its cells."""
+    """Writes the members of a new stack. The caller must hold the locks of its cells."""
     directory = directory_of(study_dir, members)
     directory.mkdir(parents=True, exist_ok=True)
     record = StackRecord(directory, secrets.token_hex(8), members, rates, apart, attempts)
@@ -92,7 +92,7 @@ def directory_of(study_dir: Path, members: Sequence[Member]) -> Path:
 
 
 def list_stacks(study_dir: Path, cell_ids: Iterable[str]) -> list[StackRecord]:
-    """The stacks with members in these cells that have begun and not ended; no copies of them.
+    """The stacks with members in these cells that have begun and not ended; ignores copied ones.
 
     Raises:
         UserError: a members.json that cannot be read.

@@ -50,7 +50,7 @@ class CellState:
     attempts: dict[int, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def lacking(self, max_attempts: int | None = None) -> set[tuple[str, int]]:
+    def lacking(self, max_attempts: int | None) -> set[tuple[str, int]]:
         """(digest, seed) of the runs to train, without runs that have failed too often."""
         seeds = [
             seed
@@ -112,7 +112,7 @@ def max_attempts_of(command: CommandEntry) -> int:
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """Reads the status of a study, also while it runs. Raises UserError if there is no such study.
 
-    Sizes that mean the same cell share a row.
+    Commands whose sizes mean the same cell share a row.
     """
     root = find_study(runs_dir, name)
     history = read_history(root)

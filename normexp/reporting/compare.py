@@ -20,11 +20,12 @@ from normexp.reporting.frame import (
     varying_columns,
 )
 from normexp.reporting.metric import choose_metric, describe_metric, format_interval
+from normexp.reporting.sentences import lost_words
 from normexp.reporting.tables import Table, show
 from normexp.stats.interval import paired_difference
 
 COLUMNS = ["before", "after", "norm", "setting", "metric", "before: mean", "after: mean"]
-COLUMNS += ["after - before [95 % interval]", "n pairs"]
+COLUMNS += ["after - before [95 % interval]", "n pairs", "note"]
 PLACE = ["base", "model", "data", "batch_size", "micro_batch_size"]
 
 
@@ -100,7 +101,11 @@ def _compare(a: pd.Series, b: pd.Series, runs: pd.DataFrame, wanted: str | None)
     gap = paired_difference(new, old, limit=metric.limit)
     means = [f"{values.mean():.{metric.digits}f}" if len(values) else None for values in (old, new)]
     shown = format_interval(gap, metric.digits)
-    words = (a["study"], b["study"], a["base"], _words(a), metric.label, *means, shown, gap.n)
+    lost = {
+        cell["study"]: lost_words({**cell, "recorded": cell["finished"]}, metric) for cell in (a, b)
+    }
+    note = "; ".join(f"{study}: {words}" for study, words in lost.items() if words)
+    words = (a["study"], b["study"], a["base"], _words(a), metric.label, *means, shown, gap.n, note)
     return dict(zip(COLUMNS, words, strict=True))
 
 

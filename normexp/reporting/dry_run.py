@@ -156,7 +156,7 @@ def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
         times = smallest_difference(n, math.sqrt(2), size)
         return (
             f"{named}{times:.2g} times the standard deviation over seeds, which is unknown until "
-            "two seeds of a cell are recorded"
+            "two seeds of a cell are recorded and differ"
         )
     metric = describe_metric(name)
     sd *= metric.scale * math.sqrt(2)
@@ -170,14 +170,14 @@ def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
 
 
 def _spread(recorded: Sequence[Result]) -> tuple[str, float | None]:
-    """The main metric, and its standard deviation over seeds; None without two seeds of a cell."""
+    """The main metric, and its standard deviation over seeds; None without two that differ."""
     name = choose_metric({name for run in recorded for name in run.metrics}, None) or ""
     by_cell: dict[str, list[Result]] = {}
     for run in recorded:
         by_cell.setdefault(run.cell_id, []).append(run)
     values = [values_of(runs, name) for runs in by_cell.values()]
     variances = [statistics.variance(own) for own in values if len(own) > 1]
-    return name, math.sqrt(statistics.mean(variances)) if variances else None
+    return name, math.sqrt(statistics.mean(variances)) if any(variances) else None
 
 
 def family_size(planned: Sequence[Outcome]) -> int:

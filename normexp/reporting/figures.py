@@ -112,9 +112,9 @@ def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
     outside = find_outsiders(part.metric, table)
     caption = (
         f"{part.metric.label} against the {AXIS_TITLES[part.axis]}: mean and 95 % interval over "
-        "seeds, which stays within an accuracy's limits; points are moved sideways a little so "
-        "that intervals stay apart. Below, the number of seeds behind each point: ×k diverged, !k "
-        "failed, ?k missing."
+        "the seeds that finished, which stays within an accuracy's limits; points are moved "
+        "sideways a little so that intervals stay apart. Below, the number of seeds behind each "
+        "point: ×k diverged, !k failed, ?k missing."
     )
     if table["independent"].any():
         caption += (
@@ -156,7 +156,7 @@ def _count_strip(part: Slice) -> alt.Chart:
 
 def _heat_map(part: Slice, table: pd.DataFrame) -> Figure:
     colour, table = shade_shortfall(part.metric, table)
-    table = _with_square_text(table, part.metric)
+    table = _with_square_text(table)
     x = alt.X("size:O", title=AXIS_TITLES[part.axis], sort=part.sizes).axis(labelAngle=0)
     y = alt.Y("norm:N", title=None, sort=part.norms)
     chart = draw_squares(x, y, _gradient(colour), tooltip(*POINT_TIP))
@@ -173,17 +173,14 @@ def _gradient(colour: alt.Color) -> alt.Color:
     return colour.legend(orient="bottom", gradientLength=220, direction="horizontal", tickCount=4)
 
 
-def _with_square_text(table: pd.DataFrame, metric: Metric) -> pd.DataFrame:
+def _with_square_text(table: pd.DataFrame) -> pd.DataFrame:
     """Adds `value`, and `under`: the interval, or the counts if runs are lost."""
-    lost = (
-        table["diverged"]
-        .map("×{}".format)
-        .where(table["diverged"] > 0, table["failed"].map("{} failed".format))
-    )
+    failed = table["failed"].map("{} failed".format).where(table["failed"] > 0, "-")
+    lost = table["diverged"].map("×{}".format).where(table["diverged"] > 0, failed)
     is_whole = table["n"] == table["expected"]
-    value = table["mean"].map(f"{{:.{metric.digits}f}}".format, na_action="ignore").fillna(lost)
-    under = table["count"].where(~is_whole, table["text"].str.partition(" ")[2])
-    return table.assign(value=value, under=under)
+    texts = table["text"].str.partition(" ")  # mean, space and interval
+    value = texts[0].where(table["mean"].notna(), lost)
+    return table.assign(value=value, under=table["count"].where(~is_whole, texts[2]))
 
 
 # Pairs of norms, and kinds of statistics
@@ -204,10 +201,10 @@ def draw_improvement(part: Slice, _: Styles) -> Iterator[Figure]:
     chart = draw_squares(x, y, colour, tip, measured="probability")
     caption = (
         f"Probability that the norm of the row beats the norm of the column at size "
-        f"{part.sizes[0]}, in pairs of runs with one seed, with its 95 % Clopper-Pearson interval. "
-        "The colour is that of the bound nearest to 0.5: none where the interval contains 0.5. A "
-        "diverged run counts as the worst run. Not corrected for the number of pairs: decisions "
-        "belong to the verdict."
+        f"{part.sizes[0]}, in pairs of runs of one seed, with its 95 % Clopper-Pearson interval; "
+        "a tie counts half. The colour is that of the bound nearest to 0.5: none where the "
+        "interval contains 0.5. A diverged run counts as the worst run. Not corrected for the "
+        "number of pairs: decisions belong to the verdict."
     )
     title = f"Probability of improvement at size {part.sizes[0]}"
     yield Figure("improvement", title, caption, chart, pd.DataFrame(rows), fit="none")
@@ -263,7 +260,8 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
     caption = (
         "The same trained networks evaluated with running averages, with precise statistics and "
         "with the statistics of the evaluation batch (batch: the size used in training). Where the "
-        "results differ by more than their intervals, running averages mislead."
+        "results are apart by more than their intervals, running averages do not stand for the "
+        "statistics of the trained network."
     )
     title, name = "Evaluation statistics", "evaluation_statistics"
     yield Figure(name, title, caption, in_panels(panel, part), table.assign(note=""), fit="facet")
@@ -306,7 +304,7 @@ def draw_learning_rates(part: Slice, _: Styles) -> Iterator[Figure]:
         return
     table = _summarize(part, part.searched, "lr", "chosen", metric=metric)
     colour, table = shade_shortfall(metric, table)
-    table = _with_square_text(table, metric).assign(under="")
+    table = _with_square_text(table).assign(under="")
     x = alt.X("size:O", title=AXIS_WORDS[part.axis], sort=part.sizes).axis(labelAngle=0)
     y = alt.Y("lr:O", title="learning rate", sort="descending").axis(format="~g")
     tip = tooltip("norm", "size", "lr:Q", "text", "count", "directory")
@@ -345,8 +343,8 @@ def draw_groups(part: Slice, styles: Styles) -> Iterator[Figure]:
     ).properties(width=WIDTH, height=HEIGHT * 0.75)
     caption = (
         f"{part.metric.label} of group norm against its number of groups at size {part.sizes[0]}, "
-        "mean and 95 % interval over seeds. Dashed: layer (one group) and instance (one channel "
-        "per group), if they were run: the curve must meet them at its ends."
+        "mean and 95 % interval over the seeds that finished. Dashed, if they were run: layer, "
+        "which is one group, and instance, which is one channel per group."
     )
     yield Figure("groups", "From layer to instance", caption, chart, table)
 

@@ -29,6 +29,7 @@ PREFERRED = (
 )
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 MAX_DIGITS = 4
+NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
 
 @dataclass(frozen=True)
@@ -124,24 +125,23 @@ def require_metric(wanted: str | None, available: Collection[str]) -> None:
 def format_interval(interval: Interval, digits: int) -> str:
     """`1.2 [0.6, 1.9]` with at least `digits` decimals; `1.2` without bounds, `-` without a value.
 
-    The number of decimals follows the width of the interval, and a bound that excludes 0 is not
-    shown as 0.
+    The number of decimals follows the width of the interval, and a number or a bound that is not 0
+    is not shown as 0. Very small and very large numbers have an exponent.
     """
     if interval.estimate is None:
         return "-"
-    if interval.low is None or interval.high is None:
-        return f"{interval.estimate:.{digits}f}"
-    shown = _digits_of(interval.low, interval.high, digits)
-    estimate, low, high = (
-        f"{round(x, shown) + 0.0:.{shown}f}"  # + 0.0 turns -0.0 into 0.0
-        for x in (interval.estimate, interval.low, interval.high)
-    )
-    return f"{estimate} [{low}, {high}]"
+    bounds = [] if interval.low is None or interval.high is None else [interval.low, interval.high]
+    values = [interval.estimate, *bounds]
+    style = f"z.{_digits_of(min(bounds or values), max(bounds or values), digits)}f"
+    if not (size := max(map(abs, values))) < LARGE or NOISE < size < SMALL:
+        style = ".2e"
+    estimate, *ends = (f"{x:{style}}" for x in values)
+    return f"{estimate} [{', '.join(ends)}]" if ends else estimate
 
 
 def format_signed(value: float, digits: int) -> str:
     """`+1.2`; `+0.0` also for a negative value that rounds to 0."""
-    return f"{round(value, digits) + 0.0:+.{digits}f}"
+    return f"{value:+z.{digits}f}"
 
 
 def _digits_of(low: float, high: float, digits: int) -> int:
@@ -150,6 +150,6 @@ def _digits_of(low: float, high: float, digits: int) -> int:
     wanted = max(digits, math.ceil(-math.log10(half_width))) if has_width else digits
     excludes_zero = low > 0 or high < 0
     nearest = min(abs(low), abs(high))
-    while excludes_zero and wanted < MAX_DIGITS and round(nearest, wanted) == 0:
+    while excludes_zero and nearest > NOISE and wanted < MAX_DIGITS and not round(nearest, wanted):
         wanted += 1
     return min(wanted, MAX_DIGITS)

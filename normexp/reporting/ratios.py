@@ -71,14 +71,22 @@ def _claim(contrasts: Sequence[Contrast]) -> Claim:
         None if x is None else math.exp(x) for x in (found.estimate, found.low, found.high)
     )
     ratio = format_interval(Interval(centre, low, high, found.level, found.n), 2)
-    details = "; ".join([", ".join(each), f"n = {found.n} pairs", *lost])
+    times = "no ratio to" if centre is None else f"{ratio} times"
+    details = [", ".join(each), f"n = {found.n} pairs", *lost]
+    if any(contrast.has_diverged for contrast in contrasts):
+        details.append("diverged runs count as the worst run of their data set")
     noun, axis = "errors" if metric.higher_is_better else metric.label, AXIS_WORDS[one.part.axis]
     norm, size, other = one.first["norm"], one.first["size"], one.second
     if one.is_along_sizes:
-        text = f"{norm} at {axis} {size}: {ratio} times its {noun} at {other['size']}"
-        return Claim([norm], "interval", text, details, sizes=[size, other["size"]])
-    text = f"At {axis} {size}, {norm}: {ratio} times the {noun} of {other['norm']}"
-    return Claim([norm], "interval", text, details, sizes=[size], reference=other["norm"])
+        text, sizes = (
+            f"{norm} at {axis} {size}: {times} its {noun} at {other['size']}",
+            {size, other["size"]},
+        )
+    else:
+        text, sizes = f"At {axis} {size}, {norm}: {times} the {noun} of {other['norm']}", {size}
+    reference = "" if one.is_along_sizes else other["norm"]
+    kind = "no data" if centre is None else "interval"
+    return Claim([norm], kind, text, "; ".join(details), sizes=sorted(sizes), reference=reference)
 
 
 def _shared_settings(part: Slice) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from normexp.config.rules import format_count
+from normexp.config.spec import study_words
 from normexp.errors import UserError
 from normexp.records.history import History, read_history
 from normexp.reporting.cells import build_cells
@@ -212,11 +213,7 @@ def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
         for word in typed[1:]
         if _key(word) not in own_keys and _key(word).partition(".")[0] not in NOT_REPEATED
     ]
-    runs_dir = cell.parent.parent
-    place = [
-        f"study={cell.parent.name}",
-        *([] if runs_dir == Path("runs") else [f"runs_dir={runs_dir}"]),
-    ]
+    place = study_words(cell.parent)
     count = [f"seed={seeds[0]}", f"replicas={len(seeds)}"]
     return f"python -m normexp.train {shlex.join([*kept, *own, *place, *count])}"
 

@@ -26,6 +26,7 @@ from normexp.stats.interval import Interval, crossed_mean
 ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
 STILL_FALLING = 0.01  # share of the first training loss, from one fifth of the steps to the next
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
+DIRECTED = ("loses", "gains", "better", "worse")
 # The headline of an answer is a claim of the first of these kinds that occurs.
 HEADLINES = (*DECIDED, "open", "interval", "no interval", "one size", "invalid", "no data")
 
@@ -136,8 +137,9 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
             count = _count_words(first, metric, first["recorded"], "seed")
             alike.setdefault(count, []).append(norm)
         elif len(rows) < 2:
-            text = f"{norm} was run at one {axis} only ({first['size']})"
-            yield Claim([norm], "one size", text, sizes=[first["size"]])
+            count = _count_words(first, metric, first["recorded"], "seed")
+            text = f"{norm} was run at one {axis} only, {first['size']}"
+            yield Claim([norm], "one size", text, count, sizes=[first["size"]])
     if alike:
         norms = [norm for own in alike.values() for norm in own]
         they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
@@ -160,7 +162,7 @@ def _claim(one: Contrast, family: Family) -> Claim:
     details = [
         _count_words(one.first, metric, one.gap.n, "seed" if along else "pair"),
         f"{one.second['norm']} at {one.second['size']}: {lost}" if lost else "",
-        "diverged runs count as the worst run" if one.has_diverged else "",
+        _diverged_words(one, kind),
         f"over test samples too {_shown(one, kind, over_samples)}" if over_samples else "",
         _seed_words(one),
         _rate_words(one),
@@ -189,60 +191,65 @@ def _words(one: Contrast, kind: str) -> str:
     norm, small = one.first["norm"], one.first["size"]
     reference, large = one.second["norm"], one.second["size"]
     shown, limit = _shown(one, kind, one.gap), metric.tolerance_words
-    missing = "too few seeds for an" if one.gap.n < 2 else "all seeds are equal, so no"
+    missing = "too few seeds for an" if one.gap.n < 2 else "the same for every seed, so no"
     end = {"no interval": f"; {missing} interval", "open": "; undecided"}.get(kind, "")
+    least = f"at least {shown}" if one.has_diverged else shown  # of a verdict
+    loses, gains = ("loses", "gains") if metric.higher_is_better else ("worsens by", "improves by")
     if one.is_along_sizes:
         where = f"from {axis} {large} to {small}"
         return {
-            "loses": f"{norm} loses {shown} {where}",
-            "gains": f"{norm} gains {shown} {where}",
+            "loses": f"{norm} {loses} {least} {where}",
+            "gains": f"{norm} {gains} {least} {where}",
             "holds": f"{norm} holds its level within {limit} {where}: change {shown}",
             "no data": f"{norm} has no seed with a result at both ends, {where}",
         }.get(kind, f"{norm}, {axis} {small} minus {large}: {shown}{end}")
     where = f"At {axis} {small}, {norm}"
     return {
-        "better": f"{where} is better than {reference} by {shown}",
-        "worse": f"{where} is worse than {reference} by {shown}",
+        "better": f"{where} is better than {reference} by {least}",
+        "worse": f"{where} is worse than {reference} by {least}",
         "tie": f"{where} and {reference} are tied within {limit}: difference {shown}",
-        "no data": f"{where} and {reference} have no seed in common",
+        "no data": f"{where} and {reference} have no seed with a result of both",
     }.get(kind, f"{where} minus {reference}: {shown}{end}")
 
 
 def _shown(one: Contrast, kind: str, gap: Interval) -> str:
     """The gap as its sentence shows it: what is lost or gained, or the first minus the second."""
-    if kind in ("loses", "worse"):
-        return one.part.metric.format(-gap)
-    is_oriented = kind in ("gains", "better") or one.part.metric.higher_is_better
-    return one.part.metric.format(gap if is_oriented else -gap)
+    is_loss = kind in ("loses", "worse")
+    is_negated = is_loss if kind in DIRECTED else not one.part.metric.higher_is_better
+    return one.part.metric.format(-gap if is_negated else gap)
 
 
 def _budget_words(one: Contrast, kind: str, other: Contrast, family: Family) -> str:
-    """` At epochs=48: -0.8 [-1.3, -0.3] points: the verdict does not survive, the sign turns.`"""
+    """` At epochs=48: 0.8 [0.3, 1.3] points the other way: the verdict does not survive.`"""
     if other.gap.estimate is None or one.gap.estimate is None:
         return f" {other.budget}: no result."
-    told = f" At {other.budget}: {_shown(other, kind, other.gap)}"
+    turns = kind in DIRECTED and other.gap.estimate * one.gap.estimate < 0
+    told = f" At {other.budget}: {_shown(other, kind, -other.gap if turns else other.gap)}"
+    told += " the other way" * turns
     if kind not in DECIDED:
         return f"{told}."
-    turns = (other.gap.estimate > 0) != (one.gap.estimate > 0)
-    end = "the verdict survives" if turns else "sign and verdict survive"
-    if family.kind(other) != kind:
-        end = "the verdict does not survive"
-    return f"{told}: {end}{', the sign turns' if turns else ''}."
+    survives = "survives" if family.kind(other) == kind else "does not survive"
+    return f"{told}: the verdict {survives}."
 
 
 def _note(own: Sequence[Contrast], family: Family) -> str:
-    """Explains what the intervals and verdicts of a slice promise."""
+    """Explains what the intervals and verdicts of a report promise."""
     if not any(one.gap.low is not None for one in own):
         return ""
-    references = dict.fromkeys(one.second["norm"] for one in own if not one.is_along_sizes)
-    compared = f", and each norm with {' and '.join(references)}" if references else ""
+    judged = [one for one in family.contrasts if one.is_judged]
+    references = dict.fromkeys(one.second["base"] for one in judged if not one.is_along_sizes)
+    members = []
+    if any(one.is_along_sizes for one in judged):
+        members.append("each norm that mixes samples, from its largest to its smallest size")
+    if references:
+        members.append(f"each norm against {_listed(list(references))} at the smallest size")
+    count = ": ".join([str(family.size), *filter(None, [", and ".join(members)])])
     return (
         "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. The "
-        f"number of differences that this report gives a verdict on is {family.size}: each norm "
-        f"that mixes samples, from its largest to its smallest size{compared} at the smallest "
-        "size. The probability that any of these verdicts is false is at most 5 %, so a difference "
-        "may be undecided although its own interval excludes 0. Training counts as converged where "
-        "its loss changed by less than 1 % of its first value over the last fifth of the steps."
+        f"number of differences that this report gives a verdict on is {count}. The probability "
+        "that any of these verdicts is false is at most 5 %, so a difference may be undecided "
+        "although its own interval excludes 0. Training counts as converged where its loss changed "
+        "by less than 1 % of its first value over the last fifth of the steps."
     )
 
 
@@ -262,6 +269,19 @@ def lost_words(point: Row, metric: Metric) -> str:
     lost[f"without {metric.name}"] = point["finished"] - point["recorded"]
     parts = [f"{count} of {point['expected']} {word}" for word, count in lost.items() if count]
     return ", ".join(parts)
+
+
+def _diverged_words(one: Contrast, kind: str) -> str:
+    """What the difference is where diverged runs, which may be worse, count as the worst run."""
+    if not one.has_diverged:
+        return ""
+    bound = ""  # of a verdict: its sentence has `at least`
+    if one.first["diverged"] and one.second["diverged"]:
+        bound = " in both cells, so the difference may be greater or smaller"
+    elif kind not in DECIDED:
+        is_most = bool(one.first["diverged"]) == one.part.metric.higher_is_better
+        bound = f", so the difference is at {'most' if is_most else 'least'} this"
+    return f"diverged runs count as the worst run{bound}"
 
 
 def _seed_words(one: Contrast) -> str:
@@ -350,7 +370,8 @@ def _gap_over_samples(one: Contrast) -> Interval | None:
     sizes = {len(samples) for own in found for samples in own}
     if len(paired) < 2 or len(sizes) > 1 or 0 in sizes:
         return None
-    gap = crossed_mean(np.array(found[0]) - np.array(found[1]), limit=metric.limit)
+    differences = np.array(found[0]) - np.array(found[1])
+    gap = crossed_mean(differences, step=one.part.step, limit=metric.limit)
     return gap if metric.higher_is_better else -gap
 
 

@@ -96,8 +96,10 @@ class Slice:
         return lines
 
     def sensitivity(self, norm: str) -> Sensitivity:
-        """What a norm of two or more sizes loses between them."""
+        """What a norm of two or more sizes loses between them; without sizes that have no run."""
         rows = self.lines[norm]
+        has_value = self.outcomes.notna().any()
+        rows = [row for row in rows if row in (rows[0], rows[-1]) or has_value[row["cell"]]]
         return batch_size_sensitivity(
             self.outcomes[[row["cell"] for row in rows]].dropna(how="all"),
             [row["size"] for row in rows],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shlex import join, quote
 
 from normexp.config.rules import format_count
-from normexp.config.spec import CellSpec, Outcome
+from normexp.config.spec import CellSpec, Outcome, study_words
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Result, values_of
 from normexp.records.state import shared_words
@@ -48,8 +48,9 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
         mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
         stamp = " INVALID" if outcome.invalid else ""
         rows.append([name + stamp, mean, spread, least, most, str(len(values))])
-    heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
-    console.print(text_table(heads, rows))
+    if rows:  # unless all have diverged
+        heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
+        console.print(text_table(heads, rows))
     for result in outcome.results:
         if result.status == "diverged":
             console.out(f"seed {result.seed} diverged at step {result.diverged_at_step}")
@@ -197,11 +198,7 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
         if outcome.status == "failed" and outcome.directory is not None
     ]
     studies = {outcome.directory.parent for outcome in outcomes if outcome.directory is not None}
-    where = [
-        f"study={study.name}"
-        + ("" if str(study.parent) == "runs" else f" runs_dir={quote(str(study.parent))}")
-        for study in sorted(studies)
-    ]
+    where = [join(study_words(study)) for study in sorted(studies)]
     has_more = any(outcome.status not in ("finished", "skipped") for outcome in outcomes)
     status = [f"python -m normexp.status {words}" for words in where] if has_more else []
     return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from normexp.reporting.frame import (
     values_of,
 )
 from normexp.reporting.metric import (
+    PREFERRED,
     Metric,
     choose_metric,
     describe_metric,
@@ -34,6 +35,9 @@ LATEX = str.maketrans(
         "\\": r"\textbackslash{}",
         "~": r"\textasciitilde{}",
         "^": r"\textasciicircum{}",
+        "<": "$<$",
+        ">": "$>$",
+        "|": r"\textbar{}",
         "×": r"$\times$",
         "±": r"$\pm$",
         "·": r"$\cdot$",
@@ -65,9 +69,12 @@ class Table:
     bold: Collection[tuple[int, str]] = ()
 
     @staticmethod
-    def of_rows(name: str, title: str, columns: list[str], rows: Sequence[Row]) -> Table:
+    def of_rows(
+        name: str, title: str, columns: list[str], rows: Sequence[Row], note: str = ""
+    ) -> Table:
         """A table from dicts by column; a row may lack columns."""
-        return Table(name, title, columns, pd.DataFrame(rows, columns=columns, dtype=object))
+        frame = pd.DataFrame(rows, columns=columns, dtype=object)
+        return Table(name, title, columns, frame, note=note)
 
     @property
     def rows(self) -> list[Row]:
@@ -163,7 +170,7 @@ def cell_table(
     )
     table = pd.concat(
         _with_statistics(same, runs, describe_metric(name, tolerance))
-        for name, same in cells.groupby(names.fillna("val/loss"), sort=False)
+        for name, same in cells.groupby(names.fillna(metric or PREFERRED[0]), sort=False)
     )
     shown = [f"{name} [95 % interval]" for name in STATISTICS]
     columns = [
@@ -227,20 +234,28 @@ def size_table(part: Slice) -> Table:
     frame = frame.set_axis(sizes, axis=1).reset_index()
     best = {size: best_norms(part, size) for size in part.sizes}
     bold = {(part.norms.index(norm), str(size)) for size, norms in best.items() for norm in norms}
-    pairs = {count for norms in best.values() for count in list(norms.values())[1:]}
-    counts = " or ".join(f"{n:g}" for n in sorted(table["n"].unique()))
-    ends = " to ".join(map(str, dict.fromkeys([min(pairs), max(pairs)]))) if pairs else ""
-    common = f" on {ends} common seeds" if pairs else ""
+    pairs = [count for norms in best.values() for count in list(norms.values())[1:]]
+    common = f" on {_range_words(pairs)} common seeds" if pairs else ""
     note = (
-        f"{metric.label}, mean and 95 % interval over seeds, n = {counts}. Bold: the best mean of "
-        f"each size, and those that a t test paired by seed{common} does not tell from it at the 5 "
-        "% level (Bonferroni over the norms at that size)."
+        f"{metric.label}, mean and 95 % interval over the seeds that finished, "
+        f"n = {_range_words(table['n'])}. Bold: the best mean of each size, and those that a t "
+        f"test paired by seed{common} does not tell from it at the 5 % level (Bonferroni over the "
+        "norms at that size)."
     )
     if is_lost.any():
-        note += " (k/n ×d): k of n seeds finished, d diverged, which is never in bold."
+        note += (
+            " (k/n): k of n seeds finished; × diverged, which is never in bold, ! failed, ? "
+            "missing. A norm without two seeds in common with the best is not tested."
+        )
     title = f"{part.heading}: {metric.label} by norm and {axis}"
     columns = ["norm", *sizes]
     return Table(f"by_size_{part.slug}", title, columns, frame, note=note, over=axis, bold=bold)
+
+
+def _range_words(counts: Iterable[int]) -> str:
+    """`8`, or `2 to 8`."""
+    known = sorted(counts)
+    return " to ".join(map(str, dict.fromkeys((known[0], known[-1]))))
 
 
 def best_norms(part: Slice, size: int) -> dict[str, int]:
@@ -267,11 +282,11 @@ def best_norms(part: Slice, size: int) -> dict[str, int]:
 
 
 def sensitivity_table(answers: Sequence[Answer]) -> Table:
-    """A row per norm and slice: the drop between two sizes, regret, threshold and slope."""
+    """A row per norm and slice: the loss between two sizes, regret, threshold and slope."""
     columns = [
-        *("norm", "setting", "size", "metric", "verdict", "from", "to", "drop"),
-        *("drop over test samples too", "best size", "regret at the smallest size"),
-        *("threshold", "passed at size", "loss per halving", "n", "seeds"),
+        *("norm", "setting", "size", "metric", "verdict", "from", "to", "worse by"),
+        *("worse by, over test samples too", "best size", "regret at the smallest size"),
+        *("threshold", "passed at size", "worse by, per halving", "n", "seeds"),
     ]
     rows = []
     for part, loss in [(answer.parts[0], loss) for answer in answers for loss in answer.losses]:
@@ -280,22 +295,31 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
         if loss.contrast is not None:
             row |= _sensitivity_row(part.sensitivity(loss.norm), loss.over_samples, part.metric)
         rows.append(row)
-    return Table.of_rows("sensitivity", "Batch-size sensitivity", columns, rows)
+    note = (
+        "Worse by: how much worse the metric is at the smallest size than at the largest; negative "
+        "if it is better. Regret: the same from the size of the best mean, with an interval that "
+        "allows for its choice. Passed at size: where the loss from the largest size, joined by "
+        "straight lines over the logarithm of the size, first exceeds the threshold; <2 if not "
+        "down to 2. Diverged runs count as the worst run. Only the verdict is corrected for the "
+        "number of differences."
+    )
+    return Table.of_rows("sensitivity", "Batch-size sensitivity", columns, rows, note)
 
 
 def _sensitivity_row(found: Sensitivity, over: Interval | None, metric: Metric) -> Row:
     smallest, largest = found.sizes[0], found.sizes[-1]
     slope = format_interval(found.slope, metric.digits + 1)
+    known = [size for size, loss in found.losses.items() if loss.estimate is not None]
     return {
         "from": largest,
         "to": smallest,
-        "drop": format_interval(found.drop, metric.digits),
-        "drop over test samples too": over and format_interval(-over, metric.digits),
+        "worse by": format_interval(found.drop, metric.digits),
+        "worse by, over test samples too": over and format_interval(-over, metric.digits),
         "best size": found.best_size,
         "regret at the smallest size": format_interval(found.regret, metric.digits),
         "threshold": metric.tolerance_words,
-        "passed at size": _threshold_words(found.threshold, smallest),
-        "loss per halving": f"{slope} ({largest} to {smallest})",
+        "passed at size": _threshold_words(found.threshold, min(known)) if known else None,
+        "worse by, per halving": f"{slope} ({largest} to {smallest})" if slope != "-" else None,
         "n": found.drop.n,
         "seeds": found.num_seeds,
     }
@@ -331,7 +355,12 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
                 *(metric.unit, format_interval(chance, 2), one.p, gap.n, one.kind),
             )
             rows.append(dict(zip(columns, values, strict=True)))
-    return Table.of_rows("comparisons", "Norms against the reference", columns, rows)
+    note = (
+        "p in the family: of a t test paired by seed, times the number of verdicts of the report. "
+        "Diverged runs count as the worst run; a difference that they could turn is open, "
+        "whatever its p."
+    )
+    return Table.of_rows("comparisons", "Norms against the reference", columns, rows, note)
 
 
 def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.rules import format_count
-from normexp.config.spec import split_shared_words
+from normexp.config.spec import split_shared_words, study_words
 from normexp.records.history import CommandEntry
 from normexp.records.state import STATES, StudyStatus, is_search
 
@@ -135,8 +135,9 @@ def print_status(status: StudyStatus) -> None:
     console.print(_status_table(status))
     counts = ", ".join(f"{runs[state]} {state}" for state in STATES if runs[state])
     num_refused = sum(bool(cell.refused) for cell in status.cells)
-    refused = f"; {num_refused} cells refused" if num_refused else ""
-    total = f"{sum(runs.values())} runs of {len(status.cells)} cells"
+    refused = f"; {format_count(num_refused, 'cell')} refused" if num_refused else ""
+    num_runs, num_cells = sum(runs.values()), len(status.cells)
+    total = f"{format_count(num_runs, 'run')} of {format_count(num_cells, 'cell')}"
     console.out(f"{status.root}: {total}: {counts}{refused}")
     if status.commands:
         console.out("commands so far:")
@@ -178,18 +179,16 @@ def _again(root: Path, command: CommandEntry, *, max_attempts: int | None) -> st
     name = root.name
     if is_search(command) and not any(re.match(r"study=.*-search$", word) for word in typed):
         name = name.removesuffix("-search")  # trials go to a study named after the report's
-    if name != "default" or any(word.startswith("experiment=") for word in typed):
-        words.append(f"study={name}")
-    if root.parent != Path("runs"):
-        words.append(f"runs_dir={root.parent}")
+    is_default = name == "default" and not any(word.startswith("experiment=") for word in typed)
+    words += study_words(root.with_name(name))[is_default:]
     return _as_typed(words if max_attempts is None else [*words, f"max_attempts={max_attempts}"])
 
 
 def _next(status: StudyStatus) -> list[str]:
     """The commands that finish the study, or that report on a finished one."""
     if status.is_complete:
-        place = "" if status.root.parent == Path("runs") else f" runs_dir={status.root.parent}"
-        return ["complete; next:", f"  python -m normexp.report study={status.root.name}{place}"]
+        words = shlex.join(study_words(status.root))
+        return ["complete; next:", f"  python -m normexp.report {words}"]
     commands, purpose, tries = status.unfinished_commands(with_spent=False), "to finish", None
     most = max((n for cell in status.cells for n in cell.attempts.values()), default=0)
     if status.runs["running"]:

@@ -47,7 +47,7 @@ class Search:
 
     @property
     def study(self) -> str:
-        """The study of the search's runs; fresh seeds go to the study that was asked for."""
+        """The study of the search's runs; fresh seeds go to `study` itself."""
         return f"{self.base.study}-search"
 
     @cached_property
@@ -55,7 +55,7 @@ class Search:
         return self.space.points(self.base.tune.points)
 
     def cell(self, point: Point, *, is_report: bool) -> CellSpec:
-        """The cell of a point: of the report, or with the seeds and the study of the search."""
+        """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
         words = words_of(point)
         title = " ".join([*self.grid, *words])
         overrides = (*self.fixed, *words)
@@ -88,7 +88,7 @@ def plan_searches(command: Command) -> list[Search]:
     if not searched:
         raise UserError(
             "nothing to search: write lr=interval(1e-3,1) or lr=choice(0.03,0.1,0.3); "
-            "a list lr=0.03,0.1 is a search for each"
+            "a list such as lr=0.03,0.1 makes one search for each value"
         )
     for override in grid.overrides:
         key = override.key_or_group
@@ -129,11 +129,11 @@ def check_settings(config: DictConfig) -> None:
             "srun or torchrun"
         )
     tune = config.tune
-    name, _, statistics = (tune.metric or "").partition("@")
+    name, at, statistics = (tune.metric or VALIDATION[0]).partition("@")
     kind = statistics.rstrip("0123456789")  # batch32 is a kind of batch
-    if kind and kind not in config.evaluate_with:
-        raise UserError(f"tune.metric={tune.metric}: needs evaluate_with=[running,{kind}]")
-    if name not in ("", *VALIDATION):
+    if at and kind not in config.evaluate_with:
+        raise UserError(f"tune.metric={tune.metric}: needs evaluate_with=[running,{kind or '...'}]")
+    if name not in VALIDATION:
         raise UserError(
             f"tune.metric={tune.metric}: nothing is chosen on test or training data; "
             f"try {join_or(VALIDATION)}"

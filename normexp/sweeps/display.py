@@ -26,7 +26,7 @@ class Display(logging.Handler):
     Inside its `with` block also prints normexp's log messages, each once.
 
     Args:
-        num_slots: how many cells are trained at once.
+        num_slots: how many tasks are trained at once.
     """
 
     def __init__(self, titles: Sequence[str], num_slots: int = 1) -> None:
@@ -36,7 +36,7 @@ class Display(logging.Handler):
         self.num_slots = max(1, num_slots)
         self.counts: Counter[str] = Counter()
         self.seconds: list[float] = []  # training time of each finished cell
-        self.is_stopping = False  # true: waiting cells will not be trained by this command
+        self.is_stopping = False  # this command starts no further cell
         self.began = self._line_at = time.monotonic()
         self.console = Console(stderr=True, highlight=False, emoji=False)
         self.live: Live | None = None
@@ -54,7 +54,7 @@ class Display(logging.Handler):
         self.print(record.getMessage())
 
     def print(self, text: str) -> None:
-        """Prints lines above the live view; of a progress bar, its last state."""
+        """Prints lines above the live view; a progress bar only in its last state."""
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
         self.console.print("\n".join(lines), markup=False, soft_wrap=True)
 
@@ -68,17 +68,20 @@ class Display(logging.Handler):
         done = sum(self.counts.values())
         count = f"[{done}/{len(self.titles)}]"
         duration = f" in {format_duration(outcome.seconds)}" if outcome.status == "finished" else ""
-        word, _, rest = outcome.error.partition(": ")  # a refused word, which the title may have
-        told = rest if word in title.split() else outcome.error
-        error = f": {told}" if told else ""
+        word, _, rest = outcome.error.partition(": ")  # the refused word, perhaps in the title
+        reason = rest if word in title.split() else outcome.error
+        error = f": {reason}" if reason else ""
         left = self.time_left(len(self.titles) - done)
         time_left = f", {left} left" if left and self.live is None else ""
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{time_left}")
 
     def time_left(self, num_cells: int, at_work: Sequence[WorkerState] = ()) -> str:
-        """The time left, estimated from the mean time of finished cells.
+        """The time left, estimated from the mean time of the finished cells.
 
-        Empty before the first cell has finished, and while a worker's process starts.
+        Empty before the first cell has finished, and while a worker starts.
+
+        Args:
+            num_cells: those that no worker has yet.
         """
         is_known = self.seconds and not self.is_stopping and all(w.is_ready for w in at_work)
         if not is_known or not (num_cells or at_work):

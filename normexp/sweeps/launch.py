@@ -1,7 +1,7 @@
 """A sweep through one of Hydra's launchers, such as `hydra/launcher=ray`: a job for each task.
 
 A job trains its task as a worker does, with the same stacks, locks, checkpoints and records, so it
-needs access to the folder of the study. What became of the cells is read from the records.
+needs access to the folder of the study. Outcomes are read from the records.
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ from normexp.sweeps.log import StudyLog
 from normexp.sweeps.sweep import train_cells
 from normexp.sweeps.tasks import environment, group_cells, shared_value
 
-LAUNCHER_WORDS = (
-    r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that say how jobs are launched
-)
+LAUNCHER_WORDS = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that configure the launcher
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
 def launch_cells(
     command: Command, launcher: str, cells: Sequence[CellSpec], words: Sequence[str]
 ) -> list[Outcome]:
-    """As `train_cells`, with a job of the launcher for each task.
+    """Like `train_cells`, with a job of the launcher for each task.
 
-    A job that dies leaves no result. Its cells have failed, and the same command tries again.
+    A job that dies leaves no result: its cells count as failed, and the same command retries them.
     """
     cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
     if shared_value(cfgs, "dry_run"):
@@ -51,7 +49,7 @@ def launch_cells(
     known = find_skippable(cells)
     before = read_outcomes(cells)
     for study_dir in log.study_dirs:
-        log.open(study_dir)
+        log.begin(study_dir)
     tasks = [
         [cells[index] for index in task]
         for task in group_cells(cells)
@@ -95,7 +93,7 @@ def _run_hydra(
 
     Returns the error of the launcher in one line, empty without one.
     """
-    # Only what configures Hydra: the cells are composed, and a job receives the number of its task.
+    # Only the words that configure Hydra: jobs read their composed cells by the number of the task.
     own = [word for word in command.overrides if re.match(LAUNCHER_WORDS, word)]
     numbers = ",".join(map(str, range(len(tasks))))
     overrides = [*own, f"+task={numbers}", f"hydra.sweep.dir={quoted(str(folder))}"]
@@ -118,7 +116,7 @@ def _run_hydra(
     program = sys.argv  # Hydra reads its command line there
     sys.argv = [program[0], "-m", *search, *overrides]
     try:
-        with environment({"HYDRA_FULL_ERROR": "1"}):  # lets errors through
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # raises errors instead of exiting
             hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(job)()
     except Exception as error:  # a job died, or the launcher itself failed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

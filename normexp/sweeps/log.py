@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class StudyLog:
-    """The command and its cells. A study is written to only when one of its cells begins.
+    """Records a command and its cells. Writes to a study only once one of its cells begins.
 
     Args:
-        words: what was typed; nothing for a job, whose command is recorded by another process.
-        writes: not in a dry run.
+        words: the typed command; empty in a job, since the launching process records it.
+        writes: False for a dry run.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StudyLog:
         self._begun: set[Path] = set()
 
     def check(self) -> None:
-        """Tells once of a study that was begun with other code.
+        """Checks that studies can be read, and logs which were trained with other code.
 
         Raises:
             UserError: a study that is a file, or whose history cannot be read.
@@ -58,8 +58,8 @@ class StudyLog:
                     *(study_dir.name, before[:7], code_version()[:7]),
                 )
 
-    def open(self, study_dir: Path) -> None:
-        """Records the command and all cells it asks for, before the first training of a study."""
+    def begin(self, study_dir: Path) -> None:
+        """Records the command and its cells, before the first training in a study."""
         if study_dir in self._begun:
             return
         self._begun.add(study_dir)
@@ -74,21 +74,21 @@ class StudyLog:
             append_entries(study_dir, entries)
 
     def record_outcomes(self, ends: Iterable[tuple[CellSpec, Outcome]]) -> None:
-        """Records what became of cells: the id, or why there is none."""
-        told: list[tuple[CellSpec, Entry]] = []
+        """Records the id of each cell, or why it cannot be trained."""
+        entries: list[tuple[CellSpec, Entry]] = []
         for cell, outcome in ends:
             if outcome.cell_id and outcome.status != "planned":
-                told.append((cell, cell_entry(cell, outcome.cell_id)))
-                told += [(cell, outcome.key)] if outcome.key is not None else []
+                entries.append((cell, cell_entry(cell, outcome.cell_id)))
+                entries += [(cell, outcome.cache_entry)] if outcome.cache_entry is not None else []
             elif outcome.status in ("refused", "failed") and not outcome.halts:
                 error = f"{outcome.status}: {outcome.error}"
-                told.append((cell, cell_entry(cell, error=error)))
-        self.tell(told)
+                entries.append((cell, cell_entry(cell, error=error)))
+        self.append(entries)
 
-    def tell(self, told: Sequence[tuple[CellSpec, Entry]]) -> None:
-        """Records entries about cells whose study exists and can be written."""
+    def append(self, entries: Sequence[tuple[CellSpec, Entry]]) -> None:
+        """Records entries about cells, if their study exists and can be written."""
         for study_dir in self.study_dirs if self.writes else ():
-            own = [(cell, entry) for cell, entry in told if self._study_of(cell) == study_dir]
+            own = [(cell, entry) for cell, entry in entries if self._study_of(cell) == study_dir]
             if not own or not study_dir.is_dir():
                 continue
             try:
@@ -104,12 +104,12 @@ class StudyLog:
                             *(cell.title, entry.cell_id),
                         )
                 append_entries(study_dir, [entry for _, entry in own])
-            except OSError as denied:  # no result depends on it
+            except OSError as denied:  # no result depends on the history
                 if not is_denied(denied):
                     raise
 
     def _study_of(self, cell: CellSpec) -> Path | None:
-        """A cell that does not compose belongs to the study of all others, if they have one."""
+        """The study of a cell; one that does not compose belongs to the only study, if any."""
         only = self.study_dirs[0] if len(self.study_dirs) == 1 else None
         return cell.study_dir or only
 

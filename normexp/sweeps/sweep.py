@@ -1,4 +1,4 @@
-"""Trains the cells of a command, in this process or in workers, and prints what became of them."""
+"""Trains the cells of a command, in this process or in workers, and prints their outcomes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def print_outcomes(
 
 
 def raise_if_stopped(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """Checks that a command has come to its end, or to a failure under `fail_fast`.
+    """Raises unless a command has come to its end, or to a failure under `fail_fast`.
 
     Raises:
         Halted: nothing more can be trained.
@@ -125,13 +125,13 @@ def train_cells(
 
 @dataclass
 class Sweep:
-    """The cells of a command until each has its outcome: what workers tell comes together here.
+    """Trains the cells of a command, in this process or in workers, and collects their outcomes.
 
     Args:
-        slots: that a worker may have, or this process; more than workers if GPUs are many.
+        slots: for workers, or for this process; more than workers if there are spare GPUs.
         num_workers: processes that train at once; 0: this process trains.
         known: outcomes of cells that need no training, by index.
-        run_task: trains; None: `cells.run.run_task`.
+        run_task: trains a task; None: `cells.run.run_task`.
     """
 
     log: StudyLog
@@ -151,7 +151,7 @@ class Sweep:
         self.request = StopRequest()
         self.stopping = False
         self._failed_starts = 0
-        self._early_deaths: Counter[Task] = Counter()  # of workers, before they trained the task
+        self._early_deaths: Counter[Task] = Counter()  # of workers, before they began to train
 
     def train(self) -> list[Outcome]:
         """Trains until all has ended or is stopped; returns an outcome for each cell, in order.
@@ -160,7 +160,7 @@ class Sweep:
             KeyboardInterrupt: a second Ctrl-C; the workers are dead.
             Halted: no worker process starts.
         """
-        num_cells = len(self.cells)  # no lock in shared memory: a killed worker would keep it
+        num_cells = len(self.cells)  # RawArrays have no lock, which a killed worker would keep
         board = TaskBoard(
             self.tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells)
         )
@@ -180,7 +180,7 @@ class Sweep:
                 )
                 for index, cell in enumerate(self.cells)
             ]
-            ends = zip(self.cells, outcomes, strict=True)  # some were refused before any began
+            ends = zip(self.cells, outcomes, strict=True)  # no study was open for early refusals
             self.log.record_outcomes(
                 [(cell, outcome) for cell, outcome in ends if not outcome.cell_id]
             )
@@ -190,7 +190,7 @@ class Sweep:
         """Ends every training of this command at a checkpoint, and starts no other."""
         self.stopping = self.display.is_stopping = self.request.requested = True
         for worker in self.workers:
-            worker.process.terminate()  # it leaves a checkpoint if it trains, and ends
+            worker.process.terminate()  # the worker saves a checkpoint if it trains, and ends
 
     def _train_here(self, board: TaskBoard) -> None:
         report = partial(self._handle_event, WorkerState())
@@ -216,7 +216,7 @@ class Sweep:
                 worker.close()
 
     def _start_workers(self, board: TaskBoard) -> None:
-        """Starts workers in free slots, for open tasks that none of the others will take."""
+        """Starts workers in free slots, for the open tasks that exceed the idle workers."""
         free = list(self.slots)
         for worker in self.workers:
             free.remove(worker.slot)
@@ -240,11 +240,11 @@ class Sweep:
             self._handle_event(worker, event)
 
     def _handle_death(self, worker: Worker, board: TaskBoard) -> None:
-        """Handles the end of a worker: orderly, or by a signal, or at its start."""
+        """Handles the end of a worker: orderly, by a signal, or before it was ready."""
         reason = worker.describe_death()
         task = board.taken_by(worker.number) or worker.task
-        fails_without = not worker.is_ready or (not task and worker.process.exitcode != 0)
-        if fails_without and not self.stopping:  # its cells are not the cause
+        has_failed_to_start = not worker.is_ready or (not task and worker.process.exitcode != 0)
+        if has_failed_to_start and not self.stopping:  # its cells are not the cause
             self._failed_starts += 1
             if self._failed_starts == FAILED_STARTS:
                 raise Halted(f"no worker process starts: {reason}")
@@ -258,10 +258,10 @@ class Sweep:
         worker.close()
 
     def _count_death(self, worker: Worker, task: Task, reason: str) -> None:
-        """A failed attempt of the stack that it trained, which the next worker knows of.
+        """Records a failed attempt of the stack that the worker trained, for the next worker.
 
-        A task whose worker dies before it trains is begun once more as it is, since the cause may
-        lie outside; then cell by cell, and a cell alone has failed.
+        A task whose worker dies before it trains is tried again unchanged, since the cause may lie
+        outside. After a second death its cells are tried one by one; a single cell has failed.
         """
         stack, study_dir = worker.stack, self.cells[task[0]].study_dir
         if stack is not None and study_dir is not None:
@@ -277,23 +277,23 @@ class Sweep:
             error = f"{reason}, before it was trained"
             self._end(task, [Outcome("failed", norm_and_data(self.cells[task[0]]), error=error)])
 
-    def _handle_event(self, seat: WorkerState, event: Event) -> None:
+    def _handle_event(self, worker: WorkerState, event: Event) -> None:
         match event:
             case TaskTaken(task):
-                seat.is_ready = True
+                worker.is_ready = True
                 self._failed_starts = 0 if task else self._failed_starts
-                seat.take(task)
+                worker.take(task)
             case StackBegan(stack, cell_ids):
-                seat.stack = stack
-                for index, cell_id in zip(seat.task, cell_ids, strict=True):
+                worker.stack = stack
+                for index, cell_id in zip(worker.task, cell_ids, strict=True):
                     cell = self.cells[index]
                     assert cell.study_dir is not None
-                    self.log.open(cell.study_dir)
-                    self.log.tell([(cell, cell_entry(cell, cell_id))])
+                    self.log.begin(cell.study_dir)
+                    self.log.append([(cell, cell_entry(cell, cell_id))])
             case StepsDone(done, total):
-                seat.steps = (done, total)
+                worker.steps = (done, total)
             case TaskEnded(task, outcomes):
-                seat.take(())
+                worker.take(())
                 first = outcomes[0]
                 if first.status not in ("busy", "alone"):
                     self._end(task, outcomes)

@@ -1,7 +1,7 @@
-"""How a command is spread: tasks, each claimed by one worker at a time, and the workers' slots.
+"""The tasks of a command, the board on which its workers take them, and the workers' slots.
 
 A task is one cell, or several that may be one stack. A slot is what one worker may use: CPU
-threads, and a GPU. No torch.
+threads, and a GPU. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from normexp.records.files import file_lock
 
 Task = tuple[int, ...]  # indices of cells
 
-# Runs of one task at most: on a CPU a stack gains little beyond it, and a grid of learning rates
-# still keeps several workers busy. Counts what a command asks for, not what is missing, so that the
-# same line makes the same tasks after an interruption.
+# The most runs in a task: on a CPU larger stacks gain little, and a grid of learning rates still
+# keeps several workers busy. Counts requested runs, not missing ones, so that after an interruption
+# the same command makes the same tasks.
 MOST_RUNS = 16
 
 
 def group_cells(cells: Sequence[CellSpec]) -> list[Task]:
-    """Cells that may be one stack, as they differ in `lr` alone; in the order of their first."""
+    """Groups cells that differ only in `lr`, and may be stacked; ordered by their first cells."""
     tasks: list[list[int]] = []
-    open_tasks: dict[str, list[int]] = {}  # by what is shared, the task that still takes cells
+    open_tasks: dict[str, list[int]] = {}  # the last task with this shared config
     for index, cell in enumerate(cells):
-        shared = _all_but_lr(cell)
+        shared = _config_without_lr(cell)
         task = open_tasks.get(shared or "")
-        if task is not None and _takes([cells[i] for i in task], cell):
+        if task is not None and _has_room_for([cells[i] for i in task], cell):
             task.append(index)
             continue
         tasks.append([index])
@@ -48,14 +48,14 @@ def group_cells(cells: Sequence[CellSpec]) -> list[Task]:
     return [tuple(task) for task in tasks]
 
 
-def _takes(task: Sequence[CellSpec], cell: CellSpec) -> bool:
+def _has_room_for(task: Sequence[CellSpec], cell: CellSpec) -> bool:
     assert cell.cfg is not None
     rates = [other.cfg.lr for other in task if other.cfg is not None]
     return cell.cfg.lr not in rates and (len(task) + 1) * len(cell.seeds) <= MOST_RUNS
 
 
-def _all_but_lr(cell: CellSpec) -> str | None:
-    """A key that is equal for cells that may be stacked; None for a cell that trains alone."""
+def _config_without_lr(cell: CellSpec) -> str | None:
+    """The config without `lr`, equal for cells that may be stacked; None for one that may not."""
     cfg = cell.cfg
     if cfg is None or not isinstance(cfg.lr, int | float) or cfg.lr <= 0:
         return None
@@ -73,14 +73,14 @@ OPEN, ENDED = 0, -1  # of a cell; a positive number is the worker that has it
 
 @dataclass
 class TaskBoard:
-    """How far each cell of a command is, in memory that all of its workers share.
+    """Who trains which cell of a command, in memory that its workers share.
 
-    It spares workers of one command from preparing the same cell, and no more: two may take a task
-    in the same instant, and the locks of its cells decide.
+    Only spares workers from preparing the same cell: two may take a task at the same instant, and
+    then the locks of its cells decide.
 
     Attributes:
-        holders: of each cell: OPEN, ENDED, or the number of a worker.
-        is_alone: of each cell, 1 once it has become a task of its own.
+        holders: of each cell: OPEN, ENDED, or the number of the worker that has it.
+        is_alone: of each cell: 1 once it has become a task of its own.
     """
 
     tasks: Sequence[Task]
@@ -92,13 +92,13 @@ class TaskBoard:
         return [part for parts in alone for part in parts if self.holders[part[0]] == OPEN]
 
     def take(self, worker: int, busy: Collection[Task]) -> Task | None:
-        """The first open task that is not busy, now the worker's; None if there is none."""
+        """Gives the worker the first open task that is not busy; None if there is none."""
         task = next((task for task in self.open_tasks() if task not in busy), None)
         self._mark(task or (), worker)
         return task
 
-    def put_back(self, task: Task, *, alone: bool = False) -> None:
-        """Opens a task again, or each of its cells alone."""
+    def put_back(self, task: Task, *, alone: bool) -> None:
+        """Reopens a task; if `alone`, as one task per cell."""
         for index in task:
             self.is_alone[index] |= alone
         self._mark(task, OPEN)
@@ -111,7 +111,7 @@ class TaskBoard:
 
     @property
     def num_open(self) -> int:
-        """Cells, not tasks."""
+        """The number of open cells (not tasks)."""
         return sum(holder == OPEN for holder in self.holders)
 
     def _mark(self, task: Task, state: int) -> None:
@@ -119,9 +119,9 @@ class TaskBoard:
             self.holders[index] = state
 
 
-# --- Places ---------------------------------------------------------------------------------------
+# --- Slots ----------------------------------------------------------------------------------------
 
-_own_gpu: str | None = None  # that this process has trained on
+_own_gpu: str | None = None  # the GPU that this process has trained on
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class WorkerSlot:
     """What one worker may use: CPU threads, and a GPU as CUDA_VISIBLE_DEVICES names it.
 
     Attributes:
-        locks: names of locks; the worker holds one while it trains. All commands of a user share
-            them, so that two terminals do not train on one core.
+        locks: names of lock files, one of which the worker holds while it trains. All commands of
+            a user share them, so that two terminals do not train on one core.
     """
 
     threads: int
@@ -138,7 +138,7 @@ class WorkerSlot:
     locks: Sequence[str] = ()
 
     def environment(self) -> AbstractContextManager[None]:
-        """What a process that is started inside the block inherits, before it loads torch.
+        """Sets the variables that a process started inside the block needs before it loads torch.
 
         Keeps a lower OMP_NUM_THREADS set by the user.
         """
@@ -153,7 +153,7 @@ class WorkerSlot:
     @contextmanager
     def claim(self) -> Iterator[bool]:
         """Holds one of the locks inside the block; yields False, at once, if none is free."""
-        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # no reboot keeps it
+        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # emptied at boot
         folder = Path(base) / f"normexp-{os.getuid()}"
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
@@ -168,7 +168,7 @@ class WorkerSlot:
 
 @contextmanager
 def environment(own: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of the environment inside the block."""
+    """Sets environment variables inside the block."""
     before = {name: os.environ[name] for name in own if name in os.environ}
     os.environ.update(own)
     try:
@@ -182,9 +182,9 @@ def environment(own: Mapping[str, str]) -> Iterator[None]:
 def worker_slots(
     cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None
 ) -> tuple[list[WorkerSlot], int]:
-    """The slots where cells may be trained, and the number of workers: 0 for this process.
+    """The slots for training, and the number of workers; 0 if this process trains.
 
-    There are more slots than workers if GPUs outnumber cells; `workers` overrides the configs.
+    There are more slots than workers if GPUs outnumber cells. `workers` overrides the configs.
     """
     asked = shared_value(cfgs, "workers") if workers is None else workers
     is_whole = any(needs_whole_machine(cfg) for cfg in cfgs)
@@ -202,10 +202,10 @@ def worker_slots(
     if not gpus:
         locks = [f"core-{i}" for i in range(max(cores, count))]
         return [WorkerSlot(threads, None, locks)] * count, num_workers
-    # Several workers share a GPU only where a command asks for that.
+    # Several workers share a GPU only if the command asks for more workers than GPUs.
     shares = -(-count // len(gpus))
     slots_of = {gpu: [f"gpu-{gpu}-{i}" for i in range(shares)] for gpu in gpus}
-    if is_whole:  # it needs to see all GPUs, and the slot of the first stands for them
+    if is_whole:  # must see all GPUs; the lock of the first stands for all
         return [WorkerSlot(threads, None, slots_of[gpus[0]])], num_workers
     in_turn = islice(cycle(gpus), max(count, len(gpus)))
     return [WorkerSlot(threads, gpu, slots_of[gpu]) for gpu in in_turn], num_workers
@@ -213,9 +213,9 @@ def worker_slots(
 
 @contextmanager
 def own_slot(slots: Sequence[WorkerSlot]) -> Iterator[WorkerSlot]:
-    """The slot of this process: the first that is free, else the first; it sees no other GPU.
+    """The slot of this process: the first free one, else the first. Hides all other GPUs.
 
-    A process keeps the GPU on which CUDA has started.
+    A process keeps the GPU on which it has initialized CUDA.
     """
     global _own_gpu
     torch = sys.modules.get("torch")

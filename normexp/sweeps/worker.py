@@ -1,7 +1,7 @@
 """A worker: claims the open tasks of a command, one after another, and trains them.
 
 Nothing is assigned. Every worker of every command walks the same list, skips what is recorded or
-busy, and trains what it can lock. A command without other processes is the same loop.
+busy, and trains what it can lock. A command without worker processes runs the same loop itself.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
-TICK = (
-    0.5  # seconds between two walks while all open tasks are busy, or this worker's slot is taken
-)
+TICK = 0.5  # seconds between attempts while all open tasks are busy, or this worker's slot is taken
 
 
 @dataclass(frozen=True)
 class TaskTaken:
-    """The worker has a task and prepares its cells; () once it has imported everything."""
+    """The worker has taken a task and prepares its cells; () means that its imports are done."""
 
     task: Task
 
 
 @dataclass(frozen=True)
 class StackBegan:
-    """A stack of the task begins to train; `cell_ids` are those of the task's cells."""
+    """A stack of the task begins to train; `cell_ids` are the ids of the task's cells."""
 
     stack: StackRecord
     cell_ids: Sequence[str]
@@ -46,7 +44,7 @@ class StackBegan:
 
 @dataclass(frozen=True)
 class StepsDone:
-    """Optimizer steps done of the stack in training."""
+    """The optimizer steps that the stack in training has done."""
 
     done: int
     total: int
@@ -56,7 +54,7 @@ class StepsDone:
 class TaskEnded:
     """The outcomes of the task, one for each cell, without results.
 
-    After `busy`, where another process trains a cell, and `alone` the task is open again.
+    If they are `busy` (another process trains one of the cells) or `alone`, the task is open again.
     """
 
     task: Task
@@ -78,9 +76,11 @@ def work(
     number: int = 1,
     shows_bar: bool = False,
 ) -> None:
-    """Trains open tasks until none is left, or a stop is requested, or a failure may spread.
+    """Trains open tasks until none is left, a stop is requested, or a failure may affect the next.
 
     Args:
+        report: called with each event.
+        number: of the worker on the board.
         shows_bar: show a progress bar instead of reporting `StepsDone`.
     """
     locks: dict[Task, Path] = {}  # of tasks that another process trains
@@ -91,9 +91,9 @@ def work(
             task = board.take(number, busy) if is_free else None
             if task is not None:
                 report(TaskTaken(task))
-                given = [cells[index] for index in task]
+                task_cells = [cells[index] for index in task]
                 outcomes = run_task(
-                    given, lambda *begun: report(StackBegan(*begun)), on_steps, stop
+                    task_cells, lambda *begun: report(StackBegan(*begun)), on_steps, stop
                 )
                 report(TaskEnded(task, outcomes))
                 status, directory = outcomes[0].status, outcomes[0].directory
@@ -103,16 +103,16 @@ def work(
                     board.put_back(task, alone=status == "alone")
                 else:
                     board.end(task)
-                if _may_spread(outcomes):
+                if _may_affect_next(outcomes):
                     return
-            elif not is_free:  # a command shows it once
+            elif not is_free:  # shown once in a command
                 logger.info("waiting: other commands use every core or GPU of this machine")
         if task is None:
             time.sleep(TICK)
 
 
-def _may_spread(outcomes: Sequence[Outcome]) -> bool:
-    """True if a failure may affect later tasks: a broken GPU context, too little memory."""
+def _may_affect_next(outcomes: Sequence[Outcome]) -> bool:
+    """True for a failure on a GPU, whose context may be broken, or for lack of memory."""
     errors = [outcome.error.lower() for outcome in outcomes if outcome.status == "failed"]
     torch = sys.modules.get("torch")
     has_gpu = torch is not None and torch.cuda.is_initialized()
@@ -120,8 +120,8 @@ def _may_spread(outcomes: Sequence[Outcome]) -> bool:
 
 
 @contextmanager
-def importing_run_task(run_task: RunTask | None = None) -> Iterator[RunTask]:
-    """Imports torch and what trains; data sets stay in memory inside the block."""
+def importing_run_task(run_task: RunTask | None) -> Iterator[RunTask]:
+    """Yields `run_task`, or imports torch and that of `cells.run`, and caches its data sets."""
     if run_task is not None:
         yield run_task
         return

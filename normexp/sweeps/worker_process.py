@@ -1,4 +1,4 @@
-"""The worker processes of a sweep: both ends of each, and how one dies."""
+"""The worker processes of a sweep, seen from the command and from inside."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threa
 
 
 class WorkerState:
-    """What is known of one that works: a worker process, or this process.
+    """What a sweep knows of a worker, which is a process of its own or this process.
 
     Attributes:
-        task: the cells it has at the moment; none while it has none.
-        stack: the last stack of its task that began to train.
-        since: when it took its task.
+        is_ready: it has imported everything.
+        task: the task that it trains; () while idle.
+        stack: the last stack of the task that began to train.
+        steps: of that stack: done, and in all.
+        since: when it took the task.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class WorkerState:
     def take(self, task: Task) -> None:
         self.task = task
         self.stack: StackRecord | None = None
-        self.steps: tuple[int, int] = (0, 0)  # done, and all of its stack
+        self.steps: tuple[int, int] = (0, 0)
         self.since = time.monotonic()
 
 
@@ -51,7 +53,7 @@ class Worker(WorkerState):
     """One worker process.
 
     Args:
-        number: of it on the board, from 1; no other worker of the command has had it.
+        number: of the worker on the board, from 1; a command uses each number once.
     """
 
     def __init__(
@@ -66,13 +68,13 @@ class Worker(WorkerState):
         self.number = number
         self.slot = slot
         self._shown = 0
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  as long as the worker
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the worker
         self.connection, theirs = SPAWN.Pipe(duplex=False)
-        # A connection is what multiprocessing hands over; its descriptor is what the worker takes.
+        # A Connection, because multiprocessing can pass one; the worker uses only its descriptor.
         with theirs, Connection(os.dup(self._output.fileno()), readable=False) as output:
             arguments = (theirs, output, cells, board, slot, number, run_task)
             self.process = SPAWN.Process(target=main, args=arguments)
-            # It inherits that Ctrl-C is blocked, until it has left the terminal.
+            # The child inherits this block, so that Ctrl-C cannot reach it while it starts.
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 with slot.environment():
@@ -81,7 +83,7 @@ class Worker(WorkerState):
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def receive(self) -> Event | None:
-        """Its next event; None once it has ended."""
+        """The worker's next event; None once it has ended."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -89,13 +91,13 @@ class Worker(WorkerState):
             return None
 
     def new_output(self) -> str:
-        """What it has printed since this was last called."""
+        """The worker's output since the last call."""
         text = self._read(self._shown)
         self._shown += len(text)
         return text.decode(errors="replace")
 
     def last_output(self) -> str:
-        """The end of all that it has printed."""
+        """The end of the worker's output."""
         return self._read(0)[-4000:].decode(errors="replace")
 
     def _read(self, start: int) -> bytes:
@@ -103,7 +105,7 @@ class Worker(WorkerState):
         return os.pread(descriptor, os.fstat(descriptor).st_size - start, start)
 
     def describe_death(self) -> str:
-        """Why it ended, in one line; it has ended."""
+        """Why the worker ended, in one line. It must have ended."""
         code = self.process.exitcode or 0
         if code < 0:
             memory = " (out of memory?)" if -code == signal.SIGKILL else ""
@@ -112,7 +114,7 @@ class Worker(WorkerState):
         return f"its process ended with code {code}" + (f": {lines[-1]}" if lines else "")
 
     def close(self) -> None:
-        """Ends it at once, if it has not ended."""
+        """Kills the worker if it has not ended."""
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
@@ -132,34 +134,36 @@ def main(
     number: int,
     run_task: RunTask | None,
 ) -> None:
-    """Runs `work` in this process, which ends with its parent: at a checkpoint if one trains.
+    """Runs `work` in this process. If the parent dies, stops, with a checkpoint if it trains.
 
     Args:
-        end: of the pipe to the command, which gets events and log messages.
-        output: the file for all that is printed; only its descriptor is used.
+        end: the end of the pipe on which the command gets events and log messages.
+        output: the file for everything printed; only its descriptor is used.
     """
-    os.setsid()  # Ctrl-C is for the parent, which asks by SIGTERM
+    os.setsid()  # only the parent gets Ctrl-C, and passes it on as SIGTERM
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
-    pipe = Pipe(end)
+    sender = EventSender(end)
     package = logging.getLogger("normexp")
-    package.addHandler(pipe)
+    package.addHandler(sender)
     package.setLevel(logging.INFO)
     package.propagate = False
     logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
-        with importing_run_task(run_task) as trainer:
+        with importing_run_task(run_task) as run_task:
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            pipe.enqueue(TaskTaken(()))
-            work(cells, board, slot, pipe.enqueue, StopRequest(), run_task=trainer, number=number)
+            sender.enqueue(TaskTaken(()))
+            work(
+                cells, board, slot, sender.enqueue, StopRequest(), run_task=run_task, number=number
+            )
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
 
-class Pipe(QueueHandler):
+class EventSender(QueueHandler):
     """Sends events and log messages to the command."""
 
     def __init__(self, end: Connection) -> None:
@@ -167,12 +171,12 @@ class Pipe(QueueHandler):
         self._end = end
 
     def enqueue(self, record: Event) -> None:
-        with suppress(OSError):  # the command is gone, and its worker ends soon
+        with suppress(OSError):  # the command has died, and this worker ends soon
             self._end.send(record)
 
 
 def _stop_with_parent() -> None:
-    """Once the parent has died, asks this process to stop, as the parent would have done."""
+    """Once the parent has died, stops this process by the signal that the parent would send."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])

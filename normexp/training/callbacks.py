@@ -1,7 +1,7 @@
-"""Callbacks of a training: which of the user's own fit, and those that show progress.
+"""Callbacks: checks of the user's own, and those that report progress.
 
 Lightning calls them at the start and end of training, of each epoch, of each validation and of the
-test, and as a checkpoint is written or read. A callback that acts on training batches gets one
+test, and when a checkpoint is written or read. A callback that acts on training batches gets one
 optimizer step per batch; `module.step` counts them. `trainer.callback_metrics` has the metrics of
 the last validation, as means over the stack.
 """
@@ -23,7 +23,7 @@ from normexp.errors import UserError
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import finite_mean
 
-# Callbacks of Lightning whose work normexp does itself.
+# Callbacks of Lightning that cannot be used, and what to use instead.
 UNSUPPORTED: dict[type, str] = {
     shipped.Checkpoint: "normexp writes checkpoints and weights.pt itself, and resumes from them",
     shipped.ProgressBar: "normexp shows its own progress",
@@ -51,8 +51,8 @@ def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> 
     """Raises UserError for a callback that cannot work here.
 
     Args:
-        name: its key and class, for the message.
-        metrics: of the validation, which it may monitor.
+        name: its key and class, for messages.
+        metrics: the metrics of a validation, one of which it may monitor.
     """
     for kind, instead in UNSUPPORTED.items():
         if isinstance(callback, kind):
@@ -71,7 +71,7 @@ def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> 
 
 
 def describe_monitor(callbacks: Iterable[pl.Callback]) -> str | None:
-    """`EarlyStopping looks at val/loss`, of the first callback with a `monitor`; None if none."""
+    """Describes the first callback with a `monitor`: `EarlyStopping looks at val/loss`, or None."""
     for callback in callbacks:
         if (metric := getattr(callback, "monitor", None)) is not None:
             return f"{type(callback).__name__} looks at {metric}"
@@ -79,7 +79,7 @@ def describe_monitor(callbacks: Iterable[pl.Callback]) -> str | None:
 
 
 def act_on_batches(callbacks: Iterable[pl.Callback]) -> bool:
-    """True if a callback acts on training batches, which must then be single steps."""
+    """True if a callback acts on training batches: each must then be a single optimizer step."""
     return any(_own_hooks(callback, ON_BATCHES) for callback in callbacks)
 
 
@@ -87,8 +87,8 @@ def why_stopped(trainer: pl.Trainer) -> str | None:
     """Why an EarlyStopping ended the training; None if none did."""
     for callback in trainer.early_stopping_callbacks:
         if trainer.should_stop and callback.stopping_reason_message:
-            told = callback.stopping_reason_message.partition(" Signaling")[0]
-            return f"{type(callback).__name__}: {told}"
+            reason = callback.stopping_reason_message.partition(" Signaling")[0]
+            return f"{type(callback).__name__}: {reason}"
     return None
 
 

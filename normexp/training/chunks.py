@@ -1,4 +1,4 @@
-"""Chunks: the optimizer steps of one call of `training_step`, and the losses that they leave."""
+"""Chunks, the optimizer steps of one call of `training_step`, and the history of their losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ChunkLoader:
     Args:
         current_step: returns the number of optimizer steps done so far.
         max_steps: most steps in a chunk.
-        processes: all of them use the largest of their chunk sizes.
+        processes: those that share each step; all use the largest of their chunk sizes.
     """
 
     target_seconds = 0.25
@@ -82,8 +82,8 @@ class LossHistory:
     def all_diverged(self) -> bool:
         return None not in self.diverged_at
 
-    def look_for_divergence(self) -> bool:
-        """Waits for the device, and returns True if all replicas have diverged."""
+    def check_divergence(self) -> bool:
+        """True if all replicas have diverged; waits for the device."""
         self._read(len(self._pending))
         return self.all_diverged
 

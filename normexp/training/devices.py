@@ -1,4 +1,4 @@
-"""Where a training runs: devices, how they multiply, processes, and torch.compile."""
+"""Where a training runs: devices, matmul precision, several processes, and torch.compile."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def resolve_trainer_options(
         return options
     if options["devices"] * options.get("num_nodes", 1) == 1:
         return options | {"strategy": "auto"}
-    # All processes are connected already. Without an explicit environment Lightning would prefer
-    # SLURM's wherever a job runs below it.
+    # The processes are connected already. Without an explicit environment Lightning would choose
+    # SLURM's inside any SLURM job.
     strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
     return options | {"strategy": strategy}
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from normexp.batching.replicas import Batch, Measured, Replicas
+from normexp.batching.replicas import Batch, Measurements, Replicas
 from normexp.data.dataset import Data
 from normexp.norms.state import write_state
 from normexp.training.optim import AveragedWeights
@@ -51,7 +51,7 @@ class Criterion(ABC):
         """Returns what samples.npz keeps of each sample (N,)."""
 
     @abstractmethod
-    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measured:
+    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
         """Returns metrics (S,) from the mean loss over targets (S,) and `each_sample` (S, N)."""
 
 
@@ -68,7 +68,7 @@ class Classification(Criterion):
         """Right or not, bool."""
         return output.argmax(dim=-1) == batch["targets"]
 
-    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measured:
+    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
         del split
         # argmax of NaN is class 0
         accuracy = torch.where(loss.isfinite(), each.double().mean(dim=1), torch.nan)
@@ -96,7 +96,7 @@ class LanguageModeling(Criterion):
         scores = output.movedim(2, 1)  # (N, V, T)
         return functional.cross_entropy(scores, batch["targets"], reduction="none").mean(dim=1)
 
-    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measured:
+    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
         del each
         return {"loss": loss, "bits_per_byte": loss / math.log(2) / self.bytes_per_token[split]}
 
@@ -196,7 +196,8 @@ class Evaluator:
                     metrics |= self._score(self.replicas, f"batch{size}", split, size)
         if self.averaged is not None and self.averaged.n_averaged > 0:
             own, group = self.averaged.module, self.eval_group
-            # Running state measured anew, which they keep; what has no measure is the last step's.
+            # Averaged weights keep this newly measured running state. What cannot be measured stays
+            # as after the last step.
             population = self._measure_population(own)
             if population is not None:
                 write_state(own, population.state)
@@ -223,7 +224,7 @@ class Evaluator:
         """Returns the metrics of a split with the statistics that the norms use now.
 
         Args:
-            kind: of these statistics.
+            kind: the name of these statistics.
             group_size: samples that share statistics; None if samples do not.
             num_samples: per forward; None: as many as fit.
         """
@@ -234,7 +235,7 @@ class Evaluator:
         num_samples = num_samples or block_size(replicas, group_size or 1)
         for indices, num_counted in evaluation_blocks(self.data, split, num_samples, group_size):
 
-            def measure(output: Tensor, own: Batch, num: int = num_counted) -> Measured:
+            def measure(output: Tensor, own: Batch, num: int = num_counted) -> Measurements:
                 output, own = output[:num], {name: value[:num] for name, value in own.items()}
                 each = self.criterion.each_sample(output, own)
                 return {"loss": self.criterion.loss(output, own), "each": each}

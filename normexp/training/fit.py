@@ -45,7 +45,7 @@ def fit(
         stop: a stop request that other threads can set too.
 
     Returns:
-        True if a stop was requested too late: this training is complete.
+        True if a stop was requested too late, after the last step: the training is complete.
 
     Raises:
         UserError: anything but an EarlyStopping ended the training before its last step.
@@ -119,8 +119,8 @@ class Checkpointer(Checkpoint):
     which a resumed run would otherwise skip. Nor does it save at the end of training: what comes
     after is short, and a resumed run would skip it too.
 
-    It is one of Lightning's checkpoint callbacks because these act last, after EarlyStopping
-    too, whose state it saves.
+    It is one of Lightning's checkpoint callbacks because these act last, so it saves the present
+    state of EarlyStopping too.
     """
 
     def __init__(self, path: Path, stop: StopRequest) -> None:
@@ -168,7 +168,7 @@ class Checkpointer(Checkpoint):
             raise Interrupted
 
 
-for _name in (  # told once, here: processes that Lightning starts have heard nothing else yet
+for _name in (  # at import, the first thing that processes started by Lightning do
     "pytorch_lightning.utilities.rank_zero",
     "lightning_fabric.utilities.rank_zero",
     "lightning_fabric.utilities.distributed",

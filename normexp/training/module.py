@@ -25,8 +25,9 @@ from normexp.training.optim import AveragedWeights, Recipe, ReplicaRates
 from normexp.training.recorder import Columns, Position, Recorder, finite_mean
 from normexp.training.step import StepGradient
 
-# A training whose replicas have all diverged ends at a multiple of this, whatever its chunks.
-STEPS_BETWEEN_LOOKS = 25
+# Training ends early if all replicas have diverged. Checked at fixed steps, not at chunk ends, so
+# that the last step does not depend on chunks.
+STEPS_BETWEEN_CHECKS = 25
 
 
 class TrainingModule(pl.LightningModule):
@@ -39,7 +40,7 @@ class TrainingModule(pl.LightningModule):
         losses: the position in training, and the losses since the last row.
         metrics: the latest metrics by name, a value per replica.
         validated_at: the step of the last validation.
-        processes: the processes that train together; None for a single one.
+        processes: those that share each step; None for a single process.
         train_seconds: time spent in optimizer steps so far.
     """
 
@@ -101,7 +102,7 @@ class TrainingModule(pl.LightningModule):
         if self._is_placed:  # by an earlier stage
             return
         self._is_placed = True
-        # Lightning converts too, but only once it has loaded a checkpoint into what is here now.
+        # Lightning converts too, but only after it has loaded a checkpoint into these tensors.
         self.trainer.precision_plugin.convert_module(self)
         device = self.trainer.strategy.root_device
         self.batches = self.batches.to(device)
@@ -141,8 +142,8 @@ class TrainingModule(pl.LightningModule):
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
         started = time.perf_counter()
-        # The plain optimizer: Lightning's wrapper counts steps, as `losses` does, and scales the
-        # gradients of float16, which is not supported, at the cost of 5 % of a small step.
+        # Without Lightning's wrapper, which costs 5 % of a small step: it counts steps, as `losses`
+        # does already, and scales float16 gradients, which are not supported.
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, torch.optim.Optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -152,7 +153,7 @@ class TrainingModule(pl.LightningModule):
             for parameter in parameters:  # zero_grad without its profiling
                 parameter.grad = None
             self._take_step(step, batch, optimizer)
-            if self.step % STEPS_BETWEEN_LOOKS == 0 and self.losses.look_for_divergence():
+            if self.step % STEPS_BETWEEN_CHECKS == 0 and self.losses.check_divergence():
                 self.trainer.should_stop = True
                 break
         for end, losses in self.losses.take_rows():
@@ -186,12 +187,12 @@ class TrainingModule(pl.LightningModule):
         return self.lr_schedulers()
 
     def _track(self, chunk: slice, elapsed: float, lr: float) -> None:
-        """Passes on, for the last step of a chunk, what only loggers get."""
+        """Sends loggers the values of a chunk's last step that metrics.csv does not hold."""
         count, position = self.replicas.num_replicas, self.position(self.step)
         num_samples = position.samples_seen - self.position(chunk.start).samples_seen
         values = {
             "train/lr": [lr * scale for scale in self.recipe.lr_scales or [1.0] * count],
-            "train/grad_norm": self.replicas.gradient_norms().tolist(),  # clipped, if it is
+            "train/grad_norm": self.replicas.gradient_norms().tolist(),  # after any clipping
             # Of the whole stack.
             "train/samples_per_second": [num_samples * count / max(elapsed, 1e-9)] * count,
         }
@@ -201,7 +202,7 @@ class TrainingModule(pl.LightningModule):
         self.losses.finish()
         self.recorder.flush()
 
-    # Evaluation. Lightning's loop sees one batch, which stands for the whole split.
+    # Evaluation. Lightning's loop gets a single batch, which stands for the whole split.
 
     def val_dataloader(self) -> range:
         return range(1)
@@ -214,7 +215,7 @@ class TrainingModule(pl.LightningModule):
             self._record_metrics(self.evaluator.others(["val"]))
         self.validated_at = self.step
         means = {name: finite_mean(column) for name, column in self.metrics.items()}
-        # For callbacks, as loggers have `recorder`; the means of all processes are equal.
+        # For callbacks only: `recorder` serves the loggers. All processes have equal means.
         self.log_dict(means, logger=False, batch_size=1, sync_dist=True)
         if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
             self._scheduler().step(means[self.recipe.schedule.monitor])
@@ -246,7 +247,7 @@ class TrainingModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["normexp"]
-        # Lightning moves the networks to this device only later.
+        # The networks are not on this device yet: Lightning moves them later.
         self.losses.load_state_dict(state["losses"], self.trainer.strategy.root_device)
         self.train_seconds = state["train_seconds"]
         self.validated_at = state["validated_at"]

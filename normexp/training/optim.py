@@ -1,4 +1,4 @@
-"""How a stack is trained: its recipe, its weight decay, one optimizer for all its replicas."""
+"""The recipe of a training, weight decay, and one optimizer for all replicas of a stack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a stack is trained: everything but the network, the data and the seeds."""
+    """Everything that defines the training of a stack but its network, data and seeds."""
 
     sizes: Sizes
     optimizer: OptimizerFactory
@@ -125,10 +125,9 @@ def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
     """Says why one optimizer cannot train a stack; None if it can.
 
     Measured: two replicas, the second at half the rate, take TRIAL_STEPS with random gradients, in
-    a stack and each alone. An optimizer passes that updates each value from its own history, as SGD
-    and Adam do; one that takes norms over a layer or over all parameters does not, nor one that
-    goes back to older values, as Lookahead does. What acts less often than the trial is long
-    remains unseen.
+    a stack and each alone. SGD and Adam pass, as they update each value from its own history. An
+    optimizer that takes norms over a layer or over all parameters fails, as does one that returns
+    to older values, such as Lookahead. What happens only after more steps is not seen.
     """
     noise = torch.Generator().manual_seed(0)
     rows = [torch.randn(1 + TRIAL_STEPS, 2, *s, generator=noise).double() for s in SHAPES]
@@ -141,7 +140,7 @@ def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
         for index, network in enumerate(alone):
             own = [gradient[:, index] for gradient in gradients]
             _train_on(optimizer, network, own, 0.1 * scales[index])
-    except Exception as error:  # of the user's class, any kind: what it does alone is tried apart
+    except Exception as error:  # user code may raise anything; cells.draft tries it without a stack
         return first_line(error)
     for index, network in enumerate(alone):
         for found, expected in zip(stack.parameters(), network.parameters(), strict=True):

@@ -51,9 +51,9 @@ class Recorder:
     """Passes each run's values to its sinks, and the mean over the stack to Lightning's loggers.
 
     Args:
-        sinks: of each replica's run; they get what is recorded.
-        trackers: of each replica's run; they also get what is only `track`ed.
-        loggers: Lightning loggers of the whole stack; they too get everything.
+        sinks: for each replica, those that get recorded values only.
+        trackers: for each replica, those that get recorded and tracked values.
+        loggers: Lightning loggers of the whole stack; they get both as means over replicas.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Recorder:
 
     @property
     def tracks(self) -> bool:
-        """True if anything looks at what is only tracked."""
+        """True if tracked values have a receiver."""
         return bool(self.loggers) or any(self.trackers)
 
     def record(self, position: Position, values: Columns) -> None:
-        """Records a number per replica by metric; leaves out what is not finite."""
+        """Records a value per replica for each metric, except those that are not finite."""
         self._pass_on(self.sinks, position, values)
 
     def track(self, position: Position, values: Columns) -> None:
-        """Like `record`, but not in metrics.csv, which holds what a repetition would reproduce."""
+        """Like `record`, but not into metrics.csv, which a rerun must reproduce."""
         self._pass_on(self.trackers, position, values)
 
     def _pass_on(

@@ -92,8 +92,8 @@ class Schedule:
     Attributes:
         factor: of the step, counted from 0; None if a scheduler sets the rate.
         build: makes that scheduler, which steps after each optimizer step, or at each validation
-            if it looks at a metric.
-        monitor: that metric.
+            if it monitors a metric.
+        monitor: the name of that metric.
     """
 
     total_steps: int
@@ -145,30 +145,32 @@ def own_schedule(
         name: of the target, for messages.
 
     Raises:
-        Whatever a trial of it raises, and UserError for a factor that is not a number from 0 on.
+        UserError: a factor that is not a number from 0 on. Errors of its own code pass through.
     """
     is_scheduler = isinstance(target, type) and issubclass(target, LRScheduler)
-    looks = is_scheduler and "metrics" in inspect.signature(target.step).parameters
-    if monitor is not None and not looks:
-        raise UserError(f"schedule.monitor={monitor}: it looks at no metric; drop it")
+    takes_metric = is_scheduler and "metrics" in inspect.signature(target.step).parameters
+    if monitor is not None and not takes_metric:
+        raise UserError(f"schedule.monitor={monitor}: this schedule uses no metric; drop the key")
     if not is_scheduler:
         for step in {*range(0, total_steps, max(1, total_steps // 100)), total_steps - 1}:
             factor = make(step, total_steps)
-            if not _is_share(factor):
+            if not _is_factor(factor):
                 raise UserError(
                     f"{name} returns {factor!r} at step {step} of {total_steps}; return a factor "
-                    "on lr, a number from 0 on"
+                    "on lr, 0 or more"
                 )
         return Schedule(total_steps, lambda step: float(make(step, total_steps)))
     trial = SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = make(trial)
-    if not looks:
+    if not takes_metric:
         trial.step()
         scheduler.step()
-    return Schedule(total_steps, build=make, monitor=(monitor or "val/loss") if looks else None)
+    return Schedule(
+        total_steps, build=make, monitor=(monitor or "val/loss") if takes_metric else None
+    )
 
 
-def _is_share(factor: Any) -> bool:
+def _is_factor(factor: Any) -> bool:
     try:
         return bool(math.isfinite(factor) and factor >= 0)
     except (TypeError, ValueError, RuntimeError):  # of a tensor, for one

@@ -1,22 +1,24 @@
-"""Statistics that norms can be evaluated with: their own, of batches, or of a whole population.
+"""Statistics to evaluate norms with besides their running ones: of batches, of a population.
 
 Everything here that changes a network is a context manager that changes it back.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normexp.batching.draws import generator
-from normexp.batching.replicas import Batch, Replicas
+from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.data.dataset import Data
 from normexp.norms.moments import Moments, pool, unbiased
 from normexp.norms.site import named_sites
@@ -37,7 +39,7 @@ def shuffled(data: Data, split: str) -> Tensor:
     return torch.randperm(len(getattr(data, split)), generator=source)
 
 
-def block_size(replicas: Replicas, group_size: int = 1) -> int:
+def block_size(replicas: Replicas, group_size: int) -> int:
     """Returns the samples per forward in evaluation, a multiple of `group_size`."""
     return max(1, STACK_SAMPLES // replicas.num_replicas // group_size) * group_size
 
@@ -51,7 +53,7 @@ def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch
 
 @contextmanager
 def evaluation_mode(replicas: Replicas) -> Iterator[None]:
-    """Lends the replicas in evaluation mode; modes and buffers are as before in the end."""
+    """Puts replicas into evaluation mode inside the block; restores modes and buffers after it."""
     modes = {module: module.training for module in replicas.modules()}
     buffers, values = dict(replicas.named_buffers()), read_state(replicas)
     replicas.eval()
@@ -66,7 +68,7 @@ def evaluation_mode(replicas: Replicas) -> Iterator[None]:
 
 @contextmanager
 def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
-    """Lends replicas whose norms use the statistics of groups of `group_size` samples.
+    """Inside the block, norms use the statistics of groups of `group_size` samples.
 
     Norms are in training mode, all other modules in evaluation mode.
     """
@@ -110,7 +112,7 @@ def measure_population(
     variance v_i of the n_i values of group i, and w_i = n_i / sum n_i, the population has
     mean = sum w_i m_i and var = sum w_i (v_i + (m_i - mean)^2): the correction n / (n - 1) of
     running variances is undone (arXiv:2105.07576). Norms with other kinds of state pool it by
-    their own `merge_state`, at momentum 1.
+    their own `merge_state`, at momentum 1, or by its mean.
 
     Args:
         num_samples: upper limit, 2 or more; taken from a random order of the training split,
@@ -123,9 +125,12 @@ def measure_population(
     indices = shuffled(data, "train")[:num_samples]
     if len(indices) % group_size == 1 and group_size > 1:
         indices = indices[:-1]
-        logger.info("precise statistics leave out a single last sample")
-    with batch_statistics(replicas, group_size), _poolable(replicas):
-        moved = _replaced_buffers(replicas, gather(replicas, data, "train", indices[:group_size]))
+        logger.info(
+            "precise statistics leave out the last sample, which would be alone in its group"
+        )
+    group = gather(replicas, data, "train", indices[:group_size])
+    with batch_statistics(replicas, group_size), _poolable(replicas, group):
+        moved = _replaced_buffers(replicas, group)
         if not moved:
             return None
         start, ends, shares = read_state(replicas), [], []
@@ -177,29 +182,73 @@ def _replaced_buffers(replicas: Replicas, batch: Batch) -> list[str]:
 
 
 @contextmanager
-def _poolable(replicas: Replicas) -> Iterator[None]:
+def _poolable(replicas: Replicas, group: Batch) -> Iterator[None]:
     """Sets every norm's momentum to 1, and lets foreign norms with moments be pooled exactly.
 
-    A norm like torch.nn.BatchNorm borrows the counter and `merge_state` of the shipped ones.
+    A norm like torch.nn.BatchNorm borrows what the shipped ones have: a counter, `merge_state` and
+    `unbiased_running_var`.
+
+    Args:
+        group: samples that share statistics, to try these norms on.
     """
     with ExitStack() as borrowed:
         for norm in _norms(replicas):
             if hasattr(norm, "momentum"):
                 borrowed.callback(setattr, norm, "momentum", norm.momentum)
                 norm.momentum = 1.0
-            if _has_moments(norm) and not hasattr(norm, "merge_state"):
-                count = torch.zeros_like(norm.running_mean[..., 0], dtype=torch.int64)  # () or (S,)
-                norm.register_buffer("num_values", count, persistent=False)
-                norm.merge_state = _pool_moments
-                for name in ("num_values", "merge_state"):
-                    borrowed.callback(delattr, norm, name)
-                borrowed.callback(norm.register_forward_pre_hook(_count_values).remove)
+        kinds = itertools.cycle(_kinds_of_variance(replicas.replica(0), group))
+        for norm in list(_foreign_norms(replicas)):  # each replica has the same ones
+            if (is_unbiased := next(kinds)) is None:
+                continue
+            count = torch.zeros_like(norm.running_mean[..., 0], dtype=torch.int64)  # () or (S,)
+            norm.register_buffer("num_values", count, persistent=False)
+            norm.unbiased_running_var = is_unbiased
+            norm.merge_state = partial(_pool_moments, is_unbiased)
+            for name in ("num_values", "unbiased_running_var", "merge_state"):
+                borrowed.callback(delattr, norm, name)
+            borrowed.callback(norm.register_forward_pre_hook(_count_values).remove)
         yield
 
 
-def _norms(replicas: Replicas) -> Iterator[Any]:
-    for _, site in named_sites(replicas):
+def _kinds_of_variance(network: nn.Module, group: Batch) -> list[bool | None]:
+    """For each foreign norm of a network: is its running variance that of all values, unbiased?
+
+    None if it is another, such as the mean of the samples' own variances in InstanceNorm.
+    """
+    norms, inputs = list(_foreign_norms(network)), {}
+    hooks = [n.register_forward_pre_hook(lambda n, x: inputs.setdefault(n, x[0])) for n in norms]
+    if norms:
+        network(*model_arguments(group))
+    for hook in hooks:
+        hook.remove()
+    return [_kind_of_variance(norm, inputs[norm]) if norm in inputs else None for norm in norms]
+
+
+def _kind_of_variance(norm: nn.Module, x: Tensor) -> bool | None:
+    """Compares the state after a forward on two inputs with the states after each, merged."""
+    norm, start, ends = norm.double(), read_state(norm), []
+    first, second = x.double(), 1 + 2 * x.double()
+    for given in (first, second, torch.cat([first, second])):
+        write_state(norm, start)
+        norm(given)
+        num = torch.tensor(given.numel() // start["running_mean"].numel())
+        ends.append({**read_state(norm), "num_values": num})
+    *parts, whole = (end["running_var"] for end in ends)
+    merged: dict[bool | None, Tensor] = {
+        kind: _pool_moments(kind, {}, ends[:2], [])["running_var"] for kind in (True, False)
+    }
+    merged[None] = torch.stack(parts).mean(dim=0)
+    return min(merged, key=lambda kind: float((merged[kind] - whole).norm()))
+
+
+def _norms(network: nn.Module) -> Iterator[Any]:
+    for _, site in named_sites(network):
         yield from site.modules()
+
+
+def _foreign_norms(network: nn.Module) -> Iterator[Any]:
+    """Norms with running moments that the project does not know."""
+    return (n for n in _norms(network) if _has_moments(n) and not hasattr(n, "merge_state"))
 
 
 def _has_moments(module: nn.Module) -> bool:
@@ -211,17 +260,20 @@ def _count_values(norm: Any, inputs: tuple[Tensor, ...]) -> None:
     norm.num_values.fill_(inputs[0].numel() // norm.running_mean.shape[-1])
 
 
-def _pool_moments(start: State, parts: list[State], shares: list[float]) -> State:
+def _pool_moments(
+    is_unbiased: bool, start: State, parts: list[State], shares: list[float]
+) -> State:
     """Merges the moments of parts, each left by one forward at momentum 1."""
     del start, shares  # each part knows its number of values
     names = ("running_mean", "running_var", "num_values")
     means, variances, counts = (torch.stack([part[name] for part in parts]) for name in names)
     num = counts[..., None].to(means.dtype)  # (parts, ..., 1)
-    mean, var, total = pool(Moments(means, variances * (num - 1) / num, num), dim=0)
+    biased = variances * (num - 1) / num if is_unbiased else variances
+    mean, var, total = pool(Moments(means, biased, num), dim=0)
     assert isinstance(total, Tensor)
     return {
         "running_mean": mean[0],
-        "running_var": unbiased(var, total)[0],
+        "running_var": (unbiased(var, total) if is_unbiased else var)[0],
         "num_values": counts.sum(dim=0),
     }
 

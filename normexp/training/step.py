@@ -67,9 +67,9 @@ class StepGradient:
         if self.processes is None:
             return losses
         shares = [Share(index, self.share.count) for index in range(self.share.count)]
-        taken = [_count(self.sizes.micro_bounds(num_samples, share)) for share in shares]
-        self.processes.merge_buffers(self.replicas, start, taken)
-        return self.processes.sum_gradients(self.replicas, losses, taken)
+        counts = [_num_samples(self.sizes.micro_bounds(num_samples, share)) for share in shares]
+        self.processes.merge_buffers(self.replicas, start, counts)
+        return self.processes.sum_gradients(self.replicas, losses, counts)
 
     def _add_parts(self, step: int, batch: Batch, bounds: list[Bounds], start: State) -> Tensor:
         """Runs the parts of this process; returns the sum of their losses (S,)."""
@@ -81,7 +81,7 @@ class StepGradient:
             losses.append(self._add_part(step, first, part, batch))
             ends.append(read_state(self.replicas))
         if len(bounds) > 1:
-            shares = [(last - first) / _count(bounds) for first, last in bounds]
+            shares = [(last - first) / _num_samples(bounds) for first, last in bounds]
             write_state(self.replicas, merge_state(self.replicas, start, ends, shares))
         if not losses:  # a short batch may leave this process without samples
             return next(self.replicas.parameters()).new_zeros(self.replicas.num_replicas)
@@ -107,5 +107,5 @@ class StepGradient:
             replicas.seed_foreign_draws([derive_seed(s, "foreign", index) for s in self.seeds])
 
 
-def _count(bounds: list[Bounds]) -> int:
+def _num_samples(bounds: list[Bounds]) -> int:
     return sum(last - first for first, last in bounds)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.cells import draft
@@ -32,13 +33,24 @@ class Net(nn.Module):
         self.fault = fault
         self.norm = nn.Identity() if fault == "ignores" else norm(1)
         self.head = nn.Linear(64, num_outputs + (fault == "outputs"))
+        if fault == "no_copy":
+            self.own = self.head.weight * 2
 
     def forward(self, x):
         if self.fault == "forward":
             raise RuntimeError("boom")
         y = self.norm(x)
         y = self.head((x if self.fault == "drops" else y).flatten(1))
+        if self.fault == "draws":
+            return nn.functional.dropout(y)
         return (y, y) if self.fault == "tuple" else y
+
+class Scores(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "x": x}
 
 def nothing(norm):
     return None
@@ -104,7 +116,7 @@ REFUSED = {
     "data.limit_train=31": "data.limit_train=31 is less than one batch_size=32; try",
     "data.limit_train=9999": "data.limit_train=9999: the training split of data=digits has",
     "replicas=1000000": "replicas=1000000 .* GiB of memory, and this machine has .* try repl",
-    "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2. is of batch statistics: add batch",
+    "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2.: only batch statistics use it; add batch",
     f"{TEXT} norm=batch evaluate_with=[batch]": r"try evaluate_with=\[running,precise\]",
     (
         "data=langid model.width=16 model.depth=1 norm=batch_per_position evaluate_with=[batch] "
@@ -117,7 +129,9 @@ REFUSED = {
     "model._target_=own.Net model.fault=raises": r"own.Net fails: KeyError: 'depth' \(own.py, line",
     "model._target_=own.Net model.fault=forward": r"model Net fails: boom \(own.py, line \d+",
     "model._target_=own.Net model.fault=outputs": r"own.Net returns \(2, 11\) .* \(2, 10\)",
-    "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple",
+    "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple .*return the scores",
+    "model._target_=own.Net model.fault=no_copy": "own.Net fails: RuntimeError: Only Tensors",
+    "model._target_=own.Net model.fault=draws": "draws random numbers in evaluation.*self.training",
     "model._target_=own.Net model.depth=3": "model.depth: own.Net has no such argument",
     "model._target_=own.Net model.fault=ignores": "no norm site, so `norm` has no effect",
     "model._target_=own.Net model.fault=drops": "norm at norm has no effect",
@@ -149,6 +163,12 @@ REFUSED = {
     ): "logger.custom.nam",
     "logger=custom logger.custom._target_=a.B logger.custom.per=seed": "logger.custom.per",
 }
+
+
+def test_scores_of_a_foreign_network_are_taken_from_a_dict(own_module):
+    own_module("own", OWN)
+    network = prepare("norm=group", "norm.num_groups=1", "model._target_=own.Scores").build(0)
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED.items(), ids=REFUSED.keys())

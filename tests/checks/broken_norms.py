@@ -11,6 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from normexp.norms.deviations import (
+    BatchNormBiasedAverage,
+    BatchNormNaiveVariance,
+    BatchNormNoEps,
+)
+
 EPS = 1e-5
 Make = TypeVar("Make", bound=Callable[..., Any])
 CAUGHT_BY: dict[str, tuple[Callable[[int], nn.Module], str, str]] = {}  # norm, line, words of it
@@ -85,6 +91,10 @@ class Affine(nn.Module):
 
 # ---------------------------------------------------------------- faults of the forward
 
+caught_by("exact at mean 1e4", "(2, 8)")(BatchNormNaiveVariance)
+caught_by("finite on constants")(BatchNormNoEps)
+caught_by("running averages", "biased variance")(BatchNormBiasedAverage)
+
 
 @caught_by("exact at mean 1e4", "(2, 8)")
 class NaiveVariance(Affine):
@@ -118,14 +128,6 @@ class UnbiasedVariance(Affine):
 
     def spread(self, x: Tensor) -> Tensor:
         return x.var(pooled(x), correction=1)
-
-
-@caught_by("finite on constants")
-class NoEps(Affine):
-    """Divides by a variance that may be zero."""
-
-    def spread(self, x: Tensor) -> Tensor:
-        return super().spread(x) - EPS
 
 
 @caught_by("channels_last kept")
@@ -163,11 +165,24 @@ def noisy_evaluation(x: Tensor) -> Tensor:
 
 
 class NoisyTraining(Affine):
-    """Draws noise in training, which is no fault."""
+    """Draws its first weight, and noise in training, which is no fault."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        nn.init.uniform_(self.weight, 0.5, 1.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
+        out = (x * per_channel(self.weight, x) + per_channel(self.bias, x)).to(x.dtype)
         return out * (1 + 0.1 * torch.randn_like(out)) if self.training else out
+
+
+class Streaming(nn.Module):
+    """Sees samples one after another, it says."""
+
+    sequential_state = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
 
 
 @caught_by("input unchanged")
@@ -398,14 +413,6 @@ class AveragedDeviation(Averaging):
         return self.scaled(x, self.running_mean, self.running_var.square())
 
 
-@caught_by("running averages", "biased variance")
-class BiasedRunningVariance(Averaging):
-    """Averages the biased variance."""
-
-    def kept_spread(self, x: Tensor) -> Tensor:
-        return self.spread(x)
-
-
 @caught_by("evaluation by averages", "running_mean")
 class EvaluatesByBatch(Averaging):
     """Keeps averages, and evaluates by the statistics of the batch."""
@@ -552,3 +559,35 @@ class MixesInBackward(nn.Module):
         out = MixedSlope.apply(x)
         assert isinstance(out, Tensor)
         return out
+
+
+class PoolsLate(nn.Module):
+    """After 50 training steps, centres over samples and positions, in both modes."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return torch.tanh(x - torch.where(self.steps > 50, x.mean(pooled(x), keepdim=True), 0))
+
+
+class StartsFromItsBatch(Affine):
+    """Sets its weight by the first batch, as ActNorm does."""
+
+    started: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.started:
+            with torch.no_grad():
+                self.weight.copy_(torch.rsqrt(self.spread(x) + EPS))
+            self.started.fill_(True)
+        return x * per_channel(self.weight, x) + per_channel(self.bias, x)

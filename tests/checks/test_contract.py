@@ -46,18 +46,6 @@ def test_fault_is_caught_by_its_line(norm: str):
 # ---------------------------------------------------------------- norms from the wild
 
 
-class Noisy(nn.Module):
-    """Draws its first weight, and noise in training."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(num_features) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = x * broken.per_channel(self.weight, x).to(x.dtype)
-        return scaled * (1 + 0.1 * torch.randn_like(x)) if self.training else scaled
-
-
 class InSingle(nn.Module):
     """RMS norm of language models: channels last, float32 inside whatever it is given."""
 
@@ -105,7 +93,7 @@ SOUND = [BatchNorm, InstanceNorm, partial(GroupNorm, num_groups=4), nn.BatchNorm
 FAILURES: dict[str, tuple[Make, set[str]]] = {
     **{f"sound {i}": (make, set()) for i, make in enumerate(SOUND)},
     "a factory": (NormFactory(LayerNorm), set()),
-    "draws in training": (Noisy, set()),
+    "draws in training": (broken.NoisyTraining, set()),
     "float32 inside": (InSingle, set()),
     "wrong slope in float32": (
         lambda hidden_size: InSingle(hidden_size, backward=False),
@@ -215,7 +203,7 @@ def test_norm_that_cannot_run_is_a_failed_line(make: Make, message: str):
         (lambda num_features: num_features, (), "made a int, not an nn.Module"),
         (broken.per_channel, (), "needs the argument"),
         (partial(nn.BatchNorm1d, **{"knob": 1}), (), "norm.knob: "),
-        (broken.NoEps, ("one smaple",), "no line 'one smaple'; did you mean one sample?"),
+        (LayerNorm, ("one smaple",), "no line 'one smaple'; did you mean one sample?"),
     ],
     ids=["no module", "missing argument", "unknown knob", "unknown line"],
 )

@@ -50,6 +50,7 @@ from normexp.records.result import read_result
 from normexp.train import main
 from normexp.training.optim import parameter_groups
 
+POOLS_LATE = NormFactory(lambda _: broken.PoolsLate(), view="sequence")
 Build = Callable[[], nn.Module]
 LAYER, BATCH, NONE = NormFactory(LayerNorm), NormFactory(BatchNorm), NormFactory(NoNorm)
 
@@ -123,8 +124,9 @@ def around(before: Callable[..., Tensor], after: Callable[..., Tensor]) -> nn.Mo
         (around(broken.ReadsFurther(0, 9), nn.Identity()), image_data(), 32),
         (around(nn.Identity(), lambda out: out - out.mean(0)), image_data(), 32),
         (convnet(norm_of(broken.ReadsFurther(0, 50))), image_data(64), 64),
+        (FlatNet(POOLS_LATE), image_data(), 16),
     ],
-    ids=["first", "last", "each second", "before a norm", "after a norm", "far"],
+    ids=["first", "last", "each second", "before a norm", "after a norm", "far", "late"],
 )
 def test_samples_mixed_anywhere_are_found(network: nn.Module, data: Data, size: int):
     traits = traits_of(network, data, size)
@@ -160,13 +162,6 @@ class Counting(FlatNet):
         return super().forward(inputs) * (1 + self.steps)
 
 
-class Streaming(nn.Module):
-    sequential_state = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x)
-
-
 class Exploding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -185,7 +180,7 @@ def mean_over_positions(m: Any, inputs: Tensor) -> Tensor:
     return m.head(m.final_norm(m.conv(inputs)).mean(dim=(2, 3)))
 
 
-STREAMING = NormFactory(lambda _: Streaming())
+STREAMING = NormFactory(lambda _: broken.Streaming())
 WINDOWS = Model(windows, norm=BATCH(1), head=nn.Linear(64, 3))
 ENDS = {"conv": nn.Conv2d(1, 4, 3), "head": nn.Linear(4, 3)}
 REFUSED: dict[str, tuple[nn.Module, str]] = {
@@ -206,6 +201,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
 REFUSED_IN_PARTS = [
     (FlatNet(STREAMING), Sizes(8, 4), "micro_batch_size=4 .* norm1 "),
     (FlatNet(STREAMING), Sizes(8, None, 2), "norm_batch_size=2 .* norm1 "),
+    (FlatNet(NormFactory(broken.StartsFromItsBatch)), Sizes(8, None, 4), "norm1 .*parameters"),
     (WINDOWS, Sizes(8, None, 4), "norm_batch_size=4: norm get 8 rows for 4 samples"),
 ]
 
@@ -289,6 +285,7 @@ NOTED = {
         "WARNING.*norm1.norm.weight, norm1.norm.unused",
     ),
     "few values": (FlatNet(BATCH), image_data(), "WARNING.*2 values at norm1"),
+    "mixed outside": (around(nn.Identity(), lambda x: x - x.mean(0)), image_data(), "does not act"),
     "leak in training": (gpt(BATCH), text_data(), "blocks.0.attn_norm.*train/loss"),
 }
 
@@ -415,6 +412,7 @@ LEAKING: dict[str, tuple[nn.Module, str, str]] = {
     "last": (reading(lambda x: x - x[..., -1:]), SITES, CAUSAL),
     "next": (reading(broken.ReadsFurther(2, 1)), SITES, CAUSAL),
     "far": (reading(broken.ReadsFurther(2, 7)), SITES, CAUSAL),
+    "late": (gpt(POOLS_LATE), SITES, "norm=batch with norm.track_running_stats=true"),
     "first reads second": (
         reading(lambda x: torch.cat([x[..., :1] + x[..., 1:2], x[..., 1:]], -1)),
         SITES,

@@ -63,14 +63,18 @@ REFUSED = [
     ("train", "--cfg job -m", "drop -m"),
     ("train", "--cfg job optim=sgdd", "optim=sgdd: no such optim"),
     ("train", "norm.momentum=1 +norm.momentum=2", "norm.momentum is given twice, as norm.mom"),
+    ("train", "norm=group.yaml", "norm=group.yaml: no such norm; did you mean group"),
+    ("train", "hydra.sweeper.params.lr=3", "params.lr=3: type the keys themselves"),
+    ("train", "-m lr=range(0,1,0)", "lr=range(0,1,0): the step of a range"),
     ("tune", "norm=batch", "nothing to search"),
+    ("tune", "lr=choice(1,2) tune.metric=val/loss@", "tune.metric=val/loss@: needs evaluate_with"),
     ("check", "norm=grup", "did you mean group"),
     ("check", "norm.view=sequence", "norm.view=sequence"),
     ("check", "norm.half_life=100", "set norm.momentum"),
     ("check", "norm=group norm.nun_groups=3", "did you mean norm.num_groups?"),
     ("check", "formt=json", "did you mean format?"),
     ("check", "format=csv", "format=csv: must be one of table, json, markdown"),
-    ("check", "batch_size=4", "batch_size=4: no key of a card"),
+    ("check", "batch_size=4", "batch_size=4: a card has no such key"),
     ("evaluate", "", "run is missing"),
     ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with?"),
     ("evaluate", "run=a evaluate_with=[exact]", "evaluate_with=[exact]: must be"),
@@ -97,11 +101,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(entry: str, line: str, part: str,
     assert part in err
 
 
-def test_a_reader_that_goes_is_no_traceback():
+@pytest.mark.parametrize("words", [["status", "--help"], ["complete"]])
+def test_a_reader_that_goes_is_no_traceback(words: list[str]):
     """As in `--help | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
-    run = [sys.executable, "-m", "normexp.status", "--help"]
+    run = [sys.executable, "-m", f"normexp.{words[0]}", *words[1:]]
     with os.fdopen(writer) as stdout:
         done = subprocess.run(run, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     assert done.stderr == ""
@@ -168,7 +173,7 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
         for name in group_choices(group):
             assert "/" in name or name in text
     assert all(f"\n  {name:<28}{phrase}\n" in text for name, phrase in PLACEMENTS.items())
-    _, _, families = text.partition("Norms (norm=NAME) by family:")
+    _, _, families = text.partition("Norms (norm=NAME) by family")
     assert "\n  kin\n    kin " in families
     assert "Kin norm: it pools\n" in families and "More" not in families
     assert "my_norm" in families.partition("\n  other\n")[2]

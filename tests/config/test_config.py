@@ -34,8 +34,8 @@ REFUSED = {
     "seed=1,2": "seed=1,2 names several values: add -m",
     "optim=[sgd,adamw]": "optim takes one name (choices: adamw, custom, sgd)",
     "~model": "~model: a key cannot be removed; give it a value",
-    "+optim=sgd": "+optim=sgd: optim is always there",
-    "+batch_size=3": "+batch_size=3: the key exists, write it without the +",
+    "+optim=sgd": "+optim=sgd: optim already exists",
+    "+batch_size=3": "+batch_size=3: the key already exists; drop the +",
     "lr@x=3": "lr",
     "batch_size=abc": "batch_size=abc: must be a whole number, as its default 32",
     "optim.momentum=abc": "optim.momentum=abc: must be a number",
@@ -47,12 +47,12 @@ REFUSED = {
     # Keys that nothing reads.
     "+foo=1": "foo: unknown key; --help lists",
     "+scheduler=step": "scheduler: unknown key; set optim.schedule=...",
-    "schedule.peak=0.2": "schedule: this training has none; choose one, as schedule=custom",
+    "schedule.peak=0.2": "schedule: this training has no schedule; choose one, as schedule=custom",
     "weights=w.pt": "weights: unknown key; did you mean model.weights?",
     "+logger.x=1": "logger.x: unknown key (logger has csv)",
     "+tune.x=1": "tune.x: unknown key (tune has",
     "++trainer.gradient_clip_val=1": "unknown key; set max_grad_norm=...",
-    "hydra.verbose=true": "hydra.verbose: nothing reads this key of Hydra",
+    "hydra.verbose=true": "hydra.verbose: this key of Hydra has no effect",
     "optim._target_=torch.optim.Adam": "try optim=custom optim._target_=...",
     "optim=custom optim._target_=torch.optim.Adam": "optimizer has no default, set lr=...",
     # Validating.
@@ -87,6 +87,7 @@ def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
         ("", {"lr": 0.1, "micro_batch_size": None, "study": "default", "replicas": 4}),
         ("lr=1 micro_batch_size=8 stack=false", {"lr": 1, "micro_batch_size": 8, "stack": False}),
         ("study=2026 eps=0 stack=true", {"study": "2026", "eps": 0, "stack": True}),
+        ("study=2026_11", {"study": "2026_11"}),
         ("optim=adamw batch_size=6 norm_batch_size=3", {"lr": 1e-3, "norm_batch_size": 3}),
     ],
 )

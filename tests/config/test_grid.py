@@ -157,3 +157,19 @@ def test_digest_is_of_the_training_and_not_of_seeds_or_places():
     assert len(cells) == 8
     assert len(digests) == 2
     assert len({digest for _, digest in digests}) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "digest"),
+    [
+        ("norm=group", "f99fe1c50e9887e8"),
+        ("norm=group optim=adamw norm.num_groups=2 ema=0.9", "8aff56dd1c832f07"),
+        (
+            "norm=custom norm._target_=a.B callback=early_stopping val_every_epochs=2",
+            "30c2352998541775",
+        ),
+    ],
+)
+def test_digest_outlives_the_code_so_that_newer_code_goes_on_with_a_study(line: str, digest: str):
+    (cell,) = compose_cells(parse_command(line.split()))
+    assert cell.digest == digest

@@ -57,20 +57,22 @@ def test_resnet20_starts_from_one_draw_per_layer_in_forward_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def reference_attention(attention: Attention, x: Tensor, allowed: Tensor, gains: dict) -> Tensor:
-    """The textbook formula, one head at a time; `allowed` (B, T, T) says who may read whom."""
-    split = [t.chunk(attention.num_heads, dim=-1) for t in attention.qkv(x).chunk(3, dim=-1)]
+def textbook_attention(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, gains: dict[str, Tensor], num_heads: int
+) -> Tensor:
+    """One head at a time, RMS norm where there is a gain; `allowed` (..., T, T): who reads whom."""
     heads = []
-    for values in zip(*split, strict=True):
-        q, k, v = (
-            t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gains[name]
-            if name in gains
-            else t
-            for name, t in zip(("q_norm", "k_norm", "v_norm"), values, strict=True)
-        )
-        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
-        heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1) @ v)
-    return attention.out(torch.cat(heads, dim=-1))
+    for values in zip(*(t.chunk(num_heads, dim=-1) for t in (q, k, v)), strict=True):
+        own = dict(zip("qkv", values, strict=True))
+        for name, gain in gains.items():
+            own[name] = rms(own[name]) * gain
+        scores = own["q"] @ own["k"].transpose(1, 2) / math.sqrt(own["q"].shape[-1])
+        heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1) @ own["v"])
+    return torch.cat(heads, dim=-1)
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
 @pytest.mark.parametrize(("qk_norm", "v_norm"), [(False, False), (True, False), (True, True)])
@@ -81,15 +83,16 @@ def test_attention_equals_the_formula(kind: str, qk_norm: bool, v_norm: bool) ->
     attention = Attention(12, 3, norm, is_causal=kind == "causal").double()
     gains = {}
     for name, site in named_sites(attention):
-        gains[name] = torch.rand(4, dtype=torch.double) + 0.5
-        site.norm.get_parameter("weight").data.copy_(gains[name])
+        gains[name[0]] = torch.rand(4, dtype=torch.double) + 0.5
+        site.norm.get_parameter("weight").data.copy_(gains[name[0]])
     assert len(gains) == 2 * qk_norm + v_norm
     x = torch.randn(2, 5, 12, dtype=torch.double)
     mask = torch.arange(5) < torch.tensor([[5], [3]]) if kind == "masked" else None
     allowed = torch.ones(2, 5, 5, dtype=torch.bool)
     allowed = allowed.tril() if kind == "causal" else allowed
     allowed = allowed if mask is None else allowed & mask[:, None, :]
-    expected = reference_attention(attention, x, allowed, gains)
+    qkv = attention.qkv(x).chunk(3, dim=-1)
+    expected = attention.out(textbook_attention(*qkv, allowed, gains, num_heads=3))
     real = torch.ones(2, 5, dtype=torch.bool) if mask is None else mask
     out = attention(x, mask)
     torch.testing.assert_close(out[real], expected[real], rtol=0, atol=1e-12)
@@ -111,22 +114,17 @@ def textbook_gpt(placement: str, state: dict[str, Tensor], tokens: Tensor, s: fl
     """The GPT of a placement by its paper's equations, with RMS norm and s at each branch's end."""
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state[f"{name}.norm.weight"]
+        return rms(x) * state[f"{name}.norm.weight"]
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
 
     def attention(name: str, x: Tensor) -> Tensor:
         allowed = torch.ones(x.shape[1], x.shape[1]).tril().bool()
-        heads = []
-        parts = (part.chunk(HEADS, -1) for part in linear(f"{name}.qkv", x).chunk(3, -1))
-        for q, k, v in zip(*parts, strict=True):
-            if placement == "hybrid":
-                normed = zip("qkv", (q, k, v), strict=True)
-                q, k, v = (norm(f"{name}.{which}_norm", part) for which, part in normed)
-            scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
-            heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v)
-        return linear(f"{name}.out", torch.cat(heads, -1))
+        named = {which: state.get(f"{name}.{which}_norm.norm.weight") for which in "qkv"}
+        gains = {which: gain for which, gain in named.items() if gain is not None}
+        q, k, v = linear(f"{name}.qkv", x).chunk(3, -1)
+        return linear(f"{name}.out", textbook_attention(q, k, v, allowed, gains, HEADS))
 
     def mlp(name: str, x: Tensor) -> Tensor:
         return linear(f"{name}.out", F.gelu(linear(f"{name}.hidden", x)))

@@ -21,7 +21,6 @@ from model_cases import (
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from normexp.batching.draws import Dropout
 from normexp.errors import UserError
 from normexp.models.common import modules_outside_sites
 from normexp.models.transformer import EQUATIONS
@@ -189,23 +188,6 @@ class MaskedLayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = super().forward(x)
         return y if mask is None else y * mask[:, None]
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_dropout_noise_does_not_depend_on_the_split_of_the_batch(name: str) -> None:
-    model = build(name, dropout=0.4).double().train()
-    arguments = draw_arguments(name, 6)
-    drops = [module for module in model.modules() if isinstance(module, Dropout)]
-    for index, dropout in enumerate(drops):
-        dropout.key.fill_(1000 + index)
-    whole = model(*arguments)
-    parts = []
-    for first, last in [(0, 1), (1, 4), (4, 6)]:
-        for dropout in drops:
-            dropout.first_sample.fill_(first)
-        parts.append(model(*[a[first:last] for a in arguments]))
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)
-    assert not torch.allclose(whole, model.eval()(*arguments))
 
 
 def placed(view: str, placement: str) -> NormFactory:

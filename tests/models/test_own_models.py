@@ -22,18 +22,6 @@ from torch import nn
 from normexp.data import Examples, build_image_data
 
 
-class TwoLayers(nn.Module):
-    def __init__(self, norm, input_shape, num_outputs, *, width):
-        super().__init__()
-        self.conv = norm.conv(input_shape[0], width, 3)
-        self.norm = norm(width)
-        self.act = norm.act(width)
-        self.head = nn.Linear(width, num_outputs)
-
-    def forward(self, inputs):
-        return self.head(self.act(self.norm(self.conv(inputs))).amax(dim=(2, 3)))
-
-
 def load_stripes(num_samples, val_fraction, num_classes, split_seed=0):
     targets = torch.arange(num_samples) % 2
     images = torch.zeros(num_samples, 1, 8, 8, dtype=torch.uint8)
@@ -55,6 +43,12 @@ class Plain(nn.Module):
     def forward(self, x):
         return self.fc(self.bn(self.conv(x)).relu().mean(dim=(2, 3)))
 """
+DATA = """
+_target_: someone.load_stripes
+num_samples: 64
+num_classes: 2
+val_fraction: 0.25
+"""
 MODEL = ["model=custom", "model._target_=someone.Plain"]
 FROZEN = ["lr=1e-30", "optim.weight_decay=0", "steps=1"]  # one step that moves no weight
 
@@ -70,16 +64,11 @@ def plain_weights(num_classes: int = 10, channels: int = 1) -> dict[str, Tensor]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Holds someone.py, which can be imported, and a config for its model and for its data."""
+    """Holds someone.py, which can be imported, and a config for its data."""
     (tmp_path / "someone.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    for group, content in {
-        "model": "_target_: someone.TwoLayers\n_partial_: true\nwidth: 8\n",
-        "data": "_target_: someone.load_stripes\nnum_samples: 64\nnum_classes: 2\n"
-        "val_fraction: 0.25\n",
-    }.items():
-        (tmp_path / "conf" / group).mkdir(parents=True)
-        (tmp_path / "conf" / group / "mine.yaml").write_text(content)
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "mine.yaml").write_text(DATA)
     return tmp_path
 
 
@@ -97,27 +86,6 @@ def train(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any
         return json.loads((run_dir / "result.json").read_text()), load(run_dir), log
 
     return run
-
-
-CUSTOM_DATA = ["data=custom", "data._target_=someone.load_stripes", "data.num_samples=64"]
-CUSTOM_DATA += ["data.num_classes=2", "data.val_fraction=0.25"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("choice", "num_parameters"),
-    [
-        # convolution, norm, act, head
-        (["model=mine", "act=tlu"], 10 * 8 + 2 * 8 + 8 + 9 * 10),
-        (["model=mine", "data=mine", "model.width=12"], 10 * 12 + 2 * 12 + 13 * 2),
-        (["model=custom", "model._target_=someone.TwoLayers", "model.width=8", *CUSTOM_DATA], 114),
-    ],
-)
-def test_own_model_and_data_cost_a_file_and_a_yaml(
-    train: Callable[..., Any], choice: list[str], num_parameters: int
-) -> None:
-    result, _, _ = train(*choice, "norm=group", "norm.num_groups=2", "steps=2")
-    assert (result["status"], result["num_parameters"]) == ("finished", num_parameters)
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.ckpt", "w.safetensors"])

@@ -21,23 +21,9 @@ from normexp.build import build_data, build_network, build_norm, norm_target
 from normexp.cells.cell import prepare_cell
 from normexp.config.compose import compose_cell, compose_config
 from normexp.norms.site import named_sites
-from normexp.records.result import read_result
-from normexp.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = {"batch", "sample", "token", "pointwise", "none", "other", "deviation"}
-HEADLINE = re.compile(r"# [^:]+( \(arXiv:\d{4}\.\d{4,5}\))?: .+\.")
 TEXTS: Any = SimpleNamespace(input_shape=(16,))  # all that `build_norm` asks of data
-QUICK = ["model.width=8", "batch_size=16", "steps=1", "replicas=1", "workers=0"]
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_file_opens_with_one_phrase_and_ends_its_notes_with_the_family(name):
-    lines = FILES[name].read_text().splitlines()
-    header = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
-    assert HEADLINE.fullmatch(header[0]) and max(map(len, header)) <= 100
-    assert header[-1].removeprefix("# family: ") in FAMILIES
-    assert (header[-1] == "# family: deviation") == name.startswith("deviations/")
 
 
 @pytest.mark.parametrize("name", ["group", "batch_per_position", "frn", "deviations/ln_no_eps"])
@@ -132,39 +118,5 @@ def test_importing_a_norm_imports_little_else():
     assert imported_by("normexp.norms.batch") == {"affine", "errors", "moments", "running", "state"}
 
 
-NEW_NORM = '''
-from torch import nn
-
-class CentredNorm(nn.Module):
-    """x minus the mean over its channels, times a weight."""
-
-    def __init__(self, num_features, *, gain, eps):
-        super().__init__()
-        self.gain, self.eps = gain, eps
-        self.scale = nn.Linear(1, 1, bias=False)
-
-    def forward(self, x):
-        return self.gain * self.scale.weight * (x - x.mean(dim=1, keepdim=True))
-'''
-NEW_YAML = """\
-# Centred norm: each position minus its mean over the channels.
-# family: other
-_target_: centred_norm.CentredNorm
-_partial_: true
-view: token
-gain: 2.0
-"""
-
-
-def test_a_new_norm_costs_one_python_file_and_one_yaml(tmp_path: Path, monkeypatch):
-    (tmp_path / "centred_norm.py").write_text(NEW_NORM)
-    yaml = tmp_path / "conf" / "norm" / "mine" / "centred.yaml"
-    yaml.parent.mkdir(parents=True)
-    yaml.write_text(NEW_YAML)
-    monkeypatch.syspath_prepend(tmp_path)
-    runs = tmp_path / "runs"
-    words = ["--config-dir", str(tmp_path / "conf"), "norm=mine/centred", "norm.gain=3"]
-    assert main([*words, *QUICK, f"runs_dir={runs}"]) == 0
-    (run,) = runs.glob("default/*/seed-0")  # no folder more for the slash in the name
-    assert read_result(run).status == "finished"
-    assert OmegaConf.load(run.parent / "config.yaml").norm.gain == 3
+def test_the_folder_of_a_cell_is_one_also_for_a_norm_in_a_folder_of_its_own():
+    assert "/" not in prepare_cell(*compose_cell(["norm=deviations/bn_naive_var"])).id

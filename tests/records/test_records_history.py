@@ -67,7 +67,7 @@ def test_entries_come_back_with_every_value(tmp_path: Path):
     append_entries(tmp_path, [COMMAND, attempt, key, *searches])
     history = read_history(tmp_path)
     assert (history.commands, history.attempts) == ([COMMAND], [attempt])
-    assert history.keys == {"d1": [key]}
+    assert history.cache == {"d1": [key]}
     assert [*history.searches.values()] == searches[1:]  # the longer search of the same space
     assert datetime.fromisoformat(history.commands[0].time).utcoffset() is not None
 
@@ -78,7 +78,7 @@ def test_lines_of_an_earlier_version_are_read(tmp_path: Path):
     lines = [json.dumps(line) + "\n" for line in (key, command)]
     (tmp_path / "study.jsonl").write_text("".join(lines))
     history = read_history(tmp_path)
-    assert history.keys["d1"][0].evaluated == {}
+    assert history.cache["d1"][0].evaluated == {}
     assert history.commands[0].command == ["c"]
 
 

@@ -95,6 +95,8 @@ def test_a_plan_says_what_the_report_could_show(tmp_path: Path):
     words = power_words(planned, [run(seed, value) for seed, value in values.items()])
     assert f": {times} points" in words and "unlike" not in words
     assert f"1 point takes {seeds_for(1.0, 2**0.5, 3)} seeds" in words
+    equal = power_words(planned, [run(0, 0.9), run(1, 0.9)])  # is no certainty
+    assert f"{times} times the standard deviation" in equal
     longer = [run(seed, value, num_steps=9) for seed, value in values.items()]
     assert "of trainings unlike these" in power_words(planned, longer)
     for one in planned:

@@ -121,6 +121,17 @@ def test_an_axis_of_accuracy_ends_where_accuracies_end(tmp_path: Path, values, l
     assert (low, high) == limits or limits != (0, 100)
 
 
+def test_labels_stand_at_their_lines_and_keep_apart(tmp_path: Path):
+    near = {f"norm{i}": 0.9 + 0.0001 * i for i in range(12)}
+    write_levels(tmp_path, near | {"layer": 0.83, "group": 0.86})
+    (low, high), _, labels = panel_of(tmp_path)
+    places = sorted(row["place"] for row in labels.values())
+    assert low <= places[0] and places[-1] <= high + 1e-9
+    assert np.diff(places).min() > 13 * (high - low) / 320  # a line of text, in the metric
+    assert labels["layer"]["place"] == pytest.approx(labels["layer"]["mean"])
+    assert sorted(near, key=lambda norm: labels[norm]["place"]) == list(near)
+
+
 # Other questions
 
 

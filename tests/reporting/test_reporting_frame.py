@@ -90,7 +90,7 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
 # Numbers as text, and what metrics are called
 
 
-def interval(estimate: float, low: float, high: float) -> Interval:
+def interval(estimate: float | None, low: float | None, high: float | None) -> Interval:
     return Interval(estimate, low, high, 0.95, 8)
 
 
@@ -104,15 +104,16 @@ def interval(estimate: float, low: float, high: float) -> Interval:
         ((-0.01, -1.0, 0.98), "0.0 [-1.0, 1.0]"),
         ((1.2, 1.2, 1.2), "1.2 [1.2, 1.2]"),
         ((1.2, 1.2 - 1e-14, 1.2), "1.2 [1.2, 1.2]"),
+        ((5e-7, 4e-7, 6e-7), "5.00e-07 [4.00e-07, 6.00e-07]"),
+        ((2.4321e9, -1.0, 5e9), "2.43e+09 [-1.00e+00, 5.00e+09]"),
+        ((1.23, None, None), "1.2"),
+        ((-0.04, None, None), "-0.04"),
+        ((-1e-15, None, None), "0.0"),
+        ((None, None, None), "-"),
     ],
 )
-def test_digits_follow_the_width_of_the_interval(values: tuple[float, float, float], text: str):
+def test_digits_follow_the_width_of_the_interval(values: tuple, text: str):
     assert format_interval(interval(*values), 1) == text
-
-
-def test_no_bounds_are_made_up():
-    assert format_interval(Interval(1.23, None, None, 0.95, 1), 1) == "1.2"
-    assert format_interval(Interval(None, None, None, 0.95, 0), 1) == "-"
 
 
 def test_signs():

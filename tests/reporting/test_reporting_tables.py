@@ -40,13 +40,45 @@ def test_sensitivity_names_the_sizes_that_it_is_about(tmp_path: Path, num_seeds:
         write_cell(tmp_path, "batch", values, norm_batch_size=size)
     (row,) = sensitivity_table(answer_slices(slices_of(tmp_path))).rows
     assert (row["from"], row["to"], row["best size"]) == (128, 2, 32)
-    drop, regret = (float(row[key].split()[0]) for key in ("drop", "regret at the smallest size"))
+    drop, regret = (
+        float(row[key].split()[0]) for key in ("worse by", "regret at the smallest size")
+    )
     assert (drop, regret) == (pytest.approx(4.0, abs=0.4), pytest.approx(5.0, abs=0.4))
     # 1 point is lost between 32 (a gain) and 8 (2 points); then two halvings to 8
     size, *interval = row["passed at size"].split(" ", 1)
     assert 8 < float(size) < 32 and row["threshold"] == "1 point"
     assert bool(interval) == (num_seeds > 1)  # one seed has none
-    assert row["loss per halving"].endswith("(128 to 2)")
+    assert row["worse by, per halving"].endswith("(128 to 2)")
+
+
+@pytest.mark.parametrize(
+    ("lost", "passed", "regret", "slope"),
+    [
+        ((), "21.3 [", "5.2 [", "0.79 ["),
+        ((8,), "57.1 [", "5.2 [", "0.86 ["),  # 5.15 points over 6 halvings, on one line
+        ((2,), "<8", "-", "-"),  # not known below 8
+        ((2, 8), "-", "-", "-"),
+    ],
+)
+def test_sensitivity_rests_on_the_sizes_that_have_runs(tmp_path: Path, lost, passed, regret, slope):
+    loss = {2: 0.05, 8: 0.005 if 2 in lost else 0.015, 128: 0.0}
+    for size, less in loss.items():
+        values = {k: 0.9 - less * (1 + 0.02 * k) + 0.0017 * k for k in range(4)}
+        failed = values if size in lost else ()
+        write_cell(tmp_path, "batch", values, norm_batch_size=size, failed=failed)
+    (row,) = sensitivity_table(answer_slices(slices_of(tmp_path))).rows
+    keys = ("passed at size", "regret at the smallest size", "worse by, per halving")
+    for key, words in zip(keys, (passed, regret, slope), strict=True):
+        assert (row[key] or "-").startswith(words)
+
+
+def test_a_cell_of_diverged_runs_has_the_metric_and_the_count_that_it_lacks(tmp_path: Path):
+    write_cell(tmp_path, "batch", {0: None, 1: None}, norm_batch_size=2)
+    records = read_studies(tmp_path, ["synthetic"])
+    (row,) = cell_table(build_cells(records), records.runs, None, None).rows
+    assert (row["metric"], row["mean"], row["diverged"]) == ("test accuracy (%)", None, 2)
+    (answer,) = answer_slices(slices_of(tmp_path))
+    assert "at one norm batch size only, 2 (n = 0 seeds; 2 of 2 diverged)" in answer.losses[0].text
 
 
 def test_the_paper_table_has_the_best_in_bold_with_what_ties_by_the_test(tmp_path: Path):
@@ -72,6 +104,8 @@ def test_the_paper_table_has_the_best_in_bold_with_what_ties_by_the_test(tmp_pat
     assert rf"layer & \textbf{{{shown}}} &" in latex
     assert r"\multicolumn{2}{c}{norm batch size} \\" in latex and r"\cmidrule(lr){2-3}" in latex
     assert latex.count(r"\textbf") == markdown.count("**") / 2 == 5
+    texts = table.of_rows("a", "A", ["a_b"], [{"a_b": "<2"}, {"a_b": "x|y & 5 %"}]).to_latex()
+    assert r"a\_b" in texts and "$<$2" in texts and r"x\textbar{}y \& 5 \%" in texts
     assert all(rf"\{place}rule" in latex for place in ("top", "mid", "bottom"))
 
 

@@ -93,8 +93,8 @@ def test_commands_name_the_study_and_quote_folders():
     one.status = "failed"
     log, status, report = commands_to_look([one])
     assert log == "less 'my runs/try/a'/stacks/*/run.log"
-    assert status == "python -m normexp.status study=try runs_dir='my runs'"
-    assert report == "python -m normexp.report study=try runs_dir='my runs'"
+    assert status == "python -m normexp.status study=try 'runs_dir=my runs'"
+    assert report == "python -m normexp.report study=try 'runs_dir=my runs'"
 
 
 TRAIN = "python -m normexp.train -m"

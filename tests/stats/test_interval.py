@@ -198,15 +198,22 @@ def test_log_ratio_equals_the_delta_method(rng):
 
 
 def test_crossed_mean_equals_the_analysis_of_variance(rng):
-    table = rng.normal(size=(4, 1)) + rng.normal(size=(1, 30)) + rng.normal(size=(4, 30))
+    table = rng.normal(size=(9, 1)) + rng.normal(size=(1, 30)) + rng.normal(size=(9, 30))
     rows, columns = table.mean(1), table.mean(0)
     residual = table - rows[:, None] - columns + table.mean()
-    squares = [rows.var(ddof=1) / 4, columns.var(ddof=1) / 30, (residual**2).sum() / (3 * 29 * 120)]
+    squares = [rows.var(ddof=1) / 9, columns.var(ddof=1) / 30, (residual**2).sum() / (8 * 29 * 270)]
     got = crossed_mean(table)
     assert got.error**2 == pytest.approx(squares[0] + squares[1] - squares[2])
     total = squares[0] + squares[1] - squares[2]
-    expected = total**2 / (squares[0] ** 2 / 3 + squares[1] ** 2 / 29 + squares[2] ** 2 / 87)
-    assert got.df == pytest.approx(max(expected, 3))
+    expected = total**2 / (squares[0] ** 2 / 8 + squares[1] ** 2 / 29 + squares[2] ** 2 / 232)
+    assert got.df == pytest.approx(max(expected, 8))
+
+
+def test_test_samples_never_narrow_the_interval_over_seeds(rng):
+    for spread in (0.01, 0.3, 1.0):
+        table = rng.normal(size=(3, 1)) + spread * rng.normal(size=(1, 30))
+        both, seeds = crossed_mean(table), mean(table.mean(axis=1))
+        assert both.high - both.low >= (seeds.high - seeds.low) * (1 - 1e-9)
 
 
 def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):

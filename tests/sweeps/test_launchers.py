@@ -107,7 +107,7 @@ def test_old_error_is_not_shown_for_a_job_that_died(tmp_path: Path, monkeypatch,
     words = ["-m", "norm=none,group", "micro_batch_size=5", f"runs_dir={tmp_path}"]
     cells = compose_cells(parse_command(words))
     log = StudyLog(cells, ["normexp-train", *words])
-    log.open(tmp_path / "default")
+    log.begin(tmp_path / "default")
     log.record_outcomes([(cell, Outcome("refused", "", error="an old mistake")) for cell in cells])
     assert {outcome.error for outcome in launching.read_outcomes(cells)} == {"an old mistake"}
     monkeypatch.setattr(launching, "_run_hydra", lambda *_: "")

@@ -96,7 +96,7 @@ def test_key_is_recorded_once_for_each_way_to_ask(
     shutil.copytree(trained, tmp_path / "runs")
     for words in ([], ["log_every=3"], []):
         assert train(tmp_path, *words) == 0
-    keys = read_history(tmp_path / "runs" / "default").keys
+    keys = read_history(tmp_path / "runs" / "default").cache
     assert [len(entries) for entries in keys.values()] == [2]
     read = Mock(side_effect=read_history)
     monkeypatch.setattr(recorded, "read_history", read)

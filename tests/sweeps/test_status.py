@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import normexp
+from normexp.cli import read_options
+from normexp.config.compose import compose_config
 from normexp.config.help import conf_dir
 from normexp.records.files import file_lock
 from normexp.records.history import CellEntry, CommandEntry, append_entries
@@ -146,8 +149,15 @@ def test_what_all_cells_share_is_told_once(tmp_path: Path, capsys):
 
 
 def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write(tmp_path / "s", "b-1", 0, "finished")
-    assert "complete; next:\n  python -m normexp.report study=s" in told(tmp_path / "s", capsys)
+    study = tmp_path / "it's (2)" / "s"
+    write(study, "b-1", 0, "finished")
+    out = told(study, capsys)
+    assert "1 run of 1 cell: 1 finished" in out
+    (line,) = out.partition("complete; next:\n")[2].splitlines()
+    *command, own_study, place = shlex.split(line)
+    assert command == ["python", "-m", "normexp.report"] and own_study == "study=s"
+    assert read_options("report", [own_study, place])["runs_dir"] == str(study.parent)
+    assert compose_config([own_study, place]).runs_dir == str(study.parent)
 
 
 @pytest.fixture

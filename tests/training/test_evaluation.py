@@ -44,6 +44,25 @@ in_every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys()
 TEXT = {"model": text_encoder, "data": text_data(40)}
 
 
+class BiasedAverage(nn.Module):
+    """Batch norm that averages the biased variance, unlike torch, and does not say so."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.momentum = 0.1
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, C, H, W)
+        averages = (self.running_mean, self.running_var)
+        if self.training:
+            moments = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+            for average, moment in zip(averages, moments, strict=True):
+                average.mul_(1 - self.momentum).add_(self.momentum * moment.detach())
+            averages = moments
+        return functional.batch_norm(x, *averages)
+
+
 def plan(
     *kinds: str, num_samples: int = 1000, batch_sizes: tuple[int, ...] = (), every_epoch=False
 ) -> EvaluationPlan:
@@ -130,9 +149,10 @@ def moments_by_hand(
         (3, {}),
         (37, {"make_norm": torch_norm}),
         (37, {"make_norm": lambda c: BatchNormBiasedAverage(c)}),
+        (37, {"make_norm": BiasedAverage}),
         (37, TEXT),
     ],
-    ids=["shipped", "few", "torch", "biased", "padded_text"],
+    ids=["shipped", "few", "torch", "biased", "foreign_biased", "padded_text"],
 )
 def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samples, choices, form):
     monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)  # several blocks
@@ -147,6 +167,24 @@ def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samp
         assert states.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(states[name], value, rtol=0, atol=1e-10)
+
+
+@in_every_form
+def test_precise_statistics_of_instance_norm_average_over_samples(monkeypatch, form):
+    monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)
+    make = lambda c: nn.InstanceNorm2d(c, track_running_stats=True)  # noqa: E731
+    module = trained(make_norm=make, **form)
+    found = population_of(module, 36, group_size=4)
+    indices = shuffled(module.batches.data, "train")[:36]
+    for index in range(len(form["seeds"])):
+        network, batch = (
+            module.replicas.replica(index),
+            gather(module.replicas, module.batches.data, "train", indices),
+        )
+        maps = network.get_submodule("conv1")(batch["inputs"]).flatten(2)  # (N, C, P)
+        states = states_of(module, found, index)
+        for name, value in (("mean", maps.mean((0, 2))), ("var", maps.var(2).mean(0))):
+            torch.testing.assert_close(states[f"norm1.norm.running_{name}"], value)
 
 
 @in_every_form

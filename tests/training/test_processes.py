@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException
 from training_cases import (
     PLACES,
-    StrangerNorm,
     batch_norm,
     build_module,
     group_norm,
@@ -31,6 +30,7 @@ from training_cases import (
     text_encoder,
     train,
 )
+from wild_norms import StrangerNorm
 
 from normexp.batching.sizes import Sizes
 from normexp.norms.batch import SyncBatchNorm

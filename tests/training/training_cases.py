@@ -86,26 +86,6 @@ def batch_norm(num_features: int) -> nn.Module:
     return BatchNorm(num_features, eps=1e-5, momentum=0.1)
 
 
-class StrangerNorm(nn.Module):
-    """A norm that the project does not know: divides by a running mean of |x| over the batch."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(num_features))
-        self.register_buffer("size", torch.ones(num_features))
-        self.register_buffer("count", torch.tensor(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (N, C, *)
-        shape = (1, -1, *[1] * (x.ndim - 2))
-        if self.training:
-            size = x.abs().mean(dim=(0, *range(2, x.ndim)))
-            self.size = 0.8 * self.size + 0.2 * size.detach()  # reassigned, as many do
-            self.count += 1
-        else:
-            size = self.size
-        return x / (size + 0.1).view(shape) * self.weight.view(shape)
-
-
 def group_norm(num_features: int) -> nn.Module:
     return GroupNorm(num_features, eps=1e-5, num_groups=4)
 
