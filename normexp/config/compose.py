@@ -29,6 +29,7 @@ from normexp.config.rules import (
     KEYS,
     OPEN_GROUPS,
     OPTIONAL_GROUPS,
+    as_typed,
     check_value,
     is_read,
     join_or,
@@ -382,6 +383,13 @@ def _refuse_unread(plain: dict[str, Any], base: ComposedChoices) -> None:
             f"experiment={recipe}: nothing reads its keys; let its YAML begin with the line "
             "`# @package _global_`"
         )
+    for group in GROUPS[:-1]:
+        value = plain.get(group)
+        if not isinstance(value, dict) and (value is not None or group not in OPTIONAL_GROUPS):
+            raise UserError(
+                f"{group}={as_typed(value)}: must be a group of keys; a YAML chooses one below "
+                f"`defaults:`, as `- override /{group}: NAME`"
+            )
     for key in dotted_keys(plain):
         if not is_read(key):
             raise _unknown_key(key, base)

@@ -132,6 +132,8 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
     [
         ("data/mine.yaml", "# @package _global_\nval_fraction: 0.2\n", "data is missing: put"),
         ("experiment/mine.yaml", "# @package _global_\nepoch: 3\n", "epoch: unknown key; did you"),
+        ("experiment/mine.yaml", "# @package _global_\nnorm: rms\n", "override /norm: NAME"),
+        ("experiment/mine.yaml", "# @package _global_\ntrainer: null\n", "trainer=null: must be"),
         ("experiment/mine.yaml", "epochs: 3\n", "experiment=mine: nothing reads its keys; let its"),
         ("trainer/mine.yaml", "defaults: [auto]\nmax_steps: 3\n", "trainer.max_steps: unknown key"),
         ("optim/mine.yaml", "_target_: my.Sgd\ndefault_lr: 1\n", "optim.weight_decay is missing"),
