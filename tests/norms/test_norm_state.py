@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from normexp.norms.batch import BatchNorm, BatchRenorm, EvalNorm, GhostBatchNorm, SyncBatchNorm
 from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.site import Site
-from normexp.norms.state import read_state
+from normexp.norms.state import merge_state, read_state
 from normexp.norms.taper import TaperNorm
 
 SHARES = {"num_training_steps": 10}
@@ -221,3 +221,12 @@ def test_synchronized_norm_in_two_processes_is_batch_norm_over_both(tmp_path: Pa
         assert_close([sum(found) for found in of_parameters], list(grads[1:]), rtol=0, atol=1e-11)
         for state in states:
             assert_close(state, norm.state_dict(), rtol=0, atol=1e-12)
+
+
+def test_norm_that_a_step_uses_twice_counts_both_uses_in_each_part():
+    norm = make_fresh("batch")
+    start = read_state(norm)
+    for _ in range(2):
+        norm(random_tensor(4, C))
+    ends = [read_state(norm)] * 2
+    assert merge_state(norm, start, ends, [0.5, 0.5])["num_batches_tracked"] == 2
