@@ -115,7 +115,7 @@ def test_only_commands_that_lack_something_are_to_be_typed_again(study: Path):
     more = [command(["normexp-train", "norm=batch"], {"d-batch": [2]})]
     more.append(command(["normexp-tune", "x"], {"d-batch": [0]}))  # asks for more
     append_entries(study, more)
-    unfinished = read_status(study.parent, "s").unfinished_commands(with_spent=True)
+    unfinished = read_status(study.parent, "s").unfinished_commands(with_exhausted=True)
     assert [each.command[-1] for each in unfinished] == ["study=s", "norm=batch", "x"]
 
 
