@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -211,6 +212,9 @@ def _modified_at(config_dirs: Sequence[str]) -> tuple[tuple[Path, int], ...]:
     return tuple((file, file.stat().st_mtime_ns) for file in files)
 
 
+_composing = threading.Lock()  # Hydra has one state for all threads
+
+
 @lru_cache(maxsize=64)
 def _compose(
     choices: tuple[str, ...], config_dirs: tuple[str, ...], _: tuple[tuple[Path, int], ...]
@@ -220,7 +224,7 @@ def _compose(
     folders = ", ".join(quoted(f"file://{Path(folder).resolve()}") for folder in config_dirs)
     search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
     try:
-        with hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
+        with _composing, hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             config = hydra.compose("config", [*search, *choices], return_hydra_config=True)
     except (HydraException, YAMLError, ValueError) as error:
         raise _explain(error, config_dirs) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def test_a_line_sets_its_values_and_leaves_the_defaults(line: str, values: dict[
     assert {key: config[key] for key in values} == values
     assert choices["optim"] == ("adamw" if "adamw" in line else "sgd")
     assert "hydra" not in config and "experiment" not in choices
+
+
+def test_threads_compose_at_once(tmp_path: Path):
+    """As threads that call `normexp.run`. Their folders differ, so no cache serves two of them."""
+    folders = [tmp_path / str(index) for index in range(8)]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(4) as pool:
+        configs = list(pool.map(lambda each: compose_config(["eps=0"], [str(each)]), folders))
+    assert all(config.eps == 0 for config in configs)
 
 
 def test_composing_one_cell_leaves_the_next_alone():
