@@ -54,11 +54,18 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated_ghost": {"sizes": Sizes(16, 8, 2), "model": resnet20},
     "stranger": {"sizes": Sizes(8, 4), "make_norm": StrangerNorm},
     "sync": {"sizes": Sizes(8, 4), "make_norm": sync_norm, "synchronized": True},
-    # The last batch has 2 strings, all of them in the first process.
-    "sync_masked_idle": {
+    # The first process has 4 of the last 6 strings; real tokens differ in number everywhere.
+    "sync_masked": {
         "sizes": Sizes(8),
         "model": text_encoder,
-        "data": text_data(18),
+        "data": text_data(22),
+        "drop_last": False,
+        "make_norm": sync_norm,
+        "synchronized": True,
+    },
+    "sync_ragged": {
+        "sizes": Sizes(8, 4),
+        "data": image_data(47),
         "drop_last": False,
         "make_norm": sync_norm,
         "synchronized": True,
