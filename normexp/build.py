@@ -215,7 +215,7 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
     if classes:
         raise UserError(
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
-            "`norm`; nothing is replaced"
+            "`norm`, so none can be replaced; drop the key"
         )
     if ("vocab_size" in names) != (data.vocab_size is not None):
         fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
@@ -304,8 +304,8 @@ def logger_target(cfg: DictConfig) -> Target:
     target = read_target(values, "logger.custom")
     if isinstance(target.unwrapped, type) and not issubclass(target.unwrapped, Logger):
         raise UserError(
-            f"{target.name} is no logger; name a class of pytorch_lightning.loggers, or a subclass "
-            "of its Logger"
+            f"{target.name} is not a logger; name a class of pytorch_lightning.loggers, or a "
+            "subclass of its Logger"
         )
     return target
 

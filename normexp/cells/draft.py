@@ -190,8 +190,8 @@ def _check_optimizer(draft: CellDraft) -> None:
     except UserError:
         raise
     except Exception as error:  # user code may raise anything
-        place = source_line_of(error)
-        raise UserError(f"optim._target_={optim._target_}: {first_line(error)}{place}") from error
+        line = source_line_of(error)
+        raise UserError(f"optim._target_={optim._target_}: {first_line(error)}{line}") from error
 
 
 def _check_own_schedule(draft: CellDraft) -> None:

@@ -118,7 +118,7 @@ def check_norm_batch_size(cfg: DictConfig, sizes: Sizes) -> None:
     if cfg.norm_batch_size is not None and cfg.norm_batch_size > sizes.norm:
         raise UserError(
             f"norm_batch_size={cfg.norm_batch_size}: each of {num_devices_of(cfg)} devices has "
-            f"{sizes.norm} samples of a forward; try norm_batch_size={sizes.norm}, or norm=sync"
+            f"{sizes.norm} samples of each forward; try norm_batch_size={sizes.norm}, or norm=sync"
         )
 
 
@@ -160,7 +160,7 @@ def plan_evaluation(cfg: DictConfig, sizes: Sizes, data: Data, traits: Traits) -
     if cfg.evaluate_batch_sizes and "batch" not in statistics:
         typed_sizes = as_typed(cfg.evaluate_batch_sizes)
         raise UserError(
-            f"evaluate_batch_sizes={typed_sizes} is of batch statistics: add batch, as in "
+            f"evaluate_batch_sizes={typed_sizes}: only batch statistics use it; add batch, as in "
             f"evaluate_with={as_typed([*statistics, 'batch'])}"
         )
     batch_sizes: tuple[int, ...] = ()

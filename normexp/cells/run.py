@@ -233,7 +233,9 @@ class TaskRunner:
             stack = waiting.popleft()
             error = self._earlier_failure(stack.record) or self._train(stack)
             if error is not None and len(stack.runs) > 1:
-                logger.warning("each run of %s is trained apart: %s", stack.record.directory, error)
+                logger.warning(
+                    "each run of %s is now trained by itself: %s", stack.record.directory, error
+                )
                 apart = [create_stack([run], apart=error) for run in stack.open_runs()]
                 end_stack(stack.record)
                 waiting.extendleft(reversed(apart))

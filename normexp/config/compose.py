@@ -29,6 +29,7 @@ from normexp.config.rules import (
     KEYS,
     OPEN_GROUPS,
     OPTIONAL_GROUPS,
+    as_typed,
     check_value,
     is_read,
     join_or,
@@ -199,7 +200,7 @@ def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ())
         return base
     for key in [override.key_or_group for override in chosen]:
         if key not in (*GROUPS, "hydra/launcher") and not re.match(GRID_KEYS, key):
-            raise UserError(f"{key}: nothing reads this key of Hydra without hydra/launcher=...")
+            raise UserError(f"{key}: this key of Hydra has no effect without hydra/launcher=...")
     return base
 
 
@@ -292,7 +293,7 @@ def _check_choice(override: Override, config_dirs: Sequence[str]) -> None:
     if key not in GROUPS:
         return
     if override.is_add() or override.is_force_add():
-        raise UserError(f"{text}: {key} is always there, write it without the +")
+        raise UserError(f"{text}: {key} already exists; drop the +")
     value = override.value()
     names = value if key == "logger" and isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) and name for name in names):
@@ -355,7 +356,7 @@ def _set_value(config: DictConfig, override: Override, base: ComposedChoices) ->
     """Sets the value of one word. Raises UserError for a key that cannot be set."""
     key, text = override.key_or_group, override.input_line
     if override.is_add() and key in base.keys:
-        raise UserError(f"{text}: the key exists, write it without the +")
+        raise UserError(f"{text}: the key already exists; drop the +")
     group, _, leaf = key.partition(".")
     is_shipped = group in CUSTOM_GROUPS and base.choices.get(group) != "custom"
     has_target = _select(base.defaults, key) not in (None, "???")
@@ -382,6 +383,13 @@ def _refuse_unread(plain: dict[str, Any], base: ComposedChoices) -> None:
             f"experiment={recipe}: nothing reads its keys; let its YAML begin with the line "
             "`# @package _global_`"
         )
+    for group in GROUPS[:-1]:
+        value = plain.get(group)
+        if not isinstance(value, dict) and (value is not None or group not in OPTIONAL_GROUPS):
+            raise UserError(
+                f"{group}={as_typed(value)}: must be a group of keys; a YAML chooses one below "
+                f"`defaults:`, as `- override /{group}: NAME`"
+            )
     for key in dotted_keys(plain):
         if not is_read(key):
             raise _unknown_key(key, base)
@@ -394,7 +402,7 @@ def _unknown_key(key: str, base: ComposedChoices) -> UserError:
     same = [name for name in names if _leaf(name) == leaf]
     if key in OPTIONAL_GROUPS:  # `key` itself or a key below it was set
         rest = f", or did you mean {join_or(same)}?" if same else ""
-        return UserError(f"{key}: this training has none; choose one, as {key}=custom{rest}")
+        return UserError(f"{key}: this training has no {key}; choose one, as {key}=custom{rest}")
     if remedy := FOREIGN_KEYS.get(leaf) or _missing_line(key):
         return UserError(f"{key}: unknown key; {remedy}")
     siblings = [_leaf(name) for name in names if name.rpartition(".")[0] == parent]

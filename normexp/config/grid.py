@@ -203,7 +203,7 @@ def compose_norms(command: Command) -> list[NormSpec]:
         if key not in ("norm", "eps") and not key.startswith("norm."):
             known = ["norm", "eps", *OPTIONS["check"]]
             hint = suggest(key, known) or f"a card takes {', '.join(known)}"
-            raise UserError(f"{text}: no key of a card; {hint}")
+            raise UserError(f"{text}: a card has no such key; {hint}")
     norms = []
     for line in list_cells(Command(words, multirun=True, config_dirs=command.config_dirs)):
         config = compose_config(line, command.config_dirs)

@@ -306,7 +306,7 @@ def validate(config: Mapping[str, Any]) -> None:
     for key in REQUIRED_OF_OPTIM:
         if key not in config["optim"]:
             raise UserError(
-                f"optim.{key} is missing: set it in the optimizer's YAML, as conf/optim"
+                f"optim.{key} is missing: set it in the optimizer's YAML, as in conf/optim"
             )
     if config["lr"] is None and config["optim"].get("default_lr") is None:
         raise UserError(

@@ -185,7 +185,7 @@ def read_history(study_dir: Path) -> History:
             history.add(_parse(line))
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{path} line {number} is not as normexp writes it; correct the line, or move the "
+                f"{path} line {number} was not written by normexp; correct the line, or move the "
                 "file away (results do not depend on it)"
             ) from error
     return history

@@ -137,8 +137,9 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
             count = _count_words(first, metric, first["recorded"], "seed")
             alike.setdefault(count, []).append(norm)
         elif len(rows) < 2:
-            text = f"{norm} was run at one {axis} only ({first['size']})"
-            yield Claim([norm], "one size", text, sizes=[first["size"]])
+            count = _count_words(first, metric, first["recorded"], "seed")
+            text = f"{norm} was run at one {axis} only, {first['size']}"
+            yield Claim([norm], "one size", text, count, sizes=[first["size"]])
     if alike:
         norms = [norm for own in alike.values() for norm in own]
         they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
@@ -236,7 +237,7 @@ def _note(own: Sequence[Contrast], family: Family) -> str:
     if not any(one.gap.low is not None for one in own):
         return ""
     judged = [one for one in family.contrasts if one.is_judged]
-    references = dict.fromkeys(one.second["norm"] for one in judged if not one.is_along_sizes)
+    references = dict.fromkeys(one.second["base"] for one in judged if not one.is_along_sizes)
     members = []
     if any(one.is_along_sizes for one in judged):
         members.append("each norm that mixes samples, from its largest to its smallest size")
@@ -276,7 +277,7 @@ def _diverged_words(one: Contrast, kind: str) -> str:
         return ""
     bound = ""  # of a verdict: its sentence has `at least`
     if one.first["diverged"] and one.second["diverged"]:
-        bound = " at both ends, so the difference may be greater or smaller"
+        bound = " in both cells, so the difference may be greater or smaller"
     elif kind not in DECIDED:
         is_most = bool(one.first["diverged"]) == one.part.metric.higher_is_better
         bound = f", so the difference is at {'most' if is_most else 'least'} this"
@@ -369,7 +370,8 @@ def _gap_over_samples(one: Contrast) -> Interval | None:
     sizes = {len(samples) for own in found for samples in own}
     if len(paired) < 2 or len(sizes) > 1 or 0 in sizes:
         return None
-    gap = crossed_mean(np.array(found[0]) - np.array(found[1]), limit=metric.limit)
+    differences = np.array(found[0]) - np.array(found[1])
+    gap = crossed_mean(differences, step=one.part.step, limit=metric.limit)
     return gap if metric.higher_is_better else -gap
 
 

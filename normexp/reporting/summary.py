@@ -48,8 +48,9 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
         mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
         stamp = " INVALID" if outcome.invalid else ""
         rows.append([name + stamp, mean, spread, least, most, str(len(values))])
-    heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
-    console.print(text_table(heads, rows))
+    if rows:  # unless all have diverged
+        heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
+        console.print(text_table(heads, rows))
     for result in outcome.results:
         if result.status == "diverged":
             console.out(f"seed {result.seed} diverged at step {result.diverged_at_step}")

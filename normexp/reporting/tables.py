@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -17,6 +17,7 @@ from normexp.reporting.frame import (
     values_of,
 )
 from normexp.reporting.metric import (
+    PREFERRED,
     Metric,
     choose_metric,
     describe_metric,
@@ -68,9 +69,12 @@ class Table:
     bold: Collection[tuple[int, str]] = ()
 
     @staticmethod
-    def of_rows(name: str, title: str, columns: list[str], rows: Sequence[Row]) -> Table:
+    def of_rows(
+        name: str, title: str, columns: list[str], rows: Sequence[Row], note: str = ""
+    ) -> Table:
         """A table from dicts by column; a row may lack columns."""
-        return Table(name, title, columns, pd.DataFrame(rows, columns=columns, dtype=object))
+        frame = pd.DataFrame(rows, columns=columns, dtype=object)
+        return Table(name, title, columns, frame, note=note)
 
     @property
     def rows(self) -> list[Row]:
@@ -166,7 +170,7 @@ def cell_table(
     )
     table = pd.concat(
         _with_statistics(same, runs, describe_metric(name, tolerance))
-        for name, same in cells.groupby(names.fillna("val/loss"), sort=False)
+        for name, same in cells.groupby(names.fillna(metric or PREFERRED[0]), sort=False)
     )
     shown = [f"{name} [95 % interval]" for name in STATISTICS]
     columns = [
@@ -296,9 +300,10 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
         "if it is better. Regret: the same from the size of the best mean, with an interval that "
         "allows for its choice. Passed at size: where the loss from the largest size, joined by "
         "straight lines over the logarithm of the size, first exceeds the threshold; <2 if not "
-        "down to 2. Only the verdict is corrected for the number of differences."
+        "down to 2. Diverged runs count as the worst run. Only the verdict is corrected for the "
+        "number of differences."
     )
-    return replace(Table.of_rows("sensitivity", "Batch-size sensitivity", columns, rows), note=note)
+    return Table.of_rows("sensitivity", "Batch-size sensitivity", columns, rows, note)
 
 
 def _sensitivity_row(found: Sensitivity, over: Interval | None, metric: Metric) -> Row:
@@ -352,11 +357,10 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
             rows.append(dict(zip(columns, values, strict=True)))
     note = (
         "p in the family: of a t test paired by seed, times the number of verdicts of the report. "
-        "A difference that diverged runs could turn is open whatever its p."
+        "Diverged runs count as the worst run; a difference that they could turn is open, "
+        "whatever its p."
     )
-    return replace(
-        Table.of_rows("comparisons", "Norms against the reference", columns, rows), note=note
-    )
+    return Table.of_rows("comparisons", "Norms against the reference", columns, rows, note)
 
 
 def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:

@@ -150,7 +150,9 @@ def _draw(curves: Sequence[Curve], number: int) -> Figure:
     metric, objective, setting = curves[0].metric, curves[0].objective, curves[0].setting
     colour, _, dash = encode_style(assign_styles(curve.norm for curve in curves))
     colour = colour.legend(symbolOpacity=1)
-    x = alt.X("k:Q", title="points tried, k", axis=alt.Axis(tickMinStep=1, format="d"))
+    most = max(len(curve.scores) for curve in curves)
+    ticks = list(range(1, most + 1, math.ceil(most / 12)))
+    x = alt.X("k:Q", title="points tried, k", axis=alt.Axis(values=ticks, format="d"))
     y = alt.Y("mean:Q", title=metric.label, scale=alt.Scale(zero=False))
     tip = tooltip("norm", *(f"{name}:Q" for name in ("k", "n", "mean", "low", "high")))
     band = alt.Chart().mark_area(opacity=0.15)

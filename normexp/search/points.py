@@ -88,7 +88,7 @@ def plan_searches(command: Command) -> list[Search]:
     if not searched:
         raise UserError(
             "nothing to search: write lr=interval(1e-3,1) or lr=choice(0.03,0.1,0.3); "
-            "a list lr=0.03,0.1 is a search for each"
+            "a list such as lr=0.03,0.1 makes one search for each value"
         )
     for override in grid.overrides:
         key = override.key_or_group

@@ -24,7 +24,7 @@ TRAINED = ("finished", "skipped")
 
 
 @dataclass
-class Finding:
+class SearchResult:
     """The trained points of a search.
 
     Attributes:
@@ -49,7 +49,7 @@ class Finding:
         names = {name for run in runs if run.status == "finished" for name in run.metrics}
         known = sorted(name for name in names if name.startswith("val/"))
         if asked is not None and known and asked not in known:
-            raise UserError(f"tune.metric={asked}: no run has it; there are {', '.join(known)}")
+            raise UserError(f"tune.metric={asked}: no run has this metric; try {', '.join(known)}")
         first = next((name for name in VALIDATION if name in known), VALIDATION[-1])
         return describe_metric(asked or first)
 
@@ -90,22 +90,22 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     if all(outcome.status == "refused" for outcome in outcomes):
         raise UserError(outcomes[0].error)
     ends = iter(outcomes)
-    findings = _distinct(
-        Finding(search, own, [next(ends) for _ in own])
+    results = _distinct(
+        SearchResult(search, own, [next(ends) for _ in own])
         for search, own in zip(searches, points, strict=True)
     )
     lost = any(outcome.status not in TRAINED for outcome in outcomes)
     if lost and searches[0].base.fail_fast:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
-        _record(findings)
-        chosen = [each for each in findings if each.best]
+        _record(results)
+        chosen = [each for each in results if each.best]
         cells = [each.search.cell(each.best[0], is_report=True) for each in chosen if each.best]
         fresh = _train(cells, words, train) if cells else []
         for each, outcome in zip(chosen, fresh, strict=True):
             each.fresh = outcome
-    print_table(findings)
-    reported = [each.fresh is not None and each.fresh.status in TRAINED for each in findings]
+    print_table(results)
+    reported = [each.fresh is not None and each.fresh.status in TRAINED for each in results]
     return 1 if lost or not all(reported) else 0
 
 
@@ -115,18 +115,18 @@ def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> lis
     return outcomes
 
 
-def _distinct(findings: Iterable[Finding]) -> list[Finding]:
-    """Drops findings with the same cells as an earlier one, as for sizes without effect."""
-    found: dict[tuple[str, ...], Finding] = {}
-    for each in findings:
+def _distinct(results: Iterable[SearchResult]) -> list[SearchResult]:
+    """Drops results with the same cells as an earlier one, as for sizes without effect."""
+    found: dict[tuple[str, ...], SearchResult] = {}
+    for each in results:
         ids = [outcome.cell_id or each.search.title for outcome in each.outcomes]
         found.setdefault(tuple(ids), each)
     return list(found.values())
 
 
-def _record(findings: Sequence[Finding]) -> None:
+def _record(results: Sequence[SearchResult]) -> None:
     """Writes to the history which cells belong to a search, for the tuning curve of the report."""
-    for each in findings:
+    for each in results:
         base, search = each.search.base, each.search
         keys = {word: re.split("[/@=]", word.lstrip("+~"))[0] for word in search.fixed}
         words = [w for w, key in keys.items() if in_identity(key) or key == "experiment"]
@@ -136,51 +136,52 @@ def _record(findings: Sequence[Finding]) -> None:
             append_entries(Path(base.runs_dir) / search.study, [entry])
 
 
-def print_table(findings: Sequence[Finding]) -> None:
+def print_table(results: Sequence[SearchResult]) -> None:
     """Prints the best point of each search, warnings, and commands that repeat the best."""
     console = open_console()
-    labels = dict.fromkeys(each.metric.label for each in findings)
+    labels = dict.fromkeys(each.metric.label for each in results)
     heads = ["search", "best", "points", f"{' or '.join(labels)}, search seeds"]
     heads += ["fresh seeds, mean [95 % interval]", "n"]
-    rows = [[each.search.title, *_cells(each)] for each in findings]
+    rows = [[each.search.title, *_cells(each)] for each in results]
     console.print(text_table(heads, rows))
-    warnings = [line for each in findings for line in _warnings(each)]
-    best = [f"  {each.search.command(each.best[0])}" for each in findings if each.best]
+    warnings = [line for each in results for line in _warnings(each)]
+    best = [f"  {each.search.command(each.best[0])}" for each in results if each.best]
     for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
         console.out(line)
 
 
-def _cells(finding: Finding) -> list[str]:
-    counts = Counter(outcome.status for outcome in finding.outcomes)
+def _cells(result: SearchResult) -> list[str]:
+    counts = Counter(outcome.status for outcome in result.outcomes)
     lost = [f"{count} {status}" for status, count in counts.items() if status not in TRAINED]
-    count = ", ".join([str(len(finding.outcomes)), *lost])
-    if finding.best is None:
+    count = ", ".join([str(len(result.outcomes)), *lost])
+    if result.best is None:
         return ["none finished", count, "-", "-", "0"]
-    (point, value), metric = finding.best, finding.metric
+    (point, value), metric = result.best, result.metric
     shown = f"{metric.scale * value:.{metric.digits}f}"
-    return [" ".join(words_of(point)), count, shown, *_fresh(finding)]
+    return [" ".join(words_of(point)), count, shown, *_fresh(result)]
 
 
-def _fresh(finding: Finding) -> list[str]:
+def _fresh(result: SearchResult) -> list[str]:
     """The main metric over the fresh seeds, and their number."""
-    outcome = finding.fresh
+    outcome = result.fresh
     if outcome is None or outcome.status not in TRAINED:
         return [outcome.error if outcome is not None else "-", "0"]
-    name = choose_metric({name for r in outcome.results for name in r.metrics}, None)
+    name = choose_metric({name for run in outcome.results for name in run.metrics}, None)
     if name is None:
         return ["all diverged", "0"]
     metric = describe_metric(name)
-    finished = [r for r in outcome.results if r.status == "finished" and name in r.metrics]
-    values = [metric.scale * result.metrics[name] for result in finished]
+    runs = outcome.results
+    finished = [run for run in runs if run.status == "finished" and name in run.metrics]
+    values = [metric.scale * run.metrics[name] for run in finished]
     interval = mean(values, bounds=metric.bounds)
     stamp = "INVALID " if outcome.invalid else ""
-    lost = len(outcome.results) - len(finished)
+    lost = len(runs) - len(finished)
     count = f"{len(finished)}, {lost} diverged" if lost else str(len(finished))
     return [f"{stamp}{metric.label} {format_interval(interval, metric.digits)}", count]
 
 
-def _warnings(finding: Finding) -> list[str]:
-    search, best = finding.search, finding.best
+def _warnings(result: SearchResult) -> list[str]:
+    search, best = result.search, result.best
     if best is None:
         return [f"{search.title}: no point has a value; see the lines above"]
     study, point = search.base.study, best[0]
@@ -188,7 +189,7 @@ def _warnings(finding: Finding) -> list[str]:
     others = [
         f"{search.title}: study={study} also has runs at {' '.join(words_of(other))}, another "
         "point of this search; the result above does not include them"
-        for other, cell in zip(search.points, finding.cells, strict=True)
+        for other, cell in zip(search.points, result.cells, strict=True)
         if other != point and cell.digest in known
     ]
     return others + [

@@ -176,7 +176,9 @@ def paired_difference(
     return _cut(mean(differences, step=step, level=level), limit)
 
 
-def crossed_mean(table: ArrayLike, *, limit: float = math.inf) -> Interval:
+def crossed_mean(
+    table: ArrayLike, *, step: float | None = None, limit: float = math.inf
+) -> Interval:
     """Mean of a table (n seeds, N test samples), over new seeds and new test samples.
 
     Rows and columns are crossed random effects: with v_S and v_I the squared standard errors of the
@@ -185,6 +187,8 @@ def crossed_mean(table: ArrayLike, *, limit: float = math.inf) -> Interval:
     of freedom (Cornfield and Tukey 1956, "Average values of mean squares in factorials";
     Satterthwaite 1946). The two-way bootstrap of Owen and Eckles (2012, "Bootstrapping data arrays
     of arbitrary order") estimates the same variance, v_E too large.
+
+    step: of a mean over the samples, by default that of one sample; see the top of this file
     """
     cells = np.asarray(table, dtype=np.float64)
     n, num_samples = cells.shape
@@ -193,8 +197,8 @@ def crossed_mean(table: ArrayLike, *, limit: float = math.inf) -> Interval:
         return Interval(estimate, None, None, LEVEL, n)
     rows, columns = cells.mean(axis=1), cells.mean(axis=0)
     residuals = cells - rows[:, None] - columns + estimate
-    step = smallest_step(cells) / num_samples  # of a mean over samples
-    squares = ((rows - estimate) ** 2).sum() + step**2
+    of_mean: float = step or smallest_step(cells) / num_samples
+    squares = ((rows - estimate) ** 2).sum() + of_mean**2
     seeds = squares / (n * (n - 1))
     samples = ((columns - estimate) ** 2).sum() / (num_samples * (num_samples - 1))
     df = (n - 1, num_samples - 1, (n - 1) * (num_samples - 1))

@@ -37,9 +37,9 @@ def group_cells(cells: Sequence[CellSpec]) -> list[Task]:
     tasks: list[list[int]] = []
     open_tasks: dict[str, list[int]] = {}  # the last task with this shared config
     for index, cell in enumerate(cells):
-        shared = _all_but_lr(cell)
+        shared = _config_without_lr(cell)
         task = open_tasks.get(shared or "")
-        if task is not None and _takes([cells[i] for i in task], cell):
+        if task is not None and _has_room_for([cells[i] for i in task], cell):
             task.append(index)
             continue
         tasks.append([index])
@@ -48,14 +48,14 @@ def group_cells(cells: Sequence[CellSpec]) -> list[Task]:
     return [tuple(task) for task in tasks]
 
 
-def _takes(task: Sequence[CellSpec], cell: CellSpec) -> bool:
+def _has_room_for(task: Sequence[CellSpec], cell: CellSpec) -> bool:
     assert cell.cfg is not None
     rates = [other.cfg.lr for other in task if other.cfg is not None]
     return cell.cfg.lr not in rates and (len(task) + 1) * len(cell.seeds) <= MOST_RUNS
 
 
-def _all_but_lr(cell: CellSpec) -> str | None:
-    """A key that is equal for cells that may be stacked; None for a cell that trains alone."""
+def _config_without_lr(cell: CellSpec) -> str | None:
+    """The config without `lr`, equal for cells that may be stacked; None for one that may not."""
     cfg = cell.cfg
     if cfg is None or not isinstance(cfg.lr, int | float) or cfg.lr <= 0:
         return None

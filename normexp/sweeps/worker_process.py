@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from logging.handlers import QueueHandler
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
@@ -74,7 +74,9 @@ class Worker(WorkerState):
         with theirs, Connection(os.dup(self._output.fileno()), readable=False) as output:
             arguments = (theirs, output, cells, board, slot, number, run_task)
             self.process = SPAWN.Process(target=main, args=arguments)
-            # The child inherits this block, so that Ctrl-C cannot reach it while it starts.
+            # The child inherits this block, so that Ctrl-C cannot reach it while it starts. The
+            # start of the tracker unblocks signals, so it must not happen with the first worker's.
+            resource_tracker.ensure_running()
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 with slot.environment():

@@ -150,14 +150,14 @@ def own_schedule(
     is_scheduler = isinstance(target, type) and issubclass(target, LRScheduler)
     takes_metric = is_scheduler and "metrics" in inspect.signature(target.step).parameters
     if monitor is not None and not takes_metric:
-        raise UserError(f"schedule.monitor={monitor}: it looks at no metric; drop it")
+        raise UserError(f"schedule.monitor={monitor}: this schedule uses no metric; drop the key")
     if not is_scheduler:
         for step in {*range(0, total_steps, max(1, total_steps // 100)), total_steps - 1}:
             factor = make(step, total_steps)
             if not _is_factor(factor):
                 raise UserError(
                     f"{name} returns {factor!r} at step {step} of {total_steps}; return a factor "
-                    "on lr, a number from 0 on"
+                    "on lr, 0 or more"
                 )
         return Schedule(total_steps, lambda step: float(make(step, total_steps)))
     trial = SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)

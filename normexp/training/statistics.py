@@ -125,7 +125,9 @@ def measure_population(
     indices = shuffled(data, "train")[:num_samples]
     if len(indices) % group_size == 1 and group_size > 1:
         indices = indices[:-1]
-        logger.info("precise statistics leave out a single last sample")
+        logger.info(
+            "precise statistics leave out the last sample, which would be alone in its group"
+        )
     group = gather(replicas, data, "train", indices[:group_size])
     with batch_statistics(replicas, group_size), _poolable(replicas, group):
         moved = _replaced_buffers(replicas, group)

@@ -107,7 +107,7 @@ def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
     for names in zip_longest(*choices.values()):  # one choice of each group, as long as they last
         chosen = {group: name for group, name in zip(choices, names, strict=True) if name}
         cfg, _ = compose_cell([f"{group}={name}" for group, name in chosen.items()])
-        defining = naming.defining(naming.plain(cfg))
+        defining = naming.defining_values(naming.plain(cfg))
         for group, name in chosen.items():
             assert naming.content_of(group, name, defining[group]) == {"choice": name}
 

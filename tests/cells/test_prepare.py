@@ -116,7 +116,7 @@ REFUSED = {
     "data.limit_train=31": "data.limit_train=31 is less than one batch_size=32; try",
     "data.limit_train=9999": "data.limit_train=9999: the training split of data=digits has",
     "replicas=1000000": "replicas=1000000 .* GiB of memory, and this machine has .* try repl",
-    "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2. is of batch statistics: add batch",
+    "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2.: only batch statistics use it; add batch",
     f"{TEXT} norm=batch evaluate_with=[batch]": r"try evaluate_with=\[running,precise\]",
     (
         "data=langid model.width=16 model.depth=1 norm=batch_per_position evaluate_with=[batch] "

@@ -70,7 +70,7 @@ REFUSED = [
     ("tune", "lr=choice(1,2) tune.metric=val/loss@", "tune.metric=val/loss@: needs evaluate_with"),
     ("check", "formt=json", "did you mean format?"),
     ("check", "format=csv", "format=csv: must be one of table, json, markdown"),
-    ("check", "batch_size=4", "batch_size=4: no key of a card"),
+    ("check", "batch_size=4", "batch_size=4: a card has no such key"),
     ("evaluate", "", "run is missing"),
     ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with?"),
     ("evaluate", "run=a evaluate_with=[exact]", "evaluate_with=[exact]: must be"),

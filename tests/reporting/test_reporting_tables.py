@@ -73,6 +73,15 @@ def test_sensitivity_rests_on_the_sizes_that_have_runs(tmp_path: Path, lost, pas
         assert (row[key] or "-").startswith(words)
 
 
+def test_a_cell_of_diverged_runs_has_the_metric_and_the_count_that_it_lacks(tmp_path: Path):
+    write_cell(tmp_path, "batch", {0: None, 1: None}, norm_batch_size=2)
+    records = read_studies(tmp_path, ["synthetic"])
+    (row,) = cell_table(build_cells(records), records.runs, None, None).rows
+    assert (row["metric"], row["mean"], row["diverged"]) == ("test accuracy (%)", None, 2)
+    (answer,) = answer_slices(slices_of(tmp_path))
+    assert "at one norm batch size only, 2 (n = 0 seeds; 2 of 2 diverged)" in answer.losses[0].text
+
+
 def test_comparisons_show_the_p_of_the_whole_family(tmp_path: Path):
     values = {0: 0.90, 1: 0.9012, 2: 0.8991}
     write_cell(tmp_path, "batch", values, norm_batch_size=2)

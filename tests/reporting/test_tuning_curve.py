@@ -85,7 +85,8 @@ def test_report_of_a_study_draws_the_search_that_chose_for_it(tmp_path: Path):
     assert rows["batch", 1] == pytest.approx((best + middle + 0) / 3)
     assert set(rows) == {*(("batch", k) for k in (1, 2, 3)), ("group", 1), ("group", 2)}
     assert figure.spec["title"]["subtitle"] == "epochs=3" and "validation" not in figure.title
-    assert "<path" in vl_convert.vegalite_to_svg(json.dumps(figure.spec))
+    svg = vl_convert.vegalite_to_svg(json.dumps(figure.spec))
+    assert "<path" in svg and [svg.count(f">{k}</text>") for k in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_study_without_a_search_has_no_curve(tmp_path: Path):

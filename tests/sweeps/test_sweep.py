@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 
 from normexp.config.spec import CellSpec, Outcome
 from normexp.errors import Halted
-from normexp.records.files import file_lock, is_held
+from normexp.records.files import file_lock, holder_of, is_held
 from normexp.records.history import read_history
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import read_result
@@ -251,7 +252,11 @@ def test_worker_ends_by_itself_when_the_sweeps_process_is_killed(tmp_path: Path)
     parent = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.DEVNULL)
     lock_file = tmp_path / "s" / "cell-a" / LOCK_FILE
     try:
-        wait_until(lambda: is_held(lock_file))
+        wait_until(lambda: is_held(lock_file) and holder_of(lock_file))
+        status = Path(f"/proc/{holder_of(lock_file)}/status")
+        if status.exists():  # Linux; Ctrl-C while the worker started was for its parent
+            (masked,) = re.findall(r"^SigBlk:\s*(\w+)$", status.read_text(), re.MULTILINE)
+            assert int(masked, 16) >> (signal.SIGINT - 1) & 1
     finally:
         parent.kill()
         parent.wait()
