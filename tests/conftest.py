@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Trainings of other test runs on this machine are not waited for.
-os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")
+SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")
 
 
 def pytest_collection_finish() -> None:
@@ -32,6 +33,7 @@ def pytest_runtest_setup() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+    shutil.rmtree(SLOTS, ignore_errors=True)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,12 @@ def commands(section: str) -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_module: Callable[[str, str], Path]
+) -> Path:
     """A folder with the files of the guide, in which its commands are typed."""
     for name, code in FILES.items():
-        (tmp_path / name).write_text(code)
-        sys.modules.pop(name.removesuffix(".py"), None)
-    monkeypatch.syspath_prepend(str(tmp_path))
+        own_module(name.removesuffix(".py"), code)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

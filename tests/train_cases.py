@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+from normexp.records.result import Result, read_result
 from normexp.train import main
 
 QUICK = ["steps=12", "replicas=2", "log_every=5", "workers=0"]  # no other process
@@ -15,6 +21,22 @@ def train(tmp_path: Path, *words: str) -> int:
 
 def cells(tmp_path: Path, study: str = "default") -> list[Path]:
     return sorted(p for p in (tmp_path / "runs" / study).iterdir() if (p / "config.yaml").is_file())
+
+
+def results(runs_dir: Path, study: str = "default") -> dict[Path, Result]:
+    """The results of all runs, by their place in the folder."""
+    found = sorted(runs_dir.glob(f"{study}/*/seed-*/result.json"))
+    return {path.relative_to(runs_dir): read_result(path) for path in found}
+
+
+def wandb_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of an offline W&B run, by W&B's own reader."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    answer = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ
+    )
+    assert answer.returncode == 0, answer.stderr
+    return [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -229,7 +229,7 @@ class StartedRanks:
             self.fabric.broadcast(None)
 
     def follow(self) -> None:
-        """Trains the orders of rank 0 until its command ends. Raises Interrupted with it."""
+        """Trains the jobs that rank 0 sends until its command ends. Raises Interrupted with it."""
         while (job := self.fabric.broadcast(None)) is not None:
             job.train(self.fabric.global_rank, StopRequest(), None)
 

@@ -19,6 +19,7 @@ from normexp.checks.probe import MANY_STEPS, Probe, differ, fixed_draws, moves, 
 from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
+from normexp.records.identity import source_line_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,12 @@ def _sites_without_effect(network: nn.Module, sites: dict[str, Site], batch: Bat
         site.register_forward_hook(partial(add_zeros, name))
     with fixed_draws(), torch.enable_grad():
         output = network(*model_arguments(batch))  # (N, classes) or (B, T, V)
-        functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten()).backward()
+        loss = functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
+        try:
+            loss.backward()
+        except Exception as error:  # of foreign code, any kind
+            where = source_line_of(error)
+            raise UserError(f"the backward pass fails: {first_line(error)}{where}") from error
     return [
         name
         for name in sites

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -101,6 +101,7 @@ def examine(
     check_wiring(own, short)
     sites = enter_sites(own, batch)
     check_split(sites, sizes)
+    check_uses(sites)
     reaches = measure_reaches(sites)
     check_reaches(reaches, group_size)
     check_inputs_matter(own, short)
@@ -234,6 +235,19 @@ def check_split(sites: Sequence[EnteredSite], sizes: Sizes) -> None:
             f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
             f"state of the norm at {name_some(sequential)} is sequential, by its own word or since "
             f"its forward writes parameters; try {key}=null"
+        )
+
+
+def check_uses(sites: Sequence[EnteredSite]) -> None:
+    """Warns of running state that several uses of a norm in one forward share."""
+    uses = Counter(name for entered in sites for name in entered.names if entered.has_state)
+    several = [name for name, count in uses.items() if count > 1]
+    if several:
+        logger.warning(
+            "the model uses %s more than once in a forward, with one running state: precise "
+            "statistics are those of the last use, and in accumulated steps the running variance "
+            "leaves out how uses differ between parts",
+            name_some(several),
         )
 
 

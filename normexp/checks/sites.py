@@ -68,12 +68,14 @@ class EnteredSite:
     Attributes:
         names: of this site and of all equal ones, which need no probe of their own; a name
             repeats for each time that its site was entered.
+        is_frozen: the network keeps the site in evaluation mode while it trains.
     """
 
     names: list[str]
     module: SiteOnMaps
     shape: torch.Size
     mask: Tensor | None
+    is_frozen: bool = False
 
     def values(self, num_samples: int | None = None, num_positions: int | None = None) -> Tensor:
         """Fixed random numbers (N, C, P) of either sign and magnitude 0.5 to 1.5."""
@@ -86,9 +88,15 @@ class EnteredSite:
     def probe(self, *, training: bool) -> Iterator[Probe]:
         """A probe of a copy; inside the block any exception is a UserError that names the site."""
         try:
-            yield Probe(copy.deepcopy(self.module).train(training), ways=1)
+            yield Probe(copy.deepcopy(self.module).train(training and not self.is_frozen), ways=1)
         except Exception as error:  # of foreign code, any kind
             raise UserError(f"norm at {name_some(self.names)}: {first_line(error)}") from error
+
+    @property
+    def has_state(self) -> bool:
+        """True if its norm keeps averages in training: floating-point buffers, and not frozen."""
+        buffers = self.module.site.norm.buffers()
+        return not self.is_frozen and any(buffer.is_floating_point() for buffer in buffers)
 
     def after_many_steps(self) -> EnteredSite | None:
         """The same site late in a training; None if it counts no steps."""
@@ -214,7 +222,10 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
         if (content, x.shape) not in found:
             positions = x.shape[2:] if site.view == "map" else x.shape[1:2]
             module = SiteOnMaps(site, positions)
-            found[content, x.shape] = EnteredSite([], module, as_maps(x, site).shape, mask)
+            values = as_maps(x, site)
+            found[content, x.shape] = EnteredSite(
+                [], module, values.shape, mask, is_frozen=not site.training
+            )
         found[content, x.shape].names.append(name)
 
     handles = []

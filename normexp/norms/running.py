@@ -230,7 +230,6 @@ class RunningMomentsNorm(RunningNorm):
         return {
             "running_mean": torch.where(total > 0, mean[0], start["running_mean"]),
             "running_var": torch.where(total > 0, var, start["running_var"]),
-            "num_batches_tracked": step,
             "num_values": values.sum(dim=0),
         }
 

@@ -79,15 +79,15 @@ class StudyStatus:
         """True if every run that can be trained has ended without failing."""
         return all(state in ENDED for state in self.runs)
 
-    def unfinished_commands(self, *, with_spent: bool) -> list[CommandEntry]:
+    def unfinished_commands(self, *, with_exhausted: bool) -> list[CommandEntry]:
         """The commands with missing or failed runs.
 
         Args:
-            with_spent: count runs that have failed as often as the command allows.
+            with_exhausted: include runs that have failed as often as the command allows.
         """
         found = []
         for command in self.commands:
-            limit = None if with_spent else max_attempts_of(command)
+            limit = None if with_exhausted else max_attempts_of(command)
             lacking = set().union(*(cell.lacking(limit) for cell in self.cells))
             asked = {(digest, seed) for digest in command.cells for seed in command.cells[digest]}
             if lacking and (asked & lacking or is_search(command)):

@@ -77,16 +77,13 @@ def _claim(contrasts: Sequence[Contrast]) -> Claim:
         details.append("diverged runs count as the worst run of their data set")
     noun, axis = "errors" if metric.higher_is_better else metric.label, AXIS_WORDS[one.part.axis]
     norm, size, other = one.first["norm"], one.first["size"], one.second
-    if one.is_along_sizes:
-        text, sizes = (
-            f"{norm} at {axis} {size}: {times} its {noun} at {other['size']}",
-            {size, other["size"]},
-        )
-    else:
-        text, sizes = f"At {axis} {size}, {norm}: {times} the {noun} of {other['norm']}", {size}
     reference = "" if one.is_along_sizes else other["norm"]
+    text = f"{norm} at {axis} {size}: {times} its {noun} at {other['size']}"
+    if reference:
+        text = f"At {axis} {size}, {norm}: {times} the {noun} of {reference}"
+    sizes = sorted({size, other["size"]})
     kind = "no data" if centre is None else "interval"
-    return Claim([norm], kind, text, "; ".join(details), sizes=sorted(sizes), reference=reference)
+    return Claim([norm], kind, text, "; ".join(details), sizes=sizes, reference=reference)
 
 
 def _shared_settings(part: Slice) -> str:

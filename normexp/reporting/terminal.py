@@ -189,12 +189,12 @@ def _next(status: StudyStatus) -> list[str]:
     if status.is_complete:
         words = shlex.join(study_words(status.root))
         return ["complete; next:", f"  python -m normexp.report {words}"]
-    commands, purpose, tries = status.unfinished_commands(with_spent=False), "to finish", None
+    commands, purpose, tries = status.unfinished_commands(with_exhausted=False), "to finish", None
     most = max((n for cell in status.cells for n in cell.attempts.values()), default=0)
     if status.runs["running"]:
         purpose = "running now; if that stops"
     elif not commands and most:
-        commands, tries = status.unfinished_commands(with_spent=True), most + 1
+        commands, tries = status.unfinished_commands(with_exhausted=True), most + 1
         purpose = "runs have failed as often as max_attempts allows; to try once more"
     again = [_again(status.root, each, max_attempts=tries) for each in commands or status.commands]
     if not again:

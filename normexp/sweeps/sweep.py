@@ -180,7 +180,8 @@ class Sweep:
                 )
                 for index, cell in enumerate(self.cells)
             ]
-            ends = zip(self.cells, outcomes, strict=True)  # no study was open for early refusals
+            # Again for cells refused before any cell began: their study did not exist then.
+            ends = zip(self.cells, outcomes, strict=True)
             self.log.record_outcomes(
                 [(cell, outcome) for cell, outcome in ends if not outcome.cell_id]
             )

@@ -47,12 +47,12 @@ class Criterion(ABC):
         """Returns the loss summed over the batch's targets."""
 
     @abstractmethod
-    def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
-        """Returns what samples.npz keeps of each sample (N,)."""
+    def measure(self, output: Tensor, batch: Batch) -> Measurements:
+        """Returns `loss`, and `each`: what samples.npz keeps of each sample (N,)."""
 
     @abstractmethod
     def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
-        """Returns metrics (S,) from the mean loss over targets (S,) and `each_sample` (S, N)."""
+        """Returns metrics (S,) from the mean loss over targets (S,) and `each` (S, N)."""
 
 
 class Classification(Criterion):
@@ -64,9 +64,12 @@ class Classification(Criterion):
         # output (N, num_classes), targets (N,)
         return functional.cross_entropy(output, batch["targets"], reduction="sum")
 
-    def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
-        """Right or not, bool."""
-        return output.argmax(dim=-1) == batch["targets"]
+    def measure(self, output: Tensor, batch: Batch) -> Measurements:
+        """Each sample is right or not, bool."""
+        return {
+            "loss": self.loss(output, batch),
+            "each": output.argmax(dim=-1) == batch["targets"],
+        }
 
     def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
         del split
@@ -91,10 +94,11 @@ class LanguageModeling(Criterion):
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()  # (N*T, V), (N*T,)
         return functional.cross_entropy(logits, targets, reduction="sum")
 
-    def each_sample(self, output: Tensor, batch: Batch) -> Tensor:
-        """Mean loss per token of each sequence, in nats."""
-        scores = output.movedim(2, 1)  # (N, V, T)
-        return functional.cross_entropy(scores, batch["targets"], reduction="none").mean(dim=1)
+    def measure(self, output: Tensor, batch: Batch) -> Measurements:
+        """Each sample is a sequence's mean loss per token, in nats."""
+        logits, targets = output.flatten(0, 1), batch["targets"].flatten()
+        losses = functional.cross_entropy(logits, targets, reduction="none")  # (N*T,)
+        return {"loss": losses.sum(), "each": losses.unflatten(0, output.shape[:2]).mean(dim=1)}
 
     def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
         del each
@@ -237,8 +241,7 @@ class Evaluator:
 
             def measure(output: Tensor, own: Batch, num: int = num_counted) -> Measurements:
                 output, own = output[:num], {name: value[:num] for name, value in own.items()}
-                each = self.criterion.each_sample(output, own)
-                return {"loss": self.criterion.loss(output, own), "each": each}
+                return self.criterion.measure(output, own)
 
             batch = gather(replicas, self.data, split, indices)
             measured = replicas.measure(batch, measure, shared=True)

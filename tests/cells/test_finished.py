@@ -103,9 +103,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_nearest(cell_dir: Path, tmp_p
             finished.load_weights(nn.Linear(2, 2), tmp_path / "weights.pt", precision="32-true")
 
 
-def test_study_is_a_table_with_a_row_per_run(
-    copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_study_is_a_table_with_a_row_per_run(copy: Path, tmp_path: Path, caplog):
     table = normexp.load_study("mine", runs_dir=tmp_path)
     assert isinstance(table, pd.DataFrame)
     assert table["seed"].tolist() == [0, 1] and set(table["cell_id"]) == {copy.name}
@@ -138,9 +136,7 @@ def test_training_records_every_kind_of_statistics_in_every_file(cell_dir: Path)
     assert found["batch2"]["test/loss"] > found["running"]["test/loss"]
 
 
-def test_evaluating_kept_weights_gives_what_training_recorded(
-    cell_dir: Path, copy: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_evaluating_kept_weights_gives_what_training_recorded(cell_dir: Path, copy: Path, capsys):
     """Also of averaged weights, whose running state is measured anew."""
     recorded = [evaluation(cell_dir, seed) for seed in SEEDS]
     for seed in SEEDS:
@@ -172,9 +168,7 @@ def test_evaluating_again_adds_to_what_is_there(copy: Path):
         assert all(right.tolist() == found[kind].tolist() for kind, right in old.items())
 
 
-def test_statistics_that_a_norm_does_not_have_are_absent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_statistics_that_a_norm_does_not_have_are_absent(tmp_path: Path, capsys):
     cell_dir = trained(tmp_path, "norm=group", "norm.num_groups=2", "replicas=1", ALL)
     assert set(evaluation(cell_dir)) == {"running", "asked"}
     assert not [name for name in final_rows(cell_dir) if "@" in name]
@@ -226,11 +220,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None] | None, list[str], str]] = {
 
 @pytest.mark.parametrize(("spoil", "words", "part"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_be_evaluated_is_refused_in_one_line_and_changes_nothing(
-    copy: Path,
-    spoil: Callable[[Path], None] | None,
-    words: list[str],
-    part: str,
-    capsys: pytest.CaptureFixture[str],
+    copy: Path, spoil, words, part, capsys
 ):
     if spoil is not None:
         spoil(copy)

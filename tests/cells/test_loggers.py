@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from train_cases import wandb_records
 
 from normexp.train import main
 from normexp.training.schedule import named_schedule
@@ -78,17 +76,6 @@ def test_tensorboard_has_hyperparameters_and_says_what_a_curve_is_the_mean_of(tm
     assert params["norm_batch_size"] == 8 and params["curves"] == "mean of seeds 0 to 1"
 
 
-def read_offline_run(folder: Path) -> str:
-    """An offline W&B run as JSON lines, by W&B's own reader."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    answer = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ
-    )
-    assert answer.returncode == 0, answer.stderr
-    rows = [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
-    return json.dumps(rows)
-
-
 @pytest.mark.slow
 def test_wandb_runs_of_one_process_stay_apart_and_know_their_study(tmp_path: Path, capsys):
     words = ("logger=wandb", "logger.wandb.mode=offline", "tags=[baseline]", "notes=first try")
@@ -97,7 +84,7 @@ def test_wandb_runs_of_one_process_stay_apart_and_know_their_study(tmp_path: Pat
     (log,) = tmp_path.glob("mine/*/stacks/*/run.log")
     assert log.read_text().count("wandb sync") == 1
     folders = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*"))
-    texts = [read_offline_run(folder) for folder in folders]
+    texts = [json.dumps(wandb_records(folder)) for folder in folders]
     assert len(texts) == 2
     for seed in (0, 1):
         (own,) = [text for text in texts if f"short/seed-{seed}" in text]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.optim import SGD
+from train_cases import results
 
 from normexp.build import build_schedule
 from normexp.cells.cell import prepare_cell
 from normexp.config.compose import compose_cell
-from normexp.records.result import Result, read_result
 from normexp.train import main
 
 MODULE = "own_training_of_a_test"
@@ -78,9 +78,7 @@ def test_schedule_and_callback_are_part_of_the_id_with_their_source(
         ("optim.schedule=cosine", False),
     ],
 )
-def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them(
-    line: str, differs: bool
-):
+def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them(line, differs):
     each, third = (id_of(*line.split(), *more) for more in ([], ["val_every_epochs=3"]))
     assert (each != third) == differs
 
@@ -93,19 +91,12 @@ def test_scheduler_class_with_a_knob_is_given_the_number_of_steps():
     assert build(SGD([torch.ones(1, requires_grad=True)], lr=0.1)).total_steps == 7  # type: ignore[attr-defined]
 
 
-def results_in(folder: Path) -> list[Result]:
-    return [read_result(file) for file in sorted(folder.glob("default/*/seed-*/result.json"))]
-
-
-def test_seeds_that_early_stopping_ends_train_apart_and_say_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, capsys):
     words = [*QUICK, "callback=early_stopping", "+callback.stopping_threshold=99", "epochs=5"]
     words += ["replicas=2", "ema=0.9", f"runs_dir={tmp_path}"]
     assert main(words) == 0
-    results = results_in(tmp_path)
-    assert len(results) == 2
-    for result in results:
+    assert len(results(tmp_path)) == 2
+    for result in results(tmp_path).values():
         assert (result.status, result.steps, result.config["num_steps"]) == ("finished", 2, 10)
         assert "EarlyStopping" in (result.stopped or "") and "val/loss" in (result.stopped or "")
         assert result.timing["stack_size"] == 1
@@ -123,16 +114,14 @@ def test_seeds_that_early_stopping_ends_train_apart_and_say_why(
 def test_optimizer_that_looks_at_other_values_trains_each_seed_by_itself(tmp_path: Path):
     words = ["optim=custom", f"optim._target_={MODULE}.Clips", "lr=0.1", "stack=true", "steps=2"]
     assert main([*QUICK, *words, "replicas=2", f"runs_dir={tmp_path}"]) == 0
-    assert [result.timing["stack_size"] for result in results_in(tmp_path)] == [1, 1]
+    assert [result.timing["stack_size"] for result in results(tmp_path).values()] == [1, 1]
 
 
 @pytest.mark.usefixtures("source")
-def test_callback_that_raises_fails_the_run_with_the_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_callback_that_raises_fails_the_run_with_the_line(tmp_path: Path, capsys):
     words = ["callback=custom", f"callback._target_={MODULE}.Fails", "steps=2", "replicas=1"]
     assert main([*QUICK, *words, f"runs_dir={tmp_path}"]) == 1
-    (result,) = results_in(tmp_path)
+    (result,) = results(tmp_path).values()
     assert result.error == f"KeyError: 'trees' ({MODULE}.py, line 10)"
     assert "KeyError: 'trees'" in capsys.readouterr().err
 
@@ -142,5 +131,5 @@ def test_rates_that_a_scheduler_sets_do_not_depend_on_the_cells_beside(tmp_path:
     target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
     words = ["schedule=custom", target, "schedule.max_lr=0.5", "steps=3", "stack=true", "workers=0"]
     assert main(["-m", "lr=0.5,0.05", *QUICK, "replicas=2", *words, f"runs_dir={tmp_path}"]) == 0
-    first, _, second, _ = results_in(tmp_path)
+    first, _, second, _ = results(tmp_path).values()
     assert first.metrics["val/loss"] == second.metrics["val/loss"]  # max_lr takes the place of lr

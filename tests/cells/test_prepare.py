@@ -122,7 +122,6 @@ REFUSED = {
         "data=langid model.width=16 model.depth=1 norm=batch_per_position evaluate_with=[batch] "
         "evaluate_batch_sizes=[1]"
     ): ("evaluate_batch_sizes=1 leaves one value per statistic at blocks.0.attn_norm"),
-    "trainer.devices=2": "trainer=ddp",
     f"{DDP} trainer.devices=3": "batch_size=32 cannot be shared evenly by 3 devices; try 2",
     f"{DDP} trainer.num_nodes=2": "as 4",
     f"{DDP} trainer.strategy=fsdp": "trainer.strategy=fsdp: must be one of auto, ddp",
@@ -174,10 +173,7 @@ def test_scores_of_a_foreign_network_are_taken_from_a_dict(own_module):
 
 @pytest.mark.parametrize(("line", "message"), REFUSED.items(), ids=REFUSED.keys())
 def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
-    line: str,
-    message: str,
-    own_module: Callable[[str, str], Path],
-    caplog: pytest.LogCaptureFixture,
+    line, message, own_module: Callable[[str, str], Path], caplog
 ):
     own_module("own", OWN)
     with caplog.at_level(logging.INFO, "normexp"), pytest.raises(UserError) as caught:
@@ -187,9 +183,7 @@ def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
     assert not [each for each in caplog.records if each.name.startswith("normexp.cells")]
 
 
-def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_slot_of_a_norm_that_the_model_has_no_place_for_is_noted(caplog):
     with caplog.at_level(logging.INFO, "normexp"):
         cell = prepare("norm=nf", "model=convnet")
     note = "the norm's residual_scale=0.0 has no effect: model=convnet has no residual branch"

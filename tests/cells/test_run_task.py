@@ -78,9 +78,7 @@ def fail_stacks(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Stack], bool])
 WHY = "RuntimeError: no more (test_run_task.py, line "
 
 
-def test_rate_that_fails_takes_no_other_run_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_rate_that_fails_takes_no_other_run_with_it(tmp_path: Path, monkeypatch, capsys):
     fail_stacks(monkeypatch, lambda stack: any(cell.plan.lr == 0.5 for cell, _ in stack.runs))
     assert train(tmp_path, *RATES) == 1
     assert WHY in capsys.readouterr().err
@@ -137,9 +135,7 @@ def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_cells_train_one_after_another_where_stacking_does_not_pay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_cells_train_one_after_another_where_stacking_does_not_pay(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(assembly, "stacks", lambda *_: False)
     assert train(tmp_path, *RATES) == 0
     assert {run.timing["stack_size"] for run in results_of(tmp_path).values()} == {2}

@@ -94,6 +94,11 @@ def test_norm_behind_a_gate_that_starts_at_zero_mixes_samples():
     assert traits.mixes_samples and traits.leaks_future_in_training and not traits.leaks_future
 
 
+def test_norm_that_is_frozen_mixes_no_samples():
+    traits = traits_of(Frozen(BATCH), sizes=Sizes(8, None, 4))
+    assert not traits.mixes_samples and not traits.pools
+
+
 @pytest.mark.parametrize("distance", [1, 7, 16, 31])
 def test_neighbour_at_any_distance_below_the_batch_is_found(distance: int):
     norm = NormFactory(lambda _: broken.ReadsFurther(0, distance))
@@ -154,6 +159,20 @@ class Counting(FlatNet):
         return super().forward(inputs) * (1 + self.steps)
 
 
+class Frozen(FlatNet):
+    """Keeps its norm in evaluation mode while it trains."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm1.eval()
+        return self
+
+
+def twice(m: Any, inputs: Tensor) -> Tensor:
+    """One norm at two places."""
+    return m.head(m.norm(torch.relu(m.norm(m.hidden(inputs.flatten(1))))))
+
+
 class Exploding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -184,6 +203,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "NaN": (FlatNet(norm_of(lambda x: x * torch.nan)), "norm1: .*NaN"),
     "infinity": (FlatNet(norm_of(lambda x: x * torch.inf)), "norm1: .*NaN"),
     "fails": (convnet(NormFactory(lambda _: Exploding())), "norm1: no statistics$"),
+    "backward": (FlatNet(norm_of(lambda x: x.exp().add_(1))), "backward pass fails: .*inplace"),
     "erased input": (
         Model(mean_over_positions, final_norm=NormFactory(InstanceNorm)(4), **ENDS),
         "norm=layer",
@@ -275,6 +295,11 @@ NOTED = {
         FlatNet(NormFactory(Forgetful)),
         image_data(),
         "WARNING.*norm1.norm.weight, norm1.norm.unused",
+    ),
+    "used twice": (
+        Model(twice, hidden=nn.Linear(64, 8), norm=BATCH(8), head=nn.Linear(8, 3)),
+        image_data(),
+        "uses norm more than once in a forward, with one running state",
     ),
     "few values": (FlatNet(BATCH), image_data(), "WARNING.*2 values at norm1"),
     "mixed outside": (around(nn.Identity(), lambda x: x - x.mean(0)), image_data(), "does not act"),

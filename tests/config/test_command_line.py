@@ -68,6 +68,10 @@ REFUSED = [
     ("train", "-m lr=range(0,1,0)", "lr=range(0,1,0): the step of a range"),
     ("tune", "norm=batch", "nothing to search"),
     ("tune", "lr=choice(1,2) tune.metric=val/loss@", "tune.metric=val/loss@: needs evaluate_with"),
+    ("check", "norm=grup", "did you mean group"),
+    ("check", "norm.view=sequence", "norm.view=sequence"),
+    ("check", "norm.half_life=100", "set norm.momentum"),
+    ("check", "norm=group norm.nun_groups=3", "did you mean norm.num_groups?"),
     ("check", "formt=json", "did you mean format?"),
     ("check", "format=csv", "format=csv: must be one of table, json, markdown"),
     ("check", "batch_size=4", "batch_size=4: a card has no such key"),
@@ -90,9 +94,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("entry", "line", "part"), REFUSED, ids=lambda value: value or "nothing")
-def test_a_mistake_is_one_line_and_exit_code_2(
-    entry: str, line: str, part: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_mistake_is_one_line_and_exit_code_2(entry: str, line: str, part: str, capsys):
     assert importlib.import_module(f"normexp.{entry}").main(line.split()) == 2
     out, err = capsys.readouterr()
     assert err.startswith("normexp: ") and err.count("\n") == 1 and out == ""
@@ -249,9 +251,7 @@ def test_hydra_shows_the_config_and_writes_nothing(tmp_path: Path, words: str, s
         ("python other.py norm=ba", ""),
     ],
 )
-def test_a_line_is_completed(
-    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_line_is_completed(line: str, words: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in ("runs/mine/study.jsonl", "own/norm/my_norm.yaml"):
         (tmp_path / file).parent.mkdir(parents=True)

@@ -46,7 +46,6 @@ REFUSED = {
     "hydra/launcher=foo": "hydra/launcher=foo: no such launcher",
     # Keys that nothing reads.
     "+foo=1": "foo: unknown key; --help lists",
-    "+btch_size=4": "btch_size: unknown key; did you mean batch_size?",
     "+scheduler=step": "scheduler: unknown key; set optim.schedule=...",
     "schedule.peak=0.2": "schedule: this training has no schedule; choose one, as schedule=custom",
     "weights=w.pt": "weights: unknown key; did you mean model.weights?",
@@ -58,7 +57,6 @@ REFUSED = {
     "optim=custom optim._target_=torch.optim.Adam": "optimizer has no default, set lr=...",
     # Validating.
     "batch_size=null": "batch_size=null: must be a whole number above 0 (samples)",
-    "epochs=0": "epochs=0: must be a whole number above 0",
     "norm_batch_size=1.5": "norm_batch_size=1.5: must be a whole number above 0 or null",
     "micro_batch_size=true": "micro_batch_size=true: must be a whole number above 0 or null",
     "micro_batch_size=12": "try micro_batch_size=8 or micro_batch_size=16",
@@ -114,12 +112,6 @@ def own_yaml(folder: Path, name: str, text: str) -> str:
     return str(folder)
 
 
-def test_users_own_norm_file_is_a_choice(tmp_path: Path):
-    folder = own_yaml(tmp_path / "my conf", "norm/mine.yaml", "_target_: my.Norm\nknob: 2\n")
-    config = compose_config(["norm=mine", "norm.knob=3"], [folder])
-    assert dict(config.norm) == {"_target_": "my.Norm", "knob": 3}
-
-
 def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands(tmp_path: Path):
     folder = own_yaml(tmp_path, "norm/mine.yaml", "_target_: ???\nknob: 2\n")
     words = ["norm=mine", "norm._target_=my.Norm"]
@@ -155,9 +147,7 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
         ("norm/mime.yaml", "_target_: my.Norm\n", "norm=mine: no such norm; did you mean mime"),
     ],
 )
-def test_a_mistake_in_a_users_file_is_one_line_too(
-    tmp_path: Path, name: str, text: str, message: str
-):
+def test_a_mistake_in_a_users_file_is_one_line_too(tmp_path: Path, name, text, message):
     folder = own_yaml(tmp_path, name, text)
     with pytest.raises(UserError, match=re.escape(message)):
         validate(compose_config([f"{name.partition('/')[0]}=mine"], [folder]))

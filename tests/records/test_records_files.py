@@ -34,9 +34,7 @@ def no_space(*_: object) -> None:
 
 
 @pytest.mark.parametrize("call", ["replace", "fsync"])
-def test_failed_write_keeps_the_old_file_and_leaves_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-):
+def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monkeypatch, call):
     path = tmp_path / "result.json"
     write_text(path, "old")
     monkeypatch.setattr(os, call, no_space)
@@ -139,9 +137,7 @@ def test_full_disk_is_found_behind_other_errors(tmp_path: Path, monkeypatch: pyt
     assert full_disk_message(ValueError("a mistake"), tmp_path) is None
 
 
-def test_ensure_writable_creates_nothing_and_names_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ensure_writable_creates_nothing_and_names_the_key(tmp_path: Path, monkeypatch):
     ensure_writable(tmp_path / "runs" / "study")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
@@ -201,9 +197,7 @@ def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path
     assert holder_of(path) is None
 
 
-def test_lock_on_a_removed_file_is_no_lock_on_its_successor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_lock_on_a_removed_file_is_no_lock_on_its_successor(tmp_path: Path, monkeypatch):
     path = tmp_path / ".lock"
     old = file_lock(path)
     assert old.__enter__()

@@ -50,7 +50,7 @@ def test_two_processes_append_without_tearing(tmp_path: Path):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=600)
         assert worker.exitcode == 0
     history = read_history(tmp_path)
     assert len(history.commands) == 2 * ROUNDS

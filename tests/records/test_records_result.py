@@ -89,9 +89,7 @@ def test_result_that_contradicts_itself_is_refused(changes: dict[str, Any], name
         ({"timings": {}}, "'timings'"),
     ],
 )
-def test_file_that_is_no_result_is_named_with_its_fault(
-    tmp_path: Path, changes: dict[str, Any], name: str
-):
+def test_file_that_is_no_result_is_named_with_its_fault(tmp_path: Path, changes, name):
     content = {k: v for k, v in (make_result().to_dict() | changes).items() if v is not ...}
     path = tmp_path / "result.json"
     path.write_text(json.dumps(content))

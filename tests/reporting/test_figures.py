@@ -68,14 +68,6 @@ def test_figures_without_data_are_left_out(tmp_path: Path):
 # The metric against the size
 
 
-def test_an_independent_norm_has_its_interval_at_every_size(figures: dict[str, Figure]):
-    figure = figures["metric_by_size"]
-    rows = [row for row in rows_of(figure) if row["norm"] == "group"]
-    assert [row["size"] for row in rows] == [2, 8, 32, 128]
-    assert len({(row["mean"], row["low"], row["high"]) for row in rows}) == 1
-    assert "Hollow markers" in figure.caption
-
-
 def test_every_point_and_square_has_its_n_and_what_diverged(tmp_path: Path):
     for size, values in ((2, {0: 0.8, 1: None, 2: 0.9}), (8, {0: 0.8}), (32, {0: None, 1: None})):
         write_cell(tmp_path, "batch", values, norm_batch_size=size)
@@ -119,13 +111,6 @@ def test_a_few_bad_norms_do_not_squeeze_the_scale(tmp_path: Path, bad, outside):
     labels = {row["label"] for row in found.values()}
     assert {label for label in labels if "↓" in label} == outside and len(labels) == 3 + len(bad)
     assert (low > 90) == ("arrow" in [mark.get("shape") for mark in marks]) == bool(outside)
-
-
-def test_a_norm_that_is_bad_at_one_size_stays_on_the_scale(tmp_path: Path):
-    for size, level in ((2, 0.3), (128, 0.95)):
-        write_cell(tmp_path, "batch", {0: level, 1: level}, norm_batch_size=size)
-    write_levels(tmp_path, LEVELS)
-    assert panel_of(tmp_path)[0][0] < 30
 
 
 @pytest.mark.parametrize(("values", "limits"), [((0.3, 0.9), (0, 100)), ((0.90, 0.901), (89, 92))])

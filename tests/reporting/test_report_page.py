@@ -75,10 +75,8 @@ def show(browser: Browser, url: str, *, width: int = 1000, dark: bool = False) -
     browser.run("scrollTo(0, 0)")
 
 
-def test_page_opens_fast_without_errors_or_requests(browser: Browser, page: str):
-    start = time.monotonic()
+def test_page_opens_without_errors_or_requests(browser: Browser, page: str):
     show(browser, page)
-    assert time.monotonic() - start < 6  # every chart drawn, on a busy machine
     assert browser.errors() == []
     assert [url for url in browser.requests() if not url.startswith("chrome:")] == [page]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 from synthetic_study import slices_of, write_cell, write_sizes
@@ -80,6 +79,13 @@ def test_norms_that_differ_in_a_slot_are_named_as_it_is_typed(tmp_path: Path, ke
         f"rms {key}={default}",
         f"rms {key}={str(OTHER[key]).lower()}",
     }
+
+
+def test_a_value_that_is_not_recorded_is_named_by_its_default(tmp_path: Path):
+    for own in ({}, {"val_every_epochs": 4}):
+        write_cell(tmp_path, "batch", {0: 0.9}, identity={"callback": "early_stopping", **own})
+    settings = cells_of(tmp_path)["setting"]
+    assert set(settings) == {"val_every_epochs=1", "val_every_epochs=4"}
 
 
 def test_a_momentum_that_follows_from_the_size_is_no_knob(tmp_path: Path):
@@ -185,14 +191,6 @@ def test_a_norm_that_mixes_samples_at_some_sizes_is_independent_at_none(tmp_path
     assert contrast.is_primary
 
 
-def test_along_the_batch_size_every_norm_has_cells_of_its_own(tmp_path: Path):
-    for norm in ("batch", "group"):
-        write_sizes(tmp_path, dict.fromkeys((8, 32), {0: 0.8}), norm, axis="batch_size")
-    (part,) = slices_of(tmp_path)
-    assert (part.axis, part.sizes) == ("batch_size", [8, 32])
-    assert part.points["cell"].nunique() == 4 and not part.points["independent"].any()
-
-
 def test_models_and_data_sets_have_slices_of_their_own(tmp_path: Path):
     for data in ("cifar10", "digits"):
         write_sizes(tmp_path, dict.fromkeys((2, 128), {0: 0.8}), data=data)
@@ -220,15 +218,6 @@ def test_the_learning_rate_is_chosen_on_validation_and_never_on_test(tmp_path: P
     assert part.points["lr"].tolist() == [0.1]  # at the best rate a seed diverged
     searched = part.searched.set_index("lr")["chosen"].to_dict()
     assert searched == {0.01: False, 0.1: True, 1.0: False}
-
-
-@pytest.mark.parametrize(("metric", "worst"), [("test/accuracy", 70.0), ("test/loss", 0.3)])
-def test_a_diverged_run_counts_as_the_worst_on_the_lines(tmp_path: Path, metric: str, worst: float):
-    (cell, _) = write_sizes(tmp_path, {2: {0: 0.8, 1: None}, 8: {0: 0.7, 1: 0.9}})
-    write_cell(tmp_path, "group", {0: 0.1}, metrics={"val/accuracy": 0.1})  # nothing, but no loss
-    (part,) = slices_of(tmp_path, metric=metric)
-    assert part.outcomes[str(cell)][1] == pytest.approx(worst)
-    assert np.isnan(part.values[str(cell)][1])
 
 
 def test_optimism_is_that_of_the_rates_that_were_candidates(tmp_path: Path):

@@ -25,18 +25,6 @@ def cell(tmp_path: Path) -> Path:
     return write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9}, knobs={"eps": 1e-5, "dims": [1, 2]})
 
 
-def test_a_run_is_a_row_with_config_metrics_and_timing(tmp_path: Path, cell: Path):
-    row = read_studies(tmp_path, ["synthetic"]).runs.iloc[1]
-    assert (row["study"], row["cell"], row["seed"], row["status"]) == (
-        *("synthetic", str(cell), 1, "finished"),
-    )
-    assert (row["norm"], row["norm.eps"], row["norm.dims"]) == ("batch", 1e-5, (1, 2))
-    assert (row["batch_size"], row["micro_batch_size"]) == (128, None)
-    assert (row["test/accuracy"], row["timing.step_ms"], row["environment.python"]) == (
-        *(0.9, 5.0, "3.11"),
-    )
-
-
 def test_evaluations_become_metrics_with_a_suffix(tmp_path: Path, cell: Path):
     content = {
         "running": {"test/accuracy": 0.1},  # what the training recorded stands
@@ -134,25 +122,17 @@ def test_signs():
 
 
 @pytest.mark.parametrize(
-    ("name", "label", "higher", "selection"),
+    ("name", "label", "higher", "selection", "bounds"),
     [
-        ("test/accuracy", "test accuracy (%)", True, "val/accuracy"),
-        ("test/loss@precise", "test loss (nats), precise statistics", False, "val/loss"),
-        ("val/bits_per_byte", "val bits per byte", False, "val/bits_per_byte"),
-        ("test/f1", "test f1", True, "val/f1"),
+        ("test/accuracy", "test accuracy (%)", True, "val/accuracy", (0.0, 100.0)),
+        ("test/loss@precise", "test loss (nats), precise statistics", False, "val/loss", None),
+        ("val/bits_per_byte", "val bits per byte", False, "val/bits_per_byte", None),
+        ("test/f1", "test f1", True, "val/f1", None),
     ],
 )
-def test_metrics_are_described_by_their_name(name: str, label: str, higher: bool, selection: str):
+def test_metrics_are_described_by_their_name(name, label, higher, selection, bounds):
     metric = describe_metric(name)
     assert (metric.label, metric.higher_is_better) == (label, higher)
     assert metric.selection_name == selection
+    assert (metric.bounds, metric.limit) == (bounds, 100.0 if bounds else math.inf)
     assert describe_metric(name, 0.3).tolerance == 0.3
-
-
-@pytest.mark.parametrize(
-    ("name", "bounds", "limit"),
-    [("test/accuracy", (0.0, 100.0), 100.0), ("test/loss", None, math.inf)],
-)
-def test_an_accuracy_has_bounds(name: str, bounds: tuple[float, float] | None, limit: float):
-    metric = describe_metric(name)
-    assert (metric.bounds, metric.limit) == (bounds, limit)

@@ -13,7 +13,6 @@ from normexp.reporting.frame import read_studies
 from normexp.reporting.sentences import answer_slices
 from normexp.reporting.tables import (
     cell_table,
-    comparison_table,
     sensitivity_table,
     size_table,
 )
@@ -82,19 +81,6 @@ def test_a_cell_of_diverged_runs_has_the_metric_and_the_count_that_it_lacks(tmp_
     assert "at one norm batch size only, 2 (n = 0 seeds; 2 of 2 diverged)" in answer.losses[0].text
 
 
-def test_comparisons_show_the_p_of_the_whole_family(tmp_path: Path):
-    values = {0: 0.90, 1: 0.9012, 2: 0.8991}
-    write_cell(tmp_path, "batch", values, norm_batch_size=2)
-    for norm, ahead in (("group", 0.01), ("layer", 0.02)):
-        own = {seed: value + ahead * (1 + 0.1 * seed) for seed, value in values.items()}
-        write_cell(tmp_path, norm, own)
-    (answer,) = answer_slices(slices_of(tmp_path))
-    rows = comparison_table([answer]).rows
-    assert [row["p in the family"] for row in rows] == [one.p for one in answer.comparisons]
-    assert [row["verdict"] for row in rows] == ["better", "better"]
-    assert {row["at"] for row in rows} == {"norm batch size 2"}
-
-
 def test_the_paper_table_has_the_best_in_bold_with_what_ties_by_the_test(tmp_path: Path):
     rng = np.random.default_rng(1)
     levels = {"batch": (0.90, 0.95), "layer": (0.951, 0.951), "group": (0.95, 0.95)}
@@ -140,10 +126,3 @@ def test_bold_says_on_how_many_common_seeds_it_rests(tmp_path: Path, seeds, bold
     table = size_table(part)
     assert {row for row, _ in table.bold} == bold
     assert words in table.note
-
-
-def test_a_value_that_is_not_recorded_is_named_by_its_default(tmp_path: Path):
-    for own in ({}, {"val_every_epochs": 4}):
-        write_cell(tmp_path, "batch", {0: 0.9}, identity={"callback": "early_stopping", **own})
-    settings = build_cells(read_studies(tmp_path, ["synthetic"]))["setting"]
-    assert set(settings) == {"val_every_epochs=1", "val_every_epochs=4"}

@@ -18,6 +18,7 @@ from normexp.records.samples import write_samples
 from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.sentences import Answer, Claim, answer_slices
 from normexp.reporting.slices import Slice
+from normexp.reporting.tables import comparison_table
 from normexp.reporting.verdict import DECIDED, Family, contrasts_of
 
 ACCURACIES = {"digits": (0.80, 0.81, 0.79, 0.804), "cifar10": (0.60, 0.62, 0.61, 0.605)}
@@ -62,9 +63,7 @@ def comparisons_of(root: Path, tolerance: float | None = None) -> dict[str, Clai
         ),
     ],
 )
-def test_kinds_along_the_sizes(
-    tmp_path: Path, smallest: dict, largest: dict, kind: str, words: str
-):
+def test_kinds_along_the_sizes(tmp_path: Path, smallest, largest, kind, words):
     write_sizes(tmp_path, {2: smallest, 128: largest})
     loss = loss_of(tmp_path)
     assert loss.kind == kind and words in loss.text
@@ -209,6 +208,8 @@ def test_a_larger_family_takes_a_verdict_back(tmp_path: Path):
     group = comparisons_of(tmp_path, tolerance=0.0)["group"]
     assert (group.contrast.gap, group.kind) == (alone.contrast.gap, "open")
     assert group.p == pytest.approx(2 * alone.p) and not VERBS.search(group.text)
+    rows = comparison_table([answer_of(tmp_path, tolerance=0.0)]).rows
+    assert [row["p in the family"] for row in rows if row["norm"] == "group"] == [group.p]
 
 
 def test_the_family_is_the_whole_report(tmp_path: Path):
@@ -332,9 +333,7 @@ LEVEL = [2.3, 0.9, 0.3, 0.1, 0.06, 0.055, 0.053, 0.051, 0.05, 0.05]
         ([], [], "train loss not recorded"),
     ],
 )
-def test_a_verdict_says_whether_training_had_converged(
-    tmp_path: Path, smallest: list[float], largest: list[float], words: str
-):
+def test_a_verdict_says_whether_training_had_converged(tmp_path: Path, smallest, largest, words):
     ends = {2: {0: 0.85, 1: 0.8511, 2: 0.8544}, 128: {0: 0.9, 1: 0.9011, 2: 0.9088}}
     for cell, losses in zip(write_sizes(tmp_path, ends), (smallest, largest), strict=True):
         write_curves(cell, losses)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from train_cases import results, wandb_records
 
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
@@ -130,11 +130,8 @@ def test_agents_run_has_the_mean_of_the_seeds(tmp_path: Path, monkeypatch: pytes
             [sys.executable, "-c", script, *line], env={**os.environ, **environment}, check=True
         )
     folder = next(iter(tmp_path.glob("default/wandb/offline-run-*-run1")))
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    records = [json.loads(row) for row in answer.stdout.splitlines() if row.startswith("{")]
-    last = [r["history"]["item"] for r in records if r["type"] == "history"][-1]
-    runs = [json.loads(path.read_text()) for path in tmp_path.glob("default/*/seed-*/result.json")]
-    expected = sum(run["metrics"]["val/accuracy"] for run in runs) / 2
+    history = [row["history"] for row in wandb_records(folder) if row["type"] == "history"]
+    last = history[-1]["item"]
+    expected = sum(run.metrics["val/accuracy"] for run in results(tmp_path).values()) / 2
     assert last["val/accuracy"] == pytest.approx(expected)
     assert last["seeds"] == 2

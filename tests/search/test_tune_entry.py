@@ -83,9 +83,7 @@ def test_best_mean_on_validation_is_reported_with_fresh_seeds(
     assert "edge" not in out
 
 
-def test_best_point_at_the_edge_is_noted(
-    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
-):
+def test_best_point_at_the_edge_is_noted(tmp_path: Path, trainer: Trainer, capsys):
     assert tune(tmp_path, "lr=choice(0.1,0.3,1.0)") == 0
     assert trainer.rates("s") == [0.1]
     assert "lr=0.1 lies at the edge of what was searched" in capsys.readouterr().out
@@ -129,18 +127,14 @@ def test_longer_search_adds_points_and_replaces_the_shorter_in_the_history(
 
 
 @pytest.mark.slow
-def test_sizes_that_come_to_one_cell_share_a_search(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_sizes_that_come_to_one_cell_share_a_search(tmp_path: Path, capsys):
     words = ["lr=choice(0.1,0.2)", "norm=batch,group", "norm_batch_size=4,8", "steps=2"]
     assert tune(tmp_path, *words, "workers=0") == 0
     rows = capsys.readouterr().out.partition("to repeat the best:")[2].strip().splitlines()
     assert ["norm=batch" in row for row in rows] == [True, True, False]
 
 
-def test_stop_while_fresh_seeds_train_is_told_as_one(
-    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
-):
+def test_stop_while_fresh_seeds_train_is_told_as_one(tmp_path: Path, trainer: Trainer, capsys):
     train = trainer.train
     trainer.train = lambda cell: (
         Outcome("stopped", cell.title) if cell.seeds[0] == 0 else train(cell)
@@ -150,9 +144,7 @@ def test_stop_while_fresh_seeds_train_is_told_as_one(
     assert "stopped" in told.err and told.out == ""
 
 
-def test_failed_point_is_not_chosen_and_fails_the_command(
-    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
-):
+def test_failed_point_is_not_chosen_and_fails_the_command(tmp_path: Path, trainer: Trainer, capsys):
     trainer.statuses = {0.1: "failed"}
     assert tune(tmp_path, "lr=choice(0.01,0.1,1.0)") == 1
     assert trainer.rates("s") == [0.01]
@@ -162,9 +154,7 @@ def test_failed_point_is_not_chosen_and_fails_the_command(
     assert "it broke" in capsys.readouterr().err
 
 
-def test_failure_under_fail_fast_trains_no_fresh_seeds(
-    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
-):
+def test_failure_under_fail_fast_trains_no_fresh_seeds(tmp_path: Path, trainer: Trainer, capsys):
     trainer.statuses = {0.1: "failed", 1.0: "stopped"}
     assert tune(tmp_path, "lr=choice(0.01,0.1,1.0)", "fail_fast=true") == 1
     assert trainer.rates("s") == []
@@ -184,9 +174,7 @@ def test_runs_at_another_point_in_the_study_of_the_report_are_told_apart(
 
 
 @pytest.mark.slow
-def test_lines_of_the_readme_let_an_optuna_study_drive_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_lines_of_the_readme_let_an_optuna_study_drive_run(tmp_path: Path, monkeypatch, capsys):
     pytest.importorskip("optuna").logging.set_verbosity(40)
     (lines,) = [
         code

@@ -87,13 +87,6 @@ def test_ties_among_the_middle_values_are_no_certainty(statistic):
     assert got.low < 97.0 and got.high > 97.4
 
 
-def test_seeds_that_differ_alike_in_every_cell_show_no_difference_but_little_certainty():
-    a = [97.5, 97.2]
-    got = paired_difference(a, a)  # two cells with equal counts
-    assert got.estimate == 0 and got.low < -1 and got.high > 1
-    assert paired_difference([1.25, 2.5], [1.0, 2.25]).low is None  # equal gaps, no counts
-
-
 # Bounds
 
 
@@ -108,11 +101,6 @@ def test_in_the_middle_of_the_range_it_is_the_t_interval():
     values = [50.1, 49.8, 50.4, 49.7]
     got, plain = mean(values, bounds=(0, 100)), mean(values)
     np.testing.assert_allclose(bounds(got), bounds(plain), atol=0.002)
-
-
-def test_near_an_end_the_interval_reaches_further_inwards():
-    got = mean([99.2, 99.9, 99.5, 99.6], bounds=(0, 100))
-    assert got.estimate - got.low > got.high - got.estimate
 
 
 def test_a_difference_is_cut_at_the_largest_possible():
@@ -186,12 +174,6 @@ def test_two_data_sets_equal_welchs_interval_and_p(rng):
     expected = np.array(welch.confidence_interval(0.95)) / 2
     np.testing.assert_allclose(bounds(got), expected, rtol=1e-12)
     assert (got.n, p_value(got)) == (14, pytest.approx(welch.pvalue))
-
-
-def test_data_sets_weigh_the_same_whatever_their_number_of_seeds(rng):
-    many, two = rng.normal(size=600), rng.normal(size=2)
-    got = stratified_mean([1 + many - many.mean(), 5 + two - two.mean()])
-    assert got.estimate == pytest.approx(3.0)
 
 
 def test_a_data_set_with_one_value_leaves_no_bounds_and_one_without_no_estimate():

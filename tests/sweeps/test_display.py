@@ -31,9 +31,7 @@ def seat(*task: int, steps: tuple[int, int] = (0, 0), since: float = 0.0) -> Wor
     return seat
 
 
-def test_lines_count_the_cells_and_say_why_and_notes_are_told_once(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_lines_count_the_cells_and_say_why_and_notes_are_told_once(capsys):
     with Display(["norm=a", "norm=b", "norm=c"]) as display:
         display.ended("norm=a", Outcome("finished", "a", seconds=12.0))
         for _ in range(2):
@@ -80,9 +78,7 @@ def test_live_view_has_a_row_per_worker():
         assert shown in file.getvalue()
 
 
-def test_without_a_terminal_a_line_now_and_then(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-):
+def test_without_a_terminal_a_line_now_and_then(clock: list[float], capsys):
     display = Display(["norm=a"])
     for seconds in (1.0, 61.0, 70.0):
         clock[0] = seconds
@@ -117,9 +113,7 @@ def test_durations_are_spoken():
         ),
     ],
 )
-def test_title_is_the_norm_the_sizes_and_what_was_typed_of_the_training(
-    typed: str, titles: list[str]
-):
+def test_title_is_the_norm_the_sizes_and_what_was_typed_of_the_training(typed, titles):
     assert list(map(title_of, compose_cells(parse_command(typed.split())))) == titles
 
 

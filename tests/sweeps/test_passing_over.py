@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from normexp.cells import recorded
 from normexp.cells.recorded import find_skippable
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
@@ -88,17 +90,21 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
     assert not is_passed(tmp_path)
 
 
-def test_key_is_recorded_once_for_each_way_to_ask(tmp_path: Path, trained: Path):
+def test_key_is_recorded_once_for_each_way_to_ask(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+):
     shutil.copytree(trained, tmp_path / "runs")
     for words in ([], ["log_every=3"], []):
         assert train(tmp_path, *words) == 0
     keys = read_history(tmp_path / "runs" / "default").cache
     assert [len(entries) for entries in keys.values()] == [2]
+    read = Mock(side_effect=read_history)
+    monkeypatch.setattr(recorded, "read_history", read)
+    assert is_passed(tmp_path, "-m", "log_every=10,3")
+    read.assert_called_once()  # however many cells there are
 
 
-def test_finished_sweep_typed_again_ends_without_torch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_finished_sweep_typed_again_ends_without_torch(tmp_path: Path, capsys):
     words = ["-m", "norm=none,group", *QUICK[:2], f"runs_dir={tmp_path / 'runs'}"]
     assert main([*words, "workers=0"]) == 0
     first = capsys.readouterr().out
@@ -210,9 +216,7 @@ def test_digest_of_a_folder_changes_with_a_file_in_it(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_evaluation_that_is_missing_or_has_other_samples_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_evaluation_that_is_missing_or_has_other_samples_is_named(tmp_path: Path, capsys):
     words = ["norm=batch", "evaluate_with=[precise,batch]", "evaluate_batch_sizes=[8]"]
     few, many = "precise_samples=64", "precise_samples=96"
     assert train(tmp_path, *words, few) == 0
@@ -244,9 +248,7 @@ def test_evaluation_that_is_missing_or_has_other_samples_is_named(
 
 
 @pytest.mark.slow
-def test_norm_that_an_evaluation_gives_nothing_is_passed_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_norm_that_an_evaluation_gives_nothing_is_passed_over(tmp_path: Path, capsys):
     words = ["norm=group", "evaluate_with=[precise,batch]"]
     assert train(tmp_path, *words) == 0
     assert is_passed(tmp_path, *words)

@@ -86,11 +86,7 @@ def test_this_process_walks_the_same_list(tmp_path: Path, fail_fast: bool, last:
     ],
 )
 def test_what_happens_to_a_worker_costs_its_own_cell_at_most(
-    tmp_path: Path,
-    acts: list[str],
-    tasks: list[Task] | None,
-    expected: list[str],
-    num_workers: int,
+    tmp_path: Path, acts, tasks, expected, num_workers
 ):
     sweep = sweep_of(tmp_path, *acts, tasks=tasks)
     outcomes = sweep.train()
@@ -118,7 +114,7 @@ def test_death_before_training_is_recorded_with_the_cell(tmp_path: Path):
 
 
 def test_fail_fast_stops_what_runs_and_begins_nothing(tmp_path: Path):
-    sweep = sweep_of(tmp_path, "finish", "die before", "finish", steps=500)
+    sweep = sweep_of(tmp_path, "finish", "die before", "finish", steps=10_000)
     sweep.num_workers, sweep.fail_fast = 2, True
     outcomes = sweep.train()
     assert statuses(outcomes) == ["stopped", "failed", "stopped"]
@@ -192,7 +188,7 @@ def interrupted(sweep: Sweep, then: Callable[[], None] = lambda: None) -> thread
 
 
 def test_interrupt_stops_each_worker_and_leaves_no_process(tmp_path: Path):
-    sweep = sweep_of(tmp_path, *["finish"] * 3, steps=1000)
+    sweep = sweep_of(tmp_path, *["finish"] * 3, steps=10_000)
     sweep.num_workers = 2
     workers = []
     thread = interrupted(sweep, lambda: workers.extend(sweep.workers))

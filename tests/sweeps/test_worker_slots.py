@@ -51,11 +51,7 @@ def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, t
     ],
 )
 def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
-    monkeypatch: pytest.MonkeyPatch,
-    num_cells: int,
-    cfgs: list[DictConfig],
-    gpus: list[str | None],
-    num_workers: int,
+    monkeypatch, num_cells, cfgs, gpus, num_workers
 ):
     monkeypatch.setattr(tasks, "visible_gpus", lambda: ["0", "1", "2"])
     slots, count = worker_slots(cfgs, num_cells)
@@ -83,11 +79,7 @@ def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_worker_inherits_its_threads_and_gpu_and_what_the_user_set_is_not_raised(
-    monkeypatch: pytest.MonkeyPatch,
-    slot: WorkerSlot,
-    asked: str | None,
-    threads: str,
-    gpu: str | None,
+    monkeypatch, slot, asked, threads, gpu
 ):
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     for name in names:
