@@ -71,12 +71,13 @@ class Way:
     """How a study is disturbed.
 
     Attributes:
-        lines: typed one after another, each until it is complete.
-        whole: the undisturbed study that it must equal.
-        times: how often each line is disturbed at most.
-        killers: those of `Campaign.disturb` to draw from.
-        workers: of each command, drawn from these; or one command of each, at once.
-        code: of the last command.
+        lines: commands, each typed again until it is complete, then the next.
+        whole: name of the undisturbed study that the result must equal.
+        times: most disturbances of each command.
+        killers: kinds of `Campaign.kill`, one of which is drawn each time.
+        workers: number of workers of a command, drawn from these.
+        at_once: instead types one command for each number of workers at the same time.
+        code: exit code of the last command.
     """
 
     lines: Sequence[Sequence[str]]

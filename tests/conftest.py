@@ -21,7 +21,7 @@ SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-"
 
 
 def pytest_collection_finish() -> None:
-    """Spares the garbage collector the modules that tests have imported, until they are done."""
+    """Freezes imported modules during the tests, which spares the garbage collector time."""
     gc.freeze()
 
 
@@ -40,7 +40,7 @@ def pytest_unconfigure() -> None:
 def own_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str], Path]]:
-    """Writes a module of the user's by name and source, imported anew, as by another process."""
+    """Writes a user's module; the next import reads it anew, as another process would."""
     names: set[str] = set()
 
     def write(name: str, source: str) -> Path:

@@ -49,7 +49,7 @@ def nothing(num_features):
 
 @pytest.fixture
 def mine(own_module: Callable[[str, str], Path]) -> str:
-    """The name of a module of the user's own."""
+    """The name of a user's module."""
     return own_module("norms_of_a_user", MODULE).stem
 
 

@@ -1,4 +1,4 @@
-"""`python -m normexp.train` in-process, and what it leaves."""
+"""Runs `python -m normexp.train` in this process, and reads what it writes."""
 
 from __future__ import annotations
 

@@ -59,12 +59,12 @@ def check_wiring(network: nn.Module, batch: Batch) -> None:
     if others:
         logger.warning(
             "the model has norms that `norm` does not replace: %s; build them with the argument "
-            "`norm`, or name their classes in model.replace, or the comparison of norms is about "
-            "the others alone",
+            "`norm`, or name their classes in model.replace; otherwise they stay the same for "
+            "every norm that you compare",
             name_some(others),
         )
     for names in _shared_by_sites(sites):
-        logger.warning("%s are one module or parameter, trained as one", name_some(names))
+        logger.warning("%s share a module or parameter, and train it as one", name_some(names))
 
 
 def _sites_without_effect(network: nn.Module, sites: dict[str, Site], batch: Batch) -> list[str]:

@@ -137,8 +137,8 @@ def examine(
     }
     if mixes[True] and not at_sites[True]:
         logger.warning(
-            "the model mixes samples, and not along the first axis of what a norm gets: "
-            "norm_batch_size does not act there"
+            "the model mixes samples outside its norms, or along another axis than the first of a "
+            "norm's input; norm_batch_size has no effect there"
         )
     if mixes[True]:
         check_first_axis(sites, len(batch["targets"]), sizes)
@@ -233,7 +233,7 @@ def check_split(sites: Sequence[EnteredSite], sizes: Sizes) -> None:
         key = "norm_batch_size" if sizes.norm < sizes.micro else "micro_batch_size"
         raise UserError(
             f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
-            f"state of the norm at {name_some(sequential)} is sequential, by its own word or since "
+            f"state of the norm at {name_some(sequential)} is sequential, as declared or because "
             f"its forward writes parameters; try {key}=null"
         )
 
@@ -321,12 +321,12 @@ def check_padding(network: nn.Module, data: Data) -> None:
     if reading:
         raise UserError(
             f"norm reads padding at {name_some(reading)}: it moves real positions or the running "
-            "state; have its forward leave out where its argument `mask` is false"
+            "state; its forward must leave out values where its argument `mask` is false"
         )
     if model_reads_padding(network, batch, data):
         raise UserError(
             "model reads padding: its content or amount moves the output, and no norm does; use "
-            "`mask` in attention and pooling, and hand it to each site"
+            "`mask` in attention and pooling, and pass it to each site"
         )
 
 

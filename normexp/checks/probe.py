@@ -165,9 +165,9 @@ class Probe:
         self,
         x: Tensor,
         keep: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | None,
         *,
-        before: Observation | None = None,
+        before: Observation,
         state: bool = False,
         first_way: int = 0,
     ) -> str | None:
@@ -180,7 +180,6 @@ class Probe:
                 compared too: those of kept inputs and of parameters.
             state: also compare buffers, which must then depend only on kept inputs.
         """
-        before = before or self.observe(x, mask)
         for way in range(first_way, first_way + self.ways):
             changed = torch.where(fit(keep, x), x, self.replacement(x, way))
             after = self.observe(changed, mask, upstream=keep if before.gradients else None)

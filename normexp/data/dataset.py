@@ -143,10 +143,8 @@ class Data:
         return dataclasses.replace(self, train=train, val=val, test=test)
 
 
-def content_digest(
-    splits: Sequence[Examples | Windows], symbols: tuple[str, ...] | None = None
-) -> str:
-    """First 16 hex digits of the sha256 over dtype, shape and bytes of every tensor."""
+def content_digest(splits: Sequence[Examples | Windows], symbols: tuple[str, ...] | None) -> str:
+    """First 16 hex digits of the sha256 over symbols, and each tensor's dtype, shape and bytes."""
     digest = hashlib.sha256(repr(symbols).encode())
     for tensor in (tensor for split in splits for tensor in split.tensors):
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

@@ -43,8 +43,8 @@ def load_shakespeare(
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise UserError(
-            f"data=shakespeare: {path} is another text (its sha256 differs); delete it, or read it "
-            f"with data=text_file data.path={path}"
+            f"data=shakespeare: {path} has another content (its sha256 differs); delete it, or "
+            f"read it with data=text_file data.path={path}"
         )
     return build_text_data("shakespeare", content.decode(), block_size, val_fraction, test_fraction)
 

@@ -105,7 +105,7 @@ def download(get: Callable[[], Any], weights: str, source: str) -> Values:
     except Exception as error:  # of the library's client, many kinds
         raise UserError(
             f"model.weights={weights}: downloading {source} failed ({first_line(error)}); "
-            "fetch it on another machine, and name the file"
+            "download it on another machine, and set model.weights to the file"
         ) from error
 
 

@@ -302,8 +302,8 @@ class Transformer(nn.Module):
         equation = EQUATIONS[norm.placement]
         if depth == 1 and (equation.early or equation.is_scaled):
             raise UserError(
-                f"placement={norm.placement} tells blocks apart, and model.depth=1 has one; try "
-                "model.depth=2 or placement=pre"
+                f"placement={norm.placement} needs two blocks or more, and model.depth=1 has one; "
+                "try model.depth=2 or placement=pre"
             )
         common = {"is_causal": is_causal, "dropout": dropout, "depth": depth}
         self.embedding_norm = norm.tokens(width) if equation.norms_embedding else NoSite()

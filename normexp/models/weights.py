@@ -113,7 +113,7 @@ class Loading:
         )
 
 
-def open_weights(name: str, download: Download | None = None) -> Weights:
+def open_weights(name: str, download: Download | None) -> Weights:
     """The weights in the file `name`, or else the download of that name.
 
     Args:
@@ -159,7 +159,7 @@ def read_values(path: Path) -> Values:
     named = content if isinstance(content, Mapping) else {}
     values = {str(name): value for name, value in named.items() if isinstance(value, Tensor)}
     if not values:
-        raise UserError(f"{key} holds no tensors by name, as a state_dict does")
+        raise UserError(f"{key} holds no tensors by name; name the file of a state_dict")
     return values
 
 

@@ -73,7 +73,9 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
             layout = find_layout(build, num_features, target=target)
             logger.info("norm._target_=%s takes %s", target, layout)
             if 2 not in layout.num_dims:
-                logger.info("norm.view=token shows it one token at a time; sequence, whole texts")
+                logger.info(
+                    "norm.view=token shows it single tokens, norm.view=sequence whole texts"
+                )
         return layout.present(build(num_features))
 
     return norm

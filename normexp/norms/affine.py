@@ -73,7 +73,7 @@ class AffineNorm(nn.Module):
     def __post_init__(self) -> None:
         super().__init__()
         if self.zero_centered and not self.affine:
-            raise UserError("zero_centered=true scales nothing without affine=true; drop one")
+            raise UserError("zero_centered=true has no effect with affine=false; set affine=true")
         ones, zeros = torch.ones(self.num_features), torch.zeros(self.num_features)
         self.weight = nn.Parameter(zeros if self.zero_centered else ones) if self.affine else None
         self.bias = nn.Parameter(zeros.clone()) if self.affine and self.has_bias else None

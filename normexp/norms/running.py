@@ -104,8 +104,8 @@ class RunningNorm(AffineNorm):
         """Raises UserError if a training input (N, C, *) has one value per channel: no variance."""
         if shape.numel() == shape[1]:
             raise UserError(
-                f"batch norm got one value per channel, an input of shape {tuple(shape)}; it needs "
-                "2 or more: try a larger batch_size or norm_batch_size"
+                f"batch norm got one value per channel, in an input of shape {tuple(shape)}; it "
+                "needs 2 or more: try a larger batch_size or norm_batch_size"
             )
 
     @torch.no_grad()

@@ -59,8 +59,8 @@ class TaperNorm(RunningNorm):
         self.start, self.end = shares_to_steps(self.num_training_steps, **shares)
         if not 0 < self.warmup <= self.taper_end:
             raise UserError(
-                f"warmup={self.warmup}, taper_end={self.taper_end}: a taper begins after 0 and "
-                "does not end before it begins; try norm.warmup=0.1 norm.taper_end=0.6"
+                f"warmup={self.warmup}, taper_end={self.taper_end}: warmup must be above 0, and "
+                "taper_end not below warmup; try norm.warmup=0.1 norm.taper_end=0.6"
             )
         self.start = max(self.start, 1)  # without a step there is no c
         self.drift = nn.Parameter(torch.zeros(self.num_features))

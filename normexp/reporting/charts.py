@@ -252,7 +252,8 @@ def label_ends(
     y: alt.Y,
     channels: Channels,
     outside: Collection[str] = (),
-    height: float = HEIGHT,
+    *,
+    height: float,
 ) -> list[Any]:
     """Layers that name each line at the right edge, in place of a legend.
 

@@ -135,7 +135,7 @@ def _metric_panel(part: Slice, styles: Styles, table: pd.DataFrame, outside: lis
     channels = encode_style(styles, legend=False)
     height = max(HEIGHT, LINE * len(styles))
     lines = draw_lines(x, y, channels, tooltip(*POINT_TIP), outside=outside)
-    labels = label_ends(table, x, y, channels, outside, height)
+    labels = label_ends(table, x, y, channels, outside, height=height)
     return alt.layer(*lines, *labels).properties(width=WIDTH, height=height)
 
 

@@ -122,12 +122,11 @@ def paired_values(a: str, b: str, values: pd.DataFrame) -> tuple[np.ndarray, np.
     return first[is_both], second[is_both]
 
 
-def plain_rows(table: pd.DataFrame, columns: Sequence[str] | None = None) -> list[Row]:
+def plain_rows(table: pd.DataFrame) -> list[Row]:
     """The rows as dicts of plain Python values; missing is None."""
-    chosen = table if columns is None else table[list(columns)]
     return [
         {name: None if value != value else value for name, value in row.items()}  # NaN is not NaN
-        for row in chosen.to_dict("records")
+        for row in table.to_dict("records")
     ]
 
 

@@ -45,10 +45,10 @@ def publish(
     runs_dir: Path,
     names: Sequence[str],
     *,
-    metric: str | None = None,
-    tolerance: float | None = None,
-    watch: bool = False,
-    log_wandb: bool = False,
+    metric: str | None,
+    tolerance: float | None,
+    watch: bool,
+    log_wandb: bool,
 ) -> None:
     """Writes and prints the report of the studies.
 

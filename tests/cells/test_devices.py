@@ -87,7 +87,7 @@ def test_first_of_started_processes_alone_answers_what_needs_no_other(
 
 
 def test_each_rank_repeats_every_cell_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Such as of a stack of two rates that one device has begun."""
+    """For example the checkpoint of a stack of two rates, begun on one device."""
     words = [*DDP, "norm=batch", f"runs_dir={tmp_path}"]
     cells = [prepare_cell(*compose_cell([*words, f"lr={lr}"])) for lr in (0.5, 0.05)]
     begun = create_stack([(cell, seed) for cell in cells for seed in (0, 1)])
@@ -193,7 +193,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) 
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
-    """The processes that it has spawned, but for the tracker of their shared memory."""
+    """The processes that the training has spawned, without the tracker of shared memory."""
     found = subprocess.run(
         ["ps", "-ww", "--ppid", str(process.pid), "-o", "pid=,args="],
         capture_output=True,

@@ -137,7 +137,7 @@ def test_training_records_every_kind_of_statistics_in_every_file(cell_dir: Path)
 
 
 def test_evaluating_kept_weights_gives_what_training_recorded(cell_dir: Path, copy: Path, capsys):
-    """Also of averaged weights, whose running state is measured anew."""
+    """Holds for averaged weights too, whose running state is measured anew."""
     recorded = [evaluation(cell_dir, seed) for seed in SEEDS]
     for seed in SEEDS:
         (seed_dir(copy, seed) / "evaluation.json").unlink()

@@ -1,4 +1,4 @@
-"""Loggers besides metrics.csv, as a training leaves them."""
+"""What loggers other than metrics.csv have written after a training."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Made(torch.optim.SGD):
 
 @cache
 def prepare(*words: str) -> Cell:
-    """The cell of these words; a target of `own` chooses `custom` in its group."""
+    """Composes the cell of these words; a target in `own` chooses `custom` in its group."""
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
     config, choices = compose_cell([*custom, *words])
     validate(config)

@@ -117,7 +117,7 @@ def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
 
 
 def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
-    """Also where fewer or more seeds and rates are asked for than when it began."""
+    """Also if the new command asks for fewer or more seeds and rates."""
     specs = specs_of(tmp_path)
     stop = StopRequest()
     stop.requested = True
@@ -201,7 +201,7 @@ def test_what_a_process_leaves_that_is_killed_at_its_end_is_removed_by_the_next_
 
 @pytest.mark.slow
 def test_run_of_a_stack_that_has_its_result_keeps_it(tmp_path: Path):
-    """As after a kill between the first and the last result.json of a stack."""
+    """The state after a kill between the first and the last result.json of a stack."""
     specs = specs_of(tmp_path)
     assert [outcome.status for outcome in run_task(specs)] == ["finished", "finished"]
     whole = results_of(tmp_path)

@@ -19,7 +19,7 @@ from normexp.training.stopping import Interrupted, StopRequest
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, bytes]:
-    """A command line, and path and content of the checkpoint that its first step left."""
+    """A command line, and the path and content of its checkpoint after the first step."""
     words = ["norm=none", "steps=3", "replicas=1", f"runs_dir={tmp_path_factory.mktemp('runs')}"]
     cell = prepare_cell(*compose_cell(words))
     stop = StopRequest()

@@ -35,7 +35,7 @@ class Applies(nn.Module):
 
 
 def caught_by(line: str, words: str = "") -> Callable[[Make], Make]:
-    """Enters a class, or a function of (N, C, *), into the table."""
+    """Adds a class, or a function of (N, C, *), to the table."""
 
     def enter(norm: Make) -> Make:
         any_norm: Any = norm
@@ -165,7 +165,7 @@ def noisy_evaluation(x: Tensor) -> Tensor:
 
 
 class NoisyTraining(Affine):
-    """Draws its first weight, and noise in training, which is no fault."""
+    """Draws its first weight, and noise in training, which is not a fault."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -245,7 +245,7 @@ class WritesItsParameters(Affine):
 
 @caught_by("no argument swallowed", "affine, groups, sharpness: another value changes nothing")
 class Swallows(Affine):
-    """Takes arguments and computes the same whatever they say."""
+    """Accepts arguments and ignores them."""
 
     def __init__(
         self, num_features: int, affine: bool = True, groups: int = 4, sharpness: float = 0.5
@@ -336,7 +336,7 @@ class LateBuffer(Affine):
 
 
 class Averaging(Affine):
-    """Batch norm in the words of torch; subclasses change one of them."""
+    """Batch norm written with torch's functions; each subclass changes one step."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -379,7 +379,7 @@ class KeptGraph(Averaging):
 
 @caught_by("one sample")
 class PoisonedByOne(Averaging):
-    """The unbiased variance of one sample, NaN, goes into the running average for good."""
+    """The unbiased variance of one sample, NaN, stays in the running average for good."""
 
     def kept_spread(self, x: Tensor) -> Tensor:
         return x.var(pooled(x), correction=1)
@@ -426,7 +426,7 @@ class EvaluatesByBatch(Averaging):
 
 @unsaved("its state_dict lacks: running_mean")
 class HiddenState(Affine):
-    """A running mean that is no buffer."""
+    """A running mean that is not a buffer."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -516,7 +516,7 @@ for name, (state, keep, read, lacks) in KEPT.items():
 
 
 class KeepsItsMean(Affine):
-    """Keeps the last mean for somebody to look at, which is no state of its training."""
+    """Stores the last mean for inspection only; training does not read it."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.last_mean = x.detach().mean()
@@ -527,7 +527,7 @@ class KeepsItsMean(Affine):
 
 
 class ReadsFurther(nn.Module):
-    """Adds a little of what lies `distance` further along an axis, if anything does."""
+    """Adds a little of the value `distance` further along an axis, if there is one."""
 
     def __init__(self, axis: int, distance: int) -> None:
         super().__init__()
@@ -553,7 +553,7 @@ class MixedSlope(torch.autograd.Function):
 
 
 class MixesInBackward(nn.Module):
-    """The identity, but for its backward, which reads other samples and channels."""
+    """The identity, except that its backward reads other samples and channels."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = MixedSlope.apply(x)

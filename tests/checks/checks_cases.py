@@ -44,7 +44,7 @@ def text_data() -> Data:
 
 
 def padded_data(lengths: Sequence[int] = (2, 3, 4, 5, 6, 8)) -> Data:
-    """Strings of 8 places of which the first few are real."""
+    """Strings of 8 positions; only the first few are real."""
     mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
 
     def examples(seed: int) -> Examples:
@@ -97,7 +97,7 @@ def convnet(norm: NormFactory) -> nn.Module:
 
 
 class Model(nn.Module):
-    """A model by a function of its modules and its inputs."""
+    """A model from a function of its modules and its inputs."""
 
     def __init__(self, function: Callable[..., Tensor], **modules: nn.Module) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Tanh(nn.Module):
 
 
 class ReadsPadding(broken.Affine):
-    """Takes a mask and pools over it all the same."""
+    """Takes a mask and pools padding nevertheless."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         del mask
@@ -178,7 +178,7 @@ def test_compiler_follows_sound_norms_and_not_one_that_leaves_torch():
 
 
 def branches(x: Tensor) -> Tensor:
-    """Looks at its values to choose what it does."""
+    """Branches on its values."""
     return 2 * x if x.mean().item() > 0 else x
 
 

@@ -24,7 +24,7 @@ Make = Callable[..., Any]
 
 
 def line_of(make: Make, name: str, num_features: int | None = None) -> Line:
-    """One line of the contract, measured by itself."""
+    """Measures one line of the contract alone."""
     subject = open_subject(make, target="mine", eps=1e-5, num_features=num_features)
     (line,) = run_checks("contract", [check for check in CONTRACT if check.name == name], subject)
     return line

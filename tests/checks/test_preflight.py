@@ -1,4 +1,4 @@
-"""What a network is refused for, warned of or marked with before it trains."""
+"""The reasons to refuse, warn of or mark a network before it trains."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def traits_of(
 
 
 def norm_of(function: Callable[[Tensor], Tensor], view: Any = "token") -> NormFactory:
-    """A norm by a function of (N, C, *)."""
+    """A norm from a function of (N, C, *)."""
     return NormFactory(lambda _: Applies(function), view=view)
 
 
@@ -134,12 +134,12 @@ def test_samples_mixed_anywhere_are_found(network: nn.Module, data: Data, size: 
 
 
 def ignores(m: Any, inputs: Tensor) -> Tensor:
-    """Takes `norm` and uses its own."""
+    """Takes `norm` but builds another."""
     return m.head(torch.relu(m.norm1(m.hidden(inputs.flatten(1)))))
 
 
 def drops(m: Any, inputs: Tensor) -> Tensor:
-    """Does not use what a site returns."""
+    """Ignores the output of its site."""
     m.norm2(m.hidden(inputs.flatten(1)))
     return ignores(m, inputs)
 
@@ -181,7 +181,7 @@ class Exploding(nn.Module):
 
 
 def windows(m: Any, images: Tensor) -> Tensor:
-    """Halves of each image are rows of their own where the norm stands."""
+    """The norm sees the halves of each image as separate rows."""
     halves = images[:, 0].unflatten(1, (2, -1)).flatten(0, 1)  # (2 N, H / 2, W)
     return m.head(m.norm(halves[:, None]).reshape(len(images), -1))
 
@@ -270,7 +270,7 @@ def test_norm_that_needs_positions_is_refused_on_a_model_that_has_none(norm: str
 
 
 class Forgetful(LayerNorm):
-    """A layer norm that has one parameter too many, and cuts another off."""
+    """A layer norm with an unused parameter, and one that is detached."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -302,7 +302,11 @@ NOTED = {
         "uses norm more than once in a forward, with one running state",
     ),
     "few values": (FlatNet(BATCH), image_data(), "WARNING.*2 values at norm1"),
-    "mixed outside": (around(nn.Identity(), lambda x: x - x.mean(0)), image_data(), "does not act"),
+    "mixed outside": (
+        around(nn.Identity(), lambda x: x - x.mean(0)),
+        image_data(),
+        "has no effect there",
+    ),
     "leak in training": (gpt(BATCH), text_data(), "blocks.0.attn_norm.*train/loss"),
 }
 
@@ -327,7 +331,7 @@ def test_modules_that_sites_share_are_noted_and_seeds_do_not_share_them(
     build = NetworkBuilder(Target("model", "make", partial(make, NormFactory(lambda _: shared))))
     first, second = build(0), build(1)
     traits_of(nn.Sequential(first, nn.Linear(WIDTH, 3)))
-    assert "0.2, 0.3 are one module" in caplog.text
+    assert "0.2, 0.3 share a module" in caplog.text
     pointers = [{id(p) for p in network.parameters()} for network in (first, second)]
     assert not pointers[0] & pointers[1] and len(pointers[0]) == 4
 
@@ -470,7 +474,7 @@ def test_numbers_of_a_leak_that_is_allowed_are_marked_invalid(
 
 
 class CarelessState(BatchNorm):
-    """Normalizes real positions as it should, and keeps a running mean of all positions."""
+    """Normalizes real positions correctly, but its running mean includes padding."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # (N, C)
         out = super().forward(x, mask)
@@ -482,7 +486,7 @@ class CarelessState(BatchNorm):
 
 
 class CarelessAtOneLength(nn.Module):
-    """Reads nothing, but for a mean of all that it has seen; takes 8 positions only."""
+    """Reads nothing but a running mean over all inputs so far; takes 8 positions only."""
 
     seen: Tensor
 

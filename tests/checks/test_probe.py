@@ -1,4 +1,4 @@
-"""The probe engine: what a norm reads is found however it reads it, and nothing else is."""
+"""The probe engine finds everything that a norm reads, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from normexp.norms.pointwise import FrozenBatchNorm, NoNorm
 
 
 def reads(function: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Adds a little of another sample, by a function of the batch."""
+    """Adds a function of the batch, such as a little of another sample."""
     return broken.Applies(lambda x: x + 0.01 * function(x))
 
 
@@ -126,7 +126,7 @@ def test_running_state_is_no_mixing_in_evaluation():
 
 
 def in_chunks(size: int) -> nn.Module:
-    """Centres chunks of a sequence, each by itself."""
+    """Centres each chunk of a sequence separately."""
     centred = lambda chunk: chunk - chunk.mean(-1, keepdim=True)  # noqa: E731
     return broken.Applies(lambda x: torch.cat([centred(c) for c in x.split(size, -1)], -1))
 

@@ -22,7 +22,7 @@ from normexp.norms.slots import resolve
 
 
 class Mixed(NamedTuple):
-    """Expected of a norm over tokens; first in training, then in evaluation."""
+    """Expected properties of a norm on tokens, in training and in evaluation."""
 
     samples: tuple[bool, bool] = (False, False)
     future: tuple[bool, bool] = (False, False)

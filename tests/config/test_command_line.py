@@ -195,7 +195,7 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
     ids=["help", "refusals"],
 )
 def test_help_and_refusals_import_nothing_heavy(lines: list[str], heavy: set[str]):
-    """The lines one after another in one process, which ends with the codes and the imports."""
+    """Runs the lines in turn in one process; returns exit codes and imported modules."""
     script = (
         "import importlib, sys\n"
         "for line in sys.argv[1:]:\n"

@@ -1,4 +1,4 @@
-"""Composing and validating a cell: values, YAMLs of the user and shipped, mistakes in one line."""
+"""Composing and validating a cell: values, shipped and user YAMLs, mistakes in one line."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ LINES = {
     ],
 )
 def test_a_new_knob_is_two_lines(files: Iterable[str], line: str, told: str, tmp_path: Path):
-    """In a copy of the repository; if one is missing, the message leads to it."""
+    """In a copy of the repository; if a line is missing, the message says where."""
     for folder in ("normexp", "conf"):
         shutil.copytree(PACKAGE.parent / folder, tmp_path / folder)
     for file in files:

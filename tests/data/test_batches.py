@@ -1,4 +1,4 @@
-"""What a training step sees: gathers, windows of a text, the order of an epoch."""
+"""The batches of a training step: gathers, windows of a text, the order of an epoch."""
 
 from __future__ import annotations
 

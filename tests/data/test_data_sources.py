@@ -239,7 +239,7 @@ def test_bad_sizes_are_refused(block_size: int, val: float, test: float, message
 
 @pytest.fixture
 def shakespeare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A file that stands for the one on the network."""
+    """A local file in place of the download."""
     file = tmp_path / "server" / "input.txt"
     file.parent.mkdir()
     file.write_bytes(b"To be, or not to be. " * 100)

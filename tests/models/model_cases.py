@@ -49,7 +49,7 @@ def build(name: str, norm: NormFactory | None = None, **knobs: Any) -> nn.Module
 
 
 def taking_settings(make: Callable[..., nn.Module]) -> NormFactory:
-    """A factory of `make` that gives it the settings of a replaced norm that it takes."""
+    """A factory that passes `make` those settings of a replaced norm that it takes."""
     known = inspect.signature(make).parameters
 
     def build_norm(num_features: int, **settings: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What holds for every model of conf/model."""
+"""Properties of every model in conf/model."""
 
 from __future__ import annotations
 

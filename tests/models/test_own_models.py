@@ -142,7 +142,7 @@ def test_a_recorded_run_is_fine_tuned_with_another_norm(
 def test_content_of_the_file_is_part_of_the_identity(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """A copy is the same cell, a changed file another one; neither is passed over by mistake."""
+    """A copied file is the same cell, a changed file another; neither is confused."""
     path, copy = tmp_path / "w.pt", tmp_path / "copy.pt"
     torch.save(plain_weights(), path)
     words = [*MODEL, "norm=none", *FROZEN]

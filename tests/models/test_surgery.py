@@ -37,7 +37,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 def shape_at_norm(old: nn.Module, *shape: int) -> tuple[int, ...]:
-    """What the new norm receives for an input of `shape` where `old` was."""
+    """The shape in which the new norm sees an input of `shape`, in the place of `old`."""
     shapes = []
 
     def make(num_features: int, **_: Any) -> nn.Module:
@@ -248,7 +248,7 @@ def test_adapted_first_convolution_keeps_the_variance_of_its_output(channels: in
 
 
 def test_no_activation_works_in_place() -> None:
-    """The gradient of tanh needs its output, which an activation in place would overwrite."""
+    """tanh's gradient needs its output, which an in-place activation would overwrite."""
     model = build_torchvision_model((3, 32, 32), 3, name="mobilenet_v2")
     replace_norms(model, NormFactory(lambda _, **__: nn.Tanh()))
     model(torch.randn(2, 3, 32, 32)).sum().backward()

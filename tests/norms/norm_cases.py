@@ -93,7 +93,7 @@ def make_fresh(name: str, dtype: torch.dtype = torch.double) -> nn.Module:
 
 
 def make(name: str, dtype: torch.dtype = torch.double, seed: int = 7) -> nn.Module:
-    """A norm after two steps, with parameters and averages away from where they start."""
+    """A norm after two steps, with parameters and averages away from their initial values."""
     norm = randomize(make_fresh(name, dtype), seed)
     state = {**dict(norm.named_buffers()), **dict(norm.named_parameters())}
     with torch.no_grad():
@@ -128,7 +128,7 @@ def inputs(name: str) -> Iterator[Tensor]:
 
 
 def random_mask(*shape: int, seed: int = 1) -> Tensor:
-    """Two of three are real; of each sample two neighbours are, at the front in every other one."""
+    """Two of three positions are real, neighbours; in every other sample the first two."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.67
     mask[:, :2] = True
     mask[1::2, 0] = False
@@ -157,13 +157,13 @@ def run(norm: nn.Module, x: Tensor, mask: Tensor | None = None):
 
 
 def state_of(norm: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, those that are not saved too."""
+    """Parameters and all buffers, including those that are not saved."""
     tensors = [*norm.named_parameters(), *norm.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in tensors}
 
 
 def run_in_parts(norm: nn.Module, parts: list[tuple[Tensor, ...]]):
-    """States at the start of a step and after each of its parts, all begun from the start."""
+    """The state at the start of a step, and after each part, every part from that start."""
     start, ends = read_state(norm), []
     for part in parts:
         norm(*part)

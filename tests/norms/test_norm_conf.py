@@ -100,7 +100,7 @@ def test_weights_start_alike_for_every_norm_also_one_that_draws():
 
 
 def imported_by(module: str) -> set[str]:
-    """The files of normexp that importing this one imports, the packages themselves left out."""
+    """The modules of normexp, without packages, that importing this one loads."""
     found, waiting = set(), [module]
     while waiting:
         file = ROOT.joinpath(*waiting.pop().split(".")).with_suffix(".py")

@@ -21,7 +21,7 @@ from normexp.norms.factory import NormFactory
 
 
 def norm_of(forward: Callable[[Any, Tensor], Any]) -> type[nn.Module]:
-    """A class without arguments that does this."""
+    """A class without arguments whose forward is this function."""
     return type("TheirNorm", (nn.Module,), {"forward": forward})
 
 
@@ -300,7 +300,7 @@ def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
 
 
 class Kept(nn.Module):
-    """Keeps a running mean square that counts for nothing."""
+    """Keeps a running mean square that nothing reads."""
 
     square: Tensor | float = 1.0
 

@@ -20,7 +20,7 @@ Formula = Callable[[Tensor, State], Tensor]
 
 
 def mean_over(x: Tensor, *axes: int) -> Tensor:
-    """The sum over `axes` by their number of values, broadcast to the shape of x."""
+    """The sum over `axes` divided by the number of values, broadcast to the shape of x."""
     count = math.prod(x.shape[axis] for axis in axes)
     return (x.sum(dim=axes, keepdim=True) / count).expand(x.shape)
 
@@ -76,7 +76,7 @@ def by_running_square(x: Tensor, state: State) -> Tensor:
 
 
 def moving_average(x: Tensor, state: State) -> Tensor:
-    """The third step, which replaces row 0 of the two that are remembered."""
+    """The third step, which replaces row 0 of the two in memory."""
     square = (mean_over(x**2, 0, 2) + state["past_squares"][1].reshape(1, -1, 1)) / 2
     r = ((square + EPS) / (column(state, "running_square") + EPS)) ** 0.5
     return x / (square + EPS) ** 0.5 * r.clamp(1 / 1.2, 1.2)
@@ -156,7 +156,7 @@ def pre_affine(x: Tensor, state: State) -> Tensor:
 
 
 def gated(x: Tensor, state: State) -> Tensor:
-    """Position by position; over the weight, which the test multiplies with."""
+    """Position by position; divided by the weight, which the test applies."""
     y = rms(x, state) * column(state, "weight")
     inner = torch.stack([state["down.weight"] @ sample for sample in y])
     inner = inner / (1 + torch.exp(-inner))
@@ -174,7 +174,7 @@ def bhyt(x: Tensor, state: State) -> Tensor:
 
 
 def taper(x: Tensor, state: State, *, step: int) -> Tensor:
-    """At a step of a taper from 1 to 6; over the weight, which the test multiplies with."""
+    """At a step of a taper from 1 to 6; divided by the weight, which the test applies."""
     gate = 0.5 * (1 + math.cos(math.pi * (step - 1) / 5))
     c = state["running_scaled"] / state["running_energy"]
     fixed = c * x * (column(state, "anchor") + column(state, "drift"))
@@ -188,12 +188,12 @@ def response(x: Tensor, state: State) -> Tensor:
 
 
 def scale(x: Tensor, _: State) -> Tensor:
-    """Without its weight g, which the test multiplies with as with every weight."""
+    """Without its weight g, which the test applies like every weight."""
     return x / ((x**2).sum(dim=1, keepdim=True) + C * EPS) ** 0.5
 
 
 def crms(x: Tensor, state: State) -> Tensor:
-    """Layer norm of the vector with its last coordinate, cut again."""
+    """Layer norm of the vector with its last coordinate, which is then dropped."""
     whole = torch.cat([x, -x.sum(dim=1, keepdim=True)], dim=1)  # (N, C + 1, P), of mean zero
     return token(whole, state)[:, :C]
 

@@ -24,7 +24,7 @@ INSTANCE = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
 class ChannelsLast(nn.Module):
-    """Shows (N, *, C) to a norm; its state_dict is the norm's."""
+    """Shows (N, *, C) to a norm, and keeps the norm's state_dict."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_learned_eps_of_filter_response_norm_admits_one_position_and_counts_by_i
 
 @pytest.mark.parametrize("name", ["causal_instance", "causal_group"])
 def test_float32_far_from_zero_is_close_to_float64(name):
-    """E[x^2] - E[x]^2 would be off by 0.1 there, which is all of the variance times 0.1."""
+    """E[x^2] - E[x]^2 would be off by 0.1 there, a tenth of the variance."""
     x = random_tensor(2, C, 512, dtype=torch.float) + 1e3
     assert_close(make(name).float()(x).double(), make(name)(x.double()), rtol=0, atol=2e-5)
 

@@ -1,4 +1,4 @@
-"""What every shipped norm keeps: each file of conf/norm against each property."""
+"""Properties of every shipped norm: each file of conf/norm against each property."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_values_and_gradients_are_finite_on_constants_and_at_any_scale(name, tra
 @ALL
 @MODES
 def test_a_batch_without_samples_is_a_step_that_moves_nothing(name, training):
-    """As in torch.nn's batch norm, which counts the step; whole and in groups of two."""
+    """As torch.nn's batch norm, which counts the step; whole and in groups of two."""
     for num_dims, norm_batch_size in zip(SHAPES, (None, 2, None, 2), strict=True):
         norm = make(name).train(training)
         site, before = Site(norm, "map", norm_batch_size).train(training), state_of(norm)
@@ -300,7 +300,7 @@ def test_merged_replicas_equal_each_merged_alone(name):
 
 @pytest.mark.parametrize("name", [n for n in RUNNING if n not in APPROXIMATE])
 def test_a_backward_may_come_after_another_forward(name):
-    """A model may use a module twice; kernels keep buffers that the second forward moves."""
+    """If a model uses a norm twice, kernels hold buffers that the second forward moves."""
     norm, twin, x = make(name), make(name), random_tensor(6, C, T).requires_grad_()
     late, _ = norm(x), norm(2 * x.detach())
     found = gradients(late, [x, *norm.parameters()])

@@ -123,7 +123,7 @@ def test_layer_norm_pools_a_token_or_in_view_sequence_a_sample(view, axes):
 
 
 class Widening(nn.Module):
-    """Answers in float32, as a norm does that computes in it and forgets to go back."""
+    """Returns float32, like a norm that computes in it and forgets to convert back."""
 
     def forward(self, x):
         return x.float() * 2

@@ -165,7 +165,7 @@ with file_lock(Path(sys.argv[1])) as held:
 
 
 def start_holder(path: Path) -> tuple[subprocess.Popen[str], str]:
-    """A process that tries to take the lock, and waits; whether it has the lock."""
+    """Starts a process that tries to take the lock; yields whether it holds the lock."""
     command = [sys.executable, "-c", HOLD, str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -114,7 +114,7 @@ def test_normexp_and_installed_packages_have_no_source_digest(tmp_path: Path):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A folder in which normexp seems to lie."""
+    """A folder that looks like normexp's repository."""
     monkeypatch.setattr(environment, "PACKAGE", tmp_path)
     git_commit.cache_clear()
     yield tmp_path

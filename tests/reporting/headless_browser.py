@@ -54,12 +54,12 @@ class Browser:
         self._send("POST", f"{self.session}/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """Value of a script's `return`; a promise is awaited."""
+        """Runs a script and returns its value; a promise is awaited."""
         body = {"script": script, "args": []}
         return self._send("POST", f"{self.session}/execute/sync", body)
 
     def wait(self, condition: str) -> None:
-        """Until the expression is true; TimeoutError otherwise."""
+        """Waits until the expression is true; raises TimeoutError otherwise."""
         _wait(condition, lambda: self.run(f"return Boolean({condition})"))
 
     def command(self, name: str, **parameters: Any) -> Any:
@@ -79,12 +79,12 @@ class Browser:
         self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def errors(self) -> list[str]:
-        """What went to the console as an error, since the last call."""
+        """Errors on the console since the last call."""
         entries = self._send("POST", f"{self.session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def requests(self) -> list[str]:
-        """Addresses that the page asked for, since the last call; data and blob ones left out."""
+        """Addresses that the page requested since the last call, without data and blob URLs."""
         entries = self._send("POST", f"{self.session}/se/log", {"type": "performance"})
         messages = [json.loads(entry["message"])["message"] for entry in entries]
         urls = [

@@ -1,4 +1,4 @@
-"""What a dry run expects: runs, time, memory, and the smallest difference that will be called."""
+"""What a dry run predicts: runs, time, memory, and the smallest detectable difference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def planned_cell(folder: Path, name: str, missing: int, **record: object) -> Out
 
 
 def test_a_plan_has_a_row_for_each_cell_and_the_totals(tmp_path: Path, capsys):
-    """Two sizes of a norm that mixes no samples are one cell; the time is of a study beside it."""
+    """Two sizes of a norm that mixes no samples are one cell; another study gives the time."""
     folder = tmp_path / "before" / "c" / "seed-0"
     folder.mkdir(parents=True)
     (tmp_path / "before" / "study.jsonl").touch()

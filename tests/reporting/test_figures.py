@@ -89,7 +89,7 @@ LEVELS = {"layer": 0.95, "group": 0.948, "rms": 0.94}
 
 
 def panel_of(root: Path) -> tuple[tuple[float, float], list[dict[str, Any]], dict[str, Any]]:
-    """The scale of the main figure, its marks, and what stands at the end of each line."""
+    """The main figure's scale and marks, and the label at the end of each line."""
     layers = figures_of(root)["metric_by_size"].spec["vconcat"][0]["layer"]
     (text,) = [one for one in layers if one["mark"]["type"] == "text"]
     labels = {row["norm"]: row for row in text["data"]["values"]}

@@ -57,20 +57,20 @@ class Page(HTMLParser):
 
 
 def report(root: Path, *words: str, study: str = "synthetic") -> Path:
-    """Runs the entry, which must succeed; the folder of the report."""
+    """Runs the entry, which must succeed; returns the folder of the report."""
     assert main([f"study={study}", f"runs_dir={root}", *words]) == 0
     return root / study.strip("[]").replace(",", "+") / "report"
 
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the files of figures, which take most of the time and which one test reads."""
+    """Skips writing figures, which takes most of the time; one test writes them."""
     monkeypatch.setattr(publish, "_write_figure", lambda *_: "")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The report of the synthetic study, written without torch, and what it prints."""
+    """Writes the report of the synthetic study without torch; yields it and its output."""
     root = tmp_path_factory.mktemp("runs")
     write_study(root, np.random.default_rng(0))
     script = (

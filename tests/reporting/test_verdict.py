@@ -1,4 +1,4 @@
-"""Sentences: which have a verb, what they say beside it, and how often they err."""
+"""Sentences: which are verdicts, their details, and how often they are false."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_another_budget_is_said_to_turn_or_to_confirm_a_verdict(tmp_path: Path, 
 
 
 def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
-    """Epochs and steps then differ from size to size, by the samples that drop_last leaves out."""
+    """drop_last then makes epochs and steps differ between sizes."""
     rng = np.random.default_rng(0)
     for samples, drop in ((16000, 0.02), (64000, -0.02)):
         for size, level in ((8, 0.9 - drop), (128, 0.9)):
@@ -522,7 +522,7 @@ def kinds_of(part: Slice) -> list[tuple[bool, str]]:
 
 
 def false_alarms(part: Slice, n: int, count: int) -> float:
-    """Share of studies without any difference that are given a verb of difference."""
+    """Share of studies without any difference in which a sentence claims one."""
     rng = np.random.default_rng(n)
     wrong = {"loses", "gains", "better", "worse"}
     studies = (redrawn(part, rng, n, shared=2.0 * (i % 2)) for i in range(count))

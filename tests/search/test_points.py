@@ -1,4 +1,4 @@
-"""What a line of normexp.tune asks for: its space, its searches, and what it is refused for."""
+"""Planning a search from a command line: its space, its searches, refusals."""
 
 from __future__ import annotations
 

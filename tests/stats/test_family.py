@@ -1,4 +1,4 @@
-"""The family of verdicts: which is given, and what it takes."""
+"""The family of verdicts: decisions, and the number of seeds that they take."""
 
 from __future__ import annotations
 

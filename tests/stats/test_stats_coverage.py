@@ -1,4 +1,4 @@
-"""How often the nominal 95 % intervals hold the truth, by simulation at the n that users have."""
+"""How often nominal 95 % intervals cover the truth, simulated at the n that users have."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ def test_coverage_of_a_mean_accuracy(num_samples, spread):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [3, 5, 8])
 def test_coverage_over_seeds_and_test_samples(num_seeds):
-    """Over new seeds and samples; the interval over seeds alone covers less the more seeds."""
+    """New seeds and samples; the interval over seeds alone covers less as seeds grow."""
     rng = np.random.default_rng(0)
 
     def gaps(n: int, count: int) -> np.ndarray:
-        """Right or not of one norm less that of another, whose images are harder on average."""
+        """Correctness of one norm minus that of another with lower accuracy, per image."""
         hard, more = rng.normal(2.5, 2, count), rng.normal(0.25, 0.5, count)
         seeds = rng.normal(0, 0.05, (2, n, 1))
         noise = rng.logistic(size=(2, n, count))

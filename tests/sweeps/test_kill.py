@@ -1,4 +1,4 @@
-"""A study that is killed, shared, or out of disk space ends as one that nothing disturbed.
+"""A study that is killed, shared or out of disk space ends like an undisturbed one.
 
 `scripts/kill_campaign.py` does the same for longer.
 """

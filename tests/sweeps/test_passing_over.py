@@ -35,7 +35,7 @@ OWN = ["norm=custom", "norm._target_=a_package_of_a_test.norms.Scale"]
 
 
 def line(tmp_path: Path, *words: str) -> list[str]:
-    """The words, and those of QUICK whose keys they leave out."""
+    """The words, completed by those of QUICK with other keys."""
     own = {word.partition("=")[0] for word in words}
     quick = [word for word in QUICK if word.partition("=")[0] not in own]
     return [*quick, *words, f"runs_dir={tmp_path / 'runs'}"]
@@ -60,7 +60,7 @@ def is_passed(tmp_path: Path, *words: str) -> bool:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of runs of one cell, which no test changes."""
+    """Folder with the runs of one cell, which tests must not change."""
     root = tmp_path_factory.mktemp("trained")
     assert train(root) == 0
     return root / "runs"

@@ -1,4 +1,4 @@
-"""How a command is tasks: workers, their cores and GPUs, and the cells that make one task."""
+"""Splitting a command into tasks: workers, their cores and GPUs, the cells of a task."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ METRICS = ["val/loss", "val/accuracy"]
 
 
 class Sees(pl.Callback):
-    """Keeps the metrics that it finds after each validation."""
+    """Stores the metrics that Lightning holds after each validation."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""Numbers of each norm site, against formulas; and a training that does not notice them."""
+"""Diagnostics of each norm site against formulas; they do not change the training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tanh(nn.Module):
 
 
 class OneSite(nn.Module):
-    """A norm on its own, its loss a mean over squares."""
+    """A lone norm with a mean of squares as loss."""
 
     def __init__(self, factory: NormFactory, num_features: int, *, tokens: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Running, precise, batch and averaged statistics against passes by hand; all is given back."""
+"""Running, precise, batch and averaged statistics against passes by hand; state is restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEXT = {"model": text_encoder, "data": text_data(40)}
 
 
 class BiasedAverage(nn.Module):
-    """Batch norm that averages the biased variance, unlike torch, and does not say so."""
+    """Batch norm that averages the biased variance, unlike torch, without declaring it."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def states_of(module: TrainingModule, population: Population, index: int) -> dic
 
 
 def snapshot(module: TrainingModule) -> dict[str, object]:
-    """Everything of the replicas that evaluation changes for a while."""
+    """All state of the replicas that evaluation changes temporarily."""
     modules = dict(module.replicas.named_modules())
     taken: dict[str, object] = {f"{n}.training": m.training for n, m in modules.items()}
     taken |= {f"{n}.momentum": getattr(m, "momentum", None) for n, m in modules.items()}

@@ -1,4 +1,4 @@
-"""Devices, who answers signals, and what makes a step fast and changes no result."""
+"""Devices, signal handlers, and speed-ups that do not change results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_auto_takes_cuda_or_the_cpu_and_nothing_else(monkeypatch, has_cuda: bool
 
 
 class NotesHandlers(pl.Callback):
-    """Notes who answers SIGTERM inside each stage."""
+    """Records the SIGTERM handler within each stage."""
 
     def __init__(self) -> None:
         self.handlers: set[object] = set()

@@ -1,4 +1,4 @@
-"""What an optimizer step does to a stack of replicas, through Lightning's own loop."""
+"""An optimizer step of a stack of replicas, through Lightning's own loop."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_live_tensors_do_not_grow_with_the_steps(tmp_path: Path, stacked: bool):
 
 
 class CountGraphs(nn.Module):
-    """Identity that counts how many of its outputs wait for their backward."""
+    """The identity; counts its outputs whose backward has not run yet."""
 
     alive = 0
     most = 0

@@ -1,4 +1,4 @@
-"""Weight decay by owner, and which optimizers train a stack."""
+"""Which parameters decay, and which optimizers can train a stack."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class KillSecond(pl.Callback):
 
 
 def lose_second(fabric: Fabric, *, name: str, checkpoint: Path, step: int) -> None:
-    """Saves often, and loses rank 1 after `step`."""
+    """Saves often; rank 1 dies after `step`."""
     del fabric
     fit.SECONDS_BETWEEN_SAVES = 0
     train(build(name), checkpoint, [KillSecond(step)], strategy="ddp", devices=2)

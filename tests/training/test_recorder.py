@@ -1,4 +1,4 @@
-"""Chunks of optimizer steps, the losses that they leave, and who gets the numbers."""
+"""Chunks of optimizer steps, the losses recorded in them, and the loggers that get numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The length of a training, and its rate at each step: rules, shapes, functions, schedulers."""
+"""The length of a training, and the learning rate at each step: rules, shapes, schedulers."""
 
 from __future__ import annotations
 

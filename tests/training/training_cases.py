@@ -158,7 +158,7 @@ def rows_of(module: TrainingModule, replica: int = 0) -> list[Row]:
 
 
 def state_of(module: TrainingModule, replica: int = 0) -> dict[str, torch.Tensor]:
-    """Parameters and all buffers of one replica, also those that a state_dict leaves out."""
+    """Parameters and all buffers of one replica, including non-persistent ones."""
     network = module.replicas.replica(replica)
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
