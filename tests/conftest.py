@@ -25,6 +25,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_setup() -> None:
+    """Draws of a test do not depend on the tests before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()
     shutil.rmtree(SLOTS, ignore_errors=True)

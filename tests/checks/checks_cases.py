@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.config.compose import compose_config
-from normexp.data.dataset import Data, Examples, Windows
+from normexp.data import Data, Examples, build_text_data
 from normexp.models.convnet import ConvNet
 from normexp.models.gpt import GPT
 from normexp.models.text_encoder import TextEncoder
@@ -38,20 +38,9 @@ def source(seed: int = 0) -> torch.Generator:
 
 def text_data() -> Data:
     """A text of random symbols in windows of 8."""
-    train, val, test = (
-        Windows(torch.randint(VOCAB, (200,), generator=source(seed)), LENGTH) for seed in range(3)
-    )
-    return Data(
-        name="text",
-        task="language_modeling",
-        train=train,
-        val=val,
-        test=test,
-        num_outputs=VOCAB,
-        input_shape=(LENGTH,),
-        vocab_size=VOCAB,
-        bytes_per_token=dict.fromkeys(("train", "val", "test"), 1.0),
-    )
+    symbols = torch.randint(VOCAB, (600,), generator=source()).tolist()
+    text = "".join("abcdefg"[symbol] for symbol in symbols)
+    return build_text_data("text", text, LENGTH, val_fraction=0.3, test_fraction=0.3)
 
 
 def padded_data(lengths: Sequence[int] = (2, 3, 4, 5, 6, 8)) -> Data:

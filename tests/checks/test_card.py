@@ -202,20 +202,12 @@ def test_group_norm_with_an_activation_is_measured_where_it_shows_what_it_is():
     assert [line.status for line in lines] == ["pass"] * 3
 
 
-def test_names_with_brackets_are_text(capsys: pytest.CaptureFixture[str]):
-    card = Card("mine", "a.B", 8, "(B, C)", (Line("traits", "shape [/x]", "value", 1),))
-    console = Console()
-    print_cards(console, [card])
-    print_cards(console, [card, card])
-    assert capsys.readouterr().out.count("shape [/x]") == 2
-
-
-def test_failures_come_first_then_traits_and_passes_are_counted(
+def test_failures_come_first_then_traits_and_brackets_are_text(
     capsys: pytest.CaptureFixture[str],
 ):
     lines = (
         Line("contract", "dtype kept", "pass"),
-        Line("contract", "one sample", "fail", detail="raises"),
+        Line("contract", "one [/x]", "fail", detail="raises"),
         Line("traits", "mixes samples", "value", "no"),
         Line("compatibility", "replicas under vmap", "pass"),
         Line("compatibility", "ghost = accumulated", "skipped"),
@@ -223,7 +215,7 @@ def test_failures_come_first_then_traits_and_passes_are_counted(
     print_cards(Console(width=100), [Card("mine", "a.B", 8, "(B, C)", lines)])
     out = capsys.readouterr().out
     places = [
-        out.index(word) for word in ("FAIL mine, one sample: raises", "\ntraits", "\ncontract ")
+        out.index(word) for word in ("FAIL mine, one [/x]: raises", "\ntraits", "\ncontract ")
     ]
     assert places == sorted(places)
     assert "3 more lines" in out and "2 pass" in out and "dtype kept" not in out

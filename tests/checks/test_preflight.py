@@ -89,14 +89,6 @@ def test_batch_norm_on_images():
     assert traits.elements_per_sample == 8 * 64 + 16 * 16 + 16 * 16
 
 
-def test_renorm_with_outputs_of_running_averages_mixes_samples_by_its_gradient():
-    clipping = ["norm.r_max=1000", "norm.d_max=1000"]
-    ramps = ["norm.warmup=0", "norm.r_ramp_end=0", "norm.d_ramp_end=0"]
-    words = ["norm=batch_renorm", *clipping, *ramps]
-    cells = [prepared(*words, f"norm_batch_size={size}") for size in (2, 8)]
-    assert cells[0].traits.mixes_samples and cells[0].id != cells[1].id
-
-
 def test_norm_behind_a_gate_that_starts_at_zero_mixes_samples():
     traits = traits_of(gated(BATCH), text_data())
     assert traits.mixes_samples and traits.leaks_future_in_training and not traits.leaks_future
@@ -107,7 +99,7 @@ def test_norm_that_is_frozen_mixes_no_samples():
     assert not traits.mixes_samples and not traits.pools
 
 
-@pytest.mark.parametrize("distance", [1, 2, 4, 7, 8, 15, 16, 31])
+@pytest.mark.parametrize("distance", [1, 7, 16, 31])
 def test_neighbour_at_any_distance_below_the_batch_is_found(distance: int):
     norm = NormFactory(lambda _: broken.ReadsFurther(0, distance))
     for network in (FlatNet(norm), convnet(norm)):

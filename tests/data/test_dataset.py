@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from normexp.data import Augmentation, Data, Examples, Windows, build_image_data
+from normexp.data import (
+    Augmentation,
+    Data,
+    Examples,
+    Windows,
+    build_image_data,
+    build_text_data,
+)
 from normexp.data.dataset import content_digest, limit_train, validate
 from normexp.data.images import compute_channel_moments
 from normexp.data.sources import split_off_test, split_off_val
@@ -142,13 +150,7 @@ def strings(**changes: Any) -> Data:
 
 
 def text(**changes: Any) -> Data:
-    fields: dict[str, Any] = dict.fromkeys(
-        ("train", "val", "test"), Windows(torch.arange(20) % 5, 4)
-    )
-    fields |= {"name": "toy", "task": "language_modeling", "input_shape": (4,)}
-    fields |= {"num_outputs": 5, "vocab_size": 5}
-    fields["bytes_per_token"] = {"train": 1.0, "val": 1.0, "test": 1.0}
-    return Data(**fields | changes)
+    return replace(build_text_data("toy", "abcde" * 12, 4, 1 / 3, 1 / 3), symbols=None, **changes)
 
 
 def one_string(mask: torch.Tensor) -> Examples:
@@ -199,16 +201,12 @@ def test_limited_training_split_is_a_subset_by_seed_and_part_of_a_larger_one():
 
 
 def test_limited_text_is_its_first_blocks():
-    tokens = torch.arange(40) % 5
-    parts = [Windows(tokens, 4) for _ in range(3)]
-    data = Data(
-        *("text", "language_modeling", *parts, 5, (4,)),
-        vocab_size=5,
-        bytes_per_token=dict.fromkeys(("train", "val", "test"), 1.0),
-    )
+    data = build_text_data("text", "abcde" * 14, 4, val_fraction=0.2, test_fraction=0.2)
     small = limit_train(data, 3, 0)
-    assert len(small.train) == 3 and len(data.train) == 9
-    assert torch.equal(small.train.tensors[0], tokens[:16])  # the third block ends at any offset
+    assert len(small.train) == 3 < len(data.train)
+    assert torch.equal(
+        small.train.tensors[0], data.train.tensors[0][:16]
+    )  # the third block ends at any offset
     validate(small)
 
 

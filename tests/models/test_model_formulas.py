@@ -22,11 +22,6 @@ from normexp.norms.slots import Slots
 NORM = NormFactory(layer_norm)
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def test_residual_block_follows_its_formula() -> None:
     slots = Slots(act="silu", conv="weight_standardized", residual_scale=0.3)
     block = ResidualBlock(4, 4, 1, NormFactory(layer_norm, slots=slots))

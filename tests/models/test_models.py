@@ -63,11 +63,6 @@ def with_slots(norm: NormFactory, **slots: Any) -> NormFactory:
     return NormFactory(norm.make, view=norm.view, slots=Slots(**slots))
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def block_sites(*roles: str) -> list[str]:
     return [f"blocks.{index}.{role}" for index in (0, 1) for role in roles]
 

@@ -66,11 +66,8 @@ class Fades(nn.Identity):
         (["norm=custom", "norm._target_=fades.Fades", "steps=70"], "length", 70),
     ],
 )
-def test_a_norm_receives_the_number_of_steps_of_its_training(
-    words, key, expected, tmp_path, monkeypatch
-):
-    (tmp_path / "fades.py").write_text(OWN_NORM)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_norm_receives_the_number_of_steps_of_its_training(words, key, expected, own_module):
+    own_module("fades", OWN_NORM)
     network = prepare_cell(*compose_cell(words)).build(0)
     norms = [m for m in network.modules() if hasattr(m, key)]
     assert [getattr(norm, key) for norm in norms] == [expected] * 3

@@ -28,11 +28,6 @@ from normexp.norms.site import norm_parameters
 from normexp.norms.slots import PLACES, SLOTS, Slots, changed, resolve, set_but_unused
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize(
     ("asked", "of_norm", "expected"),
     [

@@ -1,20 +1,17 @@
-"""Running state: update rules, ramps, averages of gradients, processes."""
+"""Running state: update rules, ramps, averages of gradients."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from norm_cases import EPS, C, gradients, make, make_fresh, random_mask, random_tensor, randomize
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.norms.batch import BatchNorm, BatchRenorm, EvalNorm, GhostBatchNorm, SyncBatchNorm
+from normexp.norms.batch import BatchNorm, BatchRenorm, EvalNorm, GhostBatchNorm
 from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.site import Site
 from normexp.norms.state import merge_state, read_state
@@ -181,46 +178,6 @@ def test_taper_finds_its_scale_in_the_warm_up_and_keeps_the_weight_that_ends_it(
         assert_close(gradients(out, wanted), gradients(expected, wanted), rtol=0, atol=1e-12)
     x = batches(1)[0]
     assert_close(norm.eval()(2 * x), 2 * norm(x), rtol=0, atol=1e-12)  # a map without statistics
-
-
-SPLITS = (4, 2), (6, 0)  # samples of each process of a synchronized norm
-CASES = [(split, masked) for split in SPLITS for masked in (False, True)]
-
-
-def run_whole_or_part(norm: nn.Module, masked: bool, part: slice = slice(None)):
-    """Output and gradients of some of six samples, with those of the loss over them."""
-    x = random_tensor(6, C, 5) + 3 * torch.arange(6).view(-1, 1, 1)
-    own = x[part].requires_grad_()
-    out = norm(own, random_mask(6, 5)[part] if masked else None)
-    loss = (out * random_tensor(*x.shape, seed=5)[part]).sum()
-    return out.detach(), torch.autograd.grad(loss, [own, *norm.parameters()])
-
-
-def sync_in_one_process(rank: int, store: str, folder: str) -> None:
-    """Runs forward and backward on this process's part of the batch, and writes a file."""
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    for index, (split, masked) in enumerate(CASES):
-        norm = randomize(SyncBatchNorm(C).double())
-        part = slice(0, split[0]) if rank == 0 else slice(split[0], 6)
-        results = (*run_whole_or_part(norm, masked, part), norm.state_dict())
-        torch.save(results, Path(folder) / f"{rank}-{index}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_synchronized_norm_in_two_processes_is_batch_norm_over_both(tmp_path: Path):
-    mp.spawn(sync_in_one_process, (f"file://{tmp_path / 'store'}", str(tmp_path)), nprocs=2)
-    for index, (_, masked) in enumerate(CASES):
-        norm = randomize(BatchNorm(C).double())
-        out, grads = run_whole_or_part(norm, masked)
-        parts = [torch.load(tmp_path / f"{rank}-{index}.pt") for rank in (0, 1)]
-        outs, part_grads, states = zip(*parts, strict=True)
-        assert_close(torch.cat(outs), out, rtol=0, atol=1e-12)
-        x_grads, *of_parameters = zip(*part_grads, strict=True)
-        assert_close(torch.cat(x_grads), grads[0], rtol=0, atol=1e-11)
-        assert_close([sum(found) for found in of_parameters], list(grads[1:]), rtol=0, atol=1e-11)
-        for state in states:
-            assert_close(state, norm.state_dict(), rtol=0, atol=1e-12)
 
 
 def test_norm_that_a_step_uses_twice_counts_both_uses_in_each_part():

@@ -68,7 +68,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
         )
 
     undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
-    for stop_at in (1, 3, 4, 5, 8):
+    for stop_at in (1, 5, 8):
         resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
         for replica in (0, 1):
             assert_same_state(undisturbed, resumed, 0, replica=replica)

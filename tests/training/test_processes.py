@@ -54,6 +54,22 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated_ghost": {"sizes": Sizes(16, 8, 2), "model": resnet20},
     "stranger": {"sizes": Sizes(8, 4), "make_norm": StrangerNorm},
     "sync": {"sizes": Sizes(8, 4), "make_norm": sync_norm, "synchronized": True},
+    # The first process has 4 of the last 6 strings; real tokens differ in number everywhere.
+    "sync_masked": {
+        "sizes": Sizes(8),
+        "model": text_encoder,
+        "data": text_data(22),
+        "drop_last": False,
+        "make_norm": sync_norm,
+        "synchronized": True,
+    },
+    "sync_ragged": {
+        "sizes": Sizes(8, 4),
+        "data": image_data(47),
+        "drop_last": False,
+        "make_norm": sync_norm,
+        "synchronized": True,
+    },
     "group": {"sizes": Sizes(8), "make_norm": group_norm},
     "adamw_clipped": {"sizes": Sizes(8), "optimizer": ADAMW, "lr": 1e-3, "max_grad_norm": 0.5},
     # 46 samples leave a last batch of 6: in parts of 4 the second device has 2 and then 0 of them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 from training_cases import MemorySink
 
+from normexp.training import chunks
 from normexp.training.chunks import ChunkLoader, LossHistory
 from normexp.training.recorder import Position, Recorder, resolve_mode
 
@@ -50,23 +50,31 @@ def test_wandb_is_offline_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert resolve_mode("disabled") == "disabled"
 
 
-def chunks_of(loader: ChunkLoader, seconds_per_step: float = 0.0) -> list[tuple[int, int]]:
-    found = []
-    for chunk in loader:
-        time.sleep(seconds_per_step * (chunk.stop - chunk.start))
-        found.append((chunk.start, chunk.stop))
-    return found
+@pytest.fixture
+def chunks_of(monkeypatch: pytest.MonkeyPatch):
+    """The chunks of a loader, by a clock on which each step takes as long as is said."""
+    now = [0.0]
+    monkeypatch.setattr(chunks.time, "perf_counter", lambda: now[0])
+
+    def take(loader: ChunkLoader, seconds_per_step: float = 0.0) -> list[tuple[int, int]]:
+        found = []
+        for chunk in loader:
+            now[0] += seconds_per_step * (chunk.stop - chunk.start)
+            found.append((chunk.start, chunk.stop))
+        return found
+
+    return take
 
 
-def test_chunks_grow_until_one_takes_the_target_time_and_end_with_the_epoch():
+def test_chunks_grow_until_one_takes_the_target_time_and_end_with_the_epoch(chunks_of):
     loader = ChunkLoader(lambda: 31, steps_per_epoch=31, total_steps=100, max_steps=8)
     assert chunks_of(loader) == [(31, 32), (32, 34), (34, 38), (38, 46), (46, 54), (54, 62)]
-    slow = ChunkLoader(lambda: 0, steps_per_epoch=4, total_steps=4, max_steps=16)
-    slow.target_seconds = 0.01
-    assert chunks_of(slow, seconds_per_step=0.02) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    slow = ChunkLoader(lambda: 0, steps_per_epoch=8, total_steps=8, max_steps=16)
+    seconds = slow.target_seconds / 2.5
+    assert chunks_of(slow, seconds) == [(0, 1), (1, 3), (3, 5), (5, 7), (7, 8)]
 
 
-def test_chunks_begin_at_the_current_step_and_end_with_the_last():
+def test_chunks_begin_at_the_current_step_and_end_with_the_last(chunks_of):
     loader = ChunkLoader(lambda: 13, steps_per_epoch=10, total_steps=17, max_steps=8)
     assert chunks_of(loader) == [(13, 14), (14, 16), (16, 17)]
 
