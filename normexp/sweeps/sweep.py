@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ from normexp.sweeps.worker_process import SPAWN, Worker, WorkerState
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
+
+_training = threading.RLock()  # threads train in turn: torch has one random state for all
 
 TICK = 0.2  # seconds between checks of signals and of the display
 FAILED_STARTS = 3  # consecutive failed starts after which the sweep gives up
@@ -195,7 +198,11 @@ class Sweep:
 
     def _train_here(self, board: TaskBoard) -> None:
         report = partial(self._handle_event, WorkerState())
-        with importing_run_task(self.run_task) as run_task, own_slot(self.slots) as slot:
+        with (
+            _training,
+            importing_run_task(self.run_task) as run_task,
+            own_slot(self.slots) as slot,
+        ):
             own = {"run_task": run_task, "shows_bar": True}
             while board.num_open and not self.request.requested:
                 work(self.cells, board, slot, report, self.request, **own)

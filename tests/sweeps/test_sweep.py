@@ -63,6 +63,27 @@ def test_outcomes_come_in_the_order_of_the_cells_from_workers_that_stay(tmp_path
     assert [cell.cell_id for cell in history.cells.values()] == [f"cell-{n}" for n in "abcdef"]
 
 
+def test_threads_of_one_process_train_in_turn(tmp_path: Path):
+    at_work, counts = [], []
+
+    def run_alone(specs: list[CellSpec], *_: object) -> list[Outcome]:
+        at_work.append(specs)
+        counts.append(len(at_work))
+        time.sleep(0.05)
+        at_work.pop()
+        return [Outcome("finished", spec.title) for spec in specs]
+
+    sweeps = [sweep_of(tmp_path / name, "finish", "finish") for name in "ab"]
+    for sweep in sweeps:
+        sweep.num_workers, sweep.run_task = 0, run_alone
+    threads = [threading.Thread(target=sweep.train) for sweep in sweeps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == [1] * 4
+
+
 @pytest.mark.parametrize(("fail_fast", "last"), [(False, "finished"), (True, "stopped")])
 def test_this_process_walks_the_same_list(tmp_path: Path, fail_fast: bool, last: str):
     sweep = sweep_of(tmp_path, "finish", "finish", "out of memory", "finish")
