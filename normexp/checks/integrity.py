@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
-from normexp.checks.probe import MANY_STEPS, Probe, differ, fixed_draws, moves, normal
+from normexp.checks.probe import (
+    MANY_STEPS,
+    Probe,
+    Snapshot,
+    differ,
+    fixed_draws,
+    moves,
+    normal,
+)
 from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
@@ -227,11 +235,12 @@ def _advanced(value: Any) -> Any:
 
 def check_evaluation_draws(network: nn.Module, batch: Batch) -> None:
     """Raises UserError if random numbers, which no seed fixes here, move outputs in evaluation."""
-    outputs = []
+    outputs, start = [], Snapshot(network.eval())
     with fixed_draws(), torch.no_grad():
         for seed in (0, 1):
             torch.default_generator.manual_seed(seed)
-            outputs.append(network.eval()(*model_arguments(batch)))
+            outputs.append(network(*model_arguments(batch)).clone())
+            start.restore()  # a norm may move its state in evaluation too
     if moves(*outputs):
         raise UserError(
             "the model draws random numbers in evaluation, so its metrics cannot be repeated; draw "

@@ -241,9 +241,10 @@ def _kind_of_variance(norm: nn.Module, x: Tensor) -> bool | None:
     return min(merged, key=lambda kind: float((merged[kind] - whole).norm()))
 
 
-def _norms(network: nn.Module) -> Iterator[Any]:
-    for _, site in named_sites(network):
-        yield from site.modules()
+def _norms(network: nn.Module) -> list[Any]:
+    """The modules inside sites; one that several sites share occurs once."""
+    inside = (module for _, site in named_sites(network) for module in site.modules())
+    return list(dict.fromkeys(inside))
 
 
 def _foreign_norms(network: nn.Module) -> Iterator[Any]:

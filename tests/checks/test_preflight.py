@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.checks.integrity import cannot_stack, check_optimizer
+from normexp.checks.integrity import cannot_stack, check_evaluation_draws, check_optimizer
 from normexp.checks.preflight import Traits, examine, padded_batch, smallest_group
 from normexp.checks.sites import enter_sites, expose_branches, measure_reaches, probe_batch
 from normexp.config.compose import compose_cell
@@ -230,6 +230,23 @@ def test_network_that_cannot_be_split_is_refused_with_the_key(network, sizes, me
     with pytest.raises(UserError, match=message):
         traits_of(network, sizes=sizes)
     traits_of(network)
+
+
+class CentredByAverage(nn.Module):
+    """Moves its average in evaluation, too."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, C)
+        self.average.lerp_(x.detach().mean(dim=0), 0.1)
+        return x - self.average
+
+
+def test_state_that_moves_in_evaluation_is_not_taken_for_random_numbers():
+    network = FlatNet(NormFactory(CentredByAverage))
+    check_evaluation_draws(network, probe_batch(image_data(), 4))
 
 
 def test_ragged_last_batch_of_one_sample_is_refused():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import Probe, cuts, holds, moves
+from normexp.checks.probe import Probe, after_many_steps, cuts, holds, moves
 from normexp.norms.batch import BatchNorm, BatchRenorm
 from normexp.norms.causal import CausalGroupNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
@@ -179,3 +179,27 @@ def test_nan_equals_nan_and_no_number():
     assert moves(missing, torch.tensor([1.0, 0.0, torch.inf]))
     assert moves(torch.tensor([1.0, 0.0, torch.inf]), missing)
     assert not moves(torch.tensor([1.0, 0.0]), torch.tensor([1.00001, 0.0]))
+
+
+class ReadsTable(nn.Module):
+    """Looks its scale up in a table of 50 steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.linspace(1, 2, 50).tolist()[int(self.step)]
+        self.step += self.training
+        return scale * x
+
+
+def test_module_without_a_later_stage_is_not_probed_there():
+    x = torch.randn(4, 4, 3)
+    for norm in (LayerNorm(4), nn.BatchNorm1d(4), ReadsTable()):
+        assert after_many_steps(norm, x) is None
+    calls = []
+    plain = LayerNorm(4)
+    plain.register_forward_hook(lambda *_: calls.append(1) and None)
+    after_many_steps(plain, x)
+    assert not calls  # it has no counter, so nothing has to run

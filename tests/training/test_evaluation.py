@@ -27,6 +27,7 @@ from normexp.data.dataset import Data, Examples, Windows
 from normexp.models.gpt import GPT
 from normexp.norms.batch import BatchNorm
 from normexp.norms.deviations import BatchNormBiasedAverage
+from normexp.norms.factory import NormFactory
 from normexp.norms.moments import Moments
 from normexp.norms.site import named_sites
 from normexp.norms.state import write_state
@@ -167,6 +168,23 @@ def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samp
         assert states.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(states[name], value, rtol=0, atol=1e-10)
+
+
+class SharesItsNorm(nn.Module):
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        self.first, self.second, self.head = norm(1), norm(1), nn.Linear(64, 4)
+        self.second.norm = self.first.norm
+
+    def forward(self, images: Tensor) -> Tensor:  # (N, 1, 8, 8)
+        return self.head(self.second(self.first(images).tanh()).flatten(1))
+
+
+def test_precise_statistics_leave_a_norm_that_two_sites_share_as_it_was():
+    module = trained(model=SharesItsNorm, make_norm=torch_norm, **FORMS["in_turn"])
+    before = snapshot(module)
+    population_of(module, 36, group_size=4)
+    assert snapshot(module) == before
 
 
 @in_every_form
