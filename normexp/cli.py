@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from normexp.config.help import conf_dir, help_text, option_defaults
+from normexp.config.help import USAGE, conf_dir, help_text, option_defaults
 from normexp.config.rules import OPTIONS, Rule, suggest
 from normexp.config.spec import Command
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
@@ -47,7 +47,7 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     exceptions pass through: a traceback, and exit code 1.
     """
     try:
-        if {"--help", "-h"} & set(words):
+        if name in USAGE and {"--help", "-h"} & set(words):
             config_dirs = parse_command(words).config_dirs if name in TAKES_OVERRIDES else ()
             print(help_text(name, config_dirs), flush=True)
             return 0

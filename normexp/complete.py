@@ -100,7 +100,8 @@ def _after(words: Sequence[str], name: str) -> list[str]:
 def main(words: list[str]) -> int:
     """Exit code: 0, 1 if the reader of the output has gone."""
     if words:
-        print("\n".join(complete(words[0])))
+        is_help = words[0] in ("--help", "-h")
+        print(__doc__ if is_help else "\n".join(complete(words[0])))
         return 0
     commands = " ".join(f"normexp-{name}" for name in USAGE)
     script = BASH.replace("ENTRIES", "|".join(USAGE)).replace("COMMANDS", commands)

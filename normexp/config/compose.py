@@ -84,9 +84,8 @@ def compose_cell(
         raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
     with open_dict(config):
         config.experiment = base.choices.get("experiment")  # for the loggers
-    if isinstance(plain.get("study"), int | float):  # study=2026_11 names a folder
-        typed = [str(each.input_line) for each in values if each.key_or_group == "study"]
-        config.study = typed[0].partition("=")[2].strip() if typed else str(config.study)
+    if isinstance(plain.get("study"), int | float):  # study: 2026 in a YAML names a folder
+        config.study = as_typed(plain["study"])
     return config, _names_of(config, base.choices)
 
 
@@ -120,7 +119,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         if not key or not equals:
             raise UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
         try:
-            parsed += parser.parse_overrides([text])
+            parsed += parser.parse_overrides([_with_study_as_text(text)])
         except HydraException:
             if key == "study":  # quotes would not help
                 check_value(key, value, KEYS["study"].rule)
@@ -131,6 +130,13 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         if isinstance(swept, RangeSweep) and not swept.step:
             raise UserError(f"{text}: the step of a range must not be 0")
     return parsed
+
+
+def _with_study_as_text(word: str) -> str:
+    """The word, with quotes for studies that Hydra would read as numbers: 2026_11 as 202611."""
+    if not re.fullmatch(r"study=[\w.+,-]*", word):
+        return word
+    return re.sub(r"(?<=[=,])[\d.][\w.+-]*", lambda name: quoted(name[0]), word)
 
 
 def quoted(text: str) -> str:

@@ -112,16 +112,20 @@ def max_attempts_of(command: CommandEntry) -> int:
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """Reads the status of a study, also while it runs. Raises UserError if there is no such study.
 
-    Commands whose sizes mean the same cell share a row.
+    Commands whose sizes mean the same cell share a row. A command that was typed again, after an
+    edit of a YAML or of normexp, no longer asks for the cells that it meant before.
     """
     root = find_study(runs_dir, name)
     history = read_history(root)
     by_id: dict[str, dict[str, CellHistory]] = {}
     never_begun = []
+    latest = {tuple(command.command): command.cells for command in history.commands}
+    replaced = {digest for command in history.commands for digest in command.cells}
+    replaced -= {digest for cells in latest.values() for digest in cells}
     for digest, asked in history.cells.items():
         if asked.cell_id:
             by_id.setdefault(asked.cell_id, {})[digest] = asked
-        else:
+        elif digest not in replaced:
             states = {} if asked.error else dict.fromkeys(sorted(asked.seeds), "not started")
             never_begun.append(CellState(asked.title, states, {digest}, asked.error))
     for directory in list_cells(root):  # also cells that were copied here

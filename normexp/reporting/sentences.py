@@ -163,7 +163,7 @@ def _claim(one: Contrast, family: Family) -> Claim:
         _count_words(one.first, metric, one.gap.n, "seed" if along else "pair"),
         f"{one.second['norm']} at {one.second['size']}: {lost}" if lost else "",
         _diverged_words(one, kind),
-        f"over test samples too {_shown(one, kind, over_samples)}" if over_samples else "",
+        _over_samples_words(one, kind, over_samples) if over_samples else "",
         _seed_words(one),
         _rate_words(one),
         _optimism_words(one),
@@ -217,6 +217,12 @@ def _shown(one: Contrast, kind: str, gap: Interval) -> str:
     is_loss = kind in ("loses", "worse")
     is_negated = is_loss if kind in DIRECTED else not one.part.metric.higher_is_better
     return one.part.metric.format(-gap if is_negated else gap)
+
+
+def _over_samples_words(one: Contrast, kind: str, over_samples: Interval) -> str:
+    words = _shown(one, kind, over_samples)
+    is_same = words == _shown(one, kind, one.gap)
+    return "the same over test samples too" if is_same else f"over test samples too {words}"
 
 
 def _budget_words(one: Contrast, kind: str, other: Contrast, family: Family) -> str:

@@ -143,7 +143,8 @@ def main(
         output: the file for everything printed; only its descriptor is used.
     """
     os.setsid()  # only the parent gets Ctrl-C, and passes it on as SIGTERM
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = StopRequest()
+    signal.signal(signal.SIGTERM, stop.stop_at_once)
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     sender = EventSender(end)
@@ -158,9 +159,7 @@ def main(
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             sender.enqueue(TaskTaken(()))
-            work(
-                cells, board, slot, sender.enqueue, StopRequest(), run_task=run_task, number=number
-            )
+            work(cells, board, slot, sender.enqueue, stop, run_task=run_task, number=number)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

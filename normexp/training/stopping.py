@@ -42,6 +42,14 @@ class StopRequest:
             for number in SIGNALS:
                 signal.signal(number, self._request)
 
+    def stop_at_once(self, _number: int, _frame: FrameType | None) -> None:
+        """A signal handler that raises KeyboardInterrupt.
+
+        It is a request too, since foreign code may swallow the exception, as while it is imported.
+        """
+        self.requested = True
+        raise KeyboardInterrupt
+
     def _request(self, _number: int, _frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt

@@ -136,7 +136,7 @@ def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
 
 @pytest.mark.slow
 def test_cells_train_one_after_another_where_stacking_does_not_pay(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(assembly, "stacks", lambda *_: False)
+    monkeypatch.setattr(assembly, "stacking_pays", lambda *_: False)
     assert train(tmp_path, *RATES) == 0
     assert {run.timing["stack_size"] for run in results_of(tmp_path).values()} == {2}
     assert not (tmp_path / "s" / "stacks").exists()

@@ -101,7 +101,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(entry: str, line: str, part: str,
     assert part in err
 
 
-@pytest.mark.parametrize("words", [["status", "--help"], ["complete"]])
+@pytest.mark.parametrize("words", [["status", "--help"], ["complete"], ["complete", "--help"]])
 def test_a_reader_that_goes_is_no_traceback(words: list[str]):
     """As in `--help | head -1`."""
     reader, writer = os.pipe()

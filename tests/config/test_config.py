@@ -89,6 +89,7 @@ def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
         ("lr=1 micro_batch_size=8 stack=false", {"lr": 1, "micro_batch_size": 8, "stack": False}),
         ("study=2026 eps=0 stack=true", {"study": "2026", "eps": 0, "stack": True}),
         ("study=2026_11", {"study": "2026_11"}),
+        ("study=${seed} seed=3", {"study": "3"}),
         ("optim=adamw batch_size=6 norm_batch_size=3", {"lr": 1e-3, "norm_batch_size": 3}),
     ],
 )

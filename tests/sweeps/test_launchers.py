@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from glob import glob
 from importlib.util import find_spec
@@ -166,12 +165,11 @@ def test_two_terminals_and_a_launcher_share_a_study(tmp_path: Path):
     code, told = run([*launched, "micro_batch_size=5"], tmp_path)
     assert code == 2 and "micro_batch_size=5" in told
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # Hydra left nothing beside
-    commands = read_history(tmp_path / "runs" / "default").commands  # none for a job
-    assert Counter(tuple(each.command[1:]) for each in commands) == {
-        tuple(local[3:]): 2,
-        tuple(launched[3:]): 2,
-        (*launched[3:], "micro_batch_size=5"): 1,
+    recorded = {
+        tuple(each.command[1:]) for each in read_history(tmp_path / "runs" / "default").commands
     }
+    launches = {tuple(launched[3:]), (*launched[3:], "micro_batch_size=5")}
+    assert recorded - {tuple(local[3:])} == launches  # none of a job; of a terminal, if it trained
 
 
 @pytest.fixture

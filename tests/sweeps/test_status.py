@@ -82,6 +82,15 @@ def test_every_run_that_was_asked_for_has_a_state(study: Path):
     assert not read_status(study.parent, "s").is_complete
 
 
+def test_a_command_typed_again_asks_for_the_cells_that_it_means_now(study: Path):
+    """As after an edit of a YAML that one of its cells had begun with, or would have."""
+    append_entries(study, [CellEntry("d-new", "norm=bad", [0])])
+    append_entries(study, [command(WORDS, {"d-batch": [0], "d-new": [0]})])
+    cells = {cell.title: cell for cell in read_status(study.parent, "s").cells}
+    assert cells.keys() == {"norm=batch", "norm=group", "norm=layer", "norm=bad"}
+    assert not cells["norm=bad"].refused and cells["norm=bad"].digests == {"d-new"}
+
+
 def test_cell_of_an_edited_source_keeps_its_title(study: Path):
     for cell_id in ("o-1", "o-2"):
         append_entries(study, [CellEntry("d-own", "norm=own", [0], cell_id=cell_id)])

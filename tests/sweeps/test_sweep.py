@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -164,6 +164,15 @@ def test_busy_task_waits_behind_the_others_and_is_then_trained(tmp_path: Path):
     ended = [(each.task, each.outcomes[0].status) for each in heard if isinstance(each, TaskEnded)]
     assert ended == [((0,), "busy"), ((1,), "finished"), ((0,), "finished")]
     assert [event.task for event in heard if isinstance(event, TaskTaken)] == [(0,), (1,), (0,)]
+
+
+def test_a_stop_that_foreign_code_swallows_still_counts(tmp_path: Path):
+    board, events, stop = TaskBoard([(0,)], [OPEN], [0]), list[Event](), StopRequest()
+    with suppress(KeyboardInterrupt):  # as the import of a library may
+        stop.stop_at_once(signal.SIGTERM, None)
+    cells = [spec(tmp_path, "a", "finish")]
+    work(cells, board, WorkerSlot(1), events.append, stop, run_task=run_task)
+    assert not events and board.num_open == 1
 
 
 def test_worker_that_waits_for_a_slot_ends_when_nothing_is_left_for_it(
