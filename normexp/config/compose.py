@@ -373,7 +373,7 @@ def _set_value(config: DictConfig, override: Override, base: ComposedChoices) ->
     if leaf == "_target_" and is_shipped and has_target:
         raise UserError(  # else records would name the choice for another class
             f"{key} is set, but {group}={base.choices.get(group)} has a target of its own; "
-            f"try {group}=custom {key}=..."
+            f"try {group}=custom {key}=... in a command of its own"
         )
     is_new = override.is_add() or override.is_force_add()
     try:

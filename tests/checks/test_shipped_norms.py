@@ -137,6 +137,7 @@ def test_card_of_a_shipped_norm_has_no_false_line(name: str):
     assert {line.name for line in card.failures} == BREAKS.get(name, set()), card.failures
     lines = {line.name: line for line in card.lines}
     expected = [TABLE[case] for case in TABLE if case[0] == name]
+    assert expected, f"add {name} to BY_ENTRY"
     for mode, place in (("in training", 0), ("in evaluation", 1)):
         says = {key: line.value in ("yes", mode) for key, line in lines.items()}
         assert says["mixes samples"] == expected[0].samples[place]
