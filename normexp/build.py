@@ -274,7 +274,7 @@ def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
     """New instances of the callbacks in `callback`: one with a `_target_`, or several by name.
 
     Args:
-        metrics: the metrics of a validation, one of which a callback may monitor.
+        metrics: names of validation metrics that a callback may monitor.
     """
     if cfg.get("callback") is None:
         return []

@@ -126,7 +126,7 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
 
 
 def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
-    """True if runs with another `lr` may be trained in one stack with those of a cell.
+    """True if runs that differ from a cell in `lr` alone may share its stack.
 
     At every step the rate must be proportional to `lr`. A scheduler may set rates of its own, such
     as the `max_lr` of OneCycleLR.

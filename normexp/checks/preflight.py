@@ -111,18 +111,7 @@ def examine(
     late = [site for site in map(EnteredSite.after_many_steps, sites) if site is not None]
     stages = [*sites, *late]
     leaks = {mode: find_leak(own, stages, batch, data, training=mode) for mode in MODES}
-    if leaks[False] and not allow_leak:
-        raise UserError(
-            f"a later position moves an earlier output at {leaks[False]}, so the loss is "
-            f"meaningless; try {find_remedy(stages, batch)}, or allow_leak=true to train it with "
-            "every number marked INVALID"
-        )
-    if leaks[True] and not leaks[False]:
-        logger.info(
-            "in training a later position moves an earlier output at %s, so train/loss is "
-            "meaningless; evaluation with running statistics is not affected",
-            leaks[True],
-        )
+    check_leaks(leaks, stages, batch, allow_leak=allow_leak)
     own_draws = Probe(own.train()).observe(*model_arguments(short)).drew
     obstacle = "a module draws its own random numbers" if own_draws else None
     many = min(sizes.micro, max(PROBE_SAMPLES, MAX_ELEMENTS // max(elements, 1)))
@@ -152,6 +141,32 @@ def examine(
         elements_per_sample=elements,
         reaches=reaches,
     )
+
+
+def check_leaks(
+    leaks: Mapping[bool, str | None],
+    sites: Sequence[EnteredSite],
+    batch: Batch,
+    *,
+    allow_leak: bool,
+) -> None:
+    """Refuses a leak of the future in evaluation; logs one that is in training alone.
+
+    Args:
+        leaks: by mode, where a later position moves an earlier output; see `find_leak`.
+    """
+    if leaks[False] and not allow_leak:
+        raise UserError(
+            f"a later position moves an earlier output at {leaks[False]}, so the loss is "
+            f"meaningless; try {find_remedy(sites, batch)}, or allow_leak=true to train it with "
+            "every number marked INVALID"
+        )
+    if leaks[True] and not leaks[False]:
+        logger.info(
+            "in training a later position moves an earlier output at %s, so train/loss is "
+            "meaningless; evaluation with running statistics is not affected",
+            leaks[True],
+        )
 
 
 def count_elements(network: nn.Module, data: Data, sizes: Sizes, group_size: int) -> int:

@@ -69,7 +69,7 @@ class Target:
         return knobs
 
     def filled_in(self, available: Mapping[str, Any]) -> Target:
-        """A copy with those `available` arguments that its signature names and no knob sets."""
+        """A copy with every `available` argument that its signature has and no knob sets."""
         free = self.arguments - self.knobs.keys()
         wanted = {name: value for name, value in available.items() if name in free}
         return replace(self, call=partial(self.call, **wanted)) if wanted else self

@@ -174,8 +174,8 @@ class BatchRenorm(RunningMomentsNorm):
 
         r = clip(std_B / std_R, 1 / r_max, r_max),  d = clip((mean_B - mean_R) / std_R, +-d_max),
 
-    and no gradient flows through r and d. Where neither is clipped, the training output equals that
-    of evaluation with those averages. Up to the share `warmup` of the training, r = 1 and d = 0,
+    and no gradient flows through r and d. Where neither is clipped, the training output equals the
+    evaluation output with these averages. For the share `warmup` of the training, r = 1 and d = 0,
     which is batch norm; then the bounds grow linearly. Evaluation as batch norm. arXiv:1702.03275:
     batch norm for 5000 steps, r_max up to 3 at step 40000, d_max up to 5 at 25000, momentum 0.01;
     the shares in conf/norm have the same proportions.

@@ -129,8 +129,8 @@ class WorkerSlot:
     """What one worker may use: CPU threads, and a GPU as CUDA_VISIBLE_DEVICES names it.
 
     Attributes:
-        locks: names of lock files, one of which the worker holds while it trains. All commands of
-            a user share them, so that two terminals do not train on one core.
+        locks: names of lock files. A worker holds one while it trains. All commands of a user
+            share them, so that two terminals do not train on one core.
     """
 
     threads: int

@@ -52,7 +52,7 @@ def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> 
 
     Args:
         name: its key and class, for messages.
-        metrics: the metrics of a validation, one of which it may monitor.
+        metrics: names of validation metrics that it may monitor.
     """
     for kind, instead in UNSUPPORTED.items():
         if isinstance(callback, kind):

@@ -226,8 +226,9 @@ def _kinds_of_variance(network: nn.Module, group: Batch) -> list[bool | None]:
 
 def _kind_of_variance(norm: nn.Module, x: Tensor) -> bool | None:
     """Compares the state after a forward on two inputs with the states after each, merged."""
-    norm, start, ends = norm.double(), read_state(norm), []
-    first, second = x.double(), 1 + 2 * x.double()
+    start, ends = read_state(norm), []
+    first = x.to(start["running_var"].dtype)  # that of the training; a norm may know no other
+    second = 1 + 2 * first
     for given in (first, second, torch.cat([first, second])):
         write_state(norm, start)
         norm(given)

@@ -187,6 +187,17 @@ def test_precise_statistics_leave_a_norm_that_two_sites_share_as_it_was():
     assert snapshot(module) == before
 
 
+class OnlyFloat32(BiasedAverage):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32
+        return super().forward(x)
+
+
+def test_a_foreign_norm_is_tried_in_the_precision_of_its_training():
+    module = build_module(plan=ALL_KINDS, make_norm=OnlyFloat32, **FORMS["in_turn"])
+    population_of(module, 36, group_size=4)
+
+
 @in_every_form
 def test_precise_statistics_of_instance_norm_average_over_samples(monkeypatch, form):
     monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)
