@@ -157,8 +157,8 @@ def test_a_norm_and_a_model_cost_a_file_and_a_yaml_each(folder: Path, capsys):
     assert "mine on digits: trained" in capsys.readouterr().out
     first, second = normexp.run(words)  # recorded
     assert (first.config["norm"], first.config["model"], second.seed) == ("mine", "mine", 1)
-    assert first.config["identity"]["norm"]["_target_"] == "my_norm.AbsNorm"
-    assert first.config["identity"]["model"]["width"] == 8
+    assert first.config["recipe"]["norm"]["_target_"] == "my_norm.AbsNorm"
+    assert first.config["recipe"]["model"]["width"] == 8
 
 
 def run(command: str, folder: Path) -> str:

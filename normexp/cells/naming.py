@@ -121,7 +121,7 @@ def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
 
 
 def record_of(draft: CellDraft, traits: Traits, identity: dict[str, Any]) -> dict[str, Any]:
-    """The config in result.json: names, canonical sizes, traits, and the whole identity.
+    """The config in result.json: names, canonical sizes, traits, and `recipe`: what was trained.
 
     Does not depend on which of several equivalent command lines trained the cell.
     """
@@ -139,7 +139,7 @@ def record_of(draft: CellDraft, traits: Traits, identity: dict[str, Any]) -> dic
         "max_grad_norm": cfg.max_grad_norm,
         "precision": cfg.trainer.precision,
         "matmul_precision": cfg.matmul_precision,
-        "identity": identity,
+        "recipe": identity,
         **_slots(draft),
         **{name: getattr(traits, name) for name in RECORDED_TRAITS},
         **({} if chance is None else {"chance_accuracy": chance}),

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from normexp.cells.assembly import OnSteps, can_stack_rates
+from normexp.cells.assembly import can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.finished import suggest_evaluation
@@ -38,7 +38,7 @@ from normexp.records.identity import source_line_of
 from normexp.records.paths import LOCK_FILE, LOG_FILE
 from normexp.records.result import CellRecords, Result, read_records
 from normexp.records.stacks import StackRecord, end_stack, list_stacks
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ OnBegin = Callable[[StackRecord, Sequence[str]], None]
 def run_task(
     specs: Sequence[CellSpec],
     on_begin: OnBegin | None = None,
-    on_steps: OnSteps | None = None,
-    stop: StopRequest | None = None,
+    control: TrainingControl | None = None,
 ) -> list[Outcome]:
     """Trains the missing runs of a task; returns the outcome of each cell, in their order.
 
@@ -60,16 +59,14 @@ def run_task(
 
     Args:
         on_begin: called before a stack trains, with its record and the ids of the task's cells.
-        on_steps: called with (step, num_steps) of a stack at times; None shows a progress bar.
-        stop: lets another thread request a stop. Ctrl-C is noticed while a stack trains.
+        control: lets another thread request a stop and follow the steps. Ctrl-C is noticed while a
+            stack trains.
     """
     started = time.monotonic()
     try:
         cells = _prepare_together(specs) if len(specs) > 1 else [_prepare(specs[0])]
         if cells:
-            runner = TaskRunner(
-                cells, on_begin or (lambda *_: None), on_steps, stop or StopRequest()
-            )
+            runner = TaskRunner(cells, on_begin or (lambda *_: None), control or TrainingControl())
             outcomes = runner.run()
         else:
             outcomes = [Outcome("alone", norm_and_data(spec)) for spec in specs]
@@ -168,8 +165,7 @@ class TaskRunner:
 
     cells: Sequence[TaskCell]
     on_begin: OnBegin
-    on_steps: OnSteps | None
-    stop: StopRequest
+    control: TrainingControl
     errors: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -213,7 +209,7 @@ class TaskRunner:
         """Trains what is still missing once the locks are held."""
         missing = [each for each in self.cells if each.missing()]
         try:
-            with self.stop.listening():
+            with self.control.stop.listening():
                 self._train_all(begun)
         except Interrupted:
             return [
@@ -287,7 +283,7 @@ class TaskRunner:
         record = stack.record
         self.on_begin(record, [each.cell.id for each in self.cells])
         try:
-            train_on_devices(stack, self.stop, self.on_steps)
+            train_on_devices(stack, self.control)
         except UserError:
             if not record.checkpoint.is_file():  # with one, the corrected command resumes there
                 end_stack(record)

@@ -21,7 +21,7 @@ from normexp.reporting.metric import Metric
 Row = dict[Any, Any]  # column to plain value
 PARTS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
-RECORDED_TWICE = (*SIZES, "trainer")  # in the identity and beside it
+RECORDED_TWICE = (*SIZES, "trainer")  # in the recipe and beside it
 # Columns of the table of runs that come neither from the config nor from the metrics.
 FIELDS = (
     *("study", "cell", "cell_id", "seed", "status", "diverged_at_step", "error", "steps"),
@@ -146,13 +146,13 @@ def _read_row(study: str, run_dir: Path) -> dict[str, Any]:
 
 
 def config_row(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens a recorded config and its identity to columns with dotted keys."""
-    identity = config.get("identity", {})
-    own = {key: value for key, value in config.items() if key != "identity"}
+    """Flattens a recorded config and its recipe to columns with dotted keys."""
+    recipe = config.get("recipe", {})
+    own = {key: value for key, value in config.items() if key != "recipe"}
     names = {
-        group: _own_name(own[group], identity.get(group) or {}) for group in PARTS if group in own
+        group: _own_name(own[group], recipe.get(group) or {}) for group in PARTS if group in own
     }
-    known = {key: value for key, value in identity.items() if key not in RECORDED_TWICE}
+    known = {key: value for key, value in recipe.items() if key not in RECORDED_TWICE}
     return _flatten(known) | _flatten(own) | names
 
 

@@ -217,7 +217,7 @@ def test_a_slot_is_one_training_whoever_says_it():
     by_norm, by_key = prepare("norm=ws"), prepare("norm=none", "conv=weight_standardized")
     none, plain = prepare("norm=none"), prepare("norm=ws", "conv=plain")
     assert by_norm.record["conv"] == by_key.record["conv"] == "weight_standardized"
-    identities = [each.record["identity"] for each in (by_norm, by_key, none, plain)]
+    identities = [each.record["recipe"] for each in (by_norm, by_key, none, plain)]
     assert identities[0] == identities[1] != identities[2] == identities[3]
 
 

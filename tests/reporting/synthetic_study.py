@@ -43,7 +43,7 @@ def write_cell(
     accuracies: in 0..1 by seed, None for a seed that diverged
     mixes_samples: True for batch unless given
     metrics: instead of those that follow from the accuracy
-    identity: parts of the identity, besides the knobs of the norm
+    identity: parts of the recorded recipe, besides the knobs of the norm
     result, config: override fields of the result, and values of its config
     """
     mixes = norm == "batch" if mixes_samples is None else mixes_samples
@@ -59,7 +59,7 @@ def write_cell(
         "lr": 0.1,
         "mixes_samples": mixes,
         **config,
-        "identity": {
+        "recipe": {
             "norm": {"_target_": f"normexp.norms.{norm}.Norm", **(knobs or {})},
             **(identity or {}),
         },
