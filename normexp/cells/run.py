@@ -141,7 +141,7 @@ def _prepare(spec: CellSpec) -> TaskCell:
     if spec.cfg is None:
         raise UserError(spec.error)
     validate(spec.cfg)
-    cell = prepare_cell(spec.cfg, spec.choices)
+    cell = prepare_cell(spec)
     entry = cache_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
     return TaskCell(cell, spec.seeds, entry)
 
