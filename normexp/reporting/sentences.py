@@ -137,24 +137,24 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
 
     Where a verdict was tried at several budgets, the sentence says what it is at each.
     """
-    claims = [one for answer in answers for one in answer.sentences]
+    claims = [claim for answer in answers for claim in answer.sentences]
+    budgets = {claim.comparison.budget for claim in claims if claim.comparison is not None}
     ranks = {kind: place for place, kind in enumerate(HEADLINES, start=2)}
 
     def rank(claim: Claim) -> int:
         one = claim.comparison
         if one is None or one.verdict is None:
             return ranks.get(claim.kind, len(HEADLINES) + 2)
-        others = at_other_budgets(one, comparisons)
-        return int(bool(others) and not survives(one, comparisons))
+        tried = {one.budget, *(other.budget for other in at_other_budgets(one, comparisons))}
+        is_everywhere = tried >= budgets and survives(one, comparisons)
+        return 0 if len(budgets) == 1 or is_everywhere else 1
 
     claim = min(claims, key=rank, default=None)
-    one = None if claim is None else claim.comparison
-    others = [] if one is None else at_other_budgets(one, comparisons)
-    if claim is None or one is None or not others:
+    if claim is None or claim.comparison is None or len(budgets) == 1:
         return claim
-    words = f"{_words(one, one.kind)} at {one.budget}"
-    words += "".join(f"{_at_budget(one, other)}" for other in others)
-    return replace(claim, claim=words, details="", elsewhere="")
+    one = claim.comparison
+    others = [_at_budget(one, other) for other in at_other_budgets(one, comparisons)]
+    return replace(claim, claim=f"{_words(one, one.kind)} at {one.budget}{''.join(others)}")
 
 
 def _at_budget(one: Comparison, other: Comparison) -> str:

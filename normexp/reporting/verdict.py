@@ -143,7 +143,7 @@ class Comparison:
         """Equal for comparisons that differ only in their slice."""
         return self.first.norm, self.second.norm, self.sizes
 
-    @property
+    @cached_property
     def place(self) -> Hashable:
         """Equal for comparisons that differ only in the budget."""
         cells = (self.first, self.second)
