@@ -29,7 +29,7 @@ from normexp.reporting.curves import seed_chart
 from normexp.reporting.details import cell_details
 from normexp.reporting.figures import draw_figures
 from normexp.reporting.report import Report, read_report, to_json
-from normexp.reporting.sentences import Section
+from normexp.reporting.sentences import Answer, Section
 from normexp.reporting.style import assign_styles, order_norms
 from normexp.reporting.tables import (
     Table,
@@ -58,20 +58,19 @@ SEARCHED = ("", "-search")  # ends of the names of studies that hold the searche
 class Drawing:
     """A report drawn up: its tables and figures.
 
-    sections: each section with the main figure of each of its slices, and the other figures
+    sections: each section with its answers, and the figures of each, the main one first
     tuning: the curves of the searches that belong to the studies
     """
 
     report: Report
     tables: Sequence[Table]
-    sections: Sequence[tuple[Section, Sequence[Figure], Sequence[Figure]]]
+    sections: Sequence[tuple[Section, Sequence[tuple[Answer, Sequence[Figure]]]]]
     tuning: Sequence[Figure]
 
     @property
     def figures(self) -> list[Figure]:
-        return [one for _, main, others in self.sections for one in (*main, *others)] + [
-            *self.tuning
-        ]
+        drawn = [figures for _, answers in self.sections for _, figures in answers]
+        return [figure for figures in (*drawn, self.tuning) for figure in figures]
 
     @property
     def cells(self) -> Table:
@@ -90,12 +89,15 @@ def draw(report: Report) -> Drawing:
         run_table(report.cells),
     ]
     styles = assign_styles(cell.norm for cell in report.cells)
-    sections = []
-    for section in report.sections:
-        parts = [answer.parts[0] for answer in section.answers if len(answer.parts) == 1]
-        drawn = [draw_figures(part, styles) for part in parts]
-        main = [figure for figures in drawn for figure in figures[:1]]
-        sections.append((section, main, [figure for own in drawn for figure in own[1:]]))
+
+    def figures_of(answer: Answer) -> list[Figure]:
+        is_over_data = len(answer.parts) > 1
+        return [] if is_over_data else draw_figures(answer.parts[0], styles)
+
+    sections = [
+        (section, [(answer, figures_of(answer)) for answer in section.answers])
+        for section in report.sections
+    ]
     searched = [report.runs_dir / f"{name}{end}" for name in report.studies for end in SEARCHED]
     return Drawing(report, tables, sections, draw_tuning(searched))
 

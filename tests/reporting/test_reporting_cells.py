@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -164,26 +162,6 @@ def test_two_studies_share_settings_where_only_the_study_tells_them_apart(tmp_pa
     first, second = cells_of(tmp_path, "a", "b")
     assert [first.norm, second.norm] == ["batch · a", "batch · b"]
     assert first.base == second.base == "batch" and first.settings == second.settings
-
-
-def test_equal_recipes_under_two_ids_are_one_cell_and_its_seeds_are_united(tmp_path: Path):
-    first = write_cell(tmp_path, "group", {0: 0.9, 1: 0.8})
-    other = first.with_name("other")
-    shutil.copytree(first, other)
-    for seed, accuracy in ((0, 0.1), (1, 0.1)):  # of one seed, the first cell's run counts
-        edit_result(other / f"seed-{seed}", cell_id="other", metrics={"test/accuracy": accuracy})
-    (other / "seed-1").rename(other / "seed-2")
-    edit_result(other / "seed-2", seed=2)
-    (cell,) = cells_of(tmp_path)
-    assert cell.directory == first and list(cell.same_as) == ["other"]
-    values = cell.values(describe_metric("test/accuracy"))
-    assert values == pytest.approx({0: 90.0, 1: 80.0, 2: 10.0}) and cell.missing == 0
-    assert "the same recipe as other" in cell_table([cell], None, None).rows[0]["note"]
-
-
-def edit_result(run_dir: Path, **values: object) -> None:
-    path = run_dir / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def test_cells_differ_in_the_values_of_their_recipes(tmp_path: Path):
