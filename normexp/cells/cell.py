@@ -97,8 +97,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
-    cfg = spec.cfg
-    assert cfg is not None, "refused before"
+    cfg = spec.composed
     with collected_messages() as messages:
         check_devices(devices_of(cfg))
         files_digest = digest_with_weights(digest_of_data(cfg.data), cfg.model)
@@ -146,8 +145,7 @@ def make_recipe(spec: CellSpec, data: Data) -> Recipe:
 
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
     """The builder of a cell's networks."""
-    cfg, momentum = spec.cfg, recipe.norm_momentum
-    assert cfg is not None
+    cfg, momentum = spec.composed, recipe.norm_momentum
     norm = build_norm(cfg, recipe.sizes, data, num_steps=recipe.num_steps, momentum=momentum)
     return build_network(cfg, norm, data)
 
@@ -170,8 +168,7 @@ def _probe(network: nn.Module, data: Data, recipe: Recipe, *, allow_leak: bool) 
 
 def _findings(spec: CellSpec, traits: Traits, alone: str | None) -> list[str]:
     """What was found about the network that changes how it is trained or evaluated."""
-    cfg, notes = spec.cfg, list[str]()
-    assert cfg is not None
+    cfg, notes = spec.composed, list[str]()
     if "batch" in cfg.evaluate_with and not traits.mixes_samples:
         notes.append("no batch statistics to evaluate with: the norm does not mix samples")
     if alone is not None and cfg.replicas > 1:

@@ -78,8 +78,7 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
     cell_dir, seed = find_run(run_dir)
     record = read_result(seed_dir(cell_dir, seed)).config
     spec = recorded_spec(cell_dir, record, WITHOUT_TRAINING)
-    assert spec.cfg is not None
-    data = load_data(spec.cfg, None)
+    data = load_data(spec.composed, None)
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
     file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
@@ -226,7 +225,7 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
         return
     words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.recipe.statistics)}]"]
     for key in ("precise_samples", "evaluate_batch_sizes"):
-        value = plain(cell.spec.cfg)[key]
+        value = plain(cell.spec.composed)[key]
         if value != option_defaults("evaluate")[key]:
             words.append(f"{key}={value}".replace(" ", ""))
     logger.info(

@@ -71,8 +71,7 @@ def identity_of(
 
     Holds digests of the data and of the user's own modules, so that an edit makes a new cell.
     """
-    cfg, weights_digest = spec.cfg, build.weights_digest
-    assert cfg is not None
+    cfg, weights_digest = spec.composed, build.weights_digest
     identity = defining_values(plain(cfg))
     for part in parts_with_target(identity):
         with suppress(TypeError):  # a builtin has no file
@@ -136,9 +135,8 @@ def record_of(
 
     Does not depend on which of several equivalent command lines trained the cell.
     """
-    cfg, sizes = spec.cfg, {key: identity[key] for key in SIZES}
+    cfg, sizes = spec.composed, {key: identity[key] for key in SIZES}
     chance = data.chance_accuracy
-    assert cfg is not None
     return {
         **choices_in(spec.choices),
         **{key: cfg[key] for key in ("lr_rule", "eps", "drop_last")},

@@ -47,8 +47,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
     Raises:
         UserError: values that contradict each other, or a part that cannot be built.
     """
-    cfg = spec.cfg
-    assert cfg is not None, "refused before"
+    cfg = spec.composed
     devices = devices_of(cfg)
     sizes = _sizes_of(cfg, devices, num_train)
     steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=cfg.drop_last)
@@ -103,8 +102,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
 
 def deviations(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
     """How a training differs from what was typed, in sentences."""
-    cfg, size, notes = spec.cfg, recipe.sizes.batch_size, list[str]()
-    assert cfg is not None
+    cfg, size, notes = spec.composed, recipe.sizes.batch_size, list[str]()
     if (left_out := num_train - recipe.steps_per_epoch * size) > 0:
         notes.append(f"drop_last=true drops {left_out} of {num_train} samples per epoch")
     if recipe.lr != cfg.lr:
@@ -203,8 +201,7 @@ def _norm_momentum(cfg: DictConfig, sizes: Sizes) -> float | None:
 
 def _schedule_of(spec: CellSpec, num_steps: int, metrics: Sequence[str]) -> Schedule:
     """Refuses keys of `optim` that `schedule` replaces, and a monitor that is not a metric."""
-    cfg = spec.cfg
-    assert cfg is not None
+    cfg = spec.composed
     values = _values(cfg.get("schedule"))
     if values is not None:
         defaults = shipped_defaults("optim", spec.choices["optim"]) or DEFAULT_SCHEDULE

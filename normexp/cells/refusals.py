@@ -22,7 +22,7 @@ from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
-from normexp.norms.pointwise import NoNorm
+from normexp.norms.none import NoNorm
 from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.identity import source_line_of
@@ -42,8 +42,7 @@ WITHOUT_NORM = ("pre", "parallel")  # placements that differ even without norms
 
 def check_slots(spec: CellSpec, norm: NormFactory) -> None:
     """Refuses slots that the command sets and the model lacks; logs those that the norm sets."""
-    cfg, model = spec.cfg, spec.choices["model"]
-    assert cfg is not None
+    cfg, model = spec.composed, spec.choices["model"]
     for key in set_but_unused(cfg, norm.used):
         lacks, fits = PLACES[key]
         raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")

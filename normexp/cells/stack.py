@@ -90,7 +90,7 @@ def create_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0
         attempts: of a stack of one: how often its run has failed.
     """
     members = [(cell.id, seed) for cell, seed in runs]
-    rates = {cell.id: float(cell.spec.cfg.lr) for cell, _ in runs}
+    rates = {cell.id: float(cell.spec.composed.lr) for cell, _ in runs}
     study_dir = runs[0][0].study_dir
     return Stack(runs, begin_stack(study_dir, members, rates, apart=apart, attempts=attempts))
 
@@ -107,7 +107,7 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     known = {cell.id: cell for cell in cells}
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
-        cfg = DictConfig(OmegaConf.merge(template.spec.cfg, {"lr": record.rates[cell_id]}))
+        cfg = DictConfig(OmegaConf.merge(template.spec.composed, {"lr": record.rates[cell_id]}))
         known[cell_id] = prepare_cell(replace(template.spec, cfg=cfg))
         if known[cell_id].id != cell_id:
             raise UserError(
@@ -124,7 +124,9 @@ def train_stack(stack: Stack, control: TrainingControl) -> None:
     """
     remove_leftovers(stack.record.directory)
     for cell, seed in stack.runs:
-        write_text(cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.spec.cfg, resolve=True))
+        write_text(
+            cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.spec.composed, resolve=True)
+        )
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
     with messages_to_file(stack.record.directory / LOG_FILE):
         for message in stack.cell.messages:

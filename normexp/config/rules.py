@@ -284,7 +284,6 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "metric": TEXT.or_null(),
         "tolerance": NOT_NEGATIVE.or_null(),
         "watch": FLAG,
-        "log": list_of(one_of("wandb")).or_null(),
     },
     "status": {"study": NAME, "runs_dir": FOLDER},
 }

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.norms.affine import Affine, AffineNorm
+from normexp.norms.contract import State
 from normexp.norms.moments import Moments, at_least_one, centre, count_values, widen
 from normexp.norms.running import (
     RunningMomentsNorm,
     group_dims,
 )
-from normexp.norms.state import State
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

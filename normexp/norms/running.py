@@ -19,8 +19,8 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.affine import Affine, AffineNorm, over_channels
+from normexp.norms.contract import State
 from normexp.norms.moments import Moments, centre, measure, pool, pool_mean, unbiased
-from normexp.norms.state import State
 
 # Above this number of elements, groups run one after another: a loop saves the two copies needed to
 # fold them. On a CPU these cost more than the loop's extra calls from about this size.

@@ -1,4 +1,4 @@
-"""The recipe of a training: every choice that defines it but its network, its data and its seeds."""
+"""The recipe of a training: every choice but its network, its data and its seeds."""
 
 from __future__ import annotations
 
