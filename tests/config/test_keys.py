@@ -194,7 +194,7 @@ KEEPS = {
     "save_weights": "false",
     "evaluate_with": "[running,batch]",
     "precise_samples": "9",
-    "evaluate_batch_sizes": "[2]",
+    "evaluate_batch_sizes": "[2] evaluate_with=[batch]",
     "evaluate_every_epoch": "true",
     "allow_leak": "true",
     "diagnostics": "5",
