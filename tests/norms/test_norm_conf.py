@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import get_object
-from norm_cases import FILES, SHIPPED, C
+from norm_cases import FILES, KNOBS_OF, SHIPPED, C
 from omegaconf import OmegaConf
 from torch import nn
 from torch.testing import assert_close
 from train_cases import prepare
 
+from normexp import norms
 from normexp.batching.sizes import Sizes
 from normexp.build import build_data, build_network, build_norm, norm_target
 from normexp.config.compose import compose_config
@@ -119,6 +120,12 @@ def test_importing_a_norm_imports_little_else():
         "moments",
         "running",
     }
+
+
+def test_public_names_are_the_classes_of_all_norms_but_the_mistakes():
+    targets = {KNOBS_OF[name]["_target_"] for name in SHIPPED if not name.startswith("deviations/")}
+    classes = {get_object(target) for target in targets}
+    assert classes <= {getattr(norms, name) for name in norms.MODULES}
 
 
 def test_the_folder_of_a_cell_is_one_also_for_a_norm_in_a_folder_of_its_own():
