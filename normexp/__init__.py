@@ -3,12 +3,13 @@
     normexp.run(["norm=group"])                  trains, and returns the results
     normexp.load("runs/STUDY/CELL/seed-0")       a trained network
     normexp.load_study("STUDY")                  a table of runs
+    normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
     normexp.norms.GroupNorm(64, num_groups=8)    a norm; normexp.norms lists all
 
 Importing normexp imports neither torch nor pandas.
 """
 
 from normexp import norms
-from normexp.api import load, load_study, run
+from normexp.api import load, load_report, load_study, run
 
-__all__ = ["load", "load_study", "norms", "run"]
+__all__ = ["load", "load_report", "load_study", "norms", "run"]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from normexp.records.result import Result
+    from normexp.reporting.report import Report
 
 
 def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
@@ -83,9 +84,42 @@ def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
     Raises:
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
-    from normexp.reporting.frame import read_studies
+    from normexp.reporting.read import read_studies
+    from normexp.reporting.tables import run_frame
 
     records = read_studies(Path(runs_dir), [name])
-    for problem in [*records.problems, *records.waiting]:
-        logging.getLogger(__name__).warning(problem)
-    return records.runs.infer_objects()
+    _warn([*records.problems, *records.waiting])
+    return run_frame(records.runs).infer_objects()
+
+
+def load_report(
+    study: str | Sequence[str],
+    runs_dir: str | Path = "runs",
+    *,
+    metric: str | None = None,
+    tolerance: float | None = None,
+) -> Report:
+    """What the report of a study says: its cells, and every comparison with interval and verdict.
+
+        for one in normexp.load_report("my-study").comparisons:
+            print(one.first.norm, one.second.norm, one.budget, one.gap, one.verdict)
+
+    Args:
+        study: a name, or several.
+        metric, tolerance: as in `python -m normexp.report`.
+
+    Raises:
+        normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
+            run has.
+    """
+    from normexp.reporting.report import read_report
+
+    names = [study] if isinstance(study, str) else study
+    report = read_report(Path(runs_dir), names, metric=metric, tolerance=tolerance)
+    _warn([*report.problems, *report.waiting])
+    return report
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        logging.getLogger(__name__).warning(line)

@@ -33,9 +33,11 @@ from train_cases import prepare
 
 from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder
-from normexp.checks.integrity import cannot_stack, check_evaluation_draws, check_optimizer
-from normexp.checks.preflight import Traits, examine, padded_batch, smallest_group
-from normexp.checks.sites import enter_sites, expose_branches, measure_reaches, probe_batch
+from normexp.checks.dependence import measure_reaches
+from normexp.checks.integrity import cannot_stack, check_optimizer, draws_in_evaluation
+from normexp.checks.network import BuiltNetwork, padded_batch, smallest_group
+from normexp.checks.preflight import Traits, examine
+from normexp.checks.sites import enter_sites, expose_branches, probe_batch
 from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -241,7 +243,8 @@ class CentredByAverage(nn.Module):
 
 def test_state_that_moves_in_evaluation_is_not_taken_for_random_numbers():
     network = FlatNet(NormFactory(CentredByAverage))
-    check_evaluation_draws(network, probe_batch(image_data(), 4))
+    built = BuiltNetwork(network, image_data(), Sizes(8), drop_last=True)
+    assert draws_in_evaluation(built) is None
 
 
 def test_ragged_last_batch_of_one_sample_is_refused():
