@@ -106,7 +106,7 @@ class TaskCell:
         return read_records(self.cell.directory, self.seeds)
 
     def missing(self) -> list[int]:
-        cfg = self.cell.cfg
+        cfg = self.cell.spec.composed
         return self.records().missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
 
     def outcome(self, status: CellStatus, error: str = "") -> Outcome:
@@ -114,7 +114,7 @@ class TaskCell:
         records, cell, ended = self.records(), self.cell, ("finished", "skipped")
         if status in ended and records.failed:
             status, error = "failed", error or self._last_failure(records.failed)
-        is_evaluated = has_evaluations(cell.directory, records.ended, cell.evaluation.kinds)
+        is_evaluated = has_evaluations(cell.directory, records.ended, cell.recipe.evaluations)
         return Outcome(
             *(status, cell.title, cell.id, cell.directory, cell.record),
             error=error,
@@ -132,7 +132,7 @@ class TaskCell:
     def _last_failure(self, failed: Sequence[Result]) -> str:
         """The error of a failed run that is not retried, and how to retry it."""
         attempts = max(run.attempts for run in failed)
-        can_retry = self.cell.cfg.retry_failed
+        can_retry = self.cell.spec.composed.retry_failed
         remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
         return f"{failed[0].error} (attempt {attempts}; {remedy} tries again)"
 
@@ -141,8 +141,8 @@ def _prepare(spec: CellSpec) -> TaskCell:
     if spec.cfg is None:
         raise UserError(spec.error)
     validate(spec.cfg)
-    cell = prepare_cell(spec.cfg, spec.choices)
-    entry = cache_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
+    cell = prepare_cell(spec)
+    entry = cache_entry(spec, cell.id, cell.files_digest, cell.recipe.evaluations)
     return TaskCell(cell, spec.seeds, entry)
 
 
@@ -174,7 +174,7 @@ class TaskRunner:
 
     def run(self) -> list[Outcome]:
         """Claims the cells, trains what is missing, and returns the outcome of each."""
-        if self.cells[0].cell.cfg.dry_run:
+        if self.cells[0].cell.spec.composed.dry_run:
             return [each.outcome("planned") for each in self.cells]
         is_missing = any(each.missing() for each in self.cells)
         records = self._begun_records()

@@ -104,6 +104,12 @@ class CellSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
+    def composed(self) -> DictConfig:
+        """The config of a cell that composes."""
+        assert self.cfg is not None, self.error
+        return self.cfg
+
+    @property
     def seeds(self) -> list[int]:
         """The seeds to train; none if the config does not compose."""
         if self.cfg is None:

@@ -125,7 +125,7 @@ def importing_run_task(run_task: RunTask | None) -> Iterator[RunTask]:
         yield run_task
         return
     with importing_torch():
-        from normexp.cells.draft import keeping_data
+        from normexp.build import keeping_data
         from normexp.cells.run import run_task as trains
 
     with keeping_data():

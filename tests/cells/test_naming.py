@@ -8,11 +8,13 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+from train_cases import prepare
 
 from normexp.cells import naming
 from normexp.cells.cell import prepare_cell
 from normexp.config.compose import compose_cell
 from normexp.config.help import group_choices
+from normexp.config.spec import CellSpec
 
 TEXT = "the quick brown fox jumps over the lazy dog, " * 200
 
@@ -50,7 +52,7 @@ GOLDEN = {
 
 def id_of_words(*words: str) -> str:
     """The id of a cell, prepared as for training."""
-    return prepare_cell(*compose_cell(words)).id
+    return prepare(*words).id
 
 
 id_of_line = cache(id_of_words)
@@ -139,7 +141,7 @@ def test_an_edited_module_of_the_users_is_another_training(
     folder = tmp_path / "conf" / "norm"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("_target_: own_norm.Own\n_partial_: true\n")
-    by_yaml = prepare_cell(*compose_cell(["norm=mine"], [str(folder.parent)]))
+    by_yaml = prepare_cell(CellSpec(*compose_cell(["norm=mine"], [str(folder.parent)]), title=""))
     assert by_yaml.id == id_of_words(*words)  # the same training
     assert by_yaml.record["norm"] == "mine"
 

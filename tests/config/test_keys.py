@@ -17,12 +17,12 @@ from torch import nn
 
 import normexp
 from normexp.build import NetworkBuilder
-from normexp.cells.draft import CellDraft
 from normexp.cells.naming import id_of, identity_of
-from normexp.cells.plan import plan_training
+from normexp.cells.recipe import recipe_of
 from normexp.config.compose import compose_cell, compose_config, shipped_config
 from normexp.config.help import config_lines, option_defaults
 from normexp.config.rules import KEYS, OPTIONS, in_identity, validate_keys
+from normexp.config.spec import CellSpec
 from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.data.images import load_digits
@@ -116,14 +116,11 @@ def id_by_words(data: Data, *words: str) -> str:
     cfg, choices = compose_cell(words)
     norm = NormFactory(nn.Identity, slots=resolve(cfg, cfg.norm))
     norm.used = set(SLOTS)
-    parts = (
-        data,
-        plan_training(cfg, len(data.train)),
-        norm,
-        NetworkBuilder(Target("model", "", nn.Identity)),
-    )
-    draft = CellDraft(cfg, choices, None, *parts, nn.Identity())
-    return id_of(identity_of(draft, mixes_samples=True), choices)
+    build = NetworkBuilder(Target("model", "", nn.Identity), norm)
+    cfg.logger = {}
+    spec = CellSpec(cfg, choices, "")
+    recipe = recipe_of(spec, num_train=len(data.train), metrics=["val/loss"])
+    return id_of(identity_of(spec, recipe, build, data, mixes_samples=True), choices)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +194,7 @@ KEEPS = {
     "save_weights": "false",
     "evaluate_with": "[running,batch]",
     "precise_samples": "9",
-    "evaluate_batch_sizes": "[2]",
+    "evaluate_batch_sizes": "[2] evaluate_with=[batch]",
     "evaluate_every_epoch": "true",
     "allow_leak": "true",
     "diagnostics": "5",
