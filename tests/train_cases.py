@@ -19,7 +19,7 @@ QUICK = ["steps=12", "replicas=2", "log_every=5", "workers=0"]  # no other proce
 
 
 def spec_of(*words: str) -> CellSpec:
-    return CellSpec(*compose_cell(words), title="")
+    return CellSpec(*compose_cell(words))
 
 
 def prepare(*words: str) -> Cell:

@@ -13,7 +13,7 @@ from torch import nn
 
 from normexp.batching.speed import suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data
-from normexp.cells.naming import id_of, identity_of, record_of
+from normexp.cells.naming import identity_of, record_of
 from normexp.cells.recipe import deviations, devices_of, recipe_of
 from normexp.cells.refusals import (
     check_evaluation,
@@ -30,6 +30,7 @@ from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.records.identity import digest_of_data, digest_with_weights
 from normexp.records.logs import collected_messages
+from normexp.records.sources import refuse_edited
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
@@ -92,7 +93,9 @@ class Cell:
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
 def prepare_cell(spec: CellSpec) -> Cell:
-    """Builds, probes and names a cell, and refuses every mistake that can be found before training.
+    """Builds and probes a cell, and refuses every mistake that can be found before training.
+
+    If its norm does not mix samples, the cell is `spec.without_norm_batch_size`.
 
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
@@ -105,6 +108,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(cfg.seed)
+        refuse_edited(spec.sources)
         _check_network(spec, build, network, data)
         traits = _probe(network, data, recipe, allow_leak=cfg.allow_leak)
         if traits.mixes_samples:
@@ -117,10 +121,12 @@ def prepare_cell(spec: CellSpec) -> Cell:
         for note in [*deviations(spec, recipe, len(data.train)), *_findings(spec, traits, alone)]:
             logger.info(note)
         identity = identity_of(spec, recipe, build, data, mixes_samples=traits.mixes_samples)
+        if not traits.mixes_samples:
+            spec = spec.without_norm_batch_size
         record = record_of(spec, recipe, build, data, traits, identity)
         return Cell(
             spec=spec,
-            id=id_of(identity, spec.choices),
+            id=spec.id,
             recipe=recipe.for_norm(
                 mixes_samples=traits.mixes_samples,
                 mixes_in_evaluation=traits.mixes_samples_in_evaluation,

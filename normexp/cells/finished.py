@@ -18,10 +18,11 @@ from normexp.batching.replicas import Replicas
 from normexp.build import keeping_data, load_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
-from normexp.cells.naming import GROUPS, choices_in
+from normexp.cells.naming import choices_in
 from normexp.cells.recorded import has_evaluations
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.help import option_defaults
+from normexp.config.identity import GROUPS
 from normexp.config.spec import CellSpec
 from normexp.config.target import plain
 from normexp.errors import UserError, first_line
@@ -152,17 +153,18 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     find_cell(cell_dir)
     results = finished_results(cell_dir)
     record = results[0].config
+    spec = recorded_spec(cell_dir, record, options)
+    if results[0].cell_id not in (spec.id, spec.without_norm_batch_size.id):
+        raise UserError(
+            f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
+            f"config now means {spec.id}; train that cell"
+        )
     # Evaluation does not need the devices of the training.
     changes = {"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.strategy": "auto"}
     changes |= {"norm_batch_size": record["norm_batch_size"], **options}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
     cell = prepare_cell(recorded_spec(cell_dir, record, changes))
-    if cell.id != results[0].cell_id:
-        raise UserError(
-            f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
-            f"config now means {cell.id}; train that cell"
-        )
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
     module = build_module(cell, seeds, replicas, Recorder([]))

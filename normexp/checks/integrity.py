@@ -20,6 +20,7 @@ from normexp.checks.probe import MANY_STEPS, Snapshot, differ, fixed_draws, move
 from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
+from normexp.norms.state import is_sequential as declares_order
 from normexp.records.identity import source_line_of
 
 NETWORK_STEPS, NORM_STEPS = 1, 20  # training steps in which hidden state may show
@@ -358,7 +359,7 @@ def splits_sequential_state(network: BuiltNetwork) -> str | None:
 
 def is_sequential(site: EnteredSite) -> bool:
     """True if the norm declares that its state is, or writes parameters in its forward."""
-    if any(getattr(module, "sequential_state", False) for module in site.module.modules()):
+    if declares_order(site.module):
         return True
     module = site.probe(training=True).module
     with fixed_draws(), torch.no_grad():

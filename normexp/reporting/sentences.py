@@ -159,7 +159,9 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
     if claim is None or claim.comparison is None or len(budgets) == 1:
         return claim
     comparison = claim.comparison
-    words = f"{_words(comparison, comparison.kind)} at {comparison.budget}"
+    kind = "interval" if comparison.kind == "open" else comparison.kind
+    words = f"{_words(comparison, kind)} at {comparison.budget}"
+    words += ", undecided" if comparison.kind == "open" else ""
     others = [_at_budget(comparison, other) for other in at_other_budgets(comparison, comparisons)]
     return replace(claim, claim=words + "".join(others))
 
@@ -171,6 +173,8 @@ def _at_budget(comparison: Comparison, other: Comparison) -> str:
         shown = f"at least {shown}"
     if other.kind == comparison.kind and comparison.verdict is not None:
         return f", and {shown} at {other.budget}"
+    if other.kind == "open" and comparison.verdict is None:
+        return f"; {shown} at {other.budget}, undecided"
     higher = other.part.metric.higher_is_better
     words = {
         "loses": f"it loses {shown}" if higher else f"it worsens by {shown}",

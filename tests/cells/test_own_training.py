@@ -71,7 +71,7 @@ def test_schedule_and_callback_are_part_of_the_id_with_their_source(
     [
         ("callback=early_stopping", True),
         (PLATEAU, True),
-        ("schedule=custom schedule._target_=torch.optim.lr_scheduler.ConstantLR", False),
+        ("schedule=custom schedule._target_=torch.optim.lr_scheduler.ConstantLR", True),
         ("optim.schedule=cosine", False),
     ],
 )

@@ -206,7 +206,6 @@ def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
     [
         ["norm=group", "norm_batch_size=4"],  # a size that has no effect
         ["norm=batch", "micro_batch_size=32", "norm_batch_size=32"],  # the sizes by default
-        ["norm=none", "act=relu", "conv=plain"],  # the slots by default
     ],
 )
 def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
