@@ -189,8 +189,8 @@ def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
     version = f"seed-{first}" if first == last else f"mean-of-seeds-{first}-to-{last}"
     params = _params(cell) | {"curves": version.replace("-", " ")}
     loggers, opened = cell.recipe.loggers, list[Logger]()
-    is_online = loggers.wandb is None or resolve_mode(loggers.wandb.mode) != "offline"
-    if not is_online and not is_under_agent():
+    wandb_mode = None if loggers.wandb is None else resolve_mode(loggers.wandb.mode)
+    if wandb_mode == "offline" and not is_under_agent():
         folder = cell.study_dir / "wandb"
         logger.info("W&B is offline; upload its runs later: wandb sync %s/offline-run-*", folder)
     if loggers.tensorboard:

@@ -159,7 +159,9 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
     if claim is None or claim.comparison is None or len(budgets) == 1:
         return claim
     comparison = claim.comparison
-    words = f"{_words(comparison, comparison.kind)} at {comparison.budget}"
+    kind = "interval" if comparison.kind == "open" else comparison.kind
+    words = f"{_words(comparison, kind)} at {comparison.budget}"
+    words += ", undecided" if comparison.kind == "open" else ""
     others = [_at_budget(comparison, other) for other in at_other_budgets(comparison, comparisons)]
     return replace(claim, claim=words + "".join(others))
 
@@ -171,6 +173,8 @@ def _at_budget(comparison: Comparison, other: Comparison) -> str:
         shown = f"at least {shown}"
     if other.kind == comparison.kind and comparison.verdict is not None:
         return f", and {shown} at {other.budget}"
+    if other.kind == "open" and comparison.verdict is None:
+        return f"; {shown} at {other.budget}, undecided"
     higher = other.part.metric.higher_is_better
     words = {
         "loses": f"it loses {shown}" if higher else f"it worsens by {shown}",
@@ -202,12 +206,12 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
             text = f"{norm} was run at one {axis} only, {size}"
             yield Claim([norm], "one size", text, count, sizes=[size])
     if alike:
-        norms = [norm for own in alike.values() for norm in own]
+        norms = [norm for same in alike.values() for norm in same]
         they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
-        counts = [f"{_listed(own)}: {count}" for count, own in alike.items()]
-        told = "; ".join(alike if len(alike) == 1 else counts)
+        counts = [f"{_listed(same)}: {count}" for count, same in alike.items()]
+        shown = "; ".join(alike if len(alike) == 1 else counts)
         claim = f"{_listed(norms)} {do} not depend on the {axis}"
-        yield Claim(norms, "independent", claim, f"measured: {they} not mix samples; {told}")
+        yield Claim(norms, "independent", claim, f"measured: {they} not mix samples; {shown}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -297,14 +301,14 @@ def _budget_words(comparison: Comparison, other: Comparison) -> str:
     if other.gap.estimate is None or comparison.gap.estimate is None:
         return f" {other.budget}: no result."
     turns = comparison.kind in DIRECTED and other.gap.estimate * comparison.gap.estimate < 0
-    told = (
+    words = (
         f" At {other.budget}: {_shown(other, comparison.kind, -other.gap if turns else other.gap)}"
     )
-    told += " the other way" * turns
+    words += " the other way" * turns
     if comparison.verdict is None:
-        return f"{told}."
+        return f"{words}."
     end = "survives" if other.kind == comparison.kind else "does not survive"
-    return f"{told}: the verdict {end}."
+    return f"{words}: the verdict {end}."
 
 
 def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> str:

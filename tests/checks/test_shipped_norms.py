@@ -127,8 +127,8 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", ["deviations/ln_no_eps", "group"])
-def test_sampled_norm_breaks_the_lines_that_its_formula_breaks(name: str):
+@pytest.mark.parametrize("name", SHIPPED)
+def test_norm_breaks_the_lines_of_the_contract_that_its_formula_breaks(name: str):
     failures = card_of(name, contract_only=True).failures
     assert {line.name for line in failures} == BREAKS.get(name, set()), failures
 
@@ -137,7 +137,8 @@ def test_sampled_norm_breaks_the_lines_that_its_formula_breaks(name: str):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_card_of_a_shipped_norm_has_no_false_line(name: str):
     card = card_of(name)
-    assert {line.name for line in card.failures} == BREAKS.get(name, set()), card.failures
+    failures = {line.name for line in card.lines if line.status == "fail"}  # of any section
+    assert failures == BREAKS.get(name, set())
     lines = {line.name: line for line in card.lines}
     expected = [TABLE[case] for case in TABLE if case[0] == name]
     assert expected, f"add {name} to BY_ENTRY"
