@@ -38,7 +38,7 @@ class Margin:
 
 
 @dataclass(frozen=True)
-class Tested:
+class Assessment:
     """A difference with the tests that its verdict takes.
 
     gap: the difference, over all seeds
@@ -50,12 +50,12 @@ class Tested:
     gap: Interval
     distances: Sequence[Interval]
     num_apart: int = 0
-    without_apart: Tested | None = None
+    without_apart: Assessment | None = None
 
 
 def difference(
     first: ArrayLike, second: ArrayLike, margin: Margin, *, step: float | None = None
-) -> Tested:
+) -> Assessment:
     """first - second, to be compared with the margin; `second` is the reference.
 
     With d the difference and q = share, "within" takes that cap - d, cap + d, q (perfect - second)
@@ -67,7 +67,7 @@ def difference(
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     if a.shape != b.shape:
         raise ValueError(f"shapes {a.shape} and {b.shape}; pair outcomes by seed and sample first")
-    return _tested(a - b, b, margin, step)
+    return _assessed(a - b, b, margin, step)
 
 
 def change(
@@ -76,17 +76,17 @@ def change(
     margin: Margin,
     *,
     step: float | None = None,
-) -> Tested:
+) -> Assessment:
     """How much a difference changes from the first budget to the second, paired by seed.
 
     (second[0] - second[1]) - (first[0] - first[1]), with the reference second[1]. Verdicts: `above`
     and `below` are "changes", `within` is "does not change by more than the margin".
     """
     (a, b), (c, d) = (tuple(np.asarray(x, dtype=np.float64) for x in pair) for pair in (first, second))
-    return _tested((c - d) - (a - b), d, margin, step)
+    return _assessed((c - d) - (a - b), d, margin, step)
 
 
-def verdict_on(one: Tested, family_size: int) -> tuple[Verdict, bool]:
+def verdict_on(one: Assessment, family_size: int) -> tuple[Verdict, bool]:
     """The verdict, and whether seeds that lie apart withhold another one.
 
     A verdict that is not the same without the seeds that lie apart is `open`. This only withholds
@@ -110,12 +110,12 @@ def state_of_seeds(recorded: int, declared: int) -> Seeds:
     return "incomplete" if recorded < declared else "extended"
 
 
-def _tested(gaps: Array, reference: Array, margin: Margin, step: float | None) -> Tested:
+def _assessed(gaps: Array, reference: Array, margin: Margin, step: float | None) -> Assessment:
     apart = lies_apart(gaps if gaps.ndim == 1 else gaps.mean(axis=1), step=step or 0.0)
     rest = None
     if apart.any():
-        rest = Tested(*_intervals(gaps[~apart], reference[~apart], margin, step))
-    return Tested(*_intervals(gaps, reference, margin, step), int(apart.sum()), rest)
+        rest = Assessment(*_intervals(gaps[~apart], reference[~apart], margin, step))
+    return Assessment(*_intervals(gaps, reference, margin, step), int(apart.sum()), rest)
 
 
 def _intervals(

@@ -30,7 +30,6 @@ from scipy.special import bdtr, betaincinv, stdtrit
 Array = NDArray[np.float64]
 Bounds = tuple[float, float]
 ROUNDING = 1e-9  # a deviation below this share of the values is floating-point noise
-TINY = np.finfo(np.float64).tiny  # keeps a division by zero apart
 LEVEL = 0.95  # of every interval unless stated
 # The median of n = 5 has an interval of level .9375, not .95, and is given with that level. An
 # interval that misses the wanted level by more than this is not given.
@@ -194,9 +193,10 @@ def crossed_mean(
     narrower than that over seeds alone.
 
     **Few samples decide.** Where K of N samples tell two networks apart, v_I is as uncertain as a
-    count of K: the degrees of freedom of v_I are 2 N / (kurtosis - 1), about 2 K. And v_I is never
-    less than that of one sample that all seeds get right by one norm and wrong by the other. So for
-    tables without a difference the half width is 4.3 steps, where the rule of three has 3.7.
+    count of K: its degrees of freedom are 2 N / (kurtosis - 1), about 2 K. And v_I is never less than
+    that of two samples, one for each sign, on which every seed differs: even if none is among these
+    N, the rule of three expects up to 3.7 of them (2.5 % on each side). The half width for a table
+    without any difference is 3.9 steps.
 
     step: of a mean over the samples, by default that of one sample; see the top of this file
     """
@@ -210,11 +210,12 @@ def crossed_mean(
     of_rows, of_columns = rows @ rows, columns @ columns
     residual = ((cells - estimate) ** 2).sum() - num_samples * of_rows - n * of_columns
     seeds = (of_rows + step**2) / (n * (n - 1))
-    samples = max(of_columns, (step * num_samples) ** 2) / (num_samples * (num_samples - 1))
+    # The number of samples that share the squares evenly, of which 2 are assumed if fewer are seen.
+    least = 2 * (step * num_samples) ** 2
+    sharing = 2.0 if of_columns <= least else of_columns**2 / (columns**4).sum()
+    samples = max(of_columns, least) / (num_samples * (num_samples - 1))
+    df_samples = min(2 * sharing / max(1 - sharing / num_samples, 1 / num_samples), num_samples - 1)
     rest = max(residual, 0.0) / ((n - 1) * (num_samples - 1) * n * num_samples)
-    # 2 N / (kurtosis - 1), from the number of samples that share the squares evenly
-    sharing = max(of_columns**2 / max((columns**4).sum(), TINY), 1.0)
-    df_samples = min(2 * sharing / max(1 - sharing / num_samples, TINY), num_samples - 1)
     df = (n - 1, df_samples, (n - 1) * (num_samples - 1))
     total = max(seeds + samples - rest, seeds, samples)
     spread = sum(v**2 / d for v, d in zip((seeds, samples, rest), df, strict=True))
