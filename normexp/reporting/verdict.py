@@ -21,7 +21,7 @@ import numpy as np
 from normexp.reporting.frame import Row, paired_values
 from normexp.reporting.slices import Slice
 from normexp.reporting.style import base_of
-from normexp.stats.family import Verdict, decide, p_value
+from normexp.stats.family import Verdict, decide, distances_to, p_value
 from normexp.stats.interval import Interval, paired_difference, paired_improvement
 
 REFERENCE = "batch"
@@ -116,7 +116,8 @@ class Family:
             return "no interval"
         if not one.is_primary:
             return "interval"
-        verdict = decide(one.gap, margin=one.part.metric.tolerance, family_size=self.size)
+        distances = distances_to(one.part.metric.tolerance, one.gap)
+        verdict = decide(one.gap, distances=distances, family_size=self.size)
         names = ALONG_SIZES if one.is_along_sizes else WITH_REFERENCE
         return "open" if verdict in _ruled_out(one) else names.get(verdict, "open")
 

@@ -1,9 +1,9 @@
 """One difference of a report: its interval, its margin, and the verdict on it.
 
-Outcomes are higher-is-better (negate losses), over the same seeds in the same order: (n,), or (n, N)
-with the N test samples of each seed, whose mean over samples is the seed's value. With samples
-every interval is for new seeds and new samples; without, for new seeds on the same samples. Tuned
-norms give the pseudo-values of normexp.stats.crossfit instead.
+Outcomes are higher-is-better (negate losses), over the same seeds in the same order: (n,), or
+(n, N) with the N test samples of each seed, whose mean over samples is the seed's value. With
+samples every interval is for new seeds and new samples; without, for new seeds on the same samples.
+Tuned norms give the pseudo-values of normexp.stats.crossfit instead.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def change(
     (second[0] - second[1]) - (first[0] - first[1]), with the reference second[1]. Verdicts: `above`
     and `below` are "changes", `within` is "does not change by more than the margin".
     """
-    (a, b), (c, d) = (tuple(np.asarray(x, dtype=np.float64) for x in pair) for pair in (first, second))
+    (a, b), (c, d) = (
+        tuple(np.asarray(x, dtype=np.float64) for x in pair) for pair in (first, second)
+    )
     return _assessed((c - d) - (a - b), d, margin, step)
 
 

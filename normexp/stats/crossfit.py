@@ -2,10 +2,10 @@
 
 What is estimated: train every rate with k seeds, choose the rate with the best mean on validation,
 train one fresh seed at that rate, and test it. The luck of the choice belongs to this procedure, so
-it belongs in the interval. The estimate is the mean outcome over all splits of the seeds into k that
-choose and n - k that report (cross-fitting: Stone 1974, "Cross-validatory choice and assessment";
-Chernozhukov et al. 2018, arXiv:1608.00060). It is a U-statistic of order k + 1, smooth although the
-choice of one split is not.
+it belongs in the interval. The estimate is the mean outcome over all splits of the seeds into k
+that choose and n - k that report (Stone 1974, "Cross-validatory choice and assessment"; Chernozhukov et al.
+2018, "Double/debiased machine learning"). It is a U-statistic of order k + 1, smooth although the
+choice of one split is not. The validation and the training data are taken as given.
 
 Its error comes from deleting seeds. theta(-j) is the same mean without seed j, again with k seeds
 that choose, and the pseudo-value of seed j is n theta - (n - 1) theta(-j) (Tukey 1958). The mean of
@@ -67,17 +67,18 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
         raise ValueError("the grid of rates and seeds is incomplete")
     k = n // 2
     chooses = _splits(n, k)  # (num_splits, n)
-    rates = (chooses @ chosen_by.T).argmax(axis=1)
-    is_chosen = (rates[:, None] == np.arange(num_rates)).astype(np.float64)
     reports = 1.0 - chooses
+    rates = (chooses @ chosen_by.T).argmax(axis=1)
+    by_rate = [reports[rates == rate] for rate in range(num_rates)]
     # [r, j, s]: number of splits that choose rate r, where neither seed j nor seed s chooses
-    pairs = np.einsum("br,bj,bs->rjs", is_chosen, reports, reports, optimize=True)
+    pairs = np.stack([rows.T @ rows for rows in by_rate])
     weights = np.einsum("rss->rs", pairs) / (len(chooses) * (n - k))
     others = pairs * (1 - np.eye(n)) / (reports.sum(axis=0)[:, None] * (n - k - 1))
     theta = np.tensordot(weights, reported, 2)
     without = np.tensordot(others.swapaxes(0, 1), reported, 2)  # (n, ...), row j without seed j
     values = theta + (n - 1) * (without.mean(axis=0) - without)
-    return CrossFit(values, is_chosen.mean(axis=0), k)
+    shares = np.array([len(rows) for rows in by_rate]) / len(chooses)
+    return CrossFit(values, shares, k)
 
 
 def _splits(n: int, k: int) -> Array:

@@ -70,7 +70,9 @@ def p_value(interval: Interval) -> float:
     """Two-sided p of "the mean is 0" for a t interval; 1 without bounds."""
     if interval.estimate is None or interval.low is None:
         return 1.0
-    return max(float(2 * stdtr(df, -abs(interval.estimate) / error)) for df, error in _t_of(interval))
+    return max(
+        float(2 * stdtr(df, -abs(interval.estimate) / error)) for df, error in _t_of(interval)
+    )
 
 
 def equivalence_p(distances: Sequence[Interval]) -> float:

@@ -45,8 +45,8 @@ class Interval:
     level: nominal coverage in (0, 1)
     n: number of values (seeds, or pairs of seeds) used
     df, error: degrees of freedom and standard error of a t interval; None for other intervals
-    over_seeds: (df, error) over seeds alone, of an interval over test samples too, which at no level
-        is narrower than that over seeds alone
+    over_seeds: (df, error) over seeds alone, of an interval over test samples too: at no level is
+        it narrower than that over seeds alone
     """
 
     estimate: float | None
@@ -193,9 +193,9 @@ def crossed_mean(
     narrower than that over seeds alone.
 
     **Few samples decide.** Where K of N samples tell two networks apart, v_I is as uncertain as a
-    count of K: its degrees of freedom are 2 N / (kurtosis - 1), about 2 K. And v_I is never less than
-    that of two samples, one for each sign, on which every seed differs: even if none is among these
-    N, the rule of three expects up to 3.7 of them (2.5 % on each side). The half width for a table
+    count of K: its degrees of freedom are 2 N / (kurtosis - 1), about 2 K. And v_I is never less
+    than that of two samples, one for each sign, on which every seed differs: even if none is among
+    these N, up to 3.7 are to be expected (rule of three, 2.5 % a side). The half width for a table
     without any difference is 3.9 steps.
 
     step: of a mean over the samples, by default that of one sample; see the top of this file
@@ -205,7 +205,7 @@ def crossed_mean(
     estimate = float(cells.mean()) if cells.size else None
     if estimate is None or n < 2 or num_samples < 2:
         return Interval(estimate, None, None, LEVEL, n)
-    step = step or smallest_step(cells) / num_samples
+    step = float(step or smallest_step(cells) / num_samples)
     rows, columns = cells.mean(axis=1) - estimate, cells.mean(axis=0) - estimate
     of_rows, of_columns = rows @ rows, columns @ columns
     residual = ((cells - estimate) ** 2).sum() - num_samples * of_rows - n * of_columns

@@ -1,7 +1,7 @@
 """How often reports say something false, and how often they find what is there.
 
 Each test simulates whole reports, judges them by normexp.stats.contrast, and prints its rate with
-its standard error. Accuracies are points; a margin is a quarter of the reference's error, at most 1.
+its standard error. Accuracies are points; a margin is a quarter of the reference's error, up to 1.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-from normexp.stats.contrast import Margin, Assessment, change, difference, state_of_seeds, verdict_on
+from normexp.stats.contrast import (
+    Assessment,
+    Margin,
+    change,
+    difference,
+    state_of_seeds,
+    verdict_on,
+)
 from normexp.stats.crossfit import cross_fit
 from normexp.stats.interval import mean
 
 pytestmark = pytest.mark.slow
 Array = np.ndarray
 MARGIN = Margin(cap=1.0, share=0.25)
-FEWEST, MOST = 0.0, 0.06  # of reports with a false verdict
+MOST = 0.06  # of reports with a false verdict
 
 
 class Truth(NamedTuple):
@@ -114,7 +121,14 @@ def ease_of(level: float, **spreads: float) -> float:
 
 @pytest.mark.parametrize(
     ("level", "n", "num_samples"),
-    [(96.0, 8, 359), (96.0, 3, 359), (96.0, 8, 2500), (90.0, 5, 359), (99.5, 8, 359), (99.7, 8, 2500)],
+    [
+        (96.0, 8, 359),
+        (96.0, 3, 359),
+        (96.0, 8, 2500),
+        (90.0, 5, 359),
+        (99.5, 8, 359),
+        (99.7, 8, 2500),
+    ],
 )
 def test_equal_norms_on_new_images(level, n, num_samples):
     """Also the ceiling, where most runs are equal."""
@@ -141,7 +155,9 @@ def test_norms_that_differ_by_the_margin(level, num_samples):
         report_of(correct(rng, (4, 2), 8, num_samples, ease=ease), truths, 100 / num_samples)
         for _ in range(400)
     )
-    assert rate(f"at the margin of {level}, N={num_samples}", map(has_false_verdict, reports)) <= MOST
+    assert (
+        rate(f"at the margin of {level}, N={num_samples}", map(has_false_verdict, reports)) <= MOST
+    )
 
 
 @pytest.mark.parametrize("expected", [1.0, 2.0, 4.0])
@@ -189,7 +205,7 @@ def test_two_points_are_found(num_samples, least):
 
 
 def with_spread(cells: Array, rng: np.random.Generator, sd: float) -> Array:
-    """Flips random answers of each seed until differences of seed means have that sd, if smaller."""
+    """Flips random answers of each seed so that differences of seed means have at least that sd."""
     num_samples = cells.shape[-1]
     noise = 2 * (cells.mean(axis=-2) * (100 - cells.mean(axis=-2))).mean() / num_samples
     more = np.sqrt(max(sd**2 - noise, 0.0) / 2)  # of one cell's mean
@@ -204,7 +220,9 @@ def with_spread(cells: Array, rng: np.random.Generator, sd: float) -> Array:
 def test_permuted_images():
     """Images swapped at random between two cells that differ: nothing is left to find."""
     rng = np.random.default_rng(4)
-    pools = [correct(rng, (2,), 8, 359, ease=np.array([ease_of(96), ease_of(93)])) for _ in range(20)]
+    pools = [
+        correct(rng, (2,), 8, 359, ease=np.array([ease_of(96), ease_of(93)])) for _ in range(20)
+    ]
 
     def reports(count: int):
         for _ in range(count):
@@ -293,19 +311,45 @@ def grid(rng: np.random.Generator, profile: str, n: int, count: int) -> tuple[Ar
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_tune_then_train(profile, n):
-    """Coverage of the mean, and false verdicts between identical tuned norms, in a family of 3."""
+    """Coverage of the mean, and false verdicts between identical tuned norms, in a family of 3.
+
+    Where one rate has four times the spread of the others, and its mean is the best by little, the
+    mean of a norm is covered less than 95 %: a low estimate has few splits that choose this rate,
+    and so a small error. Differences between norms are not affected.
+    """
     rng = np.random.default_rng(8)
     scores, _ = grid(rng, profile, n // 2, 100_000)
     truth = PROFILES[profile][scores.mean(axis=2).argmax(axis=1)].mean()
-    covered, false = [], []
-    for _ in range(1000 if n < 16 else 300):
-        norms = [cross_fit(*grid_of_one).values for grid_of_one in zip(*grid(rng, profile, n, 4))]
+    covered, false, uneven = [], [], profile in SPREADS
+    for _ in range(1000):
+        norms = [
+            cross_fit(*grid_of_one).values
+            for grid_of_one in zip(*grid(rng, profile, n, 4), strict=True)
+        ]
         interval = mean(norms[0])
         covered.append(interval.low <= truth <= interval.high)
         pairs = [(difference(x, norms[0], MARGIN), Truth(0.0, 1.0)) for x in norms[1:]]
         false.append(has_false_verdict(pairs))
     assert rate(f"false, {profile}, n={n}", false) <= MOST
-    assert rate(f"covered, {profile}, n={n}", covered) >= (0.93 if n >= 8 else 0.9)
+    assert rate(f"covered, {profile}, n={n}", covered) >= (0.88 if uneven and n > 8 else 0.93)
+
+
+def test_tuned_norms_on_new_images():
+    """Four identical norms, five rates, eight seeds; validation and test images apart."""
+    rng, num_samples = np.random.default_rng(11), 359
+    ease = np.broadcast_to([ease_of(x) for x in (95, 96, 96, 95.5, 93)], (4, 5))
+
+    def reports(count: int):
+        for _ in range(count):
+            cells = correct(rng, (4, 5), 8, 2 * num_samples, ease=ease, taste=0.4, luck=0.2)
+            scores, outcomes = cells[..., :num_samples].mean(axis=-1), cells[..., num_samples:]
+            norms = [cross_fit(*one).values for one in zip(scores, outcomes, strict=True)]
+            yield [
+                (difference(norm, norms[0], MARGIN, step=100 / num_samples), Truth(0.0, 1.0))
+                for norm in norms[1:]
+            ]
+
+    assert rate("tuned, new images", map(has_false_verdict, reports(600))) <= MOST
 
 
 # Looks, skew
@@ -349,5 +393,5 @@ def test_error_under_skew_is_known(n):
         for name, truth in (("equal", equal), ("one point", one_point), ("exponential", equal))
     }
     rate(f"withheld, equal, n={n}", [withheld for _, withheld in words["equal"]])
-    # With 0.9^n no seed of the n shows that some lose ten points.
-    assert false["equal"] <= 0.9**n + 0.06 and false["exponential"] <= 0.16
+    # With probability 0.9^n none of the seeds shows that some lose ten points.
+    assert false["equal"] <= 0.9**n + 0.08 and false["exponential"] <= 0.12
