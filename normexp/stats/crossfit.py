@@ -3,9 +3,9 @@
 What is estimated: train every rate with k seeds, choose the rate with the best mean on validation,
 train one fresh seed at that rate, and test it. The luck of the choice belongs to this procedure, so
 it belongs in the interval. The estimate is the mean outcome over all splits of the seeds into k
-that choose and n - k that report (Stone 1974, "Cross-validatory choice and assessment"; Chernozhukov et al.
-2018, "Double/debiased machine learning"). It is a U-statistic of order k + 1, smooth although the
-choice of one split is not. The validation and the training data are taken as given.
+that choose and n - k that report (Stone 1974, "Cross-validatory choice and assessment";
+Chernozhukov et al. 2018, "Double/debiased machine learning"). It is a U-statistic of order k + 1,
+smooth although the choice of one split is not. The validation data are taken as given.
 
 Its error comes from deleting seeds. theta(-j) is the same mean without seed j, again with k seeds
 that choose, and the pseudo-value of seed j is n theta - (n - 1) theta(-j) (Tukey 1958). The mean of
