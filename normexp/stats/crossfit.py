@@ -53,7 +53,8 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
     Norms are compared by the difference of their values: every norm with the same n has the same
     splits. Half of the seeds choose, k = n // 2. Of equal rates the first is chosen.
 
-    scores: (num_rates, n), by which a rate is chosen, on validation data; higher is better
+    scores: (num_rates, n), by which a rate is chosen, on validation data; higher is better, and
+        -inf for a diverged run: its rate is chosen only where every rate has one
     outcomes: (num_rates, n), or (num_rates, n, N) with test samples
 
     Raises:
@@ -63,12 +64,15 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
     num_rates, n = chosen_by.shape
     if n < 3:
         raise ValueError(f"{n} seeds: with two that report and one that chooses, it takes 3")
-    if reported.shape[:2] != chosen_by.shape or np.isnan(chosen_by).any():
+    is_missing = np.isnan(chosen_by).any() or not np.isfinite(reported).all()
+    if reported.shape[:2] != chosen_by.shape or is_missing:
         raise ValueError("the grid of rates and seeds is incomplete")
     k = n // 2
     chooses = _splits(n, k)  # (num_splits, n)
     reports = 1.0 - chooses
-    rates = (chooses @ chosen_by.T).argmax(axis=1)
+    is_lost = np.isneginf(chosen_by)
+    sums = chooses @ np.where(is_lost, 0.0, chosen_by).T  # (num_splits, num_rates)
+    rates = np.where(chooses @ is_lost.T > 0, -np.inf, sums).argmax(axis=1)
     by_rate = [reports[rates == rate] for rate in range(num_rates)]
     # [r, j, s]: number of splits that choose rate r, where neither seed j nor seed s chooses
     pairs = np.stack([rows.T @ rows for rows in by_rate])

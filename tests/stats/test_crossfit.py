@@ -63,10 +63,20 @@ def test_splits_are_drawn_for_many_seeds():
     assert got.error == pytest.approx(expected.error, rel=0.05)
 
 
+def test_a_rate_is_not_chosen_by_seeds_that_diverged_at_it():
+    scores, outcomes = np.zeros((2, 4)), np.array([[1.0] * 4, [2.0] * 4])
+    scores[1] = 1.0, 1.0, 1.0, -np.inf
+    fit = cross_fit(scores, outcomes)  # 3 of the 6 pairs of seeds include the last one
+    assert fit.shares.tolist() == [0.5, 0.5]
+    assert fit.values.mean() == pytest.approx(1.5)
+
+
 def test_incomplete_grids_and_two_seeds_are_refused():
     grid = np.zeros((2, 4))
     with pytest.raises(ValueError, match="incomplete"):
         cross_fit(np.full((2, 4), np.nan), grid)
+    with pytest.raises(ValueError, match="incomplete"):
+        cross_fit(grid, np.full((2, 4), np.nan))
     with pytest.raises(ValueError, match="incomplete"):
         cross_fit(grid, grid[:, :3])
     with pytest.raises(ValueError, match="it takes 3"):
