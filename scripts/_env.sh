@@ -1,6 +1,7 @@
-# Sourced by ./scripts/*. `make_env` makes $root/.venv, where $root is the repository.
-# A marker file in .venv holds the checksum of pyproject.toml and the path of the repository. Without
-# a matching marker, .venv is unfinished, outdated or moved, and is installed again.
+# Sourced by ./scripts/*. `make_env` makes $root/.venv, where $root is the repository; `make_env test`
+# adds what the tests need. A marker file in .venv, one for each of the two, holds the checksum of
+# pyproject.toml and the path of the repository. Without a matching marker, .venv is unfinished,
+# outdated or moved, and is installed again.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python=$root/.venv/bin/python
@@ -22,7 +23,7 @@ find_python() {
 
 stamp() { echo "$(cksum <"$root/pyproject.toml") $root"; }
 
-is_ready() { [ "$(cat "$root/.venv/.normexp-ready" 2>/dev/null)" = "$(stamp)" ]; }
+is_ready() { [ "$(cat "$root/.venv/.normexp-ready${1:+-$1}" 2>/dev/null)" = "$(stamp)" ]; }
 
 # True if .venv has a suitable Python with pip; adds pip if it is missing. A .venv that was made by
 # another tool is kept.
@@ -32,37 +33,38 @@ has_pip() {
 }
 
 install() {
-  local pip=("$python" -m pip --disable-pip-version-check)
+  local project=$root${1:+[$1]} pip=("$python" -m pip --disable-pip-version-check)
   # uv is faster by minutes. It ignores pip's configuration, so it is told pip's index.
   local index
   index=$("${pip[@]}" config get global.index-url 2>/dev/null) || index=${PIP_INDEX_URL:-}
   if "${pip[@]}" install --quiet uv &&
     UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index} \
-      "$python" -m uv pip install --python "$python" -e "$root[test]"
+      "$python" -m uv pip install --python "$python" -e "$project"
   then
     return
   fi
   say "uv could not install it; trying pip"
-  "${pip[@]}" install -e "$root[test]"
+  "${pip[@]}" install -e "$project"
 }
 
 make_env() {
-  is_ready && return
+  local extra=${1:-}
+  is_ready "$extra" && return
   (
     # One process at a time, if the system has flock; the lock ends with this subshell.
     exec 9<"$root/pyproject.toml"
     if command -v flock >/dev/null; then flock 9 || true; fi
-    is_ready && exit
-    say "making .venv, once; this takes a minute or two"
-    rm -f "$root/.venv/.normexp-ready"
+    is_ready "$extra" && exit
+    say "installing ${extra:+the packages of the tests }into .venv, once; this takes a minute or two"
+    rm -f "$root"/.venv/.normexp-ready*
     if ! has_pip; then
       found=$(find_python) || exit 1
       "$found" -m venv --clear "$root/.venv" || exit 1
     fi
-    install || exit 1
+    install "$extra" || exit 1
     # Where Python may write no bytecode (PYTHONDONTWRITEBYTECODE), each process would otherwise
     # spend ten more seconds on importing torch. What is compiled already is left as it is.
     "$python" -m compileall -qq -j 0 "$root/.venv/lib" "$root/normexp" || true
-    stamp >"$root/.venv/.normexp-ready"
+    stamp | tee "$root/.venv/.normexp-ready" >"$root/.venv/.normexp-ready${extra:+-$extra}"
   ) >&2
 }

@@ -68,7 +68,7 @@ def test_files_of_the_readme_exist_and_the_spine_is_as_long_as_said():
     for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
         assert (ROOT / path).is_file(), path
     spine = re.findall(r"^\| `(\w+/\w+\.py)` \|", README, flags=re.MULTILINE)
-    assert len(spine) == 12
+    assert len(spine) == 13
     lines = sum(len((ROOT / "normexp" / file).read_text().splitlines()) for file in spine)
     said = re.search(r"The spine, about ([\d,]+) lines", README)
     assert said and abs(lines - int(said[1].replace(",", ""))) < 100
@@ -157,8 +157,8 @@ def test_a_norm_and_a_model_cost_a_file_and_a_yaml_each(folder: Path, capsys):
     assert "mine on digits: trained" in capsys.readouterr().out
     first, second = normexp.run(words)  # recorded
     assert (first.config["norm"], first.config["model"], second.seed) == ("mine", "mine", 1)
-    assert first.config["identity"]["norm"]["_target_"] == "my_norm.AbsNorm"
-    assert first.config["identity"]["model"]["width"] == 8
+    assert first.config["recipe"]["norm"]["_target_"] == "my_norm.AbsNorm"
+    assert first.config["recipe"]["model"]["width"] == 8
 
 
 def run(command: str, folder: Path) -> str:

@@ -15,14 +15,15 @@ from torch import nn
 from yaml import YAMLError
 
 from normexp.batching.replicas import Replicas
+from normexp.build import keeping_data, load_data
 from normexp.cells.assembly import arrange_replicas, build_module
-from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.draft import build_draft, keeping_data
-from normexp.cells.naming import GROUPS, choices_in
-from normexp.cells.plan import use_one_device
+from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
+from normexp.cells.naming import choices_in
 from normexp.cells.recorded import has_evaluations
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.help import option_defaults
+from normexp.config.identity import GROUPS
+from normexp.config.spec import CellSpec
 from normexp.config.target import plain
 from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, user_error_if_denied, write_json
@@ -40,8 +41,8 @@ from normexp.records.paths import (
 from normexp.records.result import Result, read_records, read_result
 from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
-from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
+from normexp.training.recipe import Recipe
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,15 @@ Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
 Samples = dict[int, dict[str, np.ndarray]]  # the content of samples.npz by seed
 
 REQUIRED_GROUPS = (*GROUPS, "trainer")
+# Values of a config for loading a network: none of what trained it need exist any more.
+WITHOUT_TRAINING: dict[str, Any] = {
+    "model.weights": None,  # the run's own weights replace those it started from
+    "optim": shipped_defaults("optim", "sgd"),
+    "schedule": None,
+    "callback": None,
+    "logger": {},
+    "lr_rule": "none",
+}
 REMEDY = "remove the cell's folder and train it again"
 
 
@@ -67,28 +77,31 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
     """
     cell_dir, seed = find_run(run_dir)
-    choices = choices_in(read_result(seed_dir(cell_dir, seed)).config)
-    cfg = load_config(cell_dir, choices)
-    cfg.seed = seed
-    cfg.model.weights = None  # not needed: the run's own weights replace those it started from
-    network = build_draft(cfg, choices).network
+    record = read_result(seed_dir(cell_dir, seed)).config
+    spec = recorded_spec(cell_dir, record, WITHOUT_TRAINING)
+    data = load_data(spec.composed, None)
+    recipe = make_recipe(spec, data)
+    network = make_builder(spec, recipe, data)(seed)
     file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
-    load_weights(network, seed_dir(cell_dir, seed) / file, precision=cfg.trainer.precision)
+    load_weights(network, seed_dir(cell_dir, seed) / file, precision=recipe.devices.precision)
     return network.eval()
 
 
-def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
-    """The resolved config of a cell; keys that are newer than its training have defaults.
+def recorded_spec(
+    cell_dir: Path, record: Mapping[str, Any], changes: Mapping[str, Any]
+) -> CellSpec:
+    """The cell of a folder; keys that are newer than its training have defaults.
 
     A shipped choice gets its present `_target_`, since its class may have moved.
 
     Args:
-        choices: the recorded choice in each config group.
+        record: the config in a result of the cell.
+        changes: values in place of those in its config.yaml.
 
     Raises:
         UserError: a torn or foreign file.
     """
-    path = cell_dir / CONFIG_FILE
+    path, choices = cell_dir / CONFIG_FILE, choices_in(record)
     try:
         cfg = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
@@ -100,7 +113,10 @@ def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
     targets = {
         group: {"_target_": values["_target_"]} for group, values in groups.items() if values
     }
-    return DictConfig(OmegaConf.merge(shipped_config(), groups, cfg, targets))
+    merged = OmegaConf.merge(shipped_config(), groups, cfg, targets)
+    for key, value in changes.items():
+        OmegaConf.update(merged, key, value, merge=False)
+    return CellSpec(DictConfig(merged), choices, cell_dir.name)
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
@@ -136,17 +152,19 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     """
     find_cell(cell_dir)
     results = finished_results(cell_dir)
-    choices = choices_in(results[0].config)
-    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, choices), options))
-    use_one_device(cfg)  # evaluation does not need the devices of the training
-    if not torch.cuda.is_available():
-        cfg.trainer.accelerator = "cpu"
-    cell = prepare_cell(cfg, choices)
-    if cell.id != results[0].cell_id:
+    record = results[0].config
+    spec = recorded_spec(cell_dir, record, options)
+    if results[0].cell_id not in (spec.id, spec.without_norm_batch_size.id):
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
-            f"config now means {cell.id}; train that cell"
+            f"config now means {spec.id}; train that cell"
         )
+    # Evaluation does not need the devices of the training.
+    changes = {"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.strategy": "auto"}
+    changes |= {"norm_batch_size": record["norm_batch_size"], **options}
+    if not torch.cuda.is_available():
+        changes["trainer.accelerator"] = "cpu"
+    cell = prepare_cell(recorded_spec(cell_dir, record, changes))
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
     module = build_module(cell, seeds, replicas, Recorder([]))
@@ -154,11 +172,11 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
         averaged = _load_replicas(cell, cell_dir, seeds, EMA_WEIGHTS_FILE)
         module.averaged.module.load_state_dict(averaged.state_dict())
         module.averaged.n_averaged.fill_(1)  # else the evaluator takes it for empty
-    evaluate(module, accelerator=cfg.trainer.accelerator, precision=cfg.trainer.precision)
+    evaluate(module)
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
-    why = why_nothing(cell.evaluation)
+    why = why_nothing(cell.recipe)
     print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
     save_evaluations(cell_dir, contents, samples)
 
@@ -167,7 +185,7 @@ def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int], file: str) 
     networks = [cell.build(seed) for seed in seeds]
     for seed, network in zip(seeds, networks, strict=True):
         path = seed_dir(cell_dir, seed) / file
-        load_weights(network, path, precision=cell.cfg.trainer.precision)
+        load_weights(network, path, precision=cell.recipe.devices.precision)
     return arrange_replicas(cell, networks)
 
 
@@ -202,14 +220,14 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
 def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     """If recorded runs lack requested evaluations, logs the command that adds them."""
     runs = read_records(cell.directory, seeds).ended
-    if has_evaluations(cell.directory, runs, cell.evaluation.kinds):
+    if has_evaluations(cell.directory, runs, cell.recipe.evaluations):
         return
     if not any((seed_dir(cell.directory, seed) / WEIGHTS_FILE).is_file() for seed in seeds):
         logger.info("recorded without these statistics, and without weights to measure them from")
         return
-    words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.evaluation.statistics)}]"]
+    words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.recipe.statistics)}]"]
     for key in ("precise_samples", "evaluate_batch_sizes"):
-        value = plain(cell.cfg)[key]
+        value = plain(cell.spec.composed)[key]
         if value != option_defaults("evaluate")[key]:
             words.append(f"{key}={value}".replace(" ", ""))
     logger.info(
@@ -218,11 +236,11 @@ def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
     )
 
 
-def why_nothing(plan: EvaluationPlan) -> str:
+def why_nothing(recipe: Recipe) -> str:
     """Explains why the requested statistics gave no number."""
     lacks = {"batch": "does not mix samples", "precise": "keeps no running moments"}
-    reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in plan.statistics)
-    if plan.batch_sizes:  # batch statistics were evaluated
+    reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in recipe.statistics)
+    if recipe.evaluation_batch_sizes:  # batch statistics were evaluated
         reason = "none of the numbers is finite"
-    asked = f"evaluate_with=[{','.join(plan.statistics)}]"
+    asked = f"evaluate_with=[{','.join(recipe.statistics)}]"
     return f"nothing to evaluate with {asked}: {reason}; try evaluate_with=[running]"

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from normexp.cells.assembly import OnSteps, can_stack_rates
+from normexp.cells.assembly import can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.finished import suggest_evaluation
@@ -38,7 +38,7 @@ from normexp.records.identity import source_line_of
 from normexp.records.paths import LOCK_FILE, LOG_FILE
 from normexp.records.result import CellRecords, Result, read_records
 from normexp.records.stacks import StackRecord, end_stack, list_stacks
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ OnBegin = Callable[[StackRecord, Sequence[str]], None]
 def run_task(
     specs: Sequence[CellSpec],
     on_begin: OnBegin | None = None,
-    on_steps: OnSteps | None = None,
-    stop: StopRequest | None = None,
+    control: TrainingControl | None = None,
 ) -> list[Outcome]:
     """Trains the missing runs of a task; returns the outcome of each cell, in their order.
 
@@ -60,16 +59,14 @@ def run_task(
 
     Args:
         on_begin: called before a stack trains, with its record and the ids of the task's cells.
-        on_steps: called with (step, num_steps) of a stack at times; None shows a progress bar.
-        stop: lets another thread request a stop. Ctrl-C is noticed while a stack trains.
+        control: lets another thread request a stop and follow the steps. Ctrl-C is noticed while a
+            stack trains.
     """
     started = time.monotonic()
     try:
         cells = _prepare_together(specs) if len(specs) > 1 else [_prepare(specs[0])]
         if cells:
-            runner = TaskRunner(
-                cells, on_begin or (lambda *_: None), on_steps, stop or StopRequest()
-            )
+            runner = TaskRunner(cells, on_begin or (lambda *_: None), control or TrainingControl())
             outcomes = runner.run()
         else:
             outcomes = [Outcome("alone", norm_and_data(spec)) for spec in specs]
@@ -109,7 +106,7 @@ class TaskCell:
         return read_records(self.cell.directory, self.seeds)
 
     def missing(self) -> list[int]:
-        cfg = self.cell.cfg
+        cfg = self.cell.spec.composed
         return self.records().missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
 
     def outcome(self, status: CellStatus, error: str = "") -> Outcome:
@@ -117,7 +114,7 @@ class TaskCell:
         records, cell, ended = self.records(), self.cell, ("finished", "skipped")
         if status in ended and records.failed:
             status, error = "failed", error or self._last_failure(records.failed)
-        is_evaluated = has_evaluations(cell.directory, records.ended, cell.evaluation.kinds)
+        is_evaluated = has_evaluations(cell.directory, records.ended, cell.recipe.evaluations)
         return Outcome(
             *(status, cell.title, cell.id, cell.directory, cell.record),
             error=error,
@@ -135,7 +132,7 @@ class TaskCell:
     def _last_failure(self, failed: Sequence[Result]) -> str:
         """The error of a failed run that is not retried, and how to retry it."""
         attempts = max(run.attempts for run in failed)
-        can_retry = self.cell.cfg.retry_failed
+        can_retry = self.cell.spec.composed.retry_failed
         remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
         return f"{failed[0].error} (attempt {attempts}; {remedy} tries again)"
 
@@ -144,8 +141,8 @@ def _prepare(spec: CellSpec) -> TaskCell:
     if spec.cfg is None:
         raise UserError(spec.error)
     validate(spec.cfg)
-    cell = prepare_cell(spec.cfg, spec.choices)
-    entry = cache_entry(spec, cell.id, cell.files_digest, cell.evaluation.kinds)
+    cell = prepare_cell(spec)
+    entry = cache_entry(spec, cell.id, cell.files_digest, cell.recipe.evaluations)
     return TaskCell(cell, spec.seeds, entry)
 
 
@@ -168,8 +165,7 @@ class TaskRunner:
 
     cells: Sequence[TaskCell]
     on_begin: OnBegin
-    on_steps: OnSteps | None
-    stop: StopRequest
+    control: TrainingControl
     errors: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -178,7 +174,7 @@ class TaskRunner:
 
     def run(self) -> list[Outcome]:
         """Claims the cells, trains what is missing, and returns the outcome of each."""
-        if self.cells[0].cell.cfg.dry_run:
+        if self.cells[0].cell.spec.composed.dry_run:
             return [each.outcome("planned") for each in self.cells]
         is_missing = any(each.missing() for each in self.cells)
         records = self._begun_records()
@@ -213,7 +209,7 @@ class TaskRunner:
         """Trains what is still missing once the locks are held."""
         missing = [each for each in self.cells if each.missing()]
         try:
-            with self.stop.listening():
+            with self.control.stop.listening():
                 self._train_all(begun)
         except Interrupted:
             return [
@@ -287,7 +283,7 @@ class TaskRunner:
         record = stack.record
         self.on_begin(record, [each.cell.id for each in self.cells])
         try:
-            train_on_devices(stack, self.stop, self.on_steps)
+            train_on_devices(stack, self.control)
         except UserError:
             if not record.checkpoint.is_file():  # with one, the corrected command resumes there
                 end_stack(record)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import nn
 
 from normexp.batching.speed import suitable_threads
 from normexp.cells.assembly import (
-    OnSteps,
     build_callbacks,
     build_module,
     resume_replicas,
@@ -24,7 +23,6 @@ from normexp.cells.assembly import (
     stack_loggers,
 )
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.config.target import plain
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
@@ -46,7 +44,7 @@ from normexp.training.callbacks import why_stopped
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder, RunSink
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class Stack:
     def lrs(self) -> list[float] | None:
         """The learning rate of each replica; None if they share the cell's."""
         is_one_cell = len({cell.id for cell, _ in self.runs}) == 1
-        return None if is_one_cell else [cell.plan.lr for cell, _ in self.runs]
+        return None if is_one_cell else [cell.recipe.lr for cell, _ in self.runs]
 
     def open_runs(self) -> list[Run]:
         """The runs that have no result from this stack yet."""
@@ -92,7 +90,7 @@ def create_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0
         attempts: of a stack of one: how often its run has failed.
     """
     members = [(cell.id, seed) for cell, seed in runs]
-    rates = {cell.id: float(cell.cfg.lr) for cell, _ in runs}
+    rates = {cell.id: float(cell.spec.composed.lr) for cell, _ in runs}
     study_dir = runs[0][0].study_dir
     return Stack(runs, begin_stack(study_dir, members, rates, apart=apart, attempts=attempts))
 
@@ -109,8 +107,8 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     known = {cell.id: cell for cell in cells}
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
-        cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
-        known[cell_id] = prepare_cell(cfg, template.choices)
+        cfg = DictConfig(OmegaConf.merge(template.spec.composed, {"lr": record.rates[cell_id]}))
+        known[cell_id] = prepare_cell(replace(template.spec, cfg=cfg))
         if known[cell_id].id != cell_id:
             raise UserError(
                 f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
@@ -118,7 +116,7 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     return Stack([(known[cell_id], seed) for cell_id, seed in record.members], record)
 
 
-def train_stack(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
+def train_stack(stack: Stack, control: TrainingControl) -> None:
     """Trains a stack, from its checkpoint if there is one, and writes the records of its runs.
 
     Raises:
@@ -126,22 +124,25 @@ def train_stack(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> No
     """
     remove_leftovers(stack.record.directory)
     for cell, seed in stack.runs:
-        write_text(cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.cfg, resolve=True))
+        write_text(
+            cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.spec.composed, resolve=True)
+        )
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
     with messages_to_file(stack.record.directory / LOG_FILE):
         for message in stack.cell.messages:
             logger.info(message)
-        with suitable_threads(stack.cell.elements_per_forward), stop.listening():
-            _train(stack, stop, on_steps)
+        with suitable_threads(stack.cell.elements_per_forward), control.stop.listening():
+            _train(stack, control)
 
 
 def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
-        _fit(stack, Recorder([[] for _ in stack.runs]), stop, on_steps=lambda *_: None)
+        control = TrainingControl(stop, on_steps=lambda *_: None)
+        _fit(stack, Recorder([[] for _ in stack.runs]), control)
 
 
-def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
+def _train(stack: Stack, control: TrainingControl) -> None:
     if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
         torch.cuda.reset_peak_memory_stats()
     still_open = stack.open_runs()  # runs that ended before a kill keep their files
@@ -153,15 +154,13 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
             sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
             trackers.append(opened.enter_context(run_loggers(cell, seed)))
         loggers = stack_loggers(stack.cell, stack.seeds)
-        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), stop, on_steps)
+        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control)
         _record(stack, module)
     if must_stop:
         raise Interrupted
 
 
-def _fit(
-    stack: Stack, recorder: Recorder, stop: StopRequest, on_steps: OnSteps | None
-) -> tuple[TrainingModule, bool]:
+def _fit(stack: Stack, recorder: Recorder, control: TrainingControl) -> tuple[TrainingModule, bool]:
     """The trained module, and whether a stop was requested too late for a checkpoint."""
     cell = stack.cell
     replicas = resume_replicas(cell, stack.seeds, stack.record.checkpoint)
@@ -171,10 +170,8 @@ def _fit(
     must_stop = fit(
         module,
         checkpoint=stack.record.checkpoint,
-        val_every_epochs=cell.cfg.val_every_epochs,
-        trainer_options=plain(cell.cfg.trainer),
-        callbacks=build_callbacks(cell, on_steps),
-        stop=stop,
+        callbacks=build_callbacks(cell, control),
+        stop=control.stop,
     )
     return module, must_stop
 
@@ -192,11 +189,11 @@ def _record(stack: Stack, module: TrainingModule) -> None:
         if (cell, seed) not in still_open:
             continue
         run_dir = seed_dir(cell.directory, seed)
-        if cell.cfg.save_weights:
+        if cell.recipe.save_weights:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
             if module.averaged is not None:
                 _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
-        if cell.evaluation.kinds:
+        if cell.recipe.evaluations:
             content = module.evaluator.content(module.metrics, index)
             write_json(run_dir / EVALUATION_FILE, content)
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
@@ -238,7 +235,7 @@ def _result_of(
     diverged_at = module.losses.diverged_at[index]
     if diverged_at is None and not all(map(math.isfinite, metrics.values())):
         diverged_at = module.step  # the last update broke the network, after its loss was taken
-    has_stopped = module.step < cell.plan.num_steps
+    has_stopped = module.step < cell.recipe.num_steps
     return Result(
         cell_id=cell.id,
         seed=seed,

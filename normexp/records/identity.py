@@ -24,6 +24,9 @@ NAME_LENGTH = 16
 PYTHON_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 DATA_PATHS = ("root", "path")  # keys of shipped data sets that name the user's own files
 DATA_PACKAGES = ("scikit-learn", "babel")  # they hold data sets
+# Of the questions in checks/ whose answers a study keeps. Raised when a question may answer
+# otherwise for the same norm, so that kept answers are measured again.
+QUESTIONS_VERSION = 1
 
 # The user's own loaded modules: the spec, and the content of the file when it was first seen.
 _seen: dict[str, tuple[object, bytes]] = {}
@@ -134,6 +137,22 @@ def loaded_sources() -> dict[str, str]:
         roots.add(root)
         contents[path] = _seen[name][1]
     return {str(root): digest_of_source(root, contents) for root in sorted(roots)}
+
+
+def digest_of_path(path: Path) -> str | None:
+    """Digest of a file's bytes, or of the names and bytes of a folder's files; None without one."""
+    sha = hashlib.sha256()
+    try:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                name = "" if file == path else file.relative_to(path).as_posix()
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                sha.update(f"{name}\0{digest}\0".encode(errors="surrogateescape"))
+            elif file == path:
+                return None
+    except OSError:  # a file has just been removed: refused when it is read
+        return None
+    return sha.hexdigest()[:16]
 
 
 def digest_of_data(data: Mapping[str, Any]) -> str | None:

@@ -166,4 +166,4 @@ def hyperparameters(config: Mapping[str, Any], **names: str | None) -> dict[str,
     """A result's config for dashboards: with `names`, and with a number for each null size."""
     micro = config["micro_batch_size"] or config["batch_size"]
     sizes = {"micro_batch_size": micro, "norm_batch_size": config["norm_batch_size"] or micro}
-    return {**config, **sizes, "identity": {**config.get("identity", {}), **sizes}, **names}
+    return {**config, **sizes, "recipe": {**config.get("recipe", {}), **sizes}, **names}

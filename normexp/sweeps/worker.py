@@ -20,7 +20,7 @@ from normexp.records.files import is_held
 from normexp.records.paths import LOCK_FILE
 from normexp.records.stacks import StackRecord
 from normexp.sweeps.tasks import Task, TaskBoard, WorkerSlot
-from normexp.training.stopping import StopRequest
+from normexp.training.stopping import StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ def work(
     """
     locks: dict[Task, Path] = {}  # of tasks that another process trains
     on_steps = None if shows_bar else lambda done, total: report(StepsDone(done, total))
+    control = TrainingControl(stop, on_steps)
     while board.num_open and not stop.requested:
         with slot.claim() as is_free:
             busy = {task for task, lock in locks.items() if is_held(lock)}
@@ -92,9 +93,7 @@ def work(
             if task is not None:
                 report(TaskTaken(task))
                 task_cells = [cells[index] for index in task]
-                outcomes = run_task(
-                    task_cells, lambda *begun: report(StackBegan(*begun)), on_steps, stop
-                )
+                outcomes = run_task(task_cells, lambda *begun: report(StackBegan(*begun)), control)
                 report(TaskEnded(task, outcomes))
                 status, directory = outcomes[0].status, outcomes[0].directory
                 if status == "busy" and directory is not None:
@@ -126,7 +125,7 @@ def importing_run_task(run_task: RunTask | None) -> Iterator[RunTask]:
         yield run_task
         return
     with importing_torch():
-        from normexp.cells.draft import keeping_data
+        from normexp.build import keeping_data
         from normexp.cells.run import run_task as trains
 
     with keeping_data():

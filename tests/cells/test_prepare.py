@@ -12,10 +12,11 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.cells import draft
+from normexp import build as building
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.config.compose import compose_cell
 from normexp.config.rules import validate
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 
 OWN = """
@@ -85,7 +86,7 @@ def prepare(*words: str) -> Cell:
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
     config, choices = compose_cell([*custom, *words])
     validate(config)
-    return prepare_cell(config, choices)
+    return prepare_cell(CellSpec(config, choices, ""))
 
 
 TEXT = "data=manual model.width=16 model.depth=1"
@@ -205,7 +206,6 @@ def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
     [
         ["norm=group", "norm_batch_size=4"],  # a size that has no effect
         ["norm=batch", "micro_batch_size=32", "norm_batch_size=32"],  # the sizes by default
-        ["norm=none", "act=relu", "conv=plain"],  # the slots by default
     ],
 )
 def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
@@ -217,7 +217,7 @@ def test_a_slot_is_one_training_whoever_says_it():
     by_norm, by_key = prepare("norm=ws"), prepare("norm=none", "conv=weight_standardized")
     none, plain = prepare("norm=none"), prepare("norm=ws", "conv=plain")
     assert by_norm.record["conv"] == by_key.record["conv"] == "weight_standardized"
-    identities = [each.record["identity"] for each in (by_norm, by_key, none, plain)]
+    identities = [each.record["recipe"] for each in (by_norm, by_key, none, plain)]
     assert identities[0] == identities[1] != identities[2] == identities[3]
 
 
@@ -233,22 +233,22 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         names.append(cfg.data.name)
         return object()
 
-    monkeypatch.setattr(draft, "build_data", build)
-    with draft.keeping_data():
+    monkeypatch.setattr(building, "build_data", build)
+    with building.keeping_data():
         pass
-    with draft.keeping_data():
+    with building.keeping_data():
         yield names
 
 
 def load(name: str, folder: str = "here", digest: str | None = None) -> object:
     data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
-    return draft.load_data(OmegaConf.create({"data": data, "folder": folder}), digest)
+    return building.load_data(OmegaConf.create({"data": data, "folder": folder}), digest)
 
 
 def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[str]):
     first, second = load("a"), load("b")
     assert (load("a"), load("b")) == (first, second)
-    with draft.keeping_data():
+    with building.keeping_data():
         load("c")  # `a` has waited longest
         assert load("b") is second and load("a") is not first
     assert load("b") is not second

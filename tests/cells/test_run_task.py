@@ -23,7 +23,7 @@ from normexp.records.paths import LOCK_FILE, LOG_FILE, MEMBERS_FILE, seed_dir
 from normexp.records.result import Result, read_result, write_result
 from normexp.records.stacks import StackRecord, begin_stack, list_stacks
 from normexp.train import main
-from normexp.training.stopping import StopRequest
+from normexp.training.stopping import TrainingControl
 
 RATES = ["lr=0.05,0.5"]
 QUICK = ["steps=6", "log_every=2", "save_weights=false"]
@@ -79,7 +79,7 @@ WHY = "RuntimeError: no more (test_run_task.py, line "
 
 
 def test_rate_that_fails_takes_no_other_run_with_it(tmp_path: Path, monkeypatch, capsys):
-    fail_stacks(monkeypatch, lambda stack: any(cell.plan.lr == 0.5 for cell, _ in stack.runs))
+    fail_stacks(monkeypatch, lambda stack: any(cell.recipe.lr == 0.5 for cell, _ in stack.runs))
     assert train(tmp_path, *RATES) == 1
     assert WHY in capsys.readouterr().err
     results = results_of(tmp_path)
@@ -103,7 +103,7 @@ def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
 ):
     (spec, _) = specs_of(tmp_path)
     assert spec.cfg is not None
-    cell = prepare_cell(spec.cfg, spec.choices)
+    cell = prepare_cell(spec)
     members = [(cell.id, 0), (cell.id, 1)]
     stack = begin_stack(cell.study_dir, members, {cell.id: 0.05})
     for at in deaths:
@@ -119,9 +119,9 @@ def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
 def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
     """Also if the new command asks for fewer or more seeds and rates."""
     specs = specs_of(tmp_path)
-    stop = StopRequest()
-    stop.requested = True
-    assert {outcome.status for outcome in run_task(specs, stop=stop)} == {"stopped"}
+    control = TrainingControl()
+    control.stop.requested = True
+    assert {outcome.status for outcome in run_task(specs, control=control)} == {"stopped"}
     assert len(list(tmp_path.rglob("last.ckpt"))) == 1
     begun: list[StackRecord] = []
     (later,) = [each for each in specs_of(tmp_path, replicas=3) if each.cfg and each.cfg.lr > 0.1]
@@ -144,7 +144,7 @@ def test_cells_train_one_after_another_where_stacking_does_not_pay(tmp_path: Pat
 
 def test_task_is_busy_and_holds_nothing_while_another_process_trains_one_cell(tmp_path: Path):
     specs = specs_of(tmp_path)
-    first, second = (prepare_cell(each.cfg, each.choices).directory for each in specs if each.cfg)
+    first, second = (prepare_cell(each).directory for each in specs if each.cfg)
     second.mkdir(parents=True)
     with file_lock(second / LOCK_FILE):
         outcomes = run_task(specs)
@@ -163,7 +163,7 @@ def test_task_is_busy_and_holds_nothing_while_another_process_trains_one_cell(tm
 
 def test_failed_runs_are_tried_again_one_by_one(tmp_path: Path):
     specs = specs_of(tmp_path)
-    first, _ = (prepare_cell(each.cfg, each.choices) for each in specs if each.cfg)
+    first, _ = (prepare_cell(each) for each in specs if each.cfg)
     run_dir = seed_dir(first.directory, 0)
     run_dir.mkdir(parents=True)
     write_result(run_dir, Result(first.id, 0, "failed", {}, {}, {}, error="no more"))

@@ -7,25 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_cases import prepare
 
-from normexp.cells.cell import prepare_cell
 from normexp.cells.stack import create_stack, train_stack
-from normexp.config.compose import compose_cell
 from normexp.records.result import read_result
 from normexp.records.stacks import begin_stack
 from normexp.train import main
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, TrainingControl
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, bytes]:
     """A command line, and the path and content of its checkpoint after the first step."""
     words = ["norm=none", "steps=3", "replicas=1", f"runs_dir={tmp_path_factory.mktemp('runs')}"]
-    cell = prepare_cell(*compose_cell(words))
-    stop = StopRequest()
-    stop.requested = True
+    cell = prepare(*words)
+    control = TrainingControl()
+    control.stop.requested = True
     with pytest.raises(Interrupted):
-        train_stack(create_stack([(cell, 0)]), stop, None)
+        train_stack(create_stack([(cell, 0)]), control)
     checkpoint = cell.directory / "stacks" / "0-0" / "last.ckpt"
     return words, checkpoint, checkpoint.read_bytes()
 
@@ -74,6 +73,7 @@ def test_checkpoint_is_resumed_or_kept_aside_with_the_reason(stopped, spoil, rea
 
 
 NOISY = """import torch
+from train_cases import prepare
 
 class Noisy(torch.nn.Module):
     def __init__(self, num_features):

@@ -147,7 +147,7 @@ def test_content_of_the_file_is_part_of_the_identity(
     torch.save(plain_weights(), path)
     words = [*MODEL, "norm=none", *FROZEN]
     first, _, _ = train(*words, f"model.weights={path}")
-    assert first["config"]["identity"]["model"]["weights_digest"]
+    assert first["config"]["recipe"]["model"]["weights_digest"]
     common = [*words, "replicas=1", "workers=0", f"runs_dir={tmp_path / 'runs'}"]
     copy.write_bytes(path.read_bytes())
     for again in (path, copy):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.testing import assert_close
 
 from normexp.build import RESERVED_NORM_KEYS
-from normexp.norms.adapt import adapt
 from normexp.norms.state import read_state, write_state
 
 Norm = TypeVar("Norm", bound=nn.Module)
@@ -48,7 +48,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     },
     "moving_average_batch": {"memory": 2, "r_max": 1.2, "warmup": 0, "momentum": 0.1},
     "power": {"warmup": 0.1, "num_training_steps": 10},
-    "taper": {"warmup": 0.1, "taper_end": 0.6, "num_training_steps": 10},
+    "taper": {"warmup": 0.1, "taper_end": 0.6, "num_training_steps": 10, "momentum": 0.01},
     "ghost": {"ghost_size": 2},
     "gated_rms": {"rank": 3},
     "mode": {"num_modes": 3},
@@ -62,7 +62,6 @@ NEED_POSITIONS = [
     *("instance", "frn", "batch_instance", "causal_instance"),
     *("deviations/ln_hw", "deviations/ln_time"),
 ]
-NO_EPS = ["deviations/no_eps", "deviations/ln_no_eps"]
 MIX_SAMPLES = [
     *("batch", "sync", "ghost", "batch_renorm", "l1_batch", "eval_norm", "moving_average_batch"),
     *("batch_per_position", "switchable", "batch_instance", "batch_channel", "mode", "evonorm_b0"),
@@ -84,8 +83,9 @@ def num_dims_of(name: str) -> tuple[int, ...]:
 
 @cache
 def maker(name: str, **knobs: Any) -> Callable[[int], nn.Module]:
-    make = instantiate({**KNOBS_OF[name], **KNOBS.get(name, {}), **knobs})
-    return adapt(make, target=name, eps=EPS)
+    values = {**KNOBS_OF[name], **KNOBS.get(name, {}), **knobs}
+    has_eps = "eps" in inspect.signature(get_object(values["_target_"])).parameters
+    return instantiate(({"eps": EPS} if has_eps else {}) | values)
 
 
 def make_fresh(name: str, dtype: torch.dtype = torch.double) -> nn.Module:

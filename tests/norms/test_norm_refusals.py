@@ -11,12 +11,13 @@ from norm_cases import KNOBS, NEED_POSITIONS, PER_POSITION, RUNNING, C, make, ma
 from torch import nn
 
 from normexp.errors import UserError
-from normexp.norms.batch import BatchNorm, BatchRenorm, GhostBatchNorm
+from normexp.norms.batch import BatchNorm, GhostBatchNorm
 from normexp.norms.group import GroupNorm
-from normexp.norms.mixtures import ModeNorm
-from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
-from normexp.norms.rms import BHyT, GatedRMSNorm
-from normexp.norms.taper import TaperNorm
+from normexp.norms.zoo.batch import BatchRenorm
+from normexp.norms.zoo.mixtures import ModeNorm
+from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
+from normexp.norms.zoo.rms import BHyT, GatedRMSNorm
+from normexp.norms.zoo.taper import TaperNorm
 
 RENORM = {"r_max": 3, "d_max": 5, "warmup": 0, "r_ramp_end": 0, "d_ramp_end": 0}
 RENORM["num_training_steps"] = 10
@@ -28,7 +29,7 @@ REFUSED_KNOBS: list[tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]]
     (MovingAverageBatchNorm, KNOBS["moving_average_batch"], {"memory": 0}, "try norm"),
     (ModeNorm, {}, {"num_modes": 0}, "try norm"),
     (GatedRMSNorm, {}, {"rank": 0}, "try norm"),
-    (BHyT, {}, {"kappa": 0}, "try norm"),
+    (BHyT, {"alpha_init": 2}, {"kappa": 0}, "try norm"),
     (GhostBatchNorm, {}, {"ghost_size": 0}, "try norm"),
     *((BatchRenorm, RENORM, {key: -1}, "try norm") for key in ("r_max", "d_max")),
     *((BatchRenorm, RENORM, {"warmup": value}, "try norm") for value in (0.5, 5)),

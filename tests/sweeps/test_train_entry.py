@@ -45,7 +45,7 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path, capsys: pytest.Captu
     assert result.status == "finished"
     assert result.config["norm"] == "group"
     assert result.config["num_steps"] == 12
-    assert result.config["identity"]["norm"]["num_groups"] == 8  # also what is as by default
+    assert result.config["recipe"]["norm"]["num_groups"] == 8  # also what is as by default
     assert {"val/loss", "val/accuracy", "test/loss", "test/accuracy"} == set(result.metrics)
     weights = torch.load(cell / "seed-1" / "weights.pt", weights_only=True)
     assert result.num_parameters == sum(tensor.numel() for tensor in weights.values())

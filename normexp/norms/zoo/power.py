@@ -15,13 +15,8 @@ from torch import Tensor
 from normexp.errors import UserError
 from normexp.norms.affine import Affine, over_channels
 from normexp.norms.moments import at_least_one, measure_mean, pool_mean
-from normexp.norms.running import (
-    NUM_TRAINING_STEPS,
-    RunningNorm,
-    before_step,
-    group_dims,
-    shares_to_steps,
-)
+from normexp.norms.running import RunningNorm, group_dims
+from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS, before_step, shares_to_steps
 
 
 class SquareNorm(RunningNorm):
@@ -106,7 +101,6 @@ class PowerNorm(SquareNorm):
 
     warmup: float
     num_training_steps: int = NUM_TRAINING_STEPS
-    momentum: float = 0.1
     averages = {"running_square": 1.0, "running_product": 0.0}
     running_product: Tensor = field(init=False)
 
@@ -166,7 +160,7 @@ class MovingAverageBatchNorm(SquareNorm):
     r_max: float
     warmup: float
     num_training_steps: int = NUM_TRAINING_STEPS
-    momentum: float = 0.02
+    momentum: float = field()
     past_squares: Tensor = field(init=False)
     past_products: Tensor = field(init=False)
 
