@@ -20,7 +20,7 @@ import numpy as np
 
 from normexp.reporting.model import CellRow, Slice, Values
 from normexp.reporting.style import base_of
-from normexp.stats.family import Verdict, decide, p_value
+from normexp.stats.family import Verdict, decide, distances_to, p_value
 from normexp.stats.interval import Interval, crossed_mean, paired_difference, paired_improvement
 
 REFERENCE = "batch"
@@ -114,7 +114,8 @@ class Comparison:
             return "no interval"
         if not self.is_primary:
             return "interval"
-        verdict = decide(self.gap, margin=self.margin, family_size=self.family_size)
+        distances = distances_to(self.margin, self.gap)
+        verdict = decide(self.gap, distances=distances, family_size=self.family_size)
         names = ALONG_SIZES if self.is_along_sizes else WITH_REFERENCE
         return "open" if verdict in self._ruled_out else names.get(verdict, "open")
 
