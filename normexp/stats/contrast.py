@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from normexp.stats.family import Verdict, decide, distances_to
-from normexp.stats.interval import Array, Interval, crossed_mean, mean
+from normexp.stats.interval import Array, Interval, crossed_mean, mean, smallest_step
 from normexp.stats.outliers import lies_apart
 
 Seeds = Literal["incomplete", "complete", "extended"]
@@ -113,7 +113,8 @@ def state_of_seeds(recorded: int, declared: int) -> Seeds:
 
 
 def _assessed(gaps: Array, reference: Array, margin: Margin, step: float | None) -> Assessment:
-    apart = lies_apart(gaps if gaps.ndim == 1 else gaps.mean(axis=1), step=step or 0.0)
+    values = gaps if gaps.ndim == 1 else gaps.mean(axis=1)
+    apart = lies_apart(values, step=step or smallest_step(values))
     rest = None
     if apart.any():
         rest = Assessment(*_intervals(gaps[~apart], reference[~apart], margin, step))

@@ -112,7 +112,7 @@ def paired_difference(
     """
     differences = _differences(a, b)
     step = smallest_step(np.concatenate([a, b])) if step is None else step
-    return _cut(mean(differences, step=step, level=level), limit)
+    return cut(mean(differences, step=step, level=level), limit)
 
 
 def crossed_mean(
@@ -159,10 +159,10 @@ def crossed_mean(
     both = t_interval(estimate, math.sqrt(total), freedom, n=n)
     alone = t_interval(estimate, math.sqrt(seeds), n - 1, n=n)
     if both.low is None or alone.low is None or alone.error is None:
-        return _cut(both, limit)
+        return cut(both, limit)
     wider = both if both.low < alone.low else alone
     both = replace(both, low=wider.low, high=wider.high, over_seeds=(n - 1, alone.error))
-    return _cut(both, limit)
+    return cut(both, limit)
 
 
 def stratified_mean(strata: Sequence[ArrayLike]) -> Interval:
@@ -275,7 +275,8 @@ def _differences(a: ArrayLike, b: ArrayLike) -> Array:
     return first - second
 
 
-def _cut(interval: Interval, limit: float) -> Interval:
+def cut(interval: Interval, limit: float) -> Interval:
+    """The interval with its bounds cut at -limit and limit."""
     if interval.low is None or interval.high is None:
         return interval
     return replace(interval, low=max(interval.low, -limit), high=min(interval.high, limit))
