@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from normexp.config.rules import format_count
-from normexp.config.spec import CellSpec, Outcome, format_duration
+from normexp.config.outcome import Outcome
+from normexp.config.spec import CellSpec, format_duration
 from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, read_result, values_of
