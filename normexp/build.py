@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,16 +21,16 @@ from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
 from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
 from normexp.config.rules import INDEX, as_typed, check_value
-from normexp.config.target import Target, named_target, plain, read_target
+from normexp.config.target import Target, plain, read_target
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import timm, torchvision
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, open_weights
-from normexp.norms.adapt import adapt, foreign_factory
+from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import NormFactory
-from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
+from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS
 from normexp.training.callbacks import check_callback
 from normexp.training.schedule import Schedule, named_schedule, own_schedule
 
@@ -84,7 +84,6 @@ def build_norm(
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
-    factory = adapt if target.path.startswith("normexp.norms.") else foreign_factory
     fixed = _changed_settings(cfg) | ({"momentum"} if momentum is not None else set())
 
     @cache
@@ -93,7 +92,10 @@ def build_norm(
         eps = values.pop("eps", cfg.eps)
         known = {key: value for key, value in values.items() if key in target.arguments}
         make = partial(target.call, **known) if known else target.call
-        return factory(make, target=target.path, eps=eps)
+        if not target.path.startswith("normexp.norms."):
+            return foreign_factory(make, target=target.path, eps=eps)
+        shipped = replace(target, call=make).filled_in({"eps": eps})
+        return partial(shipped.make, nn.Module)
 
     def make_norm(num_features: int, **settings: Any) -> nn.Module:
         kept = {key: value for key, value in settings.items() if key not in fixed}
@@ -128,7 +130,7 @@ def norm_target(
     reserved = {key: values.pop(key) for key in RESERVED_NORM_KEYS if key in values}
     if momentum is not None:
         values["momentum"] = momentum
-    return named_target(values, "norm").filled_in(available), reserved  # `adapt` checks the knobs
+    return read_target(values, "norm").filled_in(available), reserved
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from torch import Tensor, distributed, nn
 
 from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Share
-from normexp.norms.state import State, merge_state, read_state, write_state
+from normexp.norms.contract import DeclaresSpan, State
+from normexp.norms.state import merge_state, read_state, write_state
 
 
 class Processes:
@@ -94,7 +95,7 @@ class Processes:
 def spans_devices(norm: object) -> bool:
     """True if a norm, or the class of one, computes its statistics over all devices."""
     is_torchs = isinstance(norm, nn.SyncBatchNorm) or norm is nn.SyncBatchNorm
-    return is_torchs or bool(getattr(norm, "spans_devices", False))
+    return is_torchs or (isinstance(norm, DeclaresSpan) and norm.spans_devices)
 
 
 def _of_spanning(replicas: Replicas, state: State) -> State:

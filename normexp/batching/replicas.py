@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from normexp.batching.draws import Dropout
-from normexp.norms.state import State
+from normexp.norms.contract import State
 
 Batch = dict[str, Tensor]
 Measurements = dict[str, Tensor]

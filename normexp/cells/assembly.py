@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,9 @@ from normexp.training.recorder import (
     resolve_mode,
     tensorboard,
 )
+from normexp.training.stopping import TrainingControl
 
 logger = logging.getLogger(__name__)
-
-OnSteps = Callable[[int, int], None]  # called with (step, num_steps) at times
 
 
 def build_module(
@@ -78,10 +77,11 @@ def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
     )
 
 
-def build_callbacks(cell: Cell, on_steps: OnSteps | None) -> list[Callback]:
-    """The callbacks of a training: progress (a bar without `on_steps`), the user's, diagnostics."""
-    bar = TrainingProgress(cell.title)
-    callbacks = [bar if on_steps is None else StepReports(on_steps), *_own_callbacks(cell)]
+def build_callbacks(cell: Cell, control: TrainingControl) -> list[Callback]:
+    """The callbacks of a training: progress, the user's, diagnostics."""
+    follow = control.on_steps
+    progress = TrainingProgress(cell.title) if follow is None else StepReports(follow)
+    callbacks = [progress, *_own_callbacks(cell)]
     if cell.cfg.diagnostics:
         callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
     return callbacks

@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, distributed, multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from normexp.cells.assembly import OnSteps
 from normexp.cells.cell import prepare_cell
 from normexp.cells.plan import num_devices_of
 from normexp.cells.stack import Stack, follow_stack, restore_stack, train_stack
@@ -38,7 +37,7 @@ from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord
 from normexp.training.devices import device_type
 from normexp.training.fit import quiet_lightning
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 TICK = 0.1  # seconds between polls of other processes
 
@@ -60,20 +59,20 @@ class RankJob:
     record: StackRecord
     known: list[str]  # messages that were already shown when the cell was prepared
 
-    def train(self, rank: int, stop: StopRequest, on_steps: OnSteps | None) -> None:
+    def train(self, rank: int, control: TrainingControl) -> None:
         """Trains as this rank. Raises Interrupted in all ranks alike."""
         if rank == 0:
             with messages_to_stderr(known=self.known):
-                train_stack(self._build_stack(), stop, on_steps)
+                train_stack(self._build_stack(), control)
         else:
             with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-                follow_stack(self._build_stack(), stop)
+                follow_stack(self._build_stack(), control.stop)
 
     def _build_stack(self) -> Stack:
         return restore_stack(self.record, [prepare_cell(OmegaConf.create(self.cfg), self.choices)])
 
 
-def train_on_devices(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
+def train_on_devices(stack: Stack, control: TrainingControl) -> None:
     """Trains a stack as `train_stack` does, on as many devices as its cell has.
 
     Raises:
@@ -84,15 +83,15 @@ def train_on_devices(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) 
     cell = stack.cell
     num_devices = num_devices_of(cell.cfg)
     if num_devices == 1:
-        train_stack(stack, stop, on_steps)
+        train_stack(stack, control)
         return
     job = RankJob(plain(cell.cfg), dict(cell.choices), stack.record, list(cell.messages))
     if rank_among(num_devices) is None:
-        with stop.listening():
-            _spawn_ranks(job, stop, on_steps)
+        with control.stop.listening():
+            _spawn_ranks(job, control)
     else:
         with started_ranks(cell.cfg).training(job):
-            train_stack(stack, stop, on_steps)
+            train_stack(stack, control)
 
 
 def _disconnect_at_exit() -> None:
@@ -115,7 +114,8 @@ def _disconnect_at_exit() -> None:
 STOP, STEP, NUM_STEPS = range(3)
 
 
-def _spawn_ranks(job: RankJob, stop: StopRequest, on_steps: OnSteps | None) -> None:
+def _spawn_ranks(job: RankJob, control: TrainingControl) -> None:
+    stop, on_steps = control.stop, control.on_steps
     trainer = job.cfg["trainer"]
     shared = torch.zeros(3, dtype=torch.int64).share_memory_()
     errors = multiprocessing.get_context("spawn").SimpleQueue()
@@ -162,7 +162,7 @@ def _run_rank(
     with _watching_parent(shared, stop), stop.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         try:
-            job.train(fabric.global_rank, stop, None if shows_bar else show)
+            job.train(fabric.global_rank, TrainingControl(stop, None if shows_bar else show))
         except Interrupted:
             return True
         except Exception as error:
@@ -231,7 +231,7 @@ class StartedRanks:
     def follow(self) -> None:
         """Trains the jobs that rank 0 sends until its command ends. Raises Interrupted with it."""
         while (job := self.fabric.broadcast(None)) is not None:
-            job.train(self.fabric.global_rank, StopRequest(), None)
+            job.train(self.fabric.global_rank, TrainingControl())
 
 
 @cache  # one connection per process

@@ -37,7 +37,7 @@ from normexp.config.rules import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.factory import NormFactory
-from normexp.norms.pointwise import NoNorm
+from normexp.norms.none import NoNorm
 from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.identity import digest_of_data, digest_with_weights, source_line_of

@@ -16,7 +16,6 @@ from torch import nn
 
 from normexp.batching.speed import suitable_threads
 from normexp.cells.assembly import (
-    OnSteps,
     build_callbacks,
     build_module,
     resume_replicas,
@@ -46,7 +45,7 @@ from normexp.training.callbacks import why_stopped
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder, RunSink
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     return Stack([(known[cell_id], seed) for cell_id, seed in record.members], record)
 
 
-def train_stack(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
+def train_stack(stack: Stack, control: TrainingControl) -> None:
     """Trains a stack, from its checkpoint if there is one, and writes the records of its runs.
 
     Raises:
@@ -131,17 +130,18 @@ def train_stack(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> No
     with messages_to_file(stack.record.directory / LOG_FILE):
         for message in stack.cell.messages:
             logger.info(message)
-        with suitable_threads(stack.cell.elements_per_forward), stop.listening():
-            _train(stack, stop, on_steps)
+        with suitable_threads(stack.cell.elements_per_forward), control.stop.listening():
+            _train(stack, control)
 
 
 def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
-        _fit(stack, Recorder([[] for _ in stack.runs]), stop, on_steps=lambda *_: None)
+        control = TrainingControl(stop, on_steps=lambda *_: None)
+        _fit(stack, Recorder([[] for _ in stack.runs]), control)
 
 
-def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
+def _train(stack: Stack, control: TrainingControl) -> None:
     if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
         torch.cuda.reset_peak_memory_stats()
     still_open = stack.open_runs()  # runs that ended before a kill keep their files
@@ -153,15 +153,13 @@ def _train(stack: Stack, stop: StopRequest, on_steps: OnSteps | None) -> None:
             sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
             trackers.append(opened.enter_context(run_loggers(cell, seed)))
         loggers = stack_loggers(stack.cell, stack.seeds)
-        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), stop, on_steps)
+        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control)
         _record(stack, module)
     if must_stop:
         raise Interrupted
 
 
-def _fit(
-    stack: Stack, recorder: Recorder, stop: StopRequest, on_steps: OnSteps | None
-) -> tuple[TrainingModule, bool]:
+def _fit(stack: Stack, recorder: Recorder, control: TrainingControl) -> tuple[TrainingModule, bool]:
     """The trained module, and whether a stop was requested too late for a checkpoint."""
     cell = stack.cell
     replicas = resume_replicas(cell, stack.seeds, stack.record.checkpoint)
@@ -173,8 +171,8 @@ def _fit(
         checkpoint=stack.record.checkpoint,
         val_every_epochs=cell.cfg.val_every_epochs,
         trainer_options=plain(cell.cfg.trainer),
-        callbacks=build_callbacks(cell, on_steps),
-        stop=stop,
+        callbacks=build_callbacks(cell, control),
+        stop=control.stop,
     )
     return module, must_stop
 

@@ -27,8 +27,9 @@ from normexp.checks.subject import (
     values,
 )
 from normexp.errors import UserError, first_line
+from normexp.norms.contract import State
 from normexp.norms.site import Site
-from normexp.norms.state import State, merge_state, read_state, write_state
+from normexp.norms.state import is_sequential, merge_state, read_state, write_state
 
 DRAWS = "draws random numbers, different ones in each dtype"
 
@@ -266,7 +267,7 @@ def stacks(subject: Subject, shape: Shape) -> str | None:
 
 def splits(subject: Subject, shape: Shape) -> Answer:
     """Do ghost groups of one forward get the outputs, gradients and state of micro-batches?"""
-    if _is_sequential(subject.norm(shape)):
+    if is_sequential(subject.norm(shape)):
         return measured("refused", "declares its state sequential")
     x = values(shape, torch.float64)[None]
     accumulated = _step(InTurn([_site(subject, shape)]), x, PARTS)
@@ -278,7 +279,7 @@ def splits(subject: Subject, shape: Shape) -> Answer:
 def state_of_split(subject: Subject, shape: Shape) -> Line:
     """How far is the state after a split step from the state after the same step unsplit?"""
     whole = _site(subject, shape)
-    if not list(whole.buffers()) or _is_sequential(whole):
+    if not list(whole.buffers()) or is_sequential(whole):
         return skipped("has no buffers" if not list(whole.buffers()) else "sequential state")
     x = values(shape, torch.float64)[None]
     after, ghost = (_step(InTurn([s]), x) for s in (whole, _site(subject, shape, PART_SIZE)))
@@ -292,10 +293,6 @@ def batch_to_split(subject: Subject) -> list[Shape]:
     small = [shape for shape in subject.shapes if shape[0] == PART_SIZE]
     small = [shape for shape in small if len(shape) > 2] or small
     return [(PARTS * PART_SIZE, *shape[1:]) for shape in small[:1]]
-
-
-def _is_sequential(norm: nn.Module) -> bool:
-    return any(getattr(module, "sequential_state", False) for module in norm.modules())
 
 
 def _site(subject: Subject, shape: Shape, norm_batch_size: int | None = None) -> Site:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from normexp.norms.state import State, read_state
+from normexp.norms.contract import State
+from normexp.norms.state import read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
 MIN_SCALE = 1e-6  # values below are compared on this scale

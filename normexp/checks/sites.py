@@ -28,6 +28,7 @@ from normexp.checks.probe import (
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
+from normexp.norms.state import is_sequential
 from normexp.records.identity import source_line_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
@@ -107,7 +108,7 @@ class EnteredSite:
 
     def is_sequential(self) -> bool:
         """True if the norm declares that its state is, or writes parameters in its forward."""
-        if any(getattr(module, "sequential_state", False) for module in self.module.modules()):
+        if is_sequential(self.module):
             return True
         with self.probe(training=True) as probe, fixed_draws(), torch.no_grad():
             before = [parameter.clone() for parameter in probe.module.parameters()]

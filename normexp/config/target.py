@@ -91,11 +91,15 @@ class Target:
                 key = f"{self.key}.{name}"
                 raise UserError(f"{key} is missing: {self.path} needs it; set {key}=...")
 
-    def make(self, kind: type[Made]) -> Made:
-        """Calls the target. Raises UserError if it fails, or returns no instance of `kind`."""
-        self.require(0)
+    def make(self, kind: type[Made], *given: Any) -> Made:
+        """Calls the target. Raises UserError if it fails, or returns no instance of `kind`.
+
+        Args:
+            given: arguments by position.
+        """
+        self.require(len(given))
         with self.explaining_errors():
-            made = self.call()
+            made = self.call(*given)
         if not isinstance(made, kind):
             wanted = f"{kind.__module__}.{kind.__name__}"
             raise UserError(f"{self.name} returned a {type(made).__name__}, not a {wanted}")
@@ -115,7 +119,7 @@ class Target:
 
 def read_target(values: dict[str, Any], key: str) -> Target:
     """What `_target_` names, with its knobs. Raises UserError for a knob that it does not take."""
-    target = named_target(values, key)
+    target = _find_target(values, key)
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(target.knobs.keys() - names)
     if unknown:
@@ -124,8 +128,8 @@ def read_target(values: dict[str, Any], key: str) -> Target:
     return target
 
 
-def named_target(values: dict[str, Any], key: str) -> Target:
-    """Like `read_target`, but does not check knobs. Raises UserError if the target is not found."""
+def _find_target(values: dict[str, Any], key: str) -> Target:
+    """The target with its knobs, unchecked. Raises UserError if it is not found."""
     try:
         call = instantiate({**values, "_partial_": True}, _convert_="all")
         return Target(key, values["_target_"], call)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from normexp.errors import UserError
 from normexp.models.common import modules_outside_sites
 from normexp.norms.adapt import EPS_NAMES, FEATURE_NAMES, Layout, find_layout
+from normexp.norms.contract import HasRamp
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 
@@ -343,7 +344,7 @@ def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
     norm with a warm-up or ramp keeps its own count of batches, which must start at 0.
     """
     tensors = {**dict(site.norm.named_parameters()), **dict(site.norm.named_buffers())}
-    if hasattr(site.norm, "num_training_steps"):
+    if isinstance(site.norm, HasRamp):
         tensors.pop(COUNT, None)
     carried = {}
     for role, own, value in old.values():

@@ -1,7 +1,6 @@
 """The modules that slots put around norms: activations, convolutions, residual scales.
 
-A module names its parameters in the class attribute `norm_parameters`, so that weight decay treats
-them as a norm's.
+For `norm_parameters`, see norms/contract.py.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.affine import Affine
+from normexp.norms.contract import State
 from normexp.norms.moments import Moments, pool, unbiased
 from normexp.norms.running import RunningMomentsNorm, normalize_groups
-from normexp.norms.state import State
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

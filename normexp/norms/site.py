@@ -1,29 +1,18 @@
-"""The contract of a norm, and the site, which handles views, masks and ghost sub-batches.
+"""The site, which handles views, masks and ghost sub-batches for the norm inside.
 
-A norm maps (N, C, *) to the same shape and dtype, with statistics in float32 or wider (axis letters
-as in norms/moments.py). If it pools positions or samples, it takes an optional `mask` (N, *), true
-where real; values at masked positions have no influence, and outputs there are zero.
-
-A norm may also define two methods, which make splits of a batch faster or its running state exact;
-without them, a split runs the norm once per part:
-
-    forward_groups(x, mask=None)        x (G, N, C, *): statistics per group, in one call
-    merge_state(start, parts, shares)   the state after a step that was run in parts
-
-and two attributes: `sequential_state = True` if its state must see samples in order, so that split
-steps are refused; `spans_devices = True` if it pools the samples of all processes of a training, so
-that their states need no merging.
+What it may expect of that norm is the contract, norms/contract.py.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from normexp.norms.contract import HasNormParameters, NormOfGroups
 from normexp.norms.state import install_state, merge_state, read_state, write_state
 
 View = Literal["map", "token", "sequence"]
@@ -52,17 +41,15 @@ class Site(nn.Module):
         size = self.norm_batch_size
         if not self.training or size is None or size >= len(x):
             return self._apply_in_view(self.norm, x, mask)
-        whole, rest = len(x) // size * size, len(x) % size
-        in_groups = hasattr(self.norm, "forward_groups")
-        sizes = [whole] if in_groups else [size] * (whole // size)
-        if rest:
-            sizes.append(rest)
-        if len(sizes) > 1:
-            return self._apply_in_parts(x, mask, sizes)
+        num_groups, rest = divmod(len(x), size)
+        ragged = [rest] if rest else []
+        if not isinstance(self.norm, NormOfGroups):
+            return self._apply_in_parts(x, mask, [size] * num_groups + ragged)
+        if ragged:
+            return self._apply_in_parts(x, mask, [num_groups * size, rest])
         groups = x.unflatten(0, (-1, size))  # (G, n, ...)
         group_masks = None if mask is None else mask.unflatten(0, (-1, size))
-        forward_groups = cast(Any, self.norm).forward_groups
-        return self._apply_in_view(forward_groups, groups, group_masks).flatten(0, 1)
+        return self._apply_in_view(self.norm.forward_groups, groups, group_masks).flatten(0, 1)
 
     def _apply_in_parts(self, x: Tensor, mask: Tensor | None, sizes: list[int]) -> Tensor:
         """Runs every part from the same initial state, then merges the final states by share."""
@@ -134,8 +121,8 @@ def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, Site):
             yield from module.parameters()
-        for name in getattr(module, "norm_parameters", ()):
-            yield module.get_parameter(name)
+        if isinstance(module, HasNormParameters):
+            yield from (module.get_parameter(name) for name in module.norm_parameters)
 
 
 def as_maps(x: Tensor, site: Site) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-State = dict[str, Tensor]
+from normexp.norms.contract import DeclaresOrder, MergesState, State
 
 
 def merge_state(module: nn.Module, start: State, parts: list[State], shares: list[float]) -> State:
@@ -17,11 +17,11 @@ def merge_state(module: nn.Module, start: State, parts: list[State], shares: lis
     """
     merged: State = {}
     for path, child in module.named_modules():
-        own = getattr(child, "merge_state", None)
-        if own is not None:
+        if isinstance(child, MergesState):
             prefix = f"{path}." if path else ""
             first, *ends = (_below(prefix, state) for state in (start, *parts))
-            merged |= {prefix + name: value for name, value in own(first, ends, shares).items()}
+            values = child.merge_state(first, ends, shares)
+            merged |= {prefix + name: value for name, value in values.items()}
     for name, first in parts[0].items():
         if name in merged:
             continue
@@ -35,6 +35,12 @@ def merge_state(module: nn.Module, start: State, parts: list[State], shares: lis
 
 def _below(prefix: str, state: State) -> State:
     return {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """True if a norm in `module` declares that its state must see samples in order."""
+    norms = (child for child in module.modules() if isinstance(child, DeclaresOrder))
+    return any(norm.sequential_state for norm in norms)
 
 
 def read_state(module: nn.Module) -> State:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, Loss, model_arguments
+from normexp.norms.contract import State
 from normexp.norms.moments import widen
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
-from normexp.norms.state import State, read_state
+from normexp.norms.state import read_state
 from normexp.training.module import TrainingModule
 from normexp.training.statistics import gather
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.data.dataset import Data
+from normexp.norms.contract import DeclaresVariance, HasMomentum, MergesState, State
 from normexp.norms.moments import Moments, pool, unbiased
 from normexp.norms.site import named_sites
-from normexp.norms.state import State, install_state, merge_state, read_state, write_state
+from normexp.norms.state import install_state, merge_state, read_state, write_state
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def _poolable(replicas: Replicas, group: Batch) -> Iterator[None]:
     """
     with ExitStack() as borrowed:
         for norm in _norms(replicas):
-            if hasattr(norm, "momentum"):
+            if isinstance(norm, HasMomentum):
                 borrowed.callback(setattr, norm, "momentum", norm.momentum)
                 norm.momentum = 1.0
         kinds = itertools.cycle(_kinds_of_variance(replicas.replica(0), group))
@@ -232,7 +233,7 @@ def _kind_of_variance(norm: nn.Module, x: Tensor) -> bool | None:
     for given in (first, second, torch.cat([first, second])):
         write_state(norm, start)
         norm(given)
-        num = torch.tensor(given.numel() // start["running_mean"].numel())
+        num = torch.tensor(given.numel() // start["running_mean"].numel(), device=given.device)
         ends.append({**read_state(norm), "num_values": num})
     *parts, whole = (end["running_var"] for end in ends)
     merged: dict[bool | None, Tensor] = {
@@ -250,12 +251,13 @@ def _norms(network: nn.Module) -> list[Any]:
 
 def _foreign_norms(network: nn.Module) -> Iterator[Any]:
     """Norms with running moments that the project does not know."""
-    return (n for n in _norms(network) if _has_moments(n) and not hasattr(n, "merge_state"))
+    return (n for n in _norms(network) if _has_moments(n) and not isinstance(n, MergesState))
 
 
-def _has_moments(module: nn.Module) -> bool:
+def _has_moments(module: nn.Module, *others: str) -> bool:
+    """True if its buffers are running mean, running variance and the `others`, or more."""
     names = {name for name, _ in module.named_buffers(recurse=False)}
-    return {"running_mean", "running_var"} <= names
+    return {"running_mean", "running_var", *others} <= names
 
 
 def _count_values(norm: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -286,10 +288,13 @@ def _undo_bessel(replicas: Replicas) -> None:
     A norm that averages biased variances has the attribute `unbiased_running_var = False`.
     """
     for norm in _norms(replicas):
-        is_unbiased = getattr(norm, "unbiased_running_var", True)
-        if _has_moments(norm) and hasattr(norm, "num_values") and is_unbiased:
+        if _has_moments(norm, "num_values") and not _averages_biased(norm):
             num = norm.num_values[..., None].to(norm.running_var.dtype)
             norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))
+
+
+def _averages_biased(norm: nn.Module) -> bool:
+    return isinstance(norm, DeclaresVariance) and not norm.unbiased_running_var
 
 
 def moment_gaps(replicas: Replicas, population: State) -> list[SiteGaps]:

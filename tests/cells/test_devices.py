@@ -24,7 +24,7 @@ from normexp.config.spec import CellSpec, rank_for
 from normexp.errors import UserError
 from normexp.records.samples import read_samples
 from normexp.train import main
-from normexp.training.stopping import StopRequest
+from normexp.training.stopping import TrainingControl
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
 
@@ -92,9 +92,9 @@ def test_each_rank_repeats_every_cell_of_a_stack(tmp_path: Path, monkeypatch: py
     cells = [prepare_cell(*compose_cell([*words, f"lr={lr}"])) for lr in (0.5, 0.05)]
     begun = create_stack([(cell, seed) for cell in cells for seed in (0, 1)])
     ranks: list[Stack] = []
-    monkeypatch.setattr(devices, "_spawn_ranks", lambda order, stop, _: order.train(0, stop, None))
+    monkeypatch.setattr(devices, "_spawn_ranks", lambda job, control: job.train(0, control))
     monkeypatch.setattr(devices, "train_stack", lambda stack, *_: ranks.append(stack))
-    devices.train_on_devices(begun, StopRequest(), None)
+    devices.train_on_devices(begun, TrainingControl())
     (stack,) = ranks
     assert (stack.lrs, stack.seeds) == ([0.5, 0.5, 0.05, 0.05], [0, 1, 0, 1])
     assert [cell.id for cell, _ in stack.runs] == [cell.id for cell, _ in begun.runs]

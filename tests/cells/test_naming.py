@@ -116,7 +116,7 @@ def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
     ("target", "knobs", "content"),
     [
         ("group.GroupNorm", {"num_groups": 4}, {"_target_": "norm/group"}),
-        ("power.PowerNorm", {"warmup": 1.0}, {"_target_": "norm/power", "version": 2}),
+        ("zoo.power.PowerNorm", {"warmup": 1.0}, {"_target_": "norm/power", "version": 2}),
     ],
 )
 def test_a_shipped_class_stands_by_its_choice_in_a_yaml_of_the_users(target, knobs, content):

@@ -23,7 +23,7 @@ from normexp.records.paths import LOCK_FILE, LOG_FILE, MEMBERS_FILE, seed_dir
 from normexp.records.result import Result, read_result, write_result
 from normexp.records.stacks import StackRecord, begin_stack, list_stacks
 from normexp.train import main
-from normexp.training.stopping import StopRequest
+from normexp.training.stopping import TrainingControl
 
 RATES = ["lr=0.05,0.5"]
 QUICK = ["steps=6", "log_every=2", "save_weights=false"]
@@ -119,9 +119,9 @@ def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
 def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
     """Also if the new command asks for fewer or more seeds and rates."""
     specs = specs_of(tmp_path)
-    stop = StopRequest()
-    stop.requested = True
-    assert {outcome.status for outcome in run_task(specs, stop=stop)} == {"stopped"}
+    control = TrainingControl()
+    control.stop.requested = True
+    assert {outcome.status for outcome in run_task(specs, control=control)} == {"stopped"}
     assert len(list(tmp_path.rglob("last.ckpt"))) == 1
     begun: list[StackRecord] = []
     (later,) = [each for each in specs_of(tmp_path, replicas=3) if each.cfg and each.cfg.lr > 0.1]

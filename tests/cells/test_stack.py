@@ -14,7 +14,7 @@ from normexp.config.compose import compose_cell
 from normexp.records.result import read_result
 from normexp.records.stacks import begin_stack
 from normexp.train import main
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, TrainingControl
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, 
     """A command line, and the path and content of its checkpoint after the first step."""
     words = ["norm=none", "steps=3", "replicas=1", f"runs_dir={tmp_path_factory.mktemp('runs')}"]
     cell = prepare_cell(*compose_cell(words))
-    stop = StopRequest()
-    stop.requested = True
+    control = TrainingControl()
+    control.stop.requested = True
     with pytest.raises(Interrupted):
-        train_stack(create_stack([(cell, 0)]), stop, None)
+        train_stack(create_stack([(cell, 0)]), control)
     checkpoint = cell.directory / "stacks" / "0-0" / "last.ckpt"
     return words, checkpoint, checkpoint.read_bytes()
 

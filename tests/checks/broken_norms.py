@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.deviations import (
+from normexp.norms.zoo.deviations import (
     BatchNormBiasedAverage,
     BatchNormNaiveVariance,
     BatchNormNoEps,

@@ -23,7 +23,7 @@ from normexp.checks.traits import TRAITS
 from normexp.norms.batch import BatchNorm
 from normexp.norms.causal import CausalGroupNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
-from normexp.norms.pointwise import NoNorm
+from normexp.norms.none import NoNorm
 from normexp.norms.rms import RMSNorm
 from normexp.norms.slots import Slots
 

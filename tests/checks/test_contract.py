@@ -18,7 +18,7 @@ from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
-from normexp.norms.power import PowerNorm
+from normexp.norms.zoo.power import PowerNorm
 
 Make = Callable[..., Any]
 

@@ -43,8 +43,8 @@ from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
+from normexp.norms.none import NoNorm
 from normexp.norms.per_position import BatchNormPerPosition
-from normexp.norms.pointwise import NoNorm
 from normexp.norms.slots import Slots
 from normexp.records.result import read_result
 from normexp.train import main

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from normexp.checks.probe import Probe, after_many_steps, cuts, holds, moves
-from normexp.norms.batch import BatchNorm, BatchRenorm
+from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.causal import CausalGroupNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
-from normexp.norms.pointwise import FrozenBatchNorm, NoNorm
+from normexp.norms.none import NoNorm
+from normexp.norms.zoo.batch import BatchRenorm
 
 
 def reads(function: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -18,9 +18,9 @@ from normexp.errors import UserError
 from normexp.models.surgery import ChannelsLast, replace_norms
 from normexp.models.timm import build_timm_model
 from normexp.models.torchvision import adapt_channels, build_torchvision_model
-from normexp.norms.batch import BatchRenorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import named_sites
+from normexp.norms.zoo.batch import BatchRenorm
 
 LAYER_NORM = taking_settings(layer_norm)
 BATCH_NORM = taking_settings(nn.BatchNorm2d)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.testing import assert_close
 
 from normexp.build import RESERVED_NORM_KEYS
-from normexp.norms.adapt import adapt
 from normexp.norms.state import read_state, write_state
 
 Norm = TypeVar("Norm", bound=nn.Module)
@@ -84,8 +84,9 @@ def num_dims_of(name: str) -> tuple[int, ...]:
 
 @cache
 def maker(name: str, **knobs: Any) -> Callable[[int], nn.Module]:
-    make = instantiate({**KNOBS_OF[name], **KNOBS.get(name, {}), **knobs})
-    return adapt(make, target=name, eps=EPS)
+    values = {**KNOBS_OF[name], **KNOBS.get(name, {}), **knobs}
+    has_eps = "eps" in inspect.signature(get_object(values["_target_"])).parameters
+    return instantiate(({"eps": EPS} if has_eps else {}) | values)
 
 
 def make_fresh(name: str, dtype: torch.dtype = torch.double) -> nn.Module:

@@ -13,7 +13,7 @@ from scipy.special import erf
 from torch import Tensor
 from torch.testing import assert_close
 
-from normexp.norms.deviations import BatchNormBiasedAverage
+from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 
 State = dict[str, Tensor]
 Formula = Callable[[Tensor, State], Tensor]

@@ -12,11 +12,11 @@ from norm_cases import EPS, SHAPES, C, gradients, make, random_tensor, randomize
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.norms.batch import BatchNorm
+from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, PositionNorm
 from normexp.norms.per_position import BatchNormPerPosition
-from normexp.norms.pointwise import FrozenBatchNorm
-from normexp.norms.rms import FilterResponseNorm, RMSNorm, SimpleRMSNorm
+from normexp.norms.rms import RMSNorm, SimpleRMSNorm
+from normexp.norms.zoo.response import FilterResponseNorm
 
 Make = Callable[..., nn.Module]
 BATCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

@@ -23,9 +23,9 @@ from normexp.norms.parts import (
     ScaledWeightStandardizedConv2d,
     WeightStandardizedConv2d,
 )
-from normexp.norms.rms import FilterResponseNorm
 from normexp.norms.site import norm_parameters
 from normexp.norms.slots import PLACES, SLOTS, Slots, changed, resolve, set_but_unused
+from normexp.norms.zoo.response import FilterResponseNorm
 
 
 @pytest.mark.parametrize(

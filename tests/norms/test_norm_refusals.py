@@ -11,12 +11,13 @@ from norm_cases import KNOBS, NEED_POSITIONS, PER_POSITION, RUNNING, C, make, ma
 from torch import nn
 
 from normexp.errors import UserError
-from normexp.norms.batch import BatchNorm, BatchRenorm, GhostBatchNorm
+from normexp.norms.batch import BatchNorm, GhostBatchNorm
 from normexp.norms.group import GroupNorm
-from normexp.norms.mixtures import ModeNorm
-from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
-from normexp.norms.rms import BHyT, GatedRMSNorm
-from normexp.norms.taper import TaperNorm
+from normexp.norms.zoo.batch import BatchRenorm
+from normexp.norms.zoo.mixtures import ModeNorm
+from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
+from normexp.norms.zoo.rms import BHyT, GatedRMSNorm
+from normexp.norms.zoo.taper import TaperNorm
 
 RENORM = {"r_max": 3, "d_max": 5, "warmup": 0, "r_ramp_end": 0, "d_ramp_end": 0}
 RENORM["num_training_steps"] = 10

@@ -11,11 +11,12 @@ from norm_cases import EPS, C, gradients, make, make_fresh, random_mask, random_
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.norms.batch import BatchNorm, BatchRenorm, EvalNorm, GhostBatchNorm
-from normexp.norms.power import MovingAverageBatchNorm, PowerNorm
+from normexp.norms.batch import BatchNorm, GhostBatchNorm
 from normexp.norms.site import Site
 from normexp.norms.state import merge_state, read_state
-from normexp.norms.taper import TaperNorm
+from normexp.norms.zoo.batch import BatchRenorm, EvalNorm
+from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
+from normexp.norms.zoo.taper import TaperNorm
 
 SHARES = {"num_training_steps": 10}
 

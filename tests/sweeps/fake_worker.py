@@ -15,7 +15,7 @@ from normexp.records.history import read_history
 from normexp.records.paths import LOCK_FILE, seed_dir
 from normexp.records.result import Result, read_records, write_result
 from normexp.records.stacks import StackRecord, begin_stack, end_stack, list_stacks
-from normexp.training.stopping import StopRequest
+from normexp.training.stopping import StopRequest, TrainingControl
 
 OnBegin = Callable[[StackRecord, Sequence[str]], None]
 OnSteps = Callable[[int, int], None]
@@ -26,10 +26,11 @@ def die() -> None:
 
 
 def run_task(
-    specs: Sequence[CellSpec], on_begin: OnBegin, on_steps: OnSteps | None, stop: StopRequest
+    specs: Sequence[CellSpec], on_begin: OnBegin, control: TrainingControl
 ) -> list[Outcome]:
     if len(specs) == 1:
-        return [run_cell(specs[0], on_begin, on_steps or (lambda *_: None), stop)]
+        on_steps = control.on_steps or (lambda *_: None)
+        return [run_cell(specs[0], on_begin, on_steps, control.stop)]
     acts = {spec.cfg.act: Path(spec.cfg.runs_dir, "died") for spec in specs if spec.cfg}
     if "die together" in acts:
         die()

@@ -23,7 +23,7 @@ from training_cases import (
 
 from normexp.batching.replicas import Batch
 from normexp.norms.factory import NormFactory
-from normexp.norms.pointwise import NoNorm
+from normexp.norms.none import NoNorm
 from normexp.training.diagnostics import Diagnostics, measure_sites
 
 

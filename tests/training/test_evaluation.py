@@ -26,11 +26,11 @@ from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Data, Examples, Windows
 from normexp.models.gpt import GPT
 from normexp.norms.batch import BatchNorm
-from normexp.norms.deviations import BatchNormBiasedAverage
 from normexp.norms.factory import NormFactory
 from normexp.norms.moments import Moments
 from normexp.norms.site import named_sites
 from normexp.norms.state import write_state
+from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 from normexp.training import statistics
 from normexp.training.evaluation import EvaluationPlan
 from normexp.training.module import TrainingModule

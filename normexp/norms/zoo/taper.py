@@ -12,14 +12,8 @@ from normexp.errors import UserError
 from normexp.norms.affine import Affine, over_channels
 from normexp.norms.moments import measure_mean
 from normexp.norms.rms import inverse_rms
-from normexp.norms.running import (
-    NUM_TRAINING_STEPS,
-    RunningNorm,
-    before_step,
-    group_dims,
-    linear_ramp,
-    shares_to_steps,
-)
+from normexp.norms.running import RunningNorm, group_dims
+from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS, before_step, linear_ramp, shares_to_steps
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -1,0 +1,171 @@
+"""Batch norms that change how statistics are taken.
+
+L1BatchNorm   the mean absolute deviation in place of the standard deviation
+EvalNorm      a sample's own moments count in evaluation as they did in training
+BatchRenorm   corrected towards the running averages in training
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from normexp.errors import UserError
+from normexp.norms.affine import NO_AFFINE, Affine, over_channels
+from normexp.norms.moments import Moments, centre, measure_mean
+from normexp.norms.running import (
+    RunningMomentsNorm,
+    RunningNorm,
+    group_dims,
+    measure_samples,
+    normalize_groups,
+)
+from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS, before_step, linear_ramp, shares_to_steps
+
+GAUSSIAN = math.sqrt(math.pi / 2)
+
+
+class L1BatchNorm(RunningNorm):
+    """(x - mean) / (s + eps) * weight + bias, s = sqrt(pi / 2) * mean(|x - mean|), as batch norm.
+
+    Pools all samples and positions, without a square or a root. Evaluation uses the running
+    averages of mean and s, without a correction for the number of values. L1BN of arXiv:1802.09769,
+    which leaves the factor sqrt(pi / 2) to `weight`. arXiv:1803.01814 has the factor, which makes s
+    the standard deviation of a normal distribution, and mentions no eps.
+
+    For a step in parts or in ghost groups, s is averaged over the parts, each about its own mean.
+    """
+
+    averages = {"running_mean": 0.0, "running_deviation": 1.0}
+    running_mean: Tensor
+    running_deviation: Tensor
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        dims = group_dims(x)
+        mean, count = measure_mean(x, real, dims)
+        centred = centre(x, mean, real)
+        absolute, _ = measure_mean(centred.abs(), real, dims)
+        deviation = GAUSSIAN * absolute
+        self.move_averages(count, running_mean=mean, running_deviation=deviation)
+        return affine.apply(centred, 1 / (deviation + self.eps), axis=2)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        mean = over_channels(self.running_mean, x, axis=2)
+        deviation = over_channels(self.running_deviation, x, axis=2)
+        return affine.apply(x - mean, 1 / (deviation + self.eps), axis=2)
+
+
+class EvalNorm(RunningMomentsNorm):
+    """Batch norm in training; in evaluation a sample's own moments keep their training weight.
+
+    With m_i, v_i the moments of sample i over its positions, m, v the running averages and
+    a = 1/B, evaluation normalizes by
+
+        mean_i = a m_i + (1 - a) m,    var_i = a v_i + (1 - a) v + a (1 - a) (m_i - m)^2,
+
+    the moments of a batch of sample i and B - 1 average others, as in training. For large B it is
+    batch norm. B is measured, not set: a is the running average of 1 over the number of samples
+    that shared statistics in training, and 1/2 before training.
+
+    EvalNorm, arXiv:1904.06031, learns its weights per layer with an extra loss, to reproduce the
+    outputs of training; without noise this would give a = 1/B. epfml/ghost-noise uses 1/B^2, and
+    the biased variance in its running averages.
+    """
+
+    running_share: Tensor
+
+    def add_state(self) -> None:
+        super().add_state()
+        self.register_buffer("running_share", torch.tensor(0.5))
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        with torch.no_grad():
+            share = 1 / x.shape[1]
+            if real is not None:  # the samples with a real position in each group count
+                samples = real.flatten(2).any(dim=2).sum(dim=1)  # (G,)
+                share = (1 / samples.clamp(min=1).to(x.dtype)).mean()
+            weight = self.new_weight(self.num_batches_tracked + 1, self.running_share.dtype)
+            self.running_share.mul_(1 - weight).add_(weight * share)
+        return super().normalize_by_batch(x, real, affine)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        means, variances, _ = measure_samples(x, real)
+        mean, var = self.averages_like(x)
+        share = self.running_share.to(x.dtype).clamp(max=1)
+        between = share * (1 - share) * (means - mean).square()
+        var = share * variances + (1 - share) * var + between
+        centred = x - (share * means + (1 - share) * mean)
+        return affine.apply(centred, torch.rsqrt(var + self.eps), axis=2)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class BatchRenorm(RunningMomentsNorm):
+    """((x - mean) / std * r + d) * weight + bias, moments over all samples and positions.
+
+    With std = sqrt(var + eps), of the batch (B) and of the running averages before the step (R),
+
+        r = clip(std_B / std_R, 1 / r_max, r_max),  d = clip((mean_B - mean_R) / std_R, +-d_max),
+
+    and no gradient flows through r and d. Where neither is clipped, the training output equals the
+    evaluation output with these averages. For the share `warmup` of the training, r = 1 and d = 0,
+    which is batch norm; then the bounds grow linearly. Evaluation as batch norm. arXiv:1702.03275:
+    batch norm for 5000 steps, r_max up to 3 at step 40000, d_max up to 5 at 25000, momentum 0.01;
+    the shares in conf/norm have the same proportions.
+
+    The paper averages the biased std, ludvb/batchrenorm the std with eps added outside the root;
+    here it is the unbiased variance, as in batch norm, so that parts of a step merge exactly.
+
+    Args:
+        r_max, d_max: final bounds.
+        warmup: share of the training with batch norm alone.
+        r_ramp_end, d_ramp_end: shares of the training after which the bounds are final.
+    """
+
+    r_max: float
+    d_max: float
+    warmup: float
+    r_ramp_end: float
+    d_ramp_end: float
+    num_training_steps: int = NUM_TRAINING_STEPS
+
+    def add_state(self) -> None:
+        super().add_state()
+        if self.r_max < 1 or self.d_max < 0:
+            raise UserError(
+                f"r_max={self.r_max}, d_max={self.d_max}: r_max must be 1 or more, d_max 0 or "
+                "more; try norm.r_max=3 norm.d_max=5"
+            )
+        warmup, ends = self.warmup, {"r_ramp_end": self.r_ramp_end, "d_ramp_end": self.d_ramp_end}
+        self.warmup_steps, self.r_steps, self.d_steps = shares_to_steps(
+            self.num_training_steps, warmup=warmup, **ends
+        )
+        for key, end in ends.items():
+            if end < warmup:
+                raise UserError(
+                    f"{key}={end} lies before warmup={warmup}; try norm.{key}={warmup} or more"
+                )
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        out, moments = normalize_groups(x, real, NO_AFFINE, self.eps)
+        r, d = self._corrections(moments)
+        self.advance(moments)
+        return affine.apply(torch.addcmul(d, out, r), axis=2)
+
+    @torch.no_grad()
+    def _corrections(self, moments: Moments) -> tuple[Tensor, Tensor]:
+        """Returns r and d of the coming step, shaped as the moments (G, 1, C, 1, ...)."""
+        mean, var, _ = moments
+        averages = (self.running_mean, self.running_var)
+        old_mean, old_var = (before_step(old, mean.dtype).view(mean.shape[1:]) for old in averages)
+        step = before_step(self.num_batches_tracked, mean.dtype) + 1
+        r_bound = 1 + (self.r_max - 1) * linear_ramp(step, self.warmup_steps, self.r_steps)
+        d_bound = self.d_max * linear_ramp(step, self.warmup_steps, self.d_steps)
+        old_scale = torch.rsqrt(old_var + self.eps)
+        r = torch.sqrt(var + self.eps) * old_scale
+        d = (mean - old_mean) * old_scale
+        r = torch.minimum(torch.maximum(r, 1 / r_bound), r_bound)
+        return r, torch.minimum(torch.maximum(d, -d_bound), d_bound)

@@ -1,0 +1,142 @@
+"""Relatives of RMS norm, which pool the channels of each position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normexp.norms.affine import Affine, AffineNorm, over_channels
+from normexp.norms.rms import RMSNorm, inverse_rms
+
+
+class PreAffineRMSNorm(RMSNorm):
+    """RMS norm of p * x, with a second learned weight p (C,) before the statistics.
+
+    p is `pre_weight` and starts at 1; a large p lets one channel set the scale of all others.
+    arXiv:2601.22966.
+    """
+
+    def add_state(self) -> None:
+        self.pre_weight = nn.Parameter(torch.ones(self.num_features))
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        return super().normalize(x * over_channels(self.pre_weight, x), real, affine)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class GatedRMSNorm(RMSNorm):
+    """y * sigmoid(U silu(D y)) with y the RMS norm of x: a low-rank gate of each channel.
+
+    D (rank, C) is `down.weight`, U (C, rank) `up.weight`. arXiv:2601.22966, which does not say
+    where they start; as in kubotadaichi/gated-norm-experiment it is torch's default for linear
+    layers, so that all gates begin near 1/2. Under autocast both are applied in half precision.
+
+    Args:
+        rank: numbers between D and U; 16 in the paper.
+    """
+
+    rank: int
+
+    def add_state(self) -> None:
+        self.require_positive("rank", 16)
+        self.down = nn.Linear(self.num_features, self.rank, bias=False)
+        self.up = nn.Linear(self.rank, self.num_features, bias=False)
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        y = super().normalize(x, real, affine).movedim(1, -1)  # (N, *, C)
+        inner = F.silu(F.linear(y, self.down.weight.to(y.dtype)))
+        return (y * F.linear(inner, self.up.weight.to(y.dtype)).sigmoid()).movedim(-1, 1)
+
+
+class SeeDNorm(AffineNorm):
+    """x / sqrt(mean_C(x^2) + eps) * (weight + alpha * tanh(sum_C(beta * x))).
+
+    RMS norm with a gain that depends on x. Pools C at each position. alpha (C,) starts at 1 and
+    beta (C,) at 0, where it is RMS norm. arXiv:2510.22777, without its form with several heads, as
+    in swiss-ai/Megatron-LM (torch_norm.py).
+    """
+
+    has_bias = False
+
+    def add_state(self) -> None:
+        self.alpha = nn.Parameter(torch.ones(self.num_features))
+        self.beta = nn.Parameter(torch.zeros(self.num_features))
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        alpha, beta = (over_channels(v, x) for v in (self.alpha, self.beta))
+        gain = alpha * torch.tanh((beta * x).sum(dim=1, keepdim=True))  # (N, C, *)
+        gain = gain + (1 if affine.weight is None else over_channels(affine.weight, x))
+        return x * inverse_rms(x, self.eps) * gain
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class BHyT(AffineNorm):
+    """tanh(alpha / kappa * x / sqrt(mean_C(x^2) + eps)) * weight, with one learned alpha.
+
+    DyT of RMS-normalized values, which |alpha| / kappa sqrt(C) bounds, so that the tanh does not
+    saturate in depth. Pools C at each position. arXiv:2601.09719; this is BHyT* of the authors'
+    code (MLAI-Yonsei/BHyT). Plain BHyT estimates the mean square at the second norm of a block
+    from that of the first, which a norm by itself cannot.
+
+    Args:
+        alpha_init: initial alpha; the code's default is 2, its scripts try 1 to 5.
+        kappa: the divisor; it also makes the steps of alpha kappa times as short.
+    """
+
+    has_bias = False
+
+    alpha_init: float = 2.0
+    kappa: float = 10.0
+
+    def add_state(self) -> None:
+        self.require_positive("kappa", 10)
+        self.alpha = nn.Parameter(torch.tensor(float(self.alpha_init)))
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        scale = self.alpha.to(x.dtype) / self.kappa * inverse_rms(x, self.eps)
+        return affine.apply(torch.tanh(x * scale))
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ScaleNorm(AffineNorm):
+    """g * x / sqrt(sum_C(x^2) + C * eps), with one learned g. Pools C at each position.
+
+    g is the parameter `weight` () and starts at sqrt(C), where the norm is RMS norm.
+    arXiv:1910.05895. The paper has g * x / |x|; implementations bound |x| from below by eps. Some
+    learn g / sqrt(C), from 1, which a step of the learning rate moves sqrt(C) times as far.
+    """
+
+    affine: bool = field(default=False, init=False)
+
+    def add_state(self) -> None:
+        self.weight = nn.Parameter(torch.tensor(self.num_features**0.5))
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        assert affine.weight is not None
+        weight = affine.weight / self.num_features**0.5
+        return x * (weight * inverse_rms(x, self.eps))
+
+
+class CRMSNorm(AffineNorm):
+    """x / sqrt((sum_C(x^2) + sum_C(x)^2) / (C + 1) + eps) * weight: compressed RMS norm.
+
+    Pools C at each position. arXiv:2305.14858. The channels are a vector of mean zero without its
+    last coordinate, minus the sum of the others; this is the RMS norm, and the layer norm, of the
+    whole vector. The authors' code has no weight. The paper also changes the layers around the
+    norm, so that C coordinates carry what C + 1 did, which a norm alone cannot.
+    """
+
+    has_bias = False
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        squares = x.square().sum(dim=1, keepdim=True)  # (N, 1, *)
+        dropped = x.sum(dim=1, keepdim=True)  # minus the dropped coordinate
+        mean_square = (squares + dropped.square()) / (self.num_features + 1)
+        return affine.apply(x * torch.rsqrt(mean_square + self.eps))
