@@ -125,7 +125,7 @@ def measured_versions() -> str:
 
 
 def trained_as(spec: CellSpec, history: History) -> CellSpec:
-    """The cell that is trained in place of a cell, see `AliasEntry`; without one the cell itself."""
+    """The cell that is trained in place of a cell, see `AliasEntry`; usually the cell itself."""
     same_as = history.same_as(spec.id, measured_versions())
     if same_as == spec.id:
         return spec
@@ -137,7 +137,7 @@ def trained_as(spec: CellSpec, history: History) -> CellSpec:
 
 
 def evaluations_of(spec: CellSpec) -> dict[str, int]:
-    """What a config asks evaluation.json to hold: `precise` or `batch<k>` to a number of samples."""
+    """What evaluation.json must hold as `asked`, see `has_evaluations`."""
     cfg = spec.cfg
     assert cfg is not None
     asked = {"precise": cfg.precise_samples} if "precise" in cfg.evaluate_with else {}

@@ -125,7 +125,9 @@ def read_result(path: Path) -> Result:
             "or take another study=..."
         )
     try:
-        result = Result(**content | {"status": Status(content.get("status"))})
+        if (status := content.get("status")) in RECORDED:
+            content["status"] = Status(status)
+        result = Result(**content)
     except (TypeError, ValueError) as error:  # TypeError: a key is missing or unknown
         raise UserError(f"{path} was edited by hand: {error}; remove it, and {again}") from error
     if (result.cell_id, result.seed) != (run_dir.parent.name, seed_of(run_dir)):

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from normexp.config.rules import format_count
 from normexp.config.outcome import Outcome
+from normexp.config.rules import format_count
 from normexp.config.spec import CellSpec, format_duration
 from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, list_runs

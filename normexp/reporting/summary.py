@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from shlex import join, quote
 
-from normexp.config.rules import format_count
 from normexp.config.outcome import Outcome
+from normexp.config.rules import format_count
 from normexp.config.spec import CellSpec, study_words
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import DONE, Result, Status, values_of
@@ -174,7 +174,9 @@ def _shown(outcome: Outcome, *, in_header: str) -> str:
     spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
     told = [f"{label}{statistics.mean(values):.4f}{spread}"] if values else []
     told += [outcome.error] if outcome.error else []
-    diverged = [run.diverged_at_step or 0 for run in outcome.results if run.status == Status.DIVERGED]
+    diverged = [
+        run.diverged_at_step or 0 for run in outcome.results if run.status == Status.DIVERGED
+    ]
     stopped = [run.steps for run in outcome.results if run.stopped]
     for end, own, steps in (
         ("diverged", diverged, sorted(set(diverged))),

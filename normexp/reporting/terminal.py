@@ -197,7 +197,10 @@ def _next(status: StudyStatus) -> list[str]:
     elif not commands and most:
         commands, tries = status.unfinished_commands(with_exhausted=True), most + 1
         purpose = "runs have failed as often as max_attempts allows; to try once more"
-    again = [_again(status.root, each, max_attempts=tries) for each in commands or status.history.commands]
+    again = [
+        _again(status.root, each, max_attempts=tries)
+        for each in commands or status.history.commands
+    ]
     if not again:
         return ["incomplete, and study.jsonl holds no command to type again"]
     return [f"{purpose}, type again:", *(f"  {line}" for line in dict.fromkeys(again))]

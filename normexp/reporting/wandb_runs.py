@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from normexp.config.process import is_under_agent
 from normexp.config.outcome import Outcome
+from normexp.config.process import is_under_agent
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics

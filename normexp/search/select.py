@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from normexp.config.rules import in_identity
 from normexp.config.outcome import Outcome
+from normexp.config.rules import in_identity
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.history import SearchEntry, append_entries, read_history
@@ -21,7 +21,6 @@ from normexp.reporting.terminal import open_console, text_table
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
 from normexp.sweeps.sweep import raise_if_stopped, run_cells
-
 
 
 @dataclass

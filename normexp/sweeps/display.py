@@ -72,7 +72,9 @@ class Display(logging.Handler):
             return
         done = sum(self.counts.values())
         count = f"[{done}/{len(self.titles)}]"
-        duration = f" in {format_duration(outcome.seconds)}" if outcome.status is Status.FINISHED else ""
+        duration = (
+            f" in {format_duration(outcome.seconds)}" if outcome.status is Status.FINISHED else ""
+        )
         word, _, rest = outcome.error.partition(": ")  # the refused word, perhaps in the title
         reason = rest if word in title.split() else outcome.error
         error = f": {reason}" if reason else ""

@@ -56,7 +56,9 @@ def launch_cells(
     launched = {position for group in groups for position in group}
     with messages_to_stderr():
         return [
-            outcome_of_job(walk, position, error) if position in launched else walk.outcome(position)
+            outcome_of_job(walk, position, error)
+            if position in launched
+            else walk.outcome(position)
             for position in range(len(cells))
         ]
 

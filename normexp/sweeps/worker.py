@@ -121,7 +121,9 @@ def work(
                 elif positions not in was_busy:  # else its process has just died, or ends now
                     has_taken = True
                     report(StackTaken(positions))
-                    outcomes = _train(walk, dict(zip(positions, cells, strict=True)), report, control)
+                    outcomes = _train(
+                        walk, dict(zip(positions, cells, strict=True)), report, control
+                    )
                     report(StackEnded(outcomes))
                     if _may_affect_next(outcomes.values()):
                         return False
