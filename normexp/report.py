@@ -21,7 +21,6 @@ def main(words: list[str]) -> int:
         metric=options["metric"],
         tolerance=options["tolerance"],
         watch=options["watch"],
-        log_wandb=bool(options["log"]),
     )
     return 0
 

@@ -189,6 +189,7 @@ KEYS = {
     # Keys of groups; not every choice has them.
     **{f"norm.{name}": key for name, key in SLOT_KEYS.items()},
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),
+    "norm.synchronized": Key(FLAG.or_null(), identity=False),  # counted in norm_batch_size
     "model.weights": Key(TEXT.or_null(), identity=False),  # a digest of the content counts instead
     "model.replace": Key(list_of(TEXT).or_null()),
     "data.limit_train": Key(COUNT.or_null(), "samples, for texts blocks"),
@@ -284,7 +285,6 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "metric": TEXT.or_null(),
         "tolerance": NOT_NEGATIVE.or_null(),
         "watch": FLAG,
-        "log": list_of(one_of("wandb")).or_null(),
     },
     "status": {"study": NAME, "runs_dir": FOLDER},
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from normexp.config.help import CUSTOM_GROUPS
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
-from normexp.records.identity import differences
+from normexp.records.identity import cell_id, differences
 from normexp.records.result import Result
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class CellSpec:
         choices: the choice in each config group, as `compose_cell` returns them.
         title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
         overrides: all its typed overrides, one value per key.
+        mixes_samples: False once the norm is known not to mix samples, so that neither
+            norm_batch_size nor devices split any statistics; see `without_norm_batch_size`.
     """
 
     cfg: DictConfig | None
@@ -72,6 +75,54 @@ class CellSpec:
     title: str
     error: str = ""
     overrides: Sequence[str] = ()
+    mixes_samples: bool = True
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The canonical content of the cell, which its id hashes; see `config.identity`.
+
+        Of a cell that does not compose: its words.
+        """
+        if self.cfg is None:
+            return {"overrides": list(self.overrides) or [self.title]}
+        from normexp.config.identity import identity_of
+
+        return identity_of(self._plain(), self.choices, mixes_samples=self.mixes_samples)
+
+    @cached_property
+    def id(self) -> str:
+        """The id of the cell: a readable slug and a hash of its identity.
+
+        Needs neither torch nor the data: the files that the config names are read instead.
+        """
+        if self.cfg is None:
+            return cell_id(self.identity, [])
+        from normexp.config.identity import id_of
+
+        return id_of(self._plain(), self.choices, self.identity)
+
+    def _plain(self) -> dict[str, Any]:
+        from omegaconf import OmegaConf
+
+        values: Any = OmegaConf.to_container(self.cfg, resolve=True)  # type: ignore[arg-type]
+        return values
+
+    def with_values(self, values: Mapping[str, Any]) -> CellSpec:
+        """The same cell with other values, by dotted key: `{"lr": 0.1}`."""
+        from omegaconf import OmegaConf
+
+        cfg = copy.deepcopy(self.cfg)
+        for key, value in values.items():
+            OmegaConf.update(cfg, key, value)  # type: ignore[arg-type]
+        return replace(self, cfg=cfg)
+
+    @cached_property
+    def without_norm_batch_size(self) -> CellSpec:
+        """The cell that stands for this one if the norm does not mix samples.
+
+        Its norm_batch_size is null and its devices split no statistics; all else is equal.
+        """
+        return replace(self.with_values({"norm_batch_size": None}), mixes_samples=False)
 
     @property
     def seeds(self) -> list[int]:
@@ -83,6 +134,11 @@ class CellSpec:
     @property
     def study_dir(self) -> Path | None:
         return None if self.cfg is None else Path(self.cfg.runs_dir) / self.cfg.study
+
+    @property
+    def directory(self) -> Path | None:
+        """The folder of the cell in its study; None if the config does not compose."""
+        return None if self.study_dir is None else self.study_dir / self.id
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from normexp.reporting.report import Report, build_report, cell_details
 from normexp.reporting.style import order_norms
 from normexp.reporting.tables import to_csv
 from normexp.reporting.terminal import print_report
-from normexp.reporting.wandb_runs import log_to_wandb
 
 PNG_SCALE = 2.0  # pixels per point of the figure
 LOOK_EVERY = 2.0  # seconds between checks for new results
@@ -48,16 +47,15 @@ def publish(
     metric: str | None,
     tolerance: float | None,
     watch: bool,
-    log_wandb: bool,
 ) -> None:
     """Writes and prints the report of the studies.
 
     With `watch`, writes it again whenever results appear, until Ctrl-C, and the page reloads
-    itself. W&B gets the first report.
+    itself.
 
     Raises:
         UserError: a study that is missing or empty, a metric that no run has, a folder that cannot
-            be written, or W&B refuses.
+            be written.
     """
 
     def write(reload_seconds: int | None) -> Report:
@@ -69,8 +67,6 @@ def publish(
     report = write(RELOAD_EVERY if watch else None)
     print_report(report)
     print(f"\nreport: {report.directory / 'index.html'}")
-    if log_wandb:
-        print(log_to_wandb(report))
     if watch:
         print("watching for new results; Ctrl-C stops", flush=True)
         with suppress(KeyboardInterrupt):

@@ -18,7 +18,6 @@ from normexp.errors import UserError
 from normexp.records.history import History, read_history
 from normexp.reporting.cells import build_cells
 from normexp.reporting.charts import Figure
-from normexp.reporting.compare import Change, compare_studies, difference_table
 from normexp.reporting.curves import read_curves, seed_curves
 from normexp.reporting.figures import draw_figures
 from normexp.reporting.frame import StudyRecords, config_columns, metric_names, read_studies
@@ -59,7 +58,6 @@ class Report:
     """The content of a report's folder.
 
     sections: answers over several data sets first, then a section per slice
-    changes: the later studies against the first
     tuning: the curves of the searches that belong to these studies
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
@@ -69,7 +67,6 @@ class Report:
     title: str
     directory: Path
     sections: list[Section]
-    changes: list[Change]
     tables: list[Table]
     tuning: list[Figure]
     cells: pd.DataFrame
@@ -79,11 +76,8 @@ class Report:
     problems: list[str]
 
     @property
-    def main_table(self) -> Table:
-        """The table of differences between studies if there are several, else that of cells."""
-        return {table.name: table for table in self.tables}[
-            "differences" if self.changes else "cells"
-        ]
+    def cell_table(self) -> Table:
+        return next(table for table in self.tables if table.name == "cells")
 
     @property
     def figures(self) -> list[Figure]:
@@ -108,7 +102,6 @@ def build_report(
     cells = build_cells(records)
     slices = build_slices(cells, runs, metric=metric, tolerance=tolerance)
     answers = answer_slices(slices)
-    changes = compare_studies(cells, runs, metric) if len(names) > 1 else []
     styles = assign_styles(cells["norm"])
     sections = [Section(answer, draw_figures(answer.parts[0], styles)) for answer in answers]
     if len(names) == 1:
@@ -125,8 +118,7 @@ def build_report(
         title=" and ".join(names),
         directory=runs_dir / "+".join(names) / "report",
         sections=sections,
-        changes=changes,
-        tables=[difference_table(changes), *tables] if changes else tables,
+        tables=tables,
         tuning=draw_tuning([runs_dir / name for name in searched]),
         cells=cells,
         runs=runs,

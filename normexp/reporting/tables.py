@@ -26,7 +26,7 @@ from normexp.reporting.metric import (
 from normexp.reporting.sentences import Answer
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.stats.family import ALPHA, p_value
-from normexp.stats.interval import Interval, iqm, mean, median, paired_difference, smallest_step
+from normexp.stats.interval import Interval, paired_difference
 from normexp.stats.sensitivity import Sensitivity, Threshold
 
 LATEX = str.maketrans(
@@ -43,8 +43,8 @@ LATEX = str.maketrans(
         "·": r"$\cdot$",
     }
 )
-STATISTICS = {"mean": mean, "median": median, "IQM": iqm}
-NUMBERS = [f"{name}{end}" for name in STATISTICS for end in ("", " low", " high")]
+NUMBERS = ["mean", "mean low", "mean high"]
+MEAN = "mean [95 % interval]"
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def show(value: Any) -> str:
 def cell_table(
     cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None, tolerance: float | None
 ) -> Table:
-    """A row per cell: its sizes, the mean with interval, median, IQM, and every count.
+    """A row per cell: its sizes, the mean with its interval, and every count.
 
     Each cell shows the requested metric, or the first of PREFERRED that it has.
     """
@@ -169,32 +169,24 @@ def cell_table(
         lambda cell: choose_metric(own[cell], metric) or choose_metric(available, metric)
     )
     table = pd.concat(
-        _with_statistics(same, runs, describe_metric(name, tolerance))
+        _with_mean(same, runs, describe_metric(name, tolerance))
         for name, same in cells.groupby(names.fillna(metric or PREFERRED[0]), sort=False)
     )
-    shown = [f"{name} [95 % interval]" for name in STATISTICS]
     columns = [
         *("norm", "model", "data", "setting", "batch size", "norm batch size", "lr", "metric"),
-        *(*shown, "n", "seeds", "diverged", "failed", "missing", "note", "directory"),
+        *(MEAN, "n", "seeds", "diverged", "failed", "missing", "note", "directory"),
     ]
     frame = _name_sizes(table.loc[cells.index], "any").assign(directory=cells["cell"])
-    aside = [*shown[1:], "seeds", "directory"]
-    return Table("cells", "Cells", columns, frame, NUMBERS, aside)
+    return Table("cells", "Cells", columns, frame, NUMBERS, ["seeds", "directory"])
 
 
-def _with_statistics(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
-    """Adds mean, median and IQM of the metric, as texts and as NUMBERS, and a note."""
+def _with_mean(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
+    """Adds the mean of the metric, as text and as NUMBERS, and a note."""
     values = values_of(runs[runs["cell"].isin(cells["cell"])], metric)
-    steps = {data: smallest_step(values[own]) for data, own in cells.groupby("data")["cell"]}
     table = summarize(cells, values, metric).assign(metric=metric.label)
-    for name, statistic in STATISTICS.items():
-        found = [
-            statistic(values[cell].dropna(), step=steps[data], bounds=metric.bounds)
-            for cell, data in cells[["cell", "data"]].itertuples(index=False)
-        ]
-        table[f"{name} [95 % interval]"] = [_with_level(one, metric) for one in found]
-        for end, key in {"": "estimate", " low": "low", " high": "high"}.items():
-            table[f"{name}{end}"] = [getattr(one, key) for one in found]
+    table = table.assign(
+        **{MEAN: table["text"], "mean low": table["low"], "mean high": table["high"]}
+    )
     return table.assign(note=[_note(row, metric) for row in plain_rows(table)])
 
 
@@ -215,13 +207,6 @@ def _note(row: Row, metric: Metric) -> str:
         "all seeds equal: no interval": row["n"] > 1 and row["low"] is None,
     }
     return "; ".join(text for text, applies in told.items() if applies)
-
-
-def _with_level(interval: Interval, metric: Metric) -> str:
-    """Formats an interval; one of another level than 95 %, as the median's at n = 5, says so."""
-    differs = interval.low is not None and abs(interval.level - 0.95) > 0.0005
-    note = f" ({interval.level:.1%})".replace("%", " %") if differs else ""
-    return format_interval(interval, metric.digits) + note
 
 
 def size_table(part: Slice) -> Table:

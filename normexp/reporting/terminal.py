@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from normexp.reporting.report import Report
 
 PIPE_WIDTH = 200  # characters, without a terminal
-# Columns of a report's main table that only the files and the page show.
-LEFT_OUT = (
-    *("median [95 % interval]", "IQM [95 % interval]", "n", "seeds", "diverged", "failed"),
-    *("missing", "directory", "before", "after", "before: mean", "after: mean"),
-)
+# Columns of a report's table of cells that only the files and the page show.
+LEFT_OUT = (*("n", "seeds", "diverged", "failed", "missing", "directory"),)
 WRAPPED = ("note", "setting")
 MAX_ROWS = 40
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
@@ -55,7 +52,7 @@ def print_report(report: Report) -> None:
     """Counts, the main table, the verdict, and what is missing."""
     console = open_console()
     console.out(f"{report.title}: {report.counts}")
-    _print_main_table(console, report)
+    _print_cells(console, report)
     for section in report.sections:
         console.out(f"\n{section.answer.heading}", style="bold")
         if section.answer.measured_on:
@@ -64,31 +61,24 @@ def print_report(report: Report) -> None:
             console.out(f"- {one.text}")
         if section.answer.note:
             console.out(section.answer.note, style="dim")
-    for change in report.changes:
-        for line in [*change.config, *change.environment, *change.alone]:
-            console.out(f"  {line}")
     for line in report.waiting:
         console.out(f"not ended: {line}", style="dim")
     for problem in report.problems:
         console.out(f"not read: {problem}", style="red")
 
 
-def _print_main_table(console: Console, report: Report) -> None:
-    table = report.main_table
-    if table.frame.empty:
-        console.out("no cell is in both studies: nothing to compare", style="red")
-        return
+def _print_cells(console: Console, report: Report) -> None:
+    table = report.cell_table
     same, texts = table.split()
     texts = texts.drop(columns=[name for name in LEFT_OUT if name in texts])
     console.out(", ".join(f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT))
-    counts = table.frame.get("count")
-    if counts is not None:
-        texts["seeds"] = counts
+    counts = table.frame["count"]
+    texts["seeds"] = counts
     drawn = text_table(map(str, texts), texts.head(MAX_ROWS).to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
         column.no_wrap = name not in WRAPPED
     console.print(drawn, soft_wrap=True)
-    if counts is not None and counts.str.contains("[×!?]").any():
+    if counts.str.contains("[×!?]").any():
         console.out("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
     if len(texts) > MAX_ROWS:
         console.out(f"... and {len(texts) - MAX_ROWS} more rows in tables/{table.name}.md")

@@ -1,27 +1,19 @@
-"""Writes W&B runs: one for a report, and one for a command that a W&B agent started."""
+"""Writes the W&B run of a command that a W&B agent started."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import Any
 
 from normexp.config.outcome import Outcome
 from normexp.config.process import is_under_agent
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
-from normexp.records.paths import CONFIG_FILE, METRICS_FILE, seed_dir
+from normexp.records.paths import METRICS_FILE, seed_dir
 from normexp.records.result import DONE, Result, hyperparameters
 from normexp.reporting.metric import describe_metric
-
-if TYPE_CHECKING:
-    from normexp.reporting.report import Report
-
-DEFAULT_PROJECT = "normexp"  # as in conf/logger/wandb.yaml
 
 
 def _start(mode: str, **words: Any) -> Any:
@@ -32,80 +24,6 @@ def _start(mode: str, **words: Any) -> Any:
 
     settings = wandb.Settings(silent=True, console="off")
     return wandb.init(mode=resolve_mode(mode), settings=settings, **words)  # type: ignore[arg-type]
-
-
-# A report
-
-
-def log_to_wandb(report: Report) -> str:
-    """Logs figures, main table and verdicts of a written report; returns a line saying where.
-
-    Each call makes a new run in the project of the study's runs, with job type `report` and the
-    study as its group; online if logged in, unless WANDB_MODE says otherwise.
-
-    Raises:
-        UserError: W&B refuses, as without a network; the report itself stands.
-    """
-    import wandb
-
-    project, entity = find_project(Path(cell) for cell in report.cells["cell"])
-    try:
-        run = _start(
-            os.environ.get("WANDB_MODE", "auto"),
-            project=project,
-            entity=entity,
-            dir=report.directory.parent,
-            name=f"{report.title}/report",
-            group=report.title,
-            job_type="report",
-            tags=["report"],
-            reinit="create_new",
-        )
-        run.log(_content(report))
-        run.finish()
-    except wandb.Error as error:
-        raise UserError(f"log=wandb: {error}; try WANDB_MODE=offline") from error
-    if run.offline:
-        return f"W&B was offline; send the report later: wandb sync {Path(run.dir).parent}"
-    return f"W&B: {run.url or 'disabled'}"
-
-
-def find_project(cell_dirs: Iterable[Path]) -> tuple[str, str | None]:
-    """Project and entity of the first cell trained with logger=wandb, else the default project.
-
-    Skips a config.yaml that cannot be read, because the report does not need it.
-    """
-    for cell_dir in cell_dirs:
-        try:
-            config = yaml.safe_load((cell_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-            chosen = config["logger"]["wandb"]
-            return chosen["project"], chosen.get("entity")
-        except (OSError, yaml.YAMLError, KeyError, TypeError):
-            continue
-    return DEFAULT_PROJECT, None
-
-
-def _content(report: Report) -> dict[str, Any]:
-    """Tables as text: W&B wants one type per column, and a norm batch size may be `any`."""
-    import wandb
-
-    main, folder = report.main_table, report.directory / "figures"
-    verdict: list[Any] = [
-        [section.answer.heading, one.kind, one.text]
-        for section in report.sections
-        for one in section.answer.sentences
-    ]
-    images = {
-        f"figures/{figure.name}": wandb.Image(
-            str(folder / f"{figure.name}.png"), caption=figure.caption
-        )
-        for figure in report.figures
-    }
-    rows: list[Any] = main.texts().to_numpy().tolist()
-    return images | {
-        f"tables/{main.name}": wandb.Table(columns=list(main.columns), data=rows),
-        "tables/verdict": wandb.Table(columns=["setting", "kind", "text"], data=verdict),
-    }
 
 
 # A W&B agent allows one run for each command that it starts. The run is written from the records

@@ -25,15 +25,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import bdtr, betaincinv, stdtrit
+from scipy.special import betaincinv, stdtrit
 
 Array = NDArray[np.float64]
 Bounds = tuple[float, float]
 ROUNDING = 1e-9  # a deviation below this share of the values is floating-point noise
 LEVEL = 0.95  # of every interval unless stated
-# The median of n = 5 has an interval of level .9375, not .95, and is given with that level. An
-# interval that misses the wanted level by more than this is not given.
-LEVEL_SHORTFALL = 0.02
 
 
 @dataclass(frozen=True)
@@ -87,75 +84,14 @@ def mean(
     step: see the top of this file; by default `smallest_step(values)`
     bounds: range of the values, which the interval does not leave
     """
-    return _trimmed_mean(as_sample(values), 0, step, bounds, level)
-
-
-def median(
-    values: ArrayLike, *, step: float | None = None, bounds: Bounds | None = None
-) -> Interval:
-    """Median of values (n,) with a distribution-free interval from order statistics.
-
-    [x(k), x(n+1-k)] covers the median with probability c(k) = 1 - 2 P(Bin(n, 1/2) <= k - 1). With
-    the largest k such that c(k) >= level, the lower bound is moved inwards to
-    (1-w) x(k) + w x(k+1), and the upper one likewise, with f = (c(k) - level) / (c(k) - c(k+1)) and
-    w = (n-k) f / (k + (n-2k) f)
-    (Hettmansperger and Sheather 1986, "Confidence intervals based on interpolated order
-    statistics"). If even [x(1), x(n)] misses the level, the result has the level it reaches, or no
-    bounds if that is more than LEVEL_SHORTFALL below (n <= 4 at 95 %). A repeated value stands for
-    every value within half a step of it, so both bounds move out by half a step.
-    """
-    sample = np.sort(as_sample(values))
+    sample = as_sample(values)
     n = len(sample)
     if n == 0:
-        return Interval(None, None, None, LEVEL, 0)
-    centre = float(np.median(sample))
-    widest = _median_coverage(1, n)
-    if n == 1 or widest < LEVEL - LEVEL_SHORTFALL:
-        return Interval(centre, None, None, LEVEL, n)
-    level, low, high = min(widest, LEVEL), sample[0], sample[-1]
-    if widest >= LEVEL:
-        k = max(k for k in range(1, n // 2 + 1) if _median_coverage(k, n) >= LEVEL)
-        outer, inner = _median_coverage(k, n), max(_median_coverage(k + 1, n), 0.0)
-        f = (outer - LEVEL) / (outer - inner)
-        # Between the two middle values there is no inner interval to move towards.
-        w = (n - k) * f / (k + (n - 2 * k) * f) if 2 * k < n else 0.0
-        low = (1 - w) * sample[k - 1] + w * sample[k]
-        high = (1 - w) * sample[n - k] + w * sample[n - k - 1]
-    half_step = (smallest_step(sample) if step is None else step) / 2
-    least, most = bounds or (-math.inf, math.inf)
-    low, high = max(float(low) - half_step, least), min(float(high) + half_step, most)
-    if high - low <= ROUNDING * abs(centre):
-        return Interval(centre, None, None, LEVEL, n)
-    return Interval(centre, low, high, level, n)
-
-
-def iqm(values: ArrayLike, *, step: float | None = None, bounds: Bounds | None = None) -> Interval:
-    """Interquartile mean of values (n,): the mean without the g = floor(n / 4) least and greatest.
-
-    The estimate is scipy.stats.trim_mean(values, 0.25) and rliable's aggregate_iqm (Agarwal et al.
-    2021, arXiv:2108.13264). The t interval has the standard error sqrt(W / (h (h-1))) with
-    h = n - 2g and W the sum of squared deviations after each trimmed value is replaced by its
-    nearest kept one (Tukey and McLaughlin 1963; in this form Yuen 1974), and h - 1 degrees of
-    freedom. Below n = 4 nothing is trimmed.
-    """
-    sample = np.sort(as_sample(values))
-    return _trimmed_mean(sample, len(sample) // 4, step, bounds, LEVEL)
-
-
-def _trimmed_mean(
-    sample: Array, g: int, step: float | None, bounds: Bounds | None, level: float
-) -> Interval:
-    """The mean without the first and the last g values, which are sorted if g > 0."""
-    n = len(sample)
-    kept = sample[g : n - g]
-    h = len(kept)
-    if h == 0:
         return Interval(None, None, None, level, 0)
-    winsorized = np.clip(sample, kept.min(), kept.max())
-    squares = float(((winsorized - winsorized.mean()) ** 2).sum())
+    squares = float(((sample - sample.mean()) ** 2).sum())
     step = smallest_step(sample) if step is None else step
-    error = math.sqrt((squares + step**2) / (h * (h - 1))) if h > 1 else 0.0
-    return t_interval(float(kept.mean()), error, h - 1, n=n, bounds=bounds, level=level)
+    error = math.sqrt((squares + step**2) / (n * (n - 1))) if n > 1 else 0.0
+    return t_interval(float(sample.mean()), error, n - 1, n=n, bounds=bounds, level=level)
 
 
 def paired_difference(
@@ -327,8 +263,3 @@ def _cut(interval: Interval, limit: float) -> Interval:
     if interval.low is None or interval.high is None:
         return interval
     return replace(interval, low=max(interval.low, -limit), high=min(interval.high, limit))
-
-
-def _median_coverage(k: int, n: int) -> float:
-    """Probability that [x(k), x(n+1-k)] covers the median of a continuous distribution."""
-    return 1 - 2 * float(bdtr(k - 1, n, 0.5))

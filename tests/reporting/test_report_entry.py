@@ -1,4 +1,4 @@
-"""The entry: files, page, terminal, no torch, several studies, watching, W&B, and bad input."""
+"""The entry: files, page, terminal, no torch, several studies, watching, and bad input."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from synthetic_study import slices_of, write_cell, write_study
-from train_cases import wandb_records
 
 from normexp.records.history import CellHistory, CommandEntry, History
 from normexp.report import main
 from normexp.reporting import publish
 from normexp.reporting.report import build_report, repeat_command
 from normexp.reporting.sentences import answer_slices
-from normexp.reporting.wandb_runs import find_project
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -119,9 +117,8 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
     assert points[:4] == [float(row["mean"]) for row in tables["cells"][:4]]
     assert [row["n"] for row in tables["cells"]] == ["8"] * 6
     row = tables["cells"][0]
-    for name in ("mean", "median", "IQM"):
-        low, centre, high = (float(row[f"{name}{end}"]) for end in (" low", "", " high"))
-        assert row[f"{name} [95 % interval]"] == f"{centre:.1f} [{low:.1f}, {high:.1f}]"
+    low, centre, high = (float(row[f"mean{end}"]) for end in (" low", "", " high"))
+    assert row["mean [95 % interval]"] == f"{centre:.1f} [{low:.1f}, {high:.1f}]"
     own = [float(run["test/accuracy"]) for run in tables["runs"] if run["norm"] == "batch"]
     assert float(row["mean"]) == pytest.approx(100 * np.mean(own[:8]))
     first = tables["sensitivity"][0]
@@ -235,42 +232,16 @@ def test_an_answer_names_what_it_was_measured_on(tmp_path: Path, places, config,
 # Several studies
 
 
-def test_differences_between_studies_are_paired_by_seed_and_have_no_verdict(tmp_path: Path):
-    rng = np.random.default_rng(0)
-    for study, level, epochs in (("old", 0.9, 3), ("new", 0.88, 5)):
-        result = {"environment": {"python": "3.11", "code_version": study}}
-        for size in (2, 128):
-            values = dict(enumerate((level + rng.normal(0, 0.001, 6)).tolist()))
-            values |= {6: None} if study == "new" else {}
-            options = {"study": study, "norm_batch_size": size, "epochs": epochs}
-            write_cell(tmp_path, "batch", values, result=result, **options)
-        if study == "new":
-            write_cell(tmp_path, "group", {0: 0.9}, study=study, result=result)
-    built = build_report(tmp_path, ["old", "new"])
-    (change,) = built.changes
-    assert [(row["norm"], row["n pairs"]) for row in change.rows] == [("batch", 6)] * 2
-    for row in change.rows:
-        assert "verdict" not in row
-        assert row["note"] == "new: 1 of 7 diverged"  # by whose absence the mean may have risen
-        low, high = re.search(r"\[(.*), (.*)\]", row["after - before [95 % interval]"]).groups()
-        assert float(low) <= -2 <= float(high)
-    assert change.config == ["epochs: 3 -> 5"]
-    assert change.environment == ["code_version: old -> new"]
-    assert change.alone == ["only in new: group, resnet on cifar10, batch size 128"]
-    pairs = [(one.norm, one.reference) for s in built.sections for one in s.answer.comparisons]
-    assert pairs == [("group · new", "batch · new")]  # verdicts stay within a study
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_studies_without_a_cell_in_common_are_said_to_be_so(tmp_path: Path, capsys):
-    for study, data in (("a", "digits"), ("b", "cifar10")):
-        write_cell(tmp_path, "batch", {0: 0.8}, study=study, data=data, epochs=len(data))
-    folder = report(tmp_path, study="[a,b]")
-    assert folder.parent.name == "a+b"
-    printed = capsys.readouterr().out
-    assert "no cell is in both studies" in printed
-    listed = "only in b: batch, resnet on cifar10, batch size 128, norm batch size 128"
-    assert listed in Page(folder).texts["li"] and listed in printed
+def test_studies_are_shown_side_by_side_and_verdicts_stay_within_one(tmp_path: Path, capsys):
+    for study, level in (("old", 0.9), ("new", 0.88)):
+        for norm in ("batch", "group"):
+            write_cell(tmp_path, norm, {0: level, 1: level + 0.01}, study=study)
+    built = build_report(tmp_path, ["old", "new"])
+    pairs = [(one.norm, one.reference) for s in built.sections for one in s.answer.comparisons]
+    assert pairs == [("group · new", "batch · new"), ("group · old", "batch · old")]
+    assert report(tmp_path, study="[old,new]").parent.name == "old+new"
+    assert "group · new" in capsys.readouterr().out
 
 
 # Watching
@@ -303,39 +274,6 @@ def test_a_watched_page_is_written_anew_and_reloads_itself_until_ctrl_c(
     assert "group" not in pages[0].values("data-norm") and "group" in pages[1].values("data-norm")
     lines = re.findall(r"\d\d:\d\d:\d\d (.*)", capsys.readouterr().out)
     assert lines == ["2 cells, 4 runs: 4 finished"]
-
-
-# W&B
-
-
-@pytest.mark.slow
-def test_wandb_has_figures_table_and_verdict_in_one_run_of_the_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    write_study(tmp_path, np.random.default_rng(0), sizes=(2, 128), level=("group",), num_seeds=3)
-    report(tmp_path, "log=wandb")
-    (folder,) = (tmp_path / "synthetic" / "wandb").glob("offline-run-*")
-    assert f"wandb sync {folder}" in capsys.readouterr().out
-    images = {path.name for path in (folder / "files" / "media").rglob("*.png")}
-    for name in ("metric_by_size_main", "heat_map_main", "improvement_main"):
-        assert any(image.startswith(name) for image in images)
-    tables = {path.name: path.read_text() for path in (folder / "files").rglob("*.table.json")}
-    (cells,) = [json.loads(text) for name, text in tables.items() if name.startswith("cells")]
-    assert [row[0] for row in cells["data"]] == ["batch", "batch", "group"]
-    (verdict,) = [text for name, text in tables.items() if name.startswith("verdict")]
-    assert "batch loses" in verdict
-    assert "synthetic/report" in str(wandb_records(folder))
-
-
-def test_wandb_project_is_that_of_the_studys_own_runs(tmp_path: Path):
-    texts = ["logger: {csv: {}}", "{torn", "logger: {wandb: {project: mine, entity: team}}"]
-    cells = [tmp_path / str(i) for i in range(len(texts))]
-    for cell, text in zip(cells, texts, strict=True):
-        cell.mkdir()
-        (cell / "config.yaml").write_text(text)
-    assert find_project([tmp_path / "none", *cells]) == ("mine", "team")
-    assert find_project(cells[:2]) == ("normexp", None)
 
 
 # Refusals and speed

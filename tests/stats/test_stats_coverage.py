@@ -8,9 +8,7 @@ from scipy import stats as scipy_stats
 
 from normexp.stats.interval import (
     crossed_mean,
-    iqm,
     mean,
-    median,
     paired_difference,
     paired_improvement,
     stratified_mean,
@@ -35,9 +33,8 @@ def rng(n):
     return np.random.default_rng(100 + n)
 
 
-@pytest.mark.parametrize("statistic", [mean, median, iqm])
-def test_location_intervals_hold_their_coverage(statistic, n, rng):
-    intervals = [statistic(row) for row in rng.normal(size=(SIMULATIONS, n))]
+def test_location_intervals_hold_their_coverage(n, rng):
+    intervals = [mean(row) for row in rng.normal(size=(SIMULATIONS, n))]
     assert LOW <= covered(intervals, 0.0) <= HIGH
 
 

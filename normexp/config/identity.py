@@ -1,0 +1,181 @@
+"""The canonical content of a composed config, which the id of a cell hashes, and that id.
+
+Computed from the config alone, without torch. Leaves out shipped keys at their defaults and names
+a shipped class by its choice, so that a new key or a moved class does not change recorded ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from normexp.batching.sizes import Sizes
+from normexp.config.compose import (
+    parts_with_target,
+    shipped_config,
+    shipped_defaults,
+    shipped_targets,
+)
+from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
+from normexp.errors import UserError
+from normexp.norms.slots import SLOTS
+from normexp.records.identity import canonical_sizes, cell_id, differences
+
+GROUPS = ("norm", "model", "data", "optim")
+SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
+
+# Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
+# "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
+# before and after the change are different cells.
+VERSIONS: dict[str, int] = {
+    "model/torchvision": 2,  # sites keep the eps and momentum of the norms that they replace
+    # 2: warm-ups and ramps are shares of the training; they were steps
+    **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
+}
+
+# Keys that only say how a value of the config came about, or how a target is called.
+NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*GROUPS, "schedule"))}
+
+# Values that mean the same as a missing key.
+IMPLIED_VALUES = {
+    "optim.decay_bias": True,
+    **dict.fromkeys(("data.limit_train", "norm.half_life", "model.replace")),
+    **dict.fromkeys(f"norm.{slot}" for slot in SLOTS),
+}
+
+
+def identity_of(
+    config: Mapping[str, Any], choices: Mapping[str, str], *, mixes_samples: bool
+) -> dict[str, Any]:
+    """Everything in a config that defines a training except its seed, in canonical form.
+
+    Values that differ from the shipped defaults, with numbers by value; `lr` always. Does not
+    check the config: one that `validate` refuses has an identity too.
+
+    Args:
+        config: composed and resolved, as plain values.
+        choices: the choice in each config group, as `compose_cell` returns them.
+        mixes_samples: False if the norm is known not to mix samples, so that neither
+            norm_batch_size nor devices split any statistics.
+    """
+    defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
+    values = defining_values(config)
+    groups = [name for name in (*GROUPS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
+    rest = {key: value for key, value in values.items() if key not in groups}
+    rest |= sizes_of(config, mixes_samples=mixes_samples)
+    content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
+    devices = num_devices_of(config)
+    if mixes_samples and devices != 1 and spans_devices(config) is None:
+        content["devices"] = devices
+    if sees_validations(config):
+        content["val_every_epochs"] = config["val_every_epochs"]
+    if version := VERSIONS.get("config"):
+        content["version"] = version
+    for group in groups:
+        content[group] = _content_of(group, choices.get(group, "custom"), values[group])
+    return content
+
+
+def id_of(
+    config: Mapping[str, Any], choices: Mapping[str, str], identity: Mapping[str, Any]
+) -> str:
+    """The id of a cell: norm, model, data, sizes and rate, and a hash of its identity."""
+    sizes = {key: identity.get(key, config.get(key)) for key in SIZES}
+    names = [_label(group, choices, config) for group in GROUPS[:3]]
+    shown = [f"{key[0]}{value}" for key, value in sizes.items() if value]  # b32, m8, n4
+    lr = identity["lr"]
+    shown.append(f"lr{lr:.6g}" if isinstance(lr, int | float) else f"lr{lr}")
+    return cell_id(identity, [*names, *shown])
+
+
+def sizes_of(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, Any]:
+    """The three sizes with which one device trains like those of the config, in canonical form.
+
+    A device's share of a forward pass is a ghost sub-batch, unless the norm spans devices. Sizes
+    that do not fit each other or the devices are as typed.
+    """
+    typed = {key: config.get(key) for key in SIZES}
+    devices, spans = num_devices_of(config), spans_devices(config)
+    try:
+        sizes = Sizes(**typed)
+        if isinstance(devices, int) and spans is not None:
+            sizes = sizes.shared_by(devices, synchronized=spans)
+    except (UserError, TypeError):  # refused when the cell is validated
+        return typed
+    values = [getattr(sizes, key) for key in SIZES]
+    return canonical_sizes(*values, mixes_samples=mixes_samples)
+
+
+def num_devices_of(config: Mapping[str, Any]) -> int | None:
+    """The number of devices that train a cell together, over all nodes; None if not a number."""
+    trainer = config.get("trainer") or {}
+    counts = [trainer.get(key, 1) for key in ("devices", "num_nodes")]
+    return counts[0] * counts[1] if all(isinstance(count, int) for count in counts) else None
+
+
+def spans_devices(config: Mapping[str, Any]) -> bool | None:
+    """Whether the norm takes its statistics over all devices, as its YAML says (`synchronized`).
+
+    None for a foreign norm whose config does not say.
+    """
+    norm = config.get("norm") or {}
+    if norm.get("synchronized") is not None:
+        return bool(norm["synchronized"])
+    choice = shipped_targets("norm").get(norm.get("_target_"))
+    if choice is None:
+        return None
+    shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
+    return bool(shipped.get("synchronized", False))
+
+
+def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config that define the training."""
+
+    def counts(key: str) -> bool:
+        return in_identity(key) and key not in NOT_HASHED
+
+    defining = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            value = {
+                name: item
+                for name, item in value.items()
+                if counts(path := f"{key}.{name}") and (path, item) not in IMPLIED_VALUES.items()
+            }
+        if counts(key):
+            defining[key] = value
+    return defining
+
+
+def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The hashed content of a group: a shipped choice by name, a user's own in full."""
+    if "_target_" not in values:  # several callbacks, by name
+        return values
+    defaults = shipped_defaults(group, choice)
+    if defaults is None:
+        target: str = values["_target_"]
+        name = shipped_targets(group).get(target, target)
+        content = values | {"_target_": name}
+    else:
+        name = f"{group}/{choice}"
+        content = {
+            "choice": choice,
+            **differences(values, defining_values({group: defaults})[group]),
+        }
+    if version := VERSIONS.get(name):
+        content["version"] = version
+    return content
+
+
+def _label(group: str, choices: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    """A part's name in ids: its knob `name`, as torchvision's resnet50, or its choice.
+
+    A user's own part has the name of its class, whichever YAML names it, so that it has one id.
+    """
+    choice, values = choices.get(group, "custom"), config.get(group) or {}
+    if isinstance(values.get("name"), str):
+        return values["name"]
+    if shipped_defaults(group, choice) is None:
+        target = str(values.get("_target_", "custom"))
+        return target.rpartition(".")[2].removeprefix("load_")
+    return choice.rpartition("/")[2]
