@@ -120,8 +120,8 @@ class StackRunner:
         if new and self._same_as_other_cells(new):
             return {}
         stacks = self._arrange(new, missing)
-        if len(new) > 1 and len(stacks) > 1:  # each cell may now be claimed by itself
-            return {}
+        if len(new) > 1 and all(len(stack.record.rates) == 1 for stack in stacks):
+            return {}  # each cell may now be claimed by itself
         waiting.extend(stacks)
         with self.control.stop.listening():
             while waiting:

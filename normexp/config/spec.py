@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from normexp.config.help import CUSTOM_GROUPS
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
-from normexp.records.identity import cell_id, differences
-from normexp.records.result import Result
+from normexp.records.identity import cell_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -136,9 +133,10 @@ class CellSpec:
         return None if self.cfg is None else Path(self.cfg.runs_dir) / self.cfg.study
 
     @property
-    def directory(self) -> Path | None:
-        """The folder of the cell in its study; None if the config does not compose."""
-        return None if self.study_dir is None else self.study_dir / self.id
+    def directory(self) -> Path:
+        """The folder of the cell in its study. The config must compose."""
+        assert self.study_dir is not None
+        return self.study_dir / self.id
 
 
 @dataclass(frozen=True)

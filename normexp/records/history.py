@@ -31,8 +31,7 @@ class CommandEntry:
         id: names the command in `EndEntry`; two that are typed alike have two.
         command: the words that were typed, program first.
         max_attempts: how often it tries a run that fails.
-        cells: by cell id, or by title for a cell that does not compose: title and seeds of each
-            point of its grid that means this cell.
+        cells: by cell id: the title and the seeds of each point of its grid that means this cell.
     """
 
     time: str = field(default_factory=_now, kw_only=True)
@@ -69,7 +68,7 @@ class EndEntry:
     """A cell that a command refused or failed to train, which it does not try again.
 
     Attributes:
-        cell: its key in `CommandEntry.cells`.
+        cell: its id.
         command: id of the command; a later command tries again.
         status: `refused` or `failed`.
     """

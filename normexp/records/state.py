@@ -36,7 +36,7 @@ class CellState:
     """One cell: the state of each of its runs.
 
     Attributes:
-        id: of its folder; a title if the cell does not compose.
+        id: the name of its folder.
         title: norm, sizes and overrides; the cell's id if no command asked for it.
         is_asked: a command, as it was last typed, asks for it.
         states: by seed.

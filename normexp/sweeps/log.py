@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class StudyLog:
         known = dict.fromkeys(cell.study_dir for cell in cells)
         self.study_dirs = [study_dir for study_dir in known if study_dir is not None]
         self._begun: set[Path] = set()
-        self._ends: list[EndEntry] = []  # of this process
+        self._ends: dict[tuple[str, tuple[int, ...]], EndEntry] = {}  # by id and seeds
+        self._num_ends: Counter[Path] = Counter()  # that were read from a study
         self._unwritten: list[tuple[Path, EndEntry]] = []
         self._read: dict[Path, tuple[tuple[int, int], History]] = {}
 
@@ -82,26 +84,27 @@ class StudyLog:
         """Records the command and its cells, once."""
         if study_dir in self._begun or not self.words:
             return
-        self._begun.add(study_dir)
         ensure_writable(study_dir)
         study_dir.mkdir(parents=True, exist_ok=True)
         asked: dict[str, list[tuple[str, list[int]]]] = {}
         attempts = 1
-        for cell in self._cells_of(study_dir):
-            asked.setdefault(key_of(cell), []).append((title_of(cell), cell.seeds))
+        for cell in (cell for cell in self.cells if self._study_of(cell) == study_dir):
+            asked.setdefault(cell.id, []).append((title_of(cell), cell.seeds))
             if cell.cfg is not None:
                 attempts = cell.cfg.max_attempts if cell.cfg.retry_failed else 1
         entry = CommandEntry(self.command_id, [*self.words], code_version(), attempts, asked)
         with user_error_if_denied(study_dir, "take another study=..."):
             append_entries(study_dir, [entry])
+        self._begun.add(study_dir)
         self.write()
 
     def end(self, cell: CellSpec, status: Status, error: str) -> None:
         """Records that a cell was refused or has failed; no worker of this command tries again."""
         text = " ".join(error.split())
-        end = EndEntry(key_of(cell), title_of(cell), cell.seeds, self.command_id, status, text)
-        self._ends.append(end)
-        self._unwritten += [(path, end) for path in self.study_dirs if cell in self._cells_of(path)]
+        end = EndEntry(cell.id, title_of(cell), cell.seeds, self.command_id, status, text)
+        self._ends[cell.id, tuple(cell.seeds)] = end
+        if (study_dir := self._study_of(cell)) is not None:
+            self._unwritten.append((study_dir, end))
         self.write()
 
     def write(self) -> None:
@@ -120,18 +123,14 @@ class StudyLog:
 
     def end_of(self, cell: CellSpec) -> EndEntry | None:
         """Why this command does not train a cell; None if it may."""
-        written = [] if cell.study_dir is None else self.history(cell.study_dir).ends
-        for end in (*self._ends, *written):
-            if (end.command, end.cell, end.seeds) == (self.command_id, key_of(cell), cell.seeds):
-                return end
-        return None
+        if cell.study_dir is not None:
+            for end in self.history(cell.study_dir).ends[self._num_ends[cell.study_dir] :]:
+                self._num_ends[cell.study_dir] += 1
+                if end.command == self.command_id:
+                    self._ends.setdefault((end.cell, tuple(end.seeds)), end)
+        return self._ends.get((cell.id, tuple(cell.seeds)))
 
-    def _cells_of(self, study_dir: Path) -> list[CellSpec]:
-        """The cells of a study; one that does not compose belongs to the only study, if any."""
+    def _study_of(self, cell: CellSpec) -> Path | None:
+        """The study of a cell; one that does not compose belongs to the only study, if any."""
         only = self.study_dirs[0] if len(self.study_dirs) == 1 else None
-        return [cell for cell in self.cells if (cell.study_dir or only) == study_dir]
-
-
-def key_of(cell: CellSpec) -> str:
-    """What names a cell in the history: its id, or its title if it does not compose."""
-    return title_of(cell) if cell.cfg is None else cell.id
+        return cell.study_dir or only
