@@ -1,97 +1,15 @@
 """Which normalization layer, and how much does it depend on the batch size?
 
-From Python: `run` trains, `load` gives a trained network, `load_study` a table of runs. Importing
-normexp imports neither torch nor pandas.
+    normexp.run(["norm=group"])                  trains, and returns the results
+    normexp.load("runs/STUDY/CELL/seed-0")       a trained network
+    normexp.load_study("STUDY")                  a table of runs
+    normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
+    normexp.norms.GroupNorm(64, num_groups=8)    a norm; normexp.norms lists all
+
+Importing normexp imports neither torch nor pandas.
 """
 
-from __future__ import annotations
+from normexp import norms
+from normexp.api import load, load_report, load_study, run
 
-import logging
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from torch import nn
-
-    from normexp.records.result import Result
-
-__all__ = ["load", "load_study", "run"]
-
-
-def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
-    """Trains like `python -m normexp.train` with these words, and skips recorded runs.
-
-    Returns one result per cell and seed, in the order of the cells, including failed and diverged
-    runs:
-
-        results = normexp.run(["norm=group", "lr=0.3", "study=mine"])
-        scores = [result.metrics["val/accuracy"] for result in results]
-        normexp.run(["-m", "norm=batch,group", "norm_batch_size=2,32"], workers=2)
-
-    Args:
-        overrides: as on the command line; -m, --config-dir and experiments are understood.
-        workers: processes that train the cells of a sweep; 0: this process trains them in turn.
-            Other values need a script with `if __name__ == "__main__":`, as multiprocessing does.
-
-    Raises:
-        normexp.errors.UserError: a mistake in the overrides; a sweep trains its other cells first.
-        normexp.errors.Halted: no cell can be trained any more, as on a full disk.
-        KeyboardInterrupt: after Ctrl-C; the same call resumes.
-    """
-    from normexp.cli import parse_command
-    from normexp.config.grid import compose_cells, launcher_of
-    from normexp.errors import UserError
-
-    if isinstance(overrides, str):
-        raise UserError(f"overrides={overrides!r}: must be a list of words, as in ['norm=group']")
-    command = parse_command(overrides)
-    if command.shows_config or launcher_of(command) is not None:
-        raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
-    cells = compose_cells(command)
-
-    from normexp.sweeps.sweep import raise_if_stopped, train_cells
-
-    outcomes = train_cells(cells, ["normexp.run", *overrides], workers=workers)
-    raise_if_stopped(cells, outcomes)
-    refused = [outcome.error for outcome in outcomes if outcome.status == "refused"]
-    if refused:
-        raise UserError(refused[0])
-    found = {(result.cell_id, result.seed): result for end in outcomes for result in end.results}
-    return list(found.values())
-
-
-def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
-    """The trained network of a run directory `runs/<study>/<cell_id>/seed-<k>`.
-
-    A plain module in evaluation mode on the CPU. Its input is what the data set's `model_inputs`
-    returns: images (N, C, H, W) as float32, normalised, or tokens (N, T).
-
-    Args:
-        ema: load the averaged weights of a training with the key `ema`.
-
-    Raises:
-        normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
-            fit.
-    """
-    from normexp.cells.finished import load_run
-
-    return load_run(Path(run_dir), ema=ema)
-
-
-def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
-    """One row per ended run of a study: cell_id, seed, status, config, metrics, timing.
-
-    Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`). A missing value is NaN or
-    None. Runs that cannot be read, or have not ended, are logged as warnings.
-
-    Raises:
-        normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
-    """
-    from normexp.reporting.frame import read_studies
-
-    records = read_studies(Path(runs_dir), [name])
-    for problem in [*records.problems, *records.waiting]:
-        logging.getLogger(__name__).warning(problem)
-    return records.runs.infer_objects()
+__all__ = ["load", "load_report", "load_study", "norms", "run"]

@@ -19,6 +19,7 @@ from torch import nn
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
+from normexp.config import identity
 from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
 from normexp.config.rules import INDEX, as_typed, check_value
 from normexp.config.target import Target, plain, read_target
@@ -37,7 +38,7 @@ from normexp.training.schedule import Schedule, named_schedule, own_schedule
 logger = logging.getLogger(__name__)
 
 # Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
-RESERVED_NORM_KEYS = ("view", "half_life", *SLOTS)
+RESERVED_NORM_KEYS = ("view", "half_life", "synchronized", *SLOTS)
 # Keys of a model's YAML for normexp; all others are passed to the model.
 RESERVED_MODEL_KEYS = ("weights", "replace")
 # Keys of an optimizer's YAML for the training; all others are passed to the optimizer.
@@ -326,7 +327,13 @@ def build_logger(cfg: DictConfig, available: Mapping[str, Any]) -> Logger:
 
 
 def synchronized(cfg: DictConfig) -> bool:
-    """True if the norm declares that it computes its statistics over all devices."""
+    """True if the norm computes its statistics over all devices.
+
+    As its YAML says (`synchronized`); a foreign norm may also say it by `spans_devices`.
+    """
+    from_config = identity.spans_devices(plain(cfg))
+    if from_config is not None:
+        return from_config
     try:
         return spans_devices(get_object(cfg.norm._target_))
     except Exception:  # a user's module may raise anything on import: `build_norm` reports it

@@ -29,6 +29,7 @@ ORDER = [
     "sweeps",
     "search",
     "cli",
+    "api",
 ]
 ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete", "__init__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}

@@ -1,4 +1,4 @@
-"""Prepares a cell: builds its parts, probes its network and derives its id. Writes nothing."""
+"""Prepares a cell: builds its parts, and probes its network. Writes nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from normexp.cells.draft import (
     check_training,
     why_alone,
 )
-from normexp.cells.naming import id_of, identity_of, record_of
+from normexp.cells.naming import identity_of, record_of
 from normexp.cells.plan import TrainingPlan, check_norm_batch_size, plan_evaluation
 from normexp.checks.preflight import Traits, examine
+from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.records.logs import collected_messages
+from normexp.records.sources import refuse_edited
 from normexp.training.evaluation import EvaluationPlan
 
 logger = logging.getLogger(__name__)
@@ -86,18 +88,20 @@ class Cell:
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
-def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
-    """Builds, probes and names a cell, and refuses every mistake that can be found before training.
+def prepare_cell(spec: CellSpec) -> Cell:
+    """Builds and probes a cell, and refuses every mistake that can be found before training.
 
-    Args:
-        choices: as in `Cell`.
+    If its norm does not mix samples, the cell is `spec.without_norm_batch_size`.
 
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
+    cfg, choices = spec.cfg, spec.choices
+    assert cfg is not None, "refused before"
     with collected_messages() as messages:
         check_trainer(cfg)
         draft = build_draft(cfg, choices)
+        refuse_edited(spec.sources)
         check_network(draft)
         traits = _probe(draft)
         check_training(draft)
@@ -107,11 +111,12 @@ def prepare_cell(cfg: DictConfig, choices: Mapping[str, str]) -> Cell:
         _log_deviations(draft, traits, alone)
         if not traits.mixes_samples:
             draft.norm.norm_batch_size = None  # a split has no effect, and costs time
+            spec = spec.without_norm_batch_size
         identity = identity_of(draft, mixes_samples=traits.mixes_samples)
         return Cell(
             cfg=cfg,
             choices=choices,
-            id=id_of(identity, choices),
+            id=spec.id,
             record=record_of(draft, traits, identity),
             plan=draft.plan,
             data=draft.data,

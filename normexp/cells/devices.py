@@ -69,7 +69,8 @@ class RankJob:
                 follow_stack(self._build_stack(), control.stop)
 
     def _build_stack(self) -> Stack:
-        return restore_stack(self.record, [prepare_cell(OmegaConf.create(self.cfg), self.choices)])
+        spec = CellSpec(OmegaConf.create(self.cfg), self.choices)
+        return restore_stack(self.record, [prepare_cell(spec)])
 
 
 def train_on_devices(stack: Stack, control: TrainingControl) -> None:

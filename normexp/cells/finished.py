@@ -17,9 +17,11 @@ from normexp.batching.replicas import Replicas
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.draft import build_draft, keeping_data
-from normexp.cells.naming import GROUPS, choices_in
+from normexp.cells.naming import choices_in
 from normexp.cells.plan import use_one_device
 from normexp.config.compose import shipped_config, shipped_defaults
+from normexp.config.identity import GROUPS
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, user_error_if_denied, write_json
 from normexp.records.paths import (
@@ -134,15 +136,16 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     choices = choices_in(results[0].config)
     cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, choices), options))
+    spec = CellSpec(cfg, choices)
+    if results[0].cell_id not in (spec.id, spec.without_norm_batch_size.id):
+        raise UserError(
+            f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
+            f"config now means {spec.id}; train that cell"
+        )
     use_one_device(cfg)  # evaluation does not need the devices of the training
     if not torch.cuda.is_available():
         cfg.trainer.accelerator = "cpu"
-    cell = prepare_cell(cfg, choices)
-    if cell.id != results[0].cell_id:
-        raise UserError(
-            f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
-            f"config now means {cell.id}; train that cell"
-        )
+    cell = prepare_cell(CellSpec(cfg, choices))
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
     module = build_module(cell, seeds, replicas, Recorder([]))

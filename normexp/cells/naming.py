@@ -1,9 +1,8 @@
-"""The identity of a training, its id, and the config in its record."""
+"""The recipe of a training, and the config in its record."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,40 +15,20 @@ from normexp.build import build_schedule
 from normexp.cells.draft import OPTIM_SCHEDULE, CellDraft
 from normexp.cells.plan import num_devices_of
 from normexp.checks.preflight import Traits
-from normexp.config.compose import (
-    parts_with_target,
-    shipped_config,
-    shipped_defaults,
-    shipped_targets,
-)
+from normexp.config.compose import parts_with_target
+from normexp.config.identity import GROUPS, SIZES
 from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
 from normexp.config.target import plain
 from normexp.norms.slots import SLOTS, changed
 from normexp.records.identity import (
     canonical_sizes,
-    cell_id,
-    differences,
     digest_of_source,
-    loaded_sources,
     source_root,
 )
 
-logger = logging.getLogger(__name__)
-
-GROUPS = ("norm", "model", "data", "optim")
-SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 RECORDED_TRAITS = (
     *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
 )
-
-# Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
-# "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
-# before and after the change are different cells.
-VERSIONS: dict[str, int] = {
-    "model/torchvision": 2,  # sites keep the eps and momentum of the norms that they replace
-    # 2: warm-ups and ramps are shares of the training; they were steps
-    **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
-}
 
 # Keys that the identity holds only in derived form, from `TrainingPlan` and the slots.
 DERIVED_KEYS = {
@@ -74,12 +53,7 @@ def identity_of(draft: CellDraft, *, mixes_samples: bool) -> dict[str, Any]:
             file = inspect.getsourcefile(get_object(part["_target_"]))
             root = None if file is None else source_root(Path(file))
             if root is not None:
-                now = digest_of_source(root)
-                part["source_digest"] = loaded_sources().get(str(root), now)
-                if part["source_digest"] != now:
-                    logger.warning(
-                        "%s was edited after its import: the imported version is trained", root
-                    )
+                part["source_digest"] = digest_of_source(root)
     identity["data"]["digest"] = draft.data.digest
     if weights_digest is not None:
         identity["model"]["weights_digest"] = weights_digest
@@ -103,21 +77,6 @@ def identity_of(draft: CellDraft, *, mixes_samples: bool) -> dict[str, Any]:
 
 def _slots(draft: CellDraft) -> dict[str, Any]:
     return changed(draft.norm.slots, draft.norm.used)
-
-
-def id_of(identity: Mapping[str, Any], choices: Mapping[str, str]) -> str:
-    """The id of a cell: a slug, and a hash of everything that differs from the shipped defaults."""
-    defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
-    groups = [*GROUPS, *(group for group in OPTIONAL_GROUPS if group in identity)]
-    rest = {key: value for key, value in identity.items() if key not in groups}
-    content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
-    if version := VERSIONS.get("config"):
-        content["version"] = version
-    for group in groups:
-        content[group] = content_of(group, choices[group], identity[group])
-    names = [_label(group, choices[group], identity[group]) for group in GROUPS[:3]]
-    sizes = [f"{key[0]}{identity[key]}" for key in SIZES if identity[key]]  # b32, m8, n4
-    return cell_id(content, [*names, *sizes, f"lr{identity['lr']:.6g}"])
 
 
 def record_of(draft: CellDraft, traits: Traits, identity: dict[str, Any]) -> dict[str, Any]:
@@ -168,35 +127,3 @@ def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
         if counts(key):
             found[key] = value
     return found
-
-
-def content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The hashed content of a group: a shipped choice by name, a user's own in full."""
-    defaults = shipped_defaults(group, choice)
-    if "_target_" not in values:  # several callbacks, by name
-        return values
-    if defaults is None:
-        target: str = values["_target_"]
-        name = shipped_targets(group).get(target, target)
-        content = values | {"_target_": name}
-    else:
-        name = f"{group}/{choice}"
-        content = {
-            "choice": choice,
-            **differences(values, defining_values({group: defaults})[group]),
-        }
-    if version := VERSIONS.get(name):
-        content["version"] = version
-    return content
-
-
-def _label(group: str, choice: str, values: Mapping[str, Any]) -> str:
-    """A part's name in ids: its knob `name`, as torchvision's resnet50, or its choice.
-
-    A user's own part has the name of its class, whichever YAML names it, so that it has one id.
-    """
-    if isinstance(values.get("name"), str):
-        return values["name"]
-    if shipped_defaults(group, choice) is None:
-        return str(values["_target_"]).rpartition(".")[2].removeprefix("load_")
-    return choice.rpartition("/")[2]

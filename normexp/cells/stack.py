@@ -23,6 +23,7 @@ from normexp.cells.assembly import (
     stack_loggers,
 )
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.config.spec import CellSpec
 from normexp.config.target import plain
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
@@ -109,7 +110,7 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
         cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
-        known[cell_id] = prepare_cell(cfg, template.choices)
+        known[cell_id] = prepare_cell(CellSpec(cfg, template.choices))
         if known[cell_id].id != cell_id:
             raise UserError(
                 f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"

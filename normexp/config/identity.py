@@ -7,6 +7,7 @@ a shipped class by its choice, so that a new key or a moved class does not chang
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from normexp.batching.sizes import Sizes
@@ -19,7 +20,8 @@ from normexp.config.compose import (
 from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS
-from normexp.records.identity import canonical_sizes, cell_id, differences
+from normexp.records.identity import canonical_sizes, cell_id, differences, digest_of_path
+from normexp.records.sources import digests_of, source_digest, source_files
 
 GROUPS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
@@ -35,6 +37,9 @@ VERSIONS: dict[str, int] = {
 
 # Keys that only say how a value of the config came about, or how a target is called.
 NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*GROUPS, "schedule"))}
+
+# Keys of shipped parts that name the user's own files; their content counts, not their place.
+FILES = {"data": ("root", "path"), "model": ("weights",)}
 
 # Values that mean the same as a missing key.
 IMPLIED_VALUES = {
@@ -59,13 +64,13 @@ def identity_of(
             norm_batch_size nor devices split any statistics.
     """
     defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
-    values = defining_values(config)
+    values = _with_content(defining_values(config), config)
     groups = [name for name in (*GROUPS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config, mixes_samples=mixes_samples)
     content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
     devices = num_devices_of(config)
-    if mixes_samples and devices != 1 and spans_devices(config) is None:
+    if devices is None or (mixes_samples and devices > 1 and spans_devices(config) is None):
         content["devices"] = devices
     if sees_validations(config):
         content["val_every_epochs"] = config["val_every_epochs"]
@@ -80,7 +85,7 @@ def id_of(
     config: Mapping[str, Any], choices: Mapping[str, str], identity: Mapping[str, Any]
 ) -> str:
     """The id of a cell: norm, model, data, sizes and rate, and a hash of its identity."""
-    sizes = {key: identity.get(key, config.get(key)) for key in SIZES}
+    sizes = {key: identity.get(key, shipped_config()[key]) for key in SIZES}
     names = [_label(group, choices, config) for group in GROUPS[:3]]
     shown = [f"{key[0]}{value}" for key, value in sizes.items() if value]  # b32, m8, n4
     lr = identity["lr"]
@@ -94,7 +99,7 @@ def sizes_of(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, Any
     A device's share of a forward pass is a ghost sub-batch, unless the norm spans devices. Sizes
     that do not fit each other or the devices are as typed.
     """
-    typed = {key: config.get(key) for key in SIZES}
+    typed: dict[str, Any] = {key: config.get(key) for key in SIZES}
     devices, spans = num_devices_of(config), spans_devices(config)
     try:
         sizes = Sizes(**typed)
@@ -121,7 +126,7 @@ def spans_devices(config: Mapping[str, Any]) -> bool | None:
     norm = config.get("norm") or {}
     if norm.get("synchronized") is not None:
         return bool(norm["synchronized"])
-    choice = shipped_targets("norm").get(norm.get("_target_"))
+    choice = shipped_targets("norm").get(norm.get("_target_", ""))
     if choice is None:
         return None
     shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
@@ -145,6 +150,35 @@ def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
         if counts(key):
             defining[key] = value
     return defining
+
+
+def sources_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The digest of each of the user's own source files that the identity counts, by path."""
+    digests: dict[str, str] = {}
+    for part in parts_with_target(defining_values(config)):
+        digests |= digests_of(source_files(part["_target_"]))
+    return digests
+
+
+def _with_content(values: Any, config: Mapping[str, Any]) -> Any:
+    """The values with digests of the user's files: the source of targets, data and weights."""
+
+    def with_sources(tree: Any) -> Any:
+        if isinstance(tree, Mapping):
+            tree = {key: with_sources(value) for key, value in tree.items()}
+            if isinstance(target := tree.get("_target_"), str) and (
+                digest := source_digest(target)
+            ):
+                tree["source_digest"] = digest
+        return [with_sources(item) for item in tree] if isinstance(tree, list) else tree
+
+    values = with_sources(values)
+    for group, keys in FILES.items():
+        for key in keys:
+            path = (config.get(group) or {}).get(key)
+            if isinstance(path, str) and (digest := digest_of_path(Path(path))):
+                values[group][f"{key}_digest"] = digest
+    return values
 
 
 def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class CellSpec:
 
     cfg: DictConfig | None
     choices: Mapping[str, str]
-    title: str
+    title: str = ""
     error: str = ""
     overrides: Sequence[str] = ()
     mixes_samples: bool = True
@@ -96,7 +96,17 @@ class CellSpec:
             return cell_id(self.identity, [])
         from normexp.config.identity import id_of
 
+        _ = self.sources  # of the same moment
         return id_of(self._plain(), self.choices, self.identity)
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """The digest of each of the user's own source files that the id counts, by path."""
+        if self.cfg is None:
+            return {}
+        from normexp.config.identity import sources_of
+
+        return sources_of(self._plain())
 
     def _plain(self) -> dict[str, Any]:
         from omegaconf import OmegaConf

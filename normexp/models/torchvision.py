@@ -60,9 +60,7 @@ def build_torchvision_model(
         adapt_channels(network, channels)
         return resizing(network, image_size)
 
-    # Built twice, since recorded runs started from the second network's draws.
-    build_for_images(build, name, input_shape, image_size)
-    return build()
+    return build_for_images(build, name, input_shape, image_size)
 
 
 def find_builder(name: str) -> Callable[..., nn.Module]:

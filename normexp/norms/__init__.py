@@ -1,1 +1,46 @@
-"""The norms, a file per family. Start with factory, site and group; site has the contract."""
+"""Norms. To read the code, start with factory, site, affine and group; contract: what a norm is.
+
+    from normexp.norms import GroupNorm
+
+`NAMES` lists the public names by module, without the deliberate mistakes of zoo/deviations.
+Importing this package does not import torch; the first use of a name does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+NAMES = {
+    "factory": "NormFactory",
+    "site": "Site",
+    "slots": "Slots",
+    "contract": "Norm NormOfGroups MergesState",
+    "affine": "AffineNorm",
+    "group": "GroupNorm LayerNorm InstanceNorm LayerNorm2d PositionNorm",
+    "rms": "RMSNorm SimpleRMSNorm",
+    "batch": "BatchNorm GhostBatchNorm SyncBatchNorm FrozenBatchNorm",
+    "causal": "CausalGroupNorm CausalInstanceNorm",
+    "per_position": "BatchNormPerPosition",
+    "none": "NoNorm",
+    "zoo.batch": "L1BatchNorm EvalNorm BatchRenorm",
+    "zoo.power": "PowerNorm MovingAverageBatchNorm",
+    "zoo.mixtures": "SwitchableNorm BatchInstanceNorm BatchChannelNorm ModeNorm",
+    "zoo.evonorm": "EvoNormB0 EvoNormS0",
+    "zoo.rms": "PreAffineRMSNorm GatedRMSNorm SeeDNorm BHyT ScaleNorm CRMSNorm",
+    "zoo.taper": "TaperNorm",
+    "zoo.response": "FilterResponseNorm GlobalResponseNorm",
+    "zoo.pointwise": "DyT Derf ISRU HardTanh",
+}
+MODULES = {name: module for module, names in NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module of a public name."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES})

@@ -139,6 +139,22 @@ def loaded_sources() -> dict[str, str]:
     return {str(root): digest_of_source(root, contents) for root in sorted(roots)}
 
 
+def digest_of_path(path: Path) -> str | None:
+    """Digest of a file's bytes, or of the names and bytes of a folder's files; None without one."""
+    sha = hashlib.sha256()
+    try:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                name = "" if file == path else file.relative_to(path).as_posix()
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                sha.update(f"{name}\0{digest}\0".encode(errors="surrogateescape"))
+            elif file == path:
+                return None
+    except OSError:  # a file has just been removed: refused when it is read
+        return None
+    return sha.hexdigest()[:16]
+
+
 def digest_of_data(data: Mapping[str, Any]) -> str | None:
     """Digest of the user's own files that a data set is read from.
 

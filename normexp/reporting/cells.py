@@ -1,195 +1,162 @@
-"""The cells of a study, a row each: their labels, and which of them may be compared."""
+"""The cells of a study: their labels, and the settings that must be equal to compare them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-import pandas as pd
-
 from normexp.norms.slots import SLOTS, Slots
-from normexp.reporting.frame import (
-    SIZES,
-    Row,
-    StudyRecords,
-    config_columns,
-    plain_rows,
-    varying_columns,
-)
-from normexp.reporting.metric import Metric, format_interval
+from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared
+from normexp.reporting.read import SIZES, StudyRecords
 from normexp.reporting.style import order_norms
-from normexp.stats.interval import Interval, mean, smallest_step
 
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
-# Measured, derived from the sizes, or without effect on a result.
-IGNORED = ("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every", "split")
 # The length of a training in three units; labels use the one with the fewest distinct values.
 BUDGET = ("epochs", "num_steps", "samples")
 # These may follow from the sizes and the budget (steps, a half-life), so they separate cells only
 # where sizes and budget are equal.
 DERIVED = (*BUDGET, "optim.momentum")
-
 # Defaults of keys that are recorded only if they differ from them.
 UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
 
 
-def build_cells(records: StudyRecords) -> pd.DataFrame:
-    """A row per cell, ordered by norm and sizes.
+def build_cells(records: StudyRecords) -> list[CellRow]:
+    """The cells of the studies with their labels, ordered by norm and sizes.
 
-    study, cell (its folder), model, data, lr, invalid, error: as recorded
-    norm: the label of its line: the norm, the knobs in which cells of that norm differ, and the
-        study if there are several; `base`: the label without the study
-    batch_size, micro_batch_size, norm_batch_size: effective, never None
-    protocol: `full`, `accumulated` or `ghost`
-    mixes_samples: False if the norm was measured not to mix samples
-    settings: a key that is equal for cells that may be compared; `setting`: in words, how the
-        settings differ from those of other cells; `title`: model, data and `setting`
-    budget: `epochs=12`; `recipe`: the settings without the budget
-    num_groups, leaks_in_training: properties of the norm, for figures
-    expected, finished, diverged, failed, missing, early (ended before the planned steps): numbers
-        of seeds
+    Cells of a study that recorded equal recipes are one, whatever their ids.
     """
-    runs = records.runs
-    first = runs.drop_duplicates("cell").set_index("cell", drop=False).rename_axis(None)
-    config = _with_budget(first[config_columns(runs)])
-    cells = _measured_columns(first, runs, config, records.num_seeds)
-    study = " · " + cells["study"] if len(records.num_seeds) > 1 else ""
-    cells = cells.assign(norm=cells["name"] + study)
-    cells = cells.join(_setting_columns(cells, config))
-    knobs = _knob_words(cells, config)
-    cells = cells.assign(norm=cells["norm"] + knobs, base=cells["name"] + knobs)
-    order = cells[["batch_size", "norm_batch_size"]].assign(
-        rank=norm_ranks(cells),
-        lr=cells["lr"].fillna(0).astype(float),
-        length=_budget_of(config),
+    by_folder: dict[Any, list[RunRow]] = {}
+    for run in records.runs:
+        by_folder.setdefault(run.directory.parent, []).append(run)
+    cells = _merge([_measured(runs, records.num_seeds) for runs in by_folder.values()])
+    has_studies = len(records.num_seeds) > 1
+    cells = [
+        replace(cell, norm=cell.name + (f" · {cell.study}" if has_studies else ""))
+        for cell in cells
+    ]
+    budget = _budget_key(cells)
+    cells = _with_settings(cells, budget)
+    cells = [
+        replace(cell, norm=cell.norm + words, base=cell.name + words)
+        for cell, words in zip(cells, _knob_words(cells), strict=True)
+    ]
+    rank = {norm: place for place, norm in enumerate(order_norms(cell.norm for cell in cells))}
+
+    def order(cell: CellRow) -> tuple[float, ...]:
+        length = cell.config.get(budget)
+        sizes = (cell.batch_size, cell.norm_batch_size)
+        return (rank[cell.norm], *sizes, cell.lr or 0, float("inf") if length is None else length)
+
+    return sorted(cells, key=order)
+
+
+def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
+    """A cell without what depends on the other cells."""
+    first, config = runs[0], _with_budget(runs[0].config)
+    batch_size = config["batch_size"]
+    micro = config.get("micro_batch_size") or batch_size
+    norm, model, data = (str(config.get(key) or "-") for key in ("norm", "model", "data"))
+    return CellRow(
+        study=first.study,
+        directory=first.directory.parent,
+        runs=runs,
+        config=config,
+        name=norm,
+        model=model,
+        data=data,
+        lr=config.get("lr"),
+        batch_size=batch_size,
+        micro_batch_size=micro,
+        norm_batch_size=config.get("norm_batch_size") or micro,
+        mixes_samples=config.get("mixes_samples") is not False,
+        expected=num_seeds[first.study],
     )
-    order = order.sort_values(["rank", "batch_size", "norm_batch_size", "lr", "length"])
-    return cells.loc[order.index].reset_index(drop=True)
 
 
-def norm_ranks(cells: pd.DataFrame) -> pd.Series:
-    """The place of each cell's norm in the order of norms."""
-    ranks = {norm: place for place, norm in enumerate(order_norms(cells["norm"]))}
-    return cells["norm"].map(ranks)
-
-
-def size_key(cells: pd.DataFrame) -> pd.Series:
-    """The norm batch size, 0 for cells that do not mix samples."""
-    return cells["norm_batch_size"].where(cells["mixes_samples"], 0)
-
-
-def as_keys(table: pd.DataFrame) -> pd.Series:
-    """One hashable value per row, equal for equal rows."""
-    texts = table.map(repr).to_numpy().tolist()
-    return pd.Series([" ".join(line) for line in texts], table.index)
-
-
-def _with_budget(config: pd.DataFrame) -> pd.DataFrame:
+def _with_budget(config: Config) -> Config:
     """Adds `samples`, the training samples seen, and turns whole floats of a budget into ints."""
-    if "num_steps" in config:
-        config = config.assign(samples=config["num_steps"] * config["batch_size"])
-
-    def plain(value: Any) -> Any:
-        return int(value) if isinstance(value, float) and value.is_integer() else value
-
-    return config.assign(**{key: config[key].map(plain) for key in BUDGET if key in config})
-
-
-def _measured_columns(
-    first: pd.DataFrame, runs: pd.DataFrame, config: pd.DataFrame, num_seeds: dict[str, int]
-) -> pd.DataFrame:
-    """The columns that depend on one cell alone."""
-    recorded = config.reindex(
-        columns=["norm", "model", "data", "lr", "micro_batch_size", "norm_batch_size"]
-        + ["batch_size", "mixes_samples", "norm.num_groups", "leaks_future_in_training"]
-    ).astype(object)
-    batch_size = recorded["batch_size"].astype(int)
-    micro = recorded["micro_batch_size"].fillna(batch_size).astype(int)
-    norm_size = recorded["norm_batch_size"].fillna(micro).astype(int)
-    by_cell = runs.groupby("cell", sort=False)
-    counts = pd.crosstab(runs["cell"], runs["status"]).reindex(first.index)
-    counts = counts.reindex(columns=["finished", "diverged", "failed"], fill_value=0)
-    expected = first["study"].map(num_seeds)
-    names = recorded[["norm", "model", "data"]].fillna("-").astype(str)
-    return (
-        first[["study", "cell"]]
-        .assign(
-            name=names["norm"],
-            model=names["model"],
-            data=names["data"],
-            lr=recorded["lr"],
-            batch_size=batch_size,
-            micro_batch_size=micro,
-            norm_batch_size=norm_size,
-            mixes_samples=recorded["mixes_samples"].map(lambda x: x is not False).astype(bool),
-            protocol=np.select(
-                [norm_size < micro, micro < batch_size], ["ghost", "accumulated"], "full"
-            ),
-            num_groups=recorded["norm.num_groups"],
-            leaks_in_training=recorded["leaks_future_in_training"].eq(True),
-            invalid=by_cell["invalid"].first(),
-            error=by_cell["error"].first(),
-            early=by_cell["stopped"].count(),
-            expected=expected,
-            missing=expected - by_cell.size(),
-        )
-        .join(counts)
-    )
+    steps = config.get("num_steps")
+    samples = {} if steps is None else {"samples": steps * config["batch_size"]}
+    known = {**config, **samples}
+    whole = {
+        key: int(value)
+        for key in BUDGET
+        if isinstance(value := known.get(key), float) and value.is_integer()
+    }
+    return {**known, **whole}
 
 
-def _budget_of(config: pd.DataFrame) -> pd.Series:
-    """The column of BUDGET with the fewest values; of equals that of whole numbers, then epochs."""
-    known = config.reindex(columns=list(BUDGET)).dropna(axis="columns", how="all")
-    if known.empty:
-        return pd.Series(np.nan, config.index, name=BUDGET[0])
+def _merge(cells: Sequence[CellRow]) -> list[CellRow]:
+    """One cell for each recipe of a study; of runs with one seed, that of the first cell counts."""
+    by_recipe: dict[Hashable, list[CellRow]] = {}
+    for cell in cells:
+        recipe = {(key, comparable(value)) for key, value in compared(cell.config).items()}
+        by_recipe.setdefault((cell.study, frozenset(recipe)), []).append(cell)
+    merged = []
+    for first, *others in by_recipe.values():
+        runs = {run.seed: run for cell in (*others[::-1], first) for run in cell.runs}
+        names = [cell.directory.name for cell in others]
+        merged.append(replace(first, runs=[runs[seed] for seed in sorted(runs)], same_as=names))
+    return merged
+
+
+def _budget_key(cells: Sequence[CellRow]) -> str:
+    """The key of BUDGET with the fewest values; of equals that of whole numbers, then epochs."""
+    values = {key: [cell.config.get(key) for cell in cells] for key in BUDGET}
+    known = {key: {value for value in own if value is not None} for key, own in values.items()}
 
     def rank(key: str) -> tuple[int, bool]:
-        values = known[key].dropna()
-        return values.nunique(), any(isinstance(value, float) for value in values)  # 12 is an int
+        return len(known[key]), any(isinstance(value, float) for value in known[key])  # 12 is int
 
-    return known[min(map(str, known), key=rank)]
-
-
-def _setting_columns(cells: pd.DataFrame, config: pd.DataFrame) -> pd.DataFrame:
-    """The columns that say which cells are comparable: settings, recipe, setting, title, budget."""
-    budget = _budget_of(config)
-    keys = _setting_keys(cells, config, str(budget.name))
-    everywhere = pd.Series("", config.index)
-    groups = {  # `model.width` distinguishes only cells with the same model
-        key: config.get(key.partition(".")[0] if "." in key else "", everywhere)
-        for key in keys
-        if key not in ("model", "data")
-    }
-    words = _tell_apart(config, groups, ", ")
-    columns = {
-        "settings": as_keys(config[keys]),
-        "recipe": as_keys(config[[key for key in keys if key not in BUDGET]]),
-        "setting": words.str.removeprefix(", "),
-        "title": cells["model"] + " on " + cells["data"] + words,
-        "budget": budget.map(lambda value: "" if pd.isna(value) else f"{budget.name}={value}"),
-    }
-    return pd.DataFrame(columns)
+    return min((key for key in BUDGET if known[key]), key=rank, default=BUDGET[0])
 
 
-def _setting_keys(cells: pd.DataFrame, config: pd.DataFrame, budget: str) -> list[str]:
+def _with_settings(cells: Sequence[CellRow], budget: str) -> list[CellRow]:
+    """Adds what says which cells are comparable: settings, setting, title and budget."""
+    keys = _setting_keys(cells, budget)
+    # `model.width` distinguishes only cells with the same model.
+    groups = {key: _part_of(key) for key in keys if key not in ("model", "data")}
+    labelled = []
+    for cell, words in zip(cells, _tell_apart(cells, groups, ", "), strict=True):
+        length = cell.config.get(budget)
+        labelled.append(
+            replace(
+                cell,
+                settings={key: cell.config.get(key) for key in keys},
+                setting=words.removeprefix(", "),
+                title=f"{cell.model} on {cell.data}{words}",
+                budget="" if length is None else f"{budget}={length}",
+                budget_keys=frozenset(BUDGET),
+            )
+        )
+    return labelled
+
+
+def _part_of(key: str) -> Callable[[CellRow], Any]:
+    """By cell, the value of the key's part, as `model` of `model.width`; None: not applicable."""
+    part, dot, _ = key.partition(".")
+    return lambda cell: cell.config.get(part) if dot and part in cell.config else ""
+
+
+def _setting_keys(cells: Sequence[CellRow], budget: str) -> list[str]:
     """The config keys that separate cells; budget: the key in which lengths are counted."""
-    keys = [
-        key
-        for key in sorted(map(str, config))
-        if key not in (*SIZES, "lr") and not _is_norm_key(key) and not key.startswith(IGNORED)
-    ]
-    own = [config.loc[same.index, keys] for _, same in cells.groupby("study")]
-    if len(own) > 1:  # drop keys that only differ between studies: their comparison lists them
-        within = {key for table in own for key in varying_columns(table)}
-        between = set(varying_columns(config[keys])) - within
-        keys = [key for key in keys if key not in between]
+    keys = sorted(
+        {
+            key
+            for cell in cells
+            for key in compared(cell.config)
+            if key not in (*SIZES, "lr") and not _is_norm_key(key)
+        }
+    )
+    studies = {cell.study: [one for one in cells if one.study == cell.study] for cell in cells}
+    if len(studies) > 1:  # what differs between studies alone does not separate their cells
+        within = {key for own in studies.values() for key in keys if _num_values(own, key) > 1}
+        keys = [key for key in keys if key in within or _num_values(cells, key) == 1]
     chosen = [key for key in keys if key not in DERIVED]
     for key in dict.fromkeys((budget, *DERIVED)):
-        places = config[chosen].join(cells[["batch_size", "norm_batch_size"]])
-        if key in keys and _varies(config[key], cells["norm"], places).any():
+        if key in keys and _norms_that_vary(cells, _value_of(key), _place_by(chosen)):
             chosen.append(key)
     return sorted(chosen)
 
@@ -198,39 +165,83 @@ def _is_norm_key(key: str) -> bool:
     return key.partition(".")[0] in NORM_KEYS
 
 
-def _knob_words(cells: pd.DataFrame, config: pd.DataFrame) -> pd.Series:
+def _num_values(cells: Sequence[CellRow], key: str) -> int:
+    return len({comparable(cell.config.get(key)) for cell in cells})
+
+
+def _value_of(key: str) -> Callable[[CellRow], Hashable]:
+    return lambda cell: comparable(cell.config.get(key))
+
+
+def _place_by(keys: Sequence[str]) -> Callable[[CellRow], Hashable]:
+    """Equal for cells of equal sizes with equal values of these keys."""
+    keys = tuple(keys)
+    values = [_value_of(key) for key in keys]
+    return lambda cell: (*(of(cell) for of in values), cell.batch_size, cell.norm_batch_size)
+
+
+def _norms_that_vary(
+    cells: Sequence[CellRow],
+    value: Callable[[CellRow], Hashable],
+    place: Callable[[CellRow], Hashable],
+) -> set[str]:
+    """The norms of which two cells of one place differ in the value."""
+    seen: dict[tuple[str, Hashable], set[Hashable]] = {}
+    for cell in cells:
+        seen.setdefault((cell.norm, place(cell)), set()).add(value(cell))
+    return {norm for (norm, _), values in seen.items() if len(values) > 1}
+
+
+def _knob_words(cells: Sequence[CellRow]) -> list[str]:
     """What follows the name of a norm in its label: differing knobs, INVALID, the protocol."""
-    groups = {key: cells["norm"] for key in sorted(map(str, config)) if _is_norm_key(key)}
+    keys = sorted({key for cell in cells for key in cell.config if _is_norm_key(key)})
+    groups: dict[str, Callable[[CellRow], Any]] = {key: lambda cell: cell.norm for key in keys}
     if "norm.momentum" in groups:  # it may follow from the size
-        places = cells[["settings", "batch_size", "norm_batch_size"]]
-        is_free = _varies(config["norm.momentum"], cells["norm"], places)
-        groups["norm.momentum"] = cells["norm"].where(is_free)
-    words = _tell_apart(config, groups, " ")
-    words += np.where(cells["invalid"].notna(), " INVALID", "")
-    places = cells[["settings", "batch_size", "lr"]].assign(size=size_key(cells))
-    is_double = _varies(cells["protocol"], cells["norm"] + words, places)
-    return words + (" " + cells["protocol"]).where(is_double, "")
+        place = _place_by(sorted(cells[0].settings))
+        free = _norms_that_vary(cells, _value_of("norm.momentum"), place)
+        groups["norm.momentum"] = lambda cell: cell.norm if cell.norm in free else None
+    words = _tell_apart(cells, groups, " ")
+    words = [
+        own + (" INVALID" if cell.invalid is not None else "")
+        for cell, own in zip(cells, words, strict=True)
+    ]
+    named = [replace(cell, norm=cell.norm + own) for cell, own in zip(cells, words, strict=True)]
+    both = _norms_that_vary(
+        named,
+        lambda cell: cell.protocol,
+        lambda cell: (settings_key(cell), cell.batch_size, cell.lr, cell.statistics_size),
+    )
+    return [
+        own + (f" {cell.protocol}" if cell.norm in both else "")
+        for cell, own in zip(named, words, strict=True)
+    ]
 
 
-def _varies(column: pd.Series, norms: pd.Series, places: pd.DataFrame) -> pd.Series:
-    """True for every cell of a norm whose column differs between two cells of equal places."""
-    values = column.map(repr).groupby([norms, as_keys(places)]).transform("nunique")
-    return norms.isin(norms[values > 1])
+def settings_key(cell: CellRow) -> Hashable:
+    """Equal for cells that may be compared."""
+    return tuple(comparable(value) for value in cell.settings.values())
 
 
-def _tell_apart(config: pd.DataFrame, groups: Mapping[str, pd.Series], mark: str) -> pd.Series:
+def _tell_apart(
+    cells: Sequence[CellRow], groups: Mapping[str, Callable[[CellRow], Any]], mark: str
+) -> list[str]:
     """For each cell, the mark and `key=value` for every key that varies within its group.
 
     groups: by key, in order, the group of each cell; None: the key is left out
     """
-    words = pd.Series("", config.index)
-    for key, group in groups.items():
-        for _, alike in config[key].groupby(group):
-            if alike.map(repr).nunique() > 1:
-                name = key.removeprefix("norm.")
-                default = UNRECORDED.get(key)
-                values = [default if value is None else value for value in alike]
-                words[alike.index] += [f"{mark}{name}={_typed(value)}" for value in values]
+    words = [""] * len(cells)
+    for key, group_of in groups.items():
+        groups_of_key: dict[Hashable, list[int]] = {}
+        for place, cell in enumerate(cells):
+            if (group := group_of(cell)) is not None:
+                groups_of_key.setdefault(group, []).append(place)
+        for places in groups_of_key.values():
+            if _num_values([cells[place] for place in places], key) < 2:
+                continue
+            for place in places:
+                value = cells[place].config.get(key)
+                value = UNRECORDED.get(key) if value is None else value
+                words[place] += f"{mark}{key.removeprefix('norm.')}={_typed(value)}"
     return words
 
 
@@ -239,44 +250,3 @@ def _typed(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# Cells with their means over seeds
-
-
-def summarize(cells: pd.DataFrame, values: pd.DataFrame, metric: Metric) -> pd.DataFrame:
-    """Each row of `cells` with its mean over seeds; values: (seeds, cells), from `values_of`.
-
-    Added columns: `mean`, `low`, `high`, `n`, `text` (the interval), `count` (n, with what is
-    missing) and `seeds` (the value of each seed, as text).
-    """
-    found = {}
-    by_data = cells.groupby("data")["cell"].unique()
-    steps = {data: smallest_step(values[own]) for data, own in by_data.items()}
-    for cell, data in cells.drop_duplicates("cell")[["cell", "data"]].itertuples(index=False):
-        own = values[cell].dropna()
-        shown = ", ".join(f"{seed}: {x:.{metric.digits + 1}f}" for seed, x in own.items())
-        found[cell] = interval_row(
-            mean(own, step=steps[data], bounds=metric.bounds), metric.digits
-        ) | {"seeds": shown or "none finished"}
-    columns = ["mean", "low", "high", "n", "text", "seeds"]
-    rows = [found[cell] for cell in cells["cell"]]
-    table = cells.join(pd.DataFrame(rows, cells.index, columns, dtype=object))
-    return table.assign(count=[_count_words(row) for row in plain_rows(table)])
-
-
-def interval_row(interval: Interval, digits: int) -> dict[str, Any]:
-    return {
-        "mean": interval.estimate,
-        "low": interval.low,
-        "high": interval.high,
-        "n": interval.n,
-        "text": format_interval(interval, digits),
-    }
-
-
-def _count_words(row: Row) -> str:
-    """`8`, or `5/8 ×2 ?1`: ×k diverged, !k failed, ?k missing."""
-    lost = {"×": row["diverged"], "!": row["failed"], "?": row["missing"]}
-    marks = " ".join(f"{mark}{count}" for mark, count in lost.items() if count)
-    return f"{row['n']}/{row['expected']} {marks}" if marks else str(row["n"])

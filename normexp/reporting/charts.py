@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import isotonic_regression
 
-from normexp.reporting.frame import plain_rows
 from normexp.reporting.metric import Metric
-from normexp.reporting.slices import AXIS_TITLES, Slice
+from normexp.reporting.model import Slice
+from normexp.reporting.rows import plain_rows
 from normexp.reporting.style import DIVERGED, Style
 
 WIDTH, HEIGHT = 560, 320
@@ -30,6 +30,10 @@ TIP_TITLES = {
     "samples": "samples seen",
 }
 POINT_TIP = ("norm", "size", "text", "count", "seeds", "note", "directory")
+AXIS_TITLES = {
+    "norm_batch_size": "norm batch size (samples that share statistics)",
+    "batch_size": "batch size (samples per optimizer step)",
+}
 CONFIG = {
     "font": "DejaVu Sans, Liberation Sans, Arial, sans-serif",
     "background": "#ffffff",

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 import pandas as pd
 
-from normexp.errors import UserError
-from normexp.records.metrics import read_metrics
-from normexp.records.paths import METRICS_FILE
-from normexp.reporting.cells import interval_row
 from normexp.reporting.charts import (
     HEIGHT,
     LINE,
@@ -27,9 +21,9 @@ from normexp.reporting.charts import (
     metric_axis,
     tooltip,
 )
-from normexp.reporting.frame import Row, plain_rows
 from normexp.reporting.metric import Metric, describe_metric
-from normexp.reporting.slices import AXIS_WORDS, Slice
+from normexp.reporting.model import AXIS_WORDS, RunRow, Slice
+from normexp.reporting.rows import Row, interval_row, plain_rows
 from normexp.reporting.style import DIVERGED
 from normexp.stats.interval import mean
 
@@ -48,19 +42,12 @@ DIAGNOSTICS = {
 }
 
 
-def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
-    """Every finite value of these runs: `cell`, `seed`, `name`, `samples` and `value`.
-
-    The curve of a diverged seed ends with its last finite value. A run whose file is damaged is
-    left out.
-    """
-    rows = []
-    for cell, seed, directory in runs[["cell", "seed", "directory"]].itertuples(index=False):
-        with suppress(UserError):
-            for row in read_metrics(Path(directory) / METRICS_FILE):
-                if math.isfinite(row.value):
-                    rows.append((cell, seed, row.name, row.samples_seen, row.value))
-    return pd.DataFrame(rows, columns=["cell", "seed", "name", "samples", "value"])
+def curve_table(runs: Sequence[RunRow]) -> pd.DataFrame:
+    """Every finite value of these runs: `seed`, `name`, `samples` and `value`."""
+    rows = [
+        (run.seed, row.name, row.samples_seen, row.value) for run in runs for row in run.history()
+    ]
+    return pd.DataFrame(rows, columns=["seed", "name", "samples", "value"])
 
 
 def _thinned(curve: Any, most: int) -> Any:
@@ -74,16 +61,23 @@ def _thinned(curve: Any, most: int) -> Any:
 
 def draw_history(part: Slice, styles: Styles) -> Iterator[Figure]:
     """Curves at the smallest and the largest size, and diagnostics at the smallest."""
-    points = part.points[part.points["size"].isin([part.sizes[0], part.sizes[-1]])]
-    runs = part.runs[part.runs["cell"].isin(points["cell"]) & (part.runs["status"] != "failed")]
-    values = points[["norm", "size", "cell", "diverged"]].merge(read_curves(runs), on="cell")
+    tables = []
+    for size, cell in part.points:
+        if size not in (part.sizes[0], part.sizes[-1]):
+            continue
+        table = curve_table([run for run in cell.runs if run.result.status != "failed"])
+        words = {"norm": cell.norm, "size": size, "cell": str(cell.directory)}
+        tables.append(table.assign(**words, diverged=cell.diverged))
+    values = pd.concat(tables, ignore_index=True)
     yield from _draw_curves(part, styles, values)
     yield from _draw_sites(part, styles, values[values["size"] == part.sizes[0]])
 
 
 def _draw_curves(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[Figure]:
     """Training loss and validation metric over samples: a panel for each size."""
-    leaking = part.points["norm"][part.points["leaks_in_training"]].unique()
+    leaking = dict.fromkeys(
+        cell.norm for _, cell in part.points if cell.config.get("leaks_future_in_training") is True
+    )
     for name in dict.fromkeys(["train/loss", part.metric.selection_name]):
         metric, own = describe_metric(name), values[values["name"] == name]
         curves = [

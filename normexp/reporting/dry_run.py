@@ -17,12 +17,12 @@ from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, read_result, values_of
 from normexp.records.state import shared_words
 from normexp.reporting.cells import build_cells
-from normexp.reporting.frame import StudyRecords, config_row, run_frame
 from normexp.reporting.metric import choose_metric, describe_metric
+from normexp.reporting.read import StudyRecords, run_row
 from normexp.reporting.slices import build_slices
 from normexp.reporting.summary import by_cell
 from normexp.reporting.terminal import open_console, text_table
-from normexp.reporting.verdict import contrasts_of
+from normexp.reporting.verdict import compare
 from normexp.stats.family import seeds_for, smallest_difference
 
 MIB = 2**20
@@ -183,9 +183,10 @@ def _spread(recorded: Sequence[Result]) -> tuple[str, float | None]:
 
 def family_size(planned: Sequence[Outcome]) -> int:
     """How many verdicts a report on the cells would have if every run finished."""
-    cells = {f"{one.cell_id} {one.record}": config_row(one.record) for one in planned}
-    ended = {"study": "", "seed": 0, "status": "finished"}
-    runs = run_frame([row | ended | {"cell": cell} for cell, row in cells.items()])
-    records = StudyRecords(runs, {"": 1}, 0, [], [])
-    slices = build_slices(build_cells(records), runs, metric=None, tolerance=None)
-    return sum(one.is_primary for part in slices for one in contrasts_of(part))
+    records = {f"{one.cell_id} {one.record}": one.record for one in planned}
+    runs = [
+        run_row("", Path(str(number), "seed-0"), Result("", 0, "finished", record, {}, {}))
+        for number, record in enumerate(records.values())
+    ]
+    slices = build_slices(build_cells(StudyRecords(runs, {"": 1})), metric=None, tolerance=None)
+    return sum(one.is_primary for one in compare(slices))

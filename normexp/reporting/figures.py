@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from normexp.reporting.cells import summarize
 from normexp.reporting.charts import (
+    AXIS_TITLES,
     DARK,
     HEIGHT,
     LIGHT,
@@ -32,17 +33,19 @@ from normexp.reporting.charts import (
     tooltip,
 )
 from normexp.reporting.curves import draw_history
-from normexp.reporting.frame import metric_names, paired_values, values_of
 from normexp.reporting.metric import Metric, describe_metric
-from normexp.reporting.slices import AXIS_TITLES, AXIS_WORDS, Slice
+from normexp.reporting.model import AXIS_WORDS, CellRow, Slice, metric_names
+from normexp.reporting.rows import Row, frame_of, mean_rows
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, order_norms
+from normexp.reporting.verdict import paired
 from normexp.stats.interval import paired_improvement
 
 GREY = "#808080"  # readable on light and dark
-SUMMARY = [
+MEANS = [  # columns of a figure of means
     *("norm", "model", "data", "mean", "low", "high", "n", "text", "expected", "diverged"),
     *("failed", "missing", "count", "seeds", "directory", "size"),
 ]
+Points = Sequence[tuple[int, CellRow]]  # sizes with their cells
 MEASURED = ["samples_per_second", "step_ms", "stack_size", "peak_memory_mb"]
 COSTS = {
     "samples_per_second": (
@@ -81,13 +84,14 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
     ]
 
 
-def _summarize(
-    part: Slice, cells: pd.DataFrame, *others: str, metric: Metric | None = None
-) -> pd.DataFrame:
-    """The mean of each cell over its seeds, with the columns of SUMMARY and the `others`."""
-    values = part.values if metric is None else values_of(part.runs, metric)
-    table = summarize(cells, values, metric or part.metric).assign(directory=cells["cell"])
-    return table[[*SUMMARY, *others]]
+def _means_of(part: Slice, points: Points, metric: Metric | None = None) -> list[Row]:
+    """For each point, its size and the mean of the cell over its seeds."""
+    cells = dict.fromkeys(cell for _, cell in points)
+    if metric is None:
+        rows = mean_rows({cell: part.values[cell] for cell in cells}, part.metric)
+    else:
+        rows = mean_rows({cell: cell.values(metric) for cell in cells}, metric)
+    return [rows[cell] | {"size": size} for size, cell in points]
 
 
 # The metric against the size
@@ -95,14 +99,16 @@ def _summarize(
 
 def draw_means(part: Slice, styles: Styles) -> Iterator[Figure]:
     """The metric against the size: as lines over a strip of counts, and as a heat map."""
-    points, step = part.points, min(0.09, 0.66 / len(styles))
+    step = min(0.09, 0.66 / len(styles))
     place = {norm: k - (len(styles) - 1) / 2 for k, norm in enumerate(styles)}
-    x = points["size"].astype(float) * 2.0 ** (step * points["norm"].map(place).astype(float))
-    points = points.assign(x=x, note="")
-    is_chosen, is_alone = points["cell"].isin(part.searched["cell"]), points["independent"]
-    points.loc[is_chosen, "note"] = "learning rate chosen on validation"
-    points.loc[is_alone, "note"] = "one cell: independent of the norm batch size by measurement"
-    table = _summarize(part, points, "x", "independent", "note")
+    rows = _means_of(part, part.points)
+    for (size, cell), row in zip(part.points, rows, strict=True):
+        row["x"] = size * 2.0 ** (step * place[cell.norm])
+        row["independent"] = cell.norm in part.independent
+        row["note"] = "learning rate chosen on validation" if part.alternatives(cell) else ""
+        if row["independent"]:
+            row["note"] = "one cell: independent of the norm batch size by measurement"
+    table = frame_of(rows, [*MEANS, "x", "independent", "note"])
     if table["mean"].notna().any():
         yield _metric_by_size(part, styles, table)
         yield _heat_map(part, table)
@@ -212,10 +218,10 @@ def draw_improvement(part: Slice, _: Styles) -> Iterator[Figure]:
 
 def _improvement_rows(part: Slice) -> list[dict[str, Any]]:
     """One row per ordered pair of norms with two or more seeds in common at the smallest size."""
-    valid = part.smallest[part.smallest["invalid"].isna()]
+    valid = {norm: cell for norm, cell in part.smallest.items() if not cell.invalid}
     rows = []
-    for (norm, cell), (other, second) in permutations(valid[["norm", "cell"]].to_numpy(), 2):
-        a, b = paired_values(cell, second, part.outcomes)
+    for norm, other in permutations(valid, 2):
+        a, b = paired(part.outcomes[valid[norm]], part.outcomes[valid[other]])
         if len(a) < 2:
             continue
         found = paired_improvement(a, b, higher_is_better=part.metric.higher_is_better)
@@ -234,20 +240,16 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
 
     On the validation split if the test split has running statistics only.
     """
-    points = part.points[~part.points["independent"]]
+    points = [(size, cell) for size, cell in part.points if cell.norm not in part.independent]
     kinds = _statistics_of(part, points)
-    tables = [
-        _summarize(
-            part,
-            points.assign(statistics=kind, metric=describe_metric(name.partition("@")[0]).label),
-            *("statistics", "metric"),
-            metric=describe_metric(name),
-        )
-        for name, kind in kinds.items()
-    ]
-    table = pd.concat([own[own["n"] > 0] for own in tables]) if tables else pd.DataFrame()
-    if table.empty:
+    rows = []
+    for name, kind in kinds.items():
+        words = {"statistics": kind, "metric": describe_metric(name.partition("@")[0]).label}
+        means = _means_of(part, points, describe_metric(name)) if points else []
+        rows += [row | words | {"note": ""} for row in means if row["n"]]
+    if not rows:
         return
+    table = frame_of(rows, [*MEANS, "statistics", "metric", "note"])
     first = [kind for kind in ("running", "precise") if kind in set(table["statistics"])]
     found = [*first, *order_norms(set(table["statistics"]) - set(first))]
     last = len(STATISTICS_STYLES) - 1
@@ -264,26 +266,25 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
         "statistics of the trained network."
     )
     title, name = "Evaluation statistics", "evaluation_statistics"
-    yield Figure(name, title, caption, in_panels(panel, part), table.assign(note=""), fit="facet")
+    yield Figure(name, title, caption, in_panels(panel, part), table, fit="facet")
 
 
-def _statistics_of(part: Slice, points: pd.DataFrame) -> dict[str, str]:
+def _statistics_of(part: Slice, points: Points) -> dict[str, str]:
     """The kind of statistics behind each metric name, as the legend shows it.
 
     `batch@<size>` is shortened to `batch` if every cell used its own norm batch size.
     """
     base = part.metric.name.partition("@")[0]
     for candidate in (base, base.replace("test/", "val/")):
-        names = [one for one in metric_names(part.runs) if one.partition("@")[0] == candidate]
+        names = [one for one in metric_names(part.values) if one.partition("@")[0] == candidate]
         if any("@" in name for name in names):
             break
     else:
         return {}
-    sizes = points.set_index("cell")["norm_batch_size"]
     used = {
-        (name.partition("@batch")[2], str(sizes[cell]))
-        for cell, own in part.runs[part.runs["cell"].isin(sizes.index)].groupby("cell")
-        for name in metric_names(own)
+        (name.partition("@batch")[2], str(cell.norm_batch_size))
+        for _, cell in points
+        for name in metric_names([cell])
         if "@batch" in name
     }
     as_in_training = len(used) > 1 and all(size == own for size, own in used)
@@ -300,9 +301,13 @@ def _statistics_of(part: Slice, points: pd.DataFrame) -> dict[str, str]:
 def draw_learning_rates(part: Slice, _: Styles) -> Iterator[Figure]:
     """Learning rate against size as squares, one panel per norm: how clear the choice was."""
     metric = describe_metric(part.metric.selection_name)
-    if part.searched.empty:
+    if not part.rates:
         return
-    table = _summarize(part, part.searched, "lr", "chosen", metric=metric)
+    points = [(size, cell) for (_, size), cells in part.rates.items() for cell in cells]
+    rows = _means_of(part, points, metric)
+    for (size, cell), row in zip(points, rows, strict=True):
+        row |= {"lr": cell.lr, "chosen": part.lines[cell.norm][size] is cell}
+    table = frame_of(rows, [*MEANS, "lr", "chosen"])
     colour, table = shade_shortfall(metric, table)
     table = _with_square_text(table).assign(under="")
     x = alt.X("size:O", title=AXIS_WORDS[part.axis], sort=part.sizes).axis(labelAngle=0)
@@ -320,19 +325,24 @@ def draw_learning_rates(part: Slice, _: Styles) -> Iterator[Figure]:
 
 def draw_groups(part: Slice, styles: Styles) -> Iterator[Figure]:
     """The metric against the number of groups at the smallest size, with layer and instance."""
-    points = part.smallest.assign(groups=part.smallest["num_groups"], series="group")
-    has_groups = points["groups"].map(lambda value: isinstance(value, int))
-    swept = points[has_groups]
-    ends = points[points["norm"].isin(["layer", "instance"]) & ~has_groups]
-    groups = sorted(swept["groups"].unique().tolist())
+    swept = {
+        norm: groups
+        for norm, cell in part.smallest.items()
+        if isinstance(groups := cell.config.get("norm.num_groups"), int)
+    }
+    groups, size = sorted(set(swept.values())), part.sizes[0]
     if len(groups) < 2:
         return
-    both = pd.concat([swept, ends.assign(series=ends["norm"])])
-    table = _summarize(part, both, "groups", "series")
+    ends = [norm for norm in ("layer", "instance") if norm in part.smallest and norm not in swept]
+    norms = [*swept, *(norm for norm in part.smallest if norm in ends)]
+    rows = _means_of(part, [(size, part.smallest[norm]) for norm in norms])
+    for norm, row in zip(norms, rows, strict=True):
+        row |= {"groups": swept.get(norm), "series": norm if norm in ends else "group"}
+    table = frame_of(rows, [*MEANS, "groups", "series"])
     x = alt.X("groups:Q", title="number of groups")
     x = x.scale(type="log", base=2, nice=False).axis(values=groups, format="d")
     y = metric_axis(part.metric, table)
-    own = {"group": SLOTS[ORDER.index("group")]} | {norm: styles[norm] for norm in ends["norm"]}
+    own = {"group": SLOTS[ORDER.index("group")]} | {norm: styles[norm] for norm in ends}
     channels = encode_style(own, "series")
     tip = tooltip("norm", "groups:Q", "text", "count", "seeds", "directory")
     level = alt.Chart().transform_filter("!isValid(datum.groups)").mark_rule(strokeDash=[5, 3])
@@ -354,15 +364,19 @@ def draw_groups(part: Slice, styles: Styles) -> Iterator[Figure]:
 
 def draw_cost(part: Slice, styles: Styles) -> Iterator[Figure]:
     """Training speed, and GPU memory where it was measured: one point per cell."""
-    timing = part.runs.reindex(columns=[f"timing.{name}" for name in MEASURED])
-    timing = timing.set_axis(MEASURED, axis=1).assign(cell=part.runs["cell"])
-    timing = timing[timing["samples_per_second"].notna()]
-    speed = timing["samples_per_second"].astype(float).groupby(timing["cell"]).median()
-    own = timing.drop_duplicates("cell").set_index("cell").assign(samples_per_second=speed)
-    table = part.points.drop_duplicates("cell").join(own, "cell", how="inner")
-    size = table[part.axis].map(str).where(~table["independent"], "every size")
-    table = table.assign(size=size, directory=table["cell"])
-    table = table[["norm", "model", "data", "size", *MEASURED, "directory"]]
+    first_sizes = {cell: size for size, cell in reversed(part.points)}
+    rows = []
+    for cell in dict.fromkeys(cell for _, cell in part.points):
+        timings = [run.result.timing for run in cell.runs]
+        timings = [timing for timing in timings if "samples_per_second" in timing]
+        if not timings:
+            continue
+        speed = statistics.median(timing["samples_per_second"] for timing in timings)
+        size = "every size" if cell.norm in part.independent else str(first_sizes[cell])
+        row = {"norm": cell.norm, "model": cell.model, "data": cell.data, "size": size}
+        row |= dict.fromkeys(MEASURED) | timings[0] | {"samples_per_second": speed}
+        rows.append(row | {"directory": str(cell.directory)})
+    table = frame_of(rows, ["norm", "model", "data", "size", *MEASURED, "directory"])
     colour, shape, _ = encode_style(styles, legend=False)
     tip = tooltip("norm", "size", *(f"{name}:Q" for name in MEASURED), "directory")
     for field, (name, title, axis, caption) in COSTS.items():

@@ -11,6 +11,7 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from glob import escape, glob
 from importlib.resources import files
@@ -25,10 +26,22 @@ from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
 from normexp.reporting.charts import Figure
 from normexp.reporting.curves import seed_chart
-from normexp.reporting.report import Report, build_report, cell_details
-from normexp.reporting.style import order_norms
-from normexp.reporting.tables import to_csv
+from normexp.reporting.details import cell_details
+from normexp.reporting.figures import draw_figures
+from normexp.reporting.report import Report, read_report, to_json
+from normexp.reporting.sentences import Answer, Section
+from normexp.reporting.style import assign_styles, order_norms
+from normexp.reporting.tables import (
+    Table,
+    cell_table,
+    comparison_table,
+    run_table,
+    sensitivity_table,
+    size_table,
+    to_csv,
+)
 from normexp.reporting.terminal import print_report
+from normexp.reporting.tuning import draw_tuning
 
 PNG_SCALE = 2.0  # pixels per point of the figure
 LOOK_EVERY = 2.0  # seconds between checks for new results
@@ -38,6 +51,55 @@ POLICY = (
     "img-src data: blob:"
 )
 SHOWN_ROWS = 3000
+SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A report drawn up: its tables and figures.
+
+    sections: each section with its answers, and the figures of each, the main one first
+    tuning: the curves of the searches that belong to the studies
+    """
+
+    report: Report
+    tables: Sequence[Table]
+    sections: Sequence[tuple[Section, Sequence[tuple[Answer, Sequence[Figure]]]]]
+    tuning: Sequence[Figure]
+
+    @property
+    def figures(self) -> list[Figure]:
+        drawn = [figures for _, answers in self.sections for _, figures in answers]
+        return [figure for figures in (*drawn, self.tuning) for figure in figures]
+
+    @property
+    def cells(self) -> Table:
+        return next(table for table in self.tables if table.name == "cells")
+
+
+def draw(report: Report) -> Drawing:
+    """Draws every table and figure of a report."""
+    answers = [answer for section in report.sections for answer in section.answers]
+    answers = [answer for answer in answers if len(answer.parts) == 1]  # not over data sets
+    tables = [
+        *map(size_table, report.slices),
+        sensitivity_table(answers),
+        comparison_table(answers),
+        cell_table(report.cells, report.metric, report.tolerance),
+        run_table(report.cells),
+    ]
+    styles = assign_styles(cell.norm for cell in report.cells)
+
+    def figures_of(answer: Answer) -> list[Figure]:
+        is_over_data = len(answer.parts) > 1
+        return [] if is_over_data else draw_figures(answer.parts[0], styles)
+
+    sections = [
+        (section, [(answer, figures_of(answer)) for answer in section.answers])
+        for section in report.sections
+    ]
+    searched = [report.runs_dir / f"{name}{end}" for name in report.studies for end in SEARCHED]
+    return Drawing(report, tables, sections, draw_tuning(searched))
 
 
 def publish(
@@ -58,15 +120,15 @@ def publish(
             be written.
     """
 
-    def write(reload_seconds: int | None) -> Report:
-        report = build_report(runs_dir, names, metric=metric, tolerance=tolerance)
-        _write_report(report, reload_seconds)
-        return report
+    def write(reload_seconds: int | None) -> Drawing:
+        drawing = draw(read_report(runs_dir, names, metric=metric, tolerance=tolerance))
+        _write_report(drawing, reload_seconds)
+        return drawing
 
     seen = _stamp(runs_dir, names)
-    report = write(RELOAD_EVERY if watch else None)
-    print_report(report)
-    print(f"\nreport: {report.directory / 'index.html'}")
+    drawing = write(RELOAD_EVERY if watch else None)
+    print_report(drawing.report, drawing.cells)
+    print(f"\nreport: {drawing.report.directory / 'index.html'}")
     if watch:
         print("watching for new results; Ctrl-C stops", flush=True)
         with suppress(KeyboardInterrupt):
@@ -76,7 +138,7 @@ def publish(
 
 
 def _watch(
-    runs_dir: Path, names: Sequence[str], seen: set[tuple[str, int]], write: Callable[[], Report]
+    runs_dir: Path, names: Sequence[str], seen: set[tuple[str, int]], write: Callable[[], Drawing]
 ) -> NoReturn:
     """Writes whenever the studies have a result that is not in `seen`."""
     while True:
@@ -85,7 +147,7 @@ def _watch(
         if seen == before:
             continue
         try:
-            print(f"{time.strftime('%H:%M:%S')} {write().counts}", flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {write().report.counts}", flush=True)
         except UserError as error:  # as without any ended run; the last page stands
             print(f"normexp: {error}", flush=True)
 
@@ -102,20 +164,20 @@ def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
     return found
 
 
-def _write_report(report: Report, reload_seconds: int | None) -> None:
+def _write_report(drawing: Drawing, reload_seconds: int | None) -> None:
     """Writes the report to a temporary folder, then swaps it in: readers see old or new files.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    target = report.directory
+    target = drawing.report.directory
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=".report-", dir=target.parent))
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror})") from error
     try:
-        _write_into(fresh / "new", report, reload_seconds)
+        _write_into(fresh / "new", drawing, reload_seconds)
         with suppress(FileNotFoundError):
             os.replace(target, fresh / "old")
         os.replace(fresh / "new", target)
@@ -123,23 +185,25 @@ def _write_report(report: Report, reload_seconds: int | None) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _write_into(folder: Path, report: Report, reload_seconds: int | None) -> None:
+def _write_into(folder: Path, drawing: Drawing, reload_seconds: int | None) -> None:
     tables, figures = folder / "tables", folder / "figures"
     tables.mkdir(parents=True)
     (figures / "paper").mkdir(parents=True)
-    for table in report.tables:
+    content = json.dumps(to_json(drawing.report), indent=1, allow_nan=False)
+    (folder / "report.json").write_text(content, encoding="utf-8")
+    for table in drawing.tables:
         texts = {"csv": table.to_csv(), "md": table.to_markdown(), "tex": table.to_latex()}
         for ending, text in texts.items():
             (tables / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
     # Drawing and bundling release Python's lock, so threads use all cores.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         bundle = pool.submit(_bundle)
-        drawn = pool.map(partial(_write_figure, figures), report.figures)
+        drawn = pool.map(partial(_write_figure, figures), drawing.figures)
         images = {
             figure.name: b64encode(svg.encode()).decode()
-            for figure, svg in zip(report.figures, drawn, strict=True)
+            for figure, svg in zip(drawing.figures, drawn, strict=True)
         }
-        page = _render_page(report, images, bundle.result(), reload_seconds)
+        page = _render_page(drawing, images, bundle.result(), reload_seconds)
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 
@@ -159,7 +223,7 @@ def _write_figure(folder: Path, figure: Figure) -> str:
 
 
 def _render_page(
-    report: Report, images: Mapping[str, str], bundle: str, reload_seconds: int | None
+    drawing: Drawing, images: Mapping[str, str], bundle: str, reload_seconds: int | None
 ) -> str:
     """A self-contained index.html; it reloads itself if `reload_seconds` is set.
 
@@ -168,12 +232,12 @@ def _render_page(
     Texts from configs, file names and error messages are escaped by the template, or are JSON
     without `<`.
     """
-    tables = [table for table in report.tables if table.name != "runs"]  # a cell opens its runs
+    tables = [table for table in drawing.tables if table.name != "runs"]  # a cell opens its runs
     content = {
-        "figures": {figure.name: figure.spec for figure in report.figures},
+        "figures": {figure.name: figure.spec for figure in drawing.figures},
         "tables": {table.name: table.to_csv() for table in tables}
-        | {figure.name: to_csv(figure.table) for figure in report.figures},
-        "cells": cell_details(report.cells, report.runs),
+        | {figure.name: to_csv(figure.table) for figure in drawing.figures},
+        "cells": cell_details(drawing.report.cells),
         "seeds": seed_chart(),
     }
     environment = Environment(
@@ -184,9 +248,11 @@ def _render_page(
         lstrip_blocks=True,
     )
     return environment.get_template("page.html.j2").render(
-        report=report,
+        report=drawing.report,
+        sections=drawing.sections,
+        tuning=drawing.tuning,
         reload_seconds=reload_seconds,
-        filters=_filters(report),
+        filters=_filters(drawing.report),
         images=images,
         tables=tables,
         shown_rows=SHOWN_ROWS,
@@ -212,11 +278,10 @@ def _bundle() -> str:
 
 def _filters(report: Report) -> dict[str, list[str]]:
     """The values of each filter; a filter with a single value is left out."""
-    parts = [part for section in report.sections for part in section.answer.parts]
     values = {
-        "norm": order_norms(report.cells["norm"]),
-        "model": sorted(report.cells["model"].unique()),
-        "data": sorted(report.cells["data"].unique()),
-        "size": list(map(str, sorted({size for part in parts for size in part.sizes}))),
+        "norm": order_norms(cell.norm for cell in report.cells),
+        "model": sorted({cell.model for cell in report.cells}),
+        "data": sorted({cell.data for cell in report.cells}),
+        "size": list(map(str, sorted({size for part in report.slices for size in part.sizes}))),
     }
     return {key: found for key, found in values.items() if len(found) > 1}

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from normexp.reporting.metric import format_interval
+from normexp.reporting.model import AXIS_WORDS, Slice
 from normexp.reporting.sentences import Answer, Claim, lost_words
-from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.reporting.verdict import Contrast, contrasts_of
+from normexp.reporting.verdict import Comparison
 from normexp.stats.interval import Interval, log_ratio, stratified_mean
 
 NOTE = (
@@ -24,19 +24,24 @@ NOTE = (
 )
 
 
-def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
+def answer_over_data(slices: Sequence[Slice], comparisons: Sequence[Comparison]) -> list[Answer]:
     """Ratios of errors for each group of slices that differ only in data set.
 
-    A group gets a ratio for each contrast that all of its data sets have.
+    A group gets a ratio for each comparison that all of its data sets have.
     """
     answers = []
     for parts in _group_by_data(slices):
         metric = parts[0].metric
         if metric.higher_is_better and metric.bounds is None:
             continue  # an unbounded score has no error to take the ratio of
-        first, *others = ({one.ends: one for one in contrasts_of(part)} for part in parts)
-        shared = [[first[ends], *(own.get(ends) for own in others)] for ends in first]
-        claims = [_claim([one for one in ones if one]) for ones in shared if all(ones)]
+        first, *others = (
+            {one.ends: one for one in comparisons if one.part is part} for part in parts
+        )
+        claims = [
+            _claim([one, *(other[ends] for other in others)])
+            for ends, one in first.items()
+            if all(ends in other for other in others)
+        ]
         names = ", ".join(part.data for part in parts)
         heading = f"Over {len(parts)} data sets ({names}), "
         heading += f"{_shared_settings(parts[0])}, {parts[0].fixed}"
@@ -45,26 +50,28 @@ def answer_over_data(slices: Sequence[Slice]) -> list[Answer]:
     return answers
 
 
-def _claim(contrasts: Sequence[Contrast]) -> Claim:
-    """The ratio of errors of a contrast on several data sets.
+def _claim(comparisons: Sequence[Comparison]) -> Claim:
+    """The ratio of errors of a comparison on several data sets.
 
     The details show data sets that disagree, and what is missing:
     `digits 0.80, cifar10 1.30; n = 14 pairs; batch on digits: 2 of 8 diverged`.
     """
-    one, metric = contrasts[0], contrasts[0].part.metric
-    logs, each = [], []
-    for contrast in contrasts:
-        first, second = contrast.pairs
+    one, metric = comparisons[0], comparisons[0].part.metric
+    logs, by_data = [], []
+    for comparison in comparisons:
+        first, second = comparison.pairs
         if metric.higher_is_better:
             first, second = 100 - first, 100 - second
         values = log_ratio(first, second)
         shown = f"{np.exp(values.mean()):.2f}" if len(values) else "without a ratio"
-        each.append(f"{contrast.part.data} {shown}")
+        by_data.append(f"{comparison.part.data} {shown}")
         logs.append(values)
+    ends = [(one.first, one.part) for one in comparisons]
+    ends += [(one.second, one.part) for one in comparisons]
     lost = dict.fromkeys(
-        f"{point['norm']} on {point['data']}: {words}"
-        for point in [*(c.first for c in contrasts), *(c.second for c in contrasts)]
-        if (words := lost_words(point, metric))
+        f"{cell.norm} on {cell.data}: {words}"
+        for cell, part in ends
+        if (words := lost_words(cell, part))
     )
     found = stratified_mean(logs)
     centre, low, high = (
@@ -72,24 +79,24 @@ def _claim(contrasts: Sequence[Contrast]) -> Claim:
     )
     ratio = format_interval(Interval(centre, low, high, found.level, found.n), 2)
     times = "no ratio to" if centre is None else f"{ratio} times"
-    details = [", ".join(each), f"n = {found.n} pairs", *lost]
-    if any(contrast.has_diverged for contrast in contrasts):
+    details = [", ".join(by_data), f"n = {found.n} pairs", *lost]
+    if any(comparison.has_diverged for comparison in comparisons):
         details.append("diverged runs count as the worst run of their data set")
     noun, axis = "errors" if metric.higher_is_better else metric.label, AXIS_WORDS[one.part.axis]
-    norm, size, other = one.first["norm"], one.first["size"], one.second
-    reference = "" if one.is_along_sizes else other["norm"]
-    text = f"{norm} at {axis} {size}: {times} its {noun} at {other['size']}"
+    norm, (size, largest) = one.first.norm, one.sizes
+    reference = "" if one.is_along_sizes else one.second.norm
+    text = f"{norm} at {axis} {size}: {times} its {noun} at {largest}"
     if reference:
         text = f"At {axis} {size}, {norm}: {times} the {noun} of {reference}"
-    sizes = sorted({size, other["size"]})
+    sizes = sorted(set(one.sizes))
     kind = "no data" if centre is None else "interval"
     return Claim([norm], kind, text, "; ".join(details), sizes=sizes, reference=reference)
 
 
 def _shared_settings(part: Slice) -> str:
     """The settings without the data set, to group slices by: `resnet, epochs=12`."""
-    first = part.points.iloc[0]
-    words = [part.model, first["budget"], *first["setting"].split(", ")]
+    first = part.first
+    words = [part.model, first.budget, *first.setting.split(", ")]
     return ", ".join(filter(None, dict.fromkeys(words)))
 
 

@@ -1,215 +1,193 @@
-"""The content of a report: sentences, figures, tables and cells, not yet written."""
+"""The content of a report: cells, slices, comparisons and sentences; draws and writes nothing."""
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from normexp.config.rules import format_count
-from normexp.config.spec import study_words
-from normexp.errors import UserError
-from normexp.records.history import History, read_history
 from normexp.reporting.cells import build_cells
-from normexp.reporting.charts import Figure
-from normexp.reporting.curves import read_curves, seed_curves
-from normexp.reporting.figures import draw_figures
-from normexp.reporting.frame import StudyRecords, config_columns, metric_names, read_studies
-from normexp.reporting.metric import choose_metric, describe_metric, require_metric
+from normexp.reporting.metric import require_metric
+from normexp.reporting.model import CellRow, Slice, differences, metric_names
 from normexp.reporting.ratios import answer_over_data
-from normexp.reporting.sentences import Answer, answer_slices
+from normexp.reporting.read import StudyRecords, read_studies
+from normexp.reporting.sentences import Section, answer_slices, group_by_budget, headline_of
 from normexp.reporting.slices import build_slices
-from normexp.reporting.style import assign_styles
-from normexp.reporting.tables import (
-    Table,
-    cell_table,
-    comparison_table,
-    run_table,
-    sensitivity_table,
-    show,
-    size_table,
-)
-from normexp.reporting.tuning import draw_tuning
+from normexp.reporting.verdict import Comparison, compare
+from normexp.stats.interval import Interval
 
-RUN_COLUMNS = ["seed", "status", "diverged_at_step", "steps", "stopped", "error"]
-# Keys that say where, when and how often a command ran; `repeat_command` sets its own.
-NOT_REPEATED = (
-    *("-m", "--multirun", "tune", "hydra", "dry_run", "workers", "seed", "replicas", "study"),
-    "runs_dir",
-)
-
-
-@dataclass(frozen=True)
-class Section:
-    """The sentences on a slice with its figures; an answer over data sets has no figures."""
-
-    answer: Answer
-    figures: list[Figure]
+SCHEMA = 1  # of report.json
 
 
 @dataclass(frozen=True)
 class Report:
-    """The content of a report's folder.
+    """What the records of one or more studies say.
 
-    sections: answers over several data sets first, then a section per slice
-    tuning: the curves of the searches that belong to these studies
+    metric, tolerance: as requested; None: the first known metric of a slice, and its tolerance
+    comparisons: every difference between cells that the report states; one family
+    sections: answers over several data sets first, then those on slices
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
     problems: one line for each result that cannot be read
     """
 
-    title: str
-    directory: Path
-    sections: list[Section]
-    tables: list[Table]
-    tuning: list[Figure]
-    cells: pd.DataFrame
-    runs: pd.DataFrame
+    runs_dir: Path
+    studies: Sequence[str]
+    metric: str | None
+    tolerance: float | None
+    cells: Sequence[CellRow]
+    slices: Sequence[Slice]
+    comparisons: Sequence[Comparison]
+    sections: Sequence[Section]
     counts: str
-    waiting: list[str]
-    problems: list[str]
+    waiting: Sequence[str]
+    problems: Sequence[str]
 
     @property
-    def cell_table(self) -> Table:
-        return next(table for table in self.tables if table.name == "cells")
+    def title(self) -> str:
+        return " and ".join(self.studies)
 
     @property
-    def figures(self) -> list[Figure]:
-        return [figure for section in self.sections for figure in section.figures] + self.tuning
+    def directory(self) -> Path:
+        return self.runs_dir / "+".join(self.studies) / "report"
 
 
-def build_report(
+def read_report(
     runs_dir: Path,
-    names: Sequence[str],
+    studies: Sequence[str],
     *,
     metric: str | None = None,
     tolerance: float | None = None,
 ) -> Report:
-    """Reads the studies and draws up their report; writes nothing.
+    """Reads the studies and compares their cells.
 
     Raises:
         UserError: a study that is missing or empty, or a metric that no run has.
     """
-    records = read_studies(runs_dir, names)
-    runs = records.runs
-    require_metric(metric, metric_names(runs))
+    records = read_studies(runs_dir, studies)
     cells = build_cells(records)
-    slices = build_slices(cells, runs, metric=metric, tolerance=tolerance)
-    answers = answer_slices(slices)
-    styles = assign_styles(cells["norm"])
-    sections = [Section(answer, draw_figures(answer.parts[0], styles)) for answer in answers]
-    if len(names) == 1:
-        sections = [*(Section(answer, []) for answer in answer_over_data(slices)), *sections]
-    tables = [
-        *map(size_table, slices),
-        sensitivity_table(answers),
-        comparison_table(answers),
-        cell_table(cells, runs, metric, tolerance),
-        run_table(cells, runs),
-    ]
-    searched = [f"{name}{end}" for name in names for end in ("", "-search")]
+    require_metric(metric, metric_names(cells))
+    slices = build_slices(cells, metric=metric, tolerance=tolerance)
+    comparisons = compare(slices)
+    over_data = answer_over_data(slices, comparisons) if len(studies) == 1 else []
+    by_budget = group_by_budget(answer_slices(slices, comparisons), comparisons)
     return Report(
-        title=" and ".join(names),
-        directory=runs_dir / "+".join(names) / "report",
-        sections=sections,
-        tables=tables,
-        tuning=draw_tuning([runs_dir / name for name in searched]),
+        runs_dir=runs_dir,
+        studies=studies,
+        metric=metric,
+        tolerance=tolerance,
         cells=cells,
-        runs=runs,
+        slices=slices,
+        comparisons=comparisons,
+        sections=[
+            *(Section(one.heading, [one], headline_of([one], comparisons)) for one in over_data),
+            *by_budget,
+        ],
         counts=_count_words(cells, records),
         waiting=records.waiting,
         problems=records.problems,
     )
 
 
-def _count_words(cells: pd.DataFrame, records: StudyRecords) -> str:
-    ended = {status: int(cells[status].sum()) for status in ("finished", "diverged", "failed")}
+def _count_words(cells: Sequence[CellRow], records: StudyRecords) -> str:
+    ended = {
+        "finished": sum(cell.finished for cell in cells),
+        "diverged": sum(cell.diverged for cell in cells),
+        "failed": sum(cell.failed for cell in cells),
+    }
     lost = {
         "not ended": records.num_unended,
         "unreadable": len(records.problems),
-        "seeds missing": int(cells["missing"].sum()),
+        "seeds missing": sum(cell.missing for cell in cells),
     }
     head = f"{format_count(len(cells), 'cell')}, {format_count(sum(ended.values()), 'run')}: "
     words = ", ".join(f"{count} {status}" for status, count in ended.items() if count)
     return head + words + "".join(f"; {count} {word}" for word, count in lost.items() if count)
 
 
-# Details of a cell, which the page shows when it is opened
+# report.json
 
 
-def cell_details(cells: pd.DataFrame, runs: pd.DataFrame) -> list[dict[str, Any]]:
-    """For each cell, in order: its runs, their curves, config and environment, and its command."""
-    histories: dict[Path, History] = {}
-    for study in {Path(cell).parent for cell in cells["cell"]}:
-        histories[study] = History()
-        with suppress(UserError):  # a report does not depend on the history
-            histories[study] = read_history(study)
-    curves = dict(list(read_curves(runs).groupby("cell")))
-    own_runs = dict(list(runs.groupby("cell")))
-    found = []
-    for cell in map(Path, cells["cell"]):
-        own = own_runs[str(cell)]
-        names = metric_names(own)
-        selected = describe_metric(choose_metric(names, None) or "val/loss").selection_name
-        shown = own[[*RUN_COLUMNS, *names]].dropna(axis="columns", how="all")
-        heads = (str(name).replace("_", " ").replace("@", " @") for name in shown)
-        environment = own.filter(regex=r"^environment\.")
-        drawn = curves.get(str(cell), pd.DataFrame())
-        found.append(
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as plain values: cells, comparisons and sentences."""
+    ids = {cell: f"{cell.study}/{cell.directory.name}" for cell in report.cells}
+    return {
+        "schema": SCHEMA,
+        "studies": list(report.studies),
+        "counts": report.counts,
+        "cells": {ids[cell]: _cell_values(cell) for cell in report.cells},
+        "slices": [_slice_values(part, ids) for part in report.slices],
+        "comparisons": [_comparison_values(one, ids) for one in report.comparisons],
+        "sections": [
             {
-                "directory": str(cell),
-                "command": repeat_command(histories[cell.parent], cell, sorted(own["seed"])),
-                "columns": [head.replace("/", "/\u200b") for head in heads],
-                "runs": shown.map(show).to_numpy().tolist(),
-                "curves": seed_curves(drawn, ["train/loss", selected]) if len(drawn) else {},
-                "config": _values(own[config_columns(own)]),
-                "environment": _values(environment.rename(columns=lambda key: key[12:])),
+                "heading": section.heading,
+                "headline": section.headline and section.headline.claim,
+                "sentences": [one.text for answer in section.answers for one in answer.sentences],
             }
-        )
-    return found
-
-
-def _values(table: pd.DataFrame) -> dict[str, str]:
-    """Each key with its distinct values over the rows; keys without a value are left out."""
-    found = {
-        key: ", ".join(show(value) for value in table[key].dropna().unique())
-        for key in sorted(map(str, table))
+            for section in report.sections
+        ],
+        "problems": [*report.problems, *report.waiting],
     }
-    return {key: text for key, text in found.items() if text}
 
 
-def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
-    """A command that trains this cell alone, or finds it recorded; empty if none is known.
-
-    Derived from the last command that included the cell, with the cell's values in place of lists.
-    """
-    asked = [
-        (entry.command, title)
-        for entry in history.commands
-        for cell_id, points in entry.cells.items()
-        for title, _ in points
-        if history.same_as(cell_id) == cell.name
-    ]
-    if not asked:
-        return ""
-    typed, title = asked[-1]
-    own = re.split(r" (?=[+~]*[\w./@]+=)", title)
-    own_keys = {_key(word) for word in own}
-    kept = [
-        word
-        for word in typed[1:]
-        if _key(word) not in own_keys and _key(word).partition(".")[0] not in NOT_REPEATED
-    ]
-    place = study_words(cell.parent)
-    count = [f"seed={seeds[0]}", f"replicas={len(seeds)}"]
-    return f"python -m normexp.train {shlex.join([*kept, *own, *place, *count])}"
+def _cell_values(cell: CellRow) -> dict[str, Any]:
+    return {
+        "norm": cell.norm,
+        "model": cell.model,
+        "data": cell.data,
+        "lr": cell.lr,
+        "batch_size": cell.batch_size,
+        "micro_batch_size": cell.micro_batch_size,
+        "norm_batch_size": cell.norm_batch_size,
+        "mixes_samples": cell.mixes_samples,
+        "budget": cell.budget,
+        "setting": cell.setting,
+        "same_as": list(cell.same_as),
+        "invalid": cell.invalid,
+        "seeds": {run.seed: run.result.status for run in cell.runs},
+        "expected_seeds": cell.expected,
+    }
 
 
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
+def _slice_values(part: Slice, ids: dict[CellRow, str]) -> dict[str, Any]:
+    return {
+        "heading": part.heading,
+        "axis": part.axis,
+        "sizes": list(part.sizes),
+        "metric": part.metric.name,
+        "cells": {
+            norm: {size: ids[cell] for size, cell in line.items()}
+            for norm, line in part.lines.items()
+        },
+        "values": {ids[cell]: dict(values) for cell, values in part.values.items()},
+        "differences": sorted(part.differences),
+    }
+
+
+def _comparison_values(one: Comparison, ids: dict[CellRow, str]) -> dict[str, Any]:
+    return {
+        "first": ids[one.first],
+        "second": ids[one.second],
+        "axis": one.part.axis,
+        "sizes": list(one.sizes),
+        "metric": one.part.metric.name,
+        "unit": one.part.metric.unit,
+        "budget": one.budget,
+        "lr": [one.first.lr, one.second.lr],
+        "n": one.gap.n,
+        "difference": _interval_values(one.gap),
+        "difference_over_samples": one.over_samples and _interval_values(one.over_samples),
+        "margin": one.margin,
+        "verdict": one.verdict,
+        "why_no_verdict": one.why_no_verdict,
+        "in_family": one.is_judged,
+        "family_size": one.family_size,
+        "p": one.p,
+        "recipes_differ_in": sorted(differences(one.first, one.second)),
+    }
+
+
+def _interval_values(interval: Interval) -> dict[str, Any]:
+    return {"estimate": interval.estimate, "low": interval.low, "high": interval.high}

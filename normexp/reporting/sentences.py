@@ -5,25 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
 
-from normexp.errors import UserError
-from normexp.records.paths import seed_dir
-from normexp.records.samples import read_samples
-from normexp.reporting.curves import read_curves
-from normexp.reporting.frame import Row, plain_rows
-from normexp.reporting.metric import Metric, format_signed
-from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.reporting.verdict import DECIDED, Contrast, Family, contrasts_of
-from normexp.stats.interval import Interval, crossed_mean
+from normexp.reporting.metric import format_signed
+from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice
+from normexp.reporting.verdict import DECIDED, Comparison, at_other_budgets, survives
+from normexp.stats.interval import Interval
 
-ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
 STILL_FALLING = 0.01  # share of the first training loss, from one fifth of the steps to the next
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
 DIRECTED = ("loses", "gains", "better", "worse")
@@ -36,15 +27,13 @@ class Claim:
     """One sentence.
 
     norms: the subject; several norms if all are independent of the size
-    kind: see `Family.kind`; or `independent` (of the norm batch size, by measurement), `one size`,
-        `invalid`
+    kind: see `Comparison.kind`; or `independent` (of the norm batch size, by measurement),
+        `one size`, `invalid`
     details: follow the claim in brackets
-    elsewhere: the same contrast at other budgets, as further sentences
+    elsewhere: the same comparison at other budgets, as further sentences
     sizes: the sizes that the claim is about
     reference: the norm compared with; empty for a norm along the sizes
-    contrast: the difference that the claim states
-    over_samples: the gap over new test samples as well as new seeds; None without samples.npz
-    p: of the gap, times the size of the family; None outside the family
+    comparison: the difference that the claim states
     """
 
     norms: Sequence[str]
@@ -54,9 +43,7 @@ class Claim:
     elsewhere: str = ""
     sizes: Sequence[int] = ()
     reference: str = ""
-    contrast: Contrast | None = None
-    over_samples: Interval | None = None
-    p: float | None = None
+    comparison: Comparison | None = None
 
     @property
     def norm(self) -> str:
@@ -83,25 +70,13 @@ class Answer:
     @property
     def measured_on(self) -> str:
         """`CPU (AMD EPYC, 2 cores), float32, 14,458 parameters`, without what is not recorded."""
-        runs = pd.concat([part.runs for part in self.parts])
-        columns = ("gpu", "cpu", "cpu_count")
-        columns = [*(f"environment.{name}" for name in columns), "devices", "precision"]
-        rows = plain_rows(runs.reindex(columns=[*columns, "matmul_precision", "num_parameters"]))
-        parts = dict.fromkeys(filter(None, map(_place_words, rows)))
-        counts = {int(row["num_parameters"]) for row in rows if row["num_parameters"] is not None}
-        if counts:
-            ends = dict.fromkeys((min(counts), max(counts)))
+        runs = [run for part in self.parts for run in part.runs]
+        parts = dict.fromkeys(filter(None, map(_place_words, runs)))
+        counts = {run.result.num_parameters for run in runs} - {None}
+        if sizes := sorted(count for count in counts if count is not None):
+            ends = dict.fromkeys((sizes[0], sizes[-1]))
             parts[f"{' to '.join(f'{count:,}' for count in ends)} parameters"] = None
         return ", ".join(parts)
-
-    @property
-    def headline(self) -> Claim | None:
-        """The first verdict, else the first claim in the order of HEADLINES."""
-        ranks = {kind: place for place, kind in enumerate(HEADLINES, start=1)}
-        ranks |= dict.fromkeys(DECIDED, 0)
-        return min(
-            self.sentences, key=lambda one: ranks.get(one.kind, len(HEADLINES) + 1), default=None
-        )
 
     @property
     def losses(self) -> list[Claim]:
@@ -112,34 +87,113 @@ class Answer:
         return [one for one in self.sentences if one.reference]
 
 
-def answer_slices(slices: Sequence[Slice]) -> list[Answer]:
-    """The sentences about the slices of one report, which are one family."""
-    found = [list(contrasts_of(part)) for part in slices]
-    family = Family([contrast for own in found for contrast in own])
+@dataclass(frozen=True)
+class Section:
+    """The answers about slices that differ only in their budget, and the sentence above them all.
+
+    heading: what the slices have in common
+    headline: what survives at every budget; else what holds at one budget, and what at the others
+    """
+
+    heading: str
+    answers: list[Answer]
+    headline: Claim | None
+
+
+def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) -> list[Answer]:
+    """The sentences about the slices of one report.
+
+    comparisons: all of `normexp.reporting.verdict.compare`, which are one family
+    """
     answers = []
-    for part, own in zip(slices, found, strict=True):
-        claims = [*_plain_claims(part), *(_claim(one, family) for one in own)]
+    for part in slices:
+        of_part = [one for one in comparisons if one.part is part]
+        claims = [*_plain_claims(part), *(_claim(one, comparisons) for one in of_part)]
         claims.sort(key=lambda one: (bool(one.reference), one.kind == "independent"))
-        answers.append(Answer(part.heading, [part], claims, _note(own, family)))
+        answers.append(Answer(part.heading, [part], claims, _note(of_part, comparisons)))
     return answers
+
+
+def group_by_budget(answers: Sequence[Answer], comparisons: Sequence[Comparison]) -> list[Section]:
+    """Answers whose slices differ only in their budget share a section."""
+    alike: dict[Hashable, list[Answer]] = {}
+    for answer in answers:
+        alike.setdefault(answer.parts[0].place, []).append(answer)
+    return [
+        Section(_common_heading(own), own, headline_of(own, comparisons)) for own in alike.values()
+    ]
+
+
+def _common_heading(answers: Sequence[Answer]) -> str:
+    """The heading without the budget, which stands above each answer where there are several."""
+    part = answers[0].parts[0]
+    if len(answers) == 1:
+        return part.heading
+    return ", ".join(words for words in part.heading.split(", ") if words != part.budget)
+
+
+def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) -> Claim | None:
+    """The first verdict that survives at every budget, else the first verdict, else a claim.
+
+    Where a verdict was tried at several budgets, the sentence says what it is at each.
+    """
+    claims = [one for answer in answers for one in answer.sentences]
+    ranks = {kind: place for place, kind in enumerate(HEADLINES, start=2)}
+
+    def rank(claim: Claim) -> int:
+        one = claim.comparison
+        if one is None or one.verdict is None:
+            return ranks.get(claim.kind, len(HEADLINES) + 2)
+        others = at_other_budgets(one, comparisons)
+        return int(bool(others) and not survives(one, comparisons))
+
+    claim = min(claims, key=rank, default=None)
+    one = None if claim is None else claim.comparison
+    others = [] if one is None else at_other_budgets(one, comparisons)
+    if claim is None or one is None or not others:
+        return claim
+    words = f"{_words(one, one.kind)} at {one.budget}"
+    words += "".join(f"{_at_budget(one, other)}" for other in others)
+    return replace(claim, claim=words, details="", elsewhere="")
+
+
+def _at_budget(one: Comparison, other: Comparison) -> str:
+    """`, and 1.8 [0.9, 2.7] points at epochs=48`, or `; at epochs=48 it gains 0.8 points`."""
+    shown = _shown(other, other.kind, other.gap)
+    if other.has_diverged and other.kind in DIRECTED:
+        shown = f"at least {shown}"
+    if other.kind == one.kind and one.verdict is not None:
+        return f", and {shown} at {other.budget}"
+    higher = other.part.metric.higher_is_better
+    words = {
+        "loses": f"it loses {shown}" if higher else f"it worsens by {shown}",
+        "gains": f"it gains {shown}" if higher else f"it improves by {shown}",
+        "holds": f"it holds its level: change {shown}",
+        "better": f"it is better by {shown}",
+        "worse": f"it is worse by {shown}",
+        "tie": f"they are tied: difference {shown}",
+        "open": f"the difference is undecided: {shown}",
+        "no data": "there is no result",
+    }.get(other.kind, f"the difference is {shown}")
+    return f"; at {other.budget} {words}"
 
 
 def _plain_claims(part: Slice) -> Iterator[Claim]:
     """Claims on norms without a contrast along the sizes; independent norms share a sentence."""
-    axis, metric = AXIS_WORDS[part.axis], part.metric
+    axis = AXIS_WORDS[part.axis]
     alike: dict[str, list[str]] = {}
-    for norm, rows in part.lines.items():
-        first = rows[0]
-        invalid = next((row["invalid"] for row in rows if row["invalid"]), None)
+    for norm, line in part.lines.items():
+        size, first = next(iter(line.items()))
+        invalid = next((cell.invalid for cell in line.values() if cell.invalid), None)
         if invalid:
             yield Claim([norm], "invalid", f"{norm} is not compared: {invalid}")
-        elif first["independent"]:
-            count = _count_words(first, metric, first["recorded"], "seed")
+        elif norm in part.independent:
+            count = _count_words(first, part, len(part.values[first]), "seed")
             alike.setdefault(count, []).append(norm)
-        elif len(rows) < 2:
-            count = _count_words(first, metric, first["recorded"], "seed")
-            text = f"{norm} was run at one {axis} only, {first['size']}"
-            yield Claim([norm], "one size", text, count, sizes=[first["size"]])
+        elif len(line) < 2:
+            count = _count_words(first, part, len(part.values[first]), "seed")
+            text = f"{norm} was run at one {axis} only, {size}"
+            yield Claim([norm], "one size", text, count, sizes=[size])
     if alike:
         norms = [norm for own in alike.values() for norm in own]
         they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
@@ -154,42 +208,38 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _claim(one: Contrast, family: Family) -> Claim:
-    kind, along, metric = family.kind(one), one.is_along_sizes, one.part.metric
-    is_decided = kind in DECIDED
-    over_samples = _gap_over_samples(one)
-    lost = lost_words(one.second, metric)
+def _claim(one: Comparison, comparisons: Sequence[Comparison]) -> Claim:
+    kind, along = one.kind, one.is_along_sizes
+    lost = lost_words(one.second, one.part)
     details = [
-        _count_words(one.first, metric, one.gap.n, "seed" if along else "pair"),
-        f"{one.second['norm']} at {one.second['size']}: {lost}" if lost else "",
-        _diverged_words(one, kind),
-        _over_samples_words(one, kind, over_samples) if over_samples else "",
+        _count_words(one.first, one.part, one.gap.n, "seed" if along else "pair"),
+        f"{one.second.norm} at {one.sizes[1]}: {lost}" if lost else "",
+        _diverged_words(one),
+        _over_samples_words(one),
         _seed_words(one),
         _rate_words(one),
         _optimism_words(one),
-        _training_words(one) if is_decided else "",
+        _training_words(one) if one.verdict else "",
     ]
     budget = f" ({one.budget})" if one.budget else ""
-    scope = f", at this budget{budget}" if is_decided and not family.survives(one) else ""
+    is_scoped = one.verdict is not None and not survives(one, comparisons)
+    scope = f", at this budget{budget}" if is_scoped else ""
     return Claim(
-        [one.first["norm"]],
+        [one.first.norm],
         kind,
         _words(one, kind) + scope,
         "; ".join(filter(None, details)),
-        "".join(_budget_words(one, kind, other, family) for other in family.at_other_budgets(one)),
-        sizes=sorted({one.first["size"], one.second["size"]}),
-        reference="" if along else one.second["norm"],
-        contrast=one,
-        over_samples=over_samples,
-        p=family.p(one),
+        "".join(_budget_words(one, other) for other in at_other_budgets(one, comparisons)),
+        sizes=sorted(set(one.sizes)),
+        reference="" if along else one.second.norm,
+        comparison=one,
     )
 
 
-def _words(one: Contrast, kind: str) -> str:
+def _words(one: Comparison, kind: str) -> str:
     """The sentence without its scope and details."""
     metric, axis = one.part.metric, AXIS_WORDS[one.part.axis]
-    norm, small = one.first["norm"], one.first["size"]
-    reference, large = one.second["norm"], one.second["size"]
+    norm, reference, (small, large) = one.first.norm, one.second.norm, one.sizes
     shown, limit = _shown(one, kind, one.gap), metric.tolerance_words
     missing = "too few seeds for an" if one.gap.n < 2 else "the same for every seed, so no"
     end = {"no interval": f"; {missing} interval", "open": "; undecided"}.get(kind, "")
@@ -212,44 +262,46 @@ def _words(one: Contrast, kind: str) -> str:
     }.get(kind, f"{where} minus {reference}: {shown}{end}")
 
 
-def _shown(one: Contrast, kind: str, gap: Interval) -> str:
+def _shown(one: Comparison, kind: str, gap: Interval) -> str:
     """The gap as its sentence shows it: what is lost or gained, or the first minus the second."""
     is_loss = kind in ("loses", "worse")
     is_negated = is_loss if kind in DIRECTED else not one.part.metric.higher_is_better
     return one.part.metric.format(-gap if is_negated else gap)
 
 
-def _over_samples_words(one: Contrast, kind: str, over_samples: Interval) -> str:
-    words = _shown(one, kind, over_samples)
-    is_same = words == _shown(one, kind, one.gap)
+def _over_samples_words(one: Comparison) -> str:
+    if one.over_samples is None:
+        return ""
+    words = _shown(one, one.kind, one.over_samples)
+    is_same = words == _shown(one, one.kind, one.gap)
     return "the same over test samples too" if is_same else f"over test samples too {words}"
 
 
-def _budget_words(one: Contrast, kind: str, other: Contrast, family: Family) -> str:
+def _budget_words(one: Comparison, other: Comparison) -> str:
     """` At epochs=48: 0.8 [0.3, 1.3] points the other way: the verdict does not survive.`"""
     if other.gap.estimate is None or one.gap.estimate is None:
         return f" {other.budget}: no result."
-    turns = kind in DIRECTED and other.gap.estimate * one.gap.estimate < 0
-    told = f" At {other.budget}: {_shown(other, kind, -other.gap if turns else other.gap)}"
+    turns = one.kind in DIRECTED and other.gap.estimate * one.gap.estimate < 0
+    told = f" At {other.budget}: {_shown(other, one.kind, -other.gap if turns else other.gap)}"
     told += " the other way" * turns
-    if kind not in DECIDED:
+    if one.verdict is None:
         return f"{told}."
-    survives = "survives" if family.kind(other) == kind else "does not survive"
-    return f"{told}: the verdict {survives}."
+    end = "survives" if other.kind == one.kind else "does not survive"
+    return f"{told}: the verdict {end}."
 
 
-def _note(own: Sequence[Contrast], family: Family) -> str:
+def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> str:
     """Explains what the intervals and verdicts of a report promise."""
-    if not any(one.gap.low is not None for one in own):
+    if not any(one.gap.low is not None for one in of_part):
         return ""
-    judged = [one for one in family.contrasts if one.is_judged]
-    references = dict.fromkeys(one.second["base"] for one in judged if not one.is_along_sizes)
+    judged = [one for one in comparisons if one.is_judged]
+    references = dict.fromkeys(one.second.base for one in judged if not one.is_along_sizes)
     members = []
     if any(one.is_along_sizes for one in judged):
         members.append("each norm that mixes samples, from its largest to its smallest size")
     if references:
         members.append(f"each norm against {_listed(list(references))} at the smallest size")
-    count = ": ".join([str(family.size), *filter(None, [", and ".join(members)])])
+    count = ": ".join([str(len(judged)), *filter(None, [", and ".join(members)])])
     return (
         "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. The "
         f"number of differences that this report gives a verdict on is {count}. The probability "
@@ -262,35 +314,39 @@ def _note(own: Sequence[Contrast], family: Family) -> str:
 # Details
 
 
-def _count_words(point: Row, metric: Metric, n: int, noun: str) -> str:
+def _count_words(cell: CellRow, part: Slice, n: int, noun: str) -> str:
     """`n = 5 seeds; 2 of 8 diverged, 1 of 8 missing`."""
-    lost = lost_words(point, metric)
+    lost = lost_words(cell, part)
     return f"n = {n} {noun}{'s' * (n != 1)}" + (f"; {lost}" if lost else "")
 
 
-def lost_words(point: Row, metric: Metric) -> str:
+def lost_words(cell: CellRow, part: Slice) -> str:
     """`2 of 8 diverged, 1 of 8 missing`; also counts runs that a callback ended early."""
-    lost = {word: point[word] for word in ("diverged", "failed", "missing")}
-    lost["ended early"] = point["early"]
-    lost[f"without {metric.name}"] = point["finished"] - point["recorded"]
-    parts = [f"{count} of {point['expected']} {word}" for word, count in lost.items() if count]
+    lost = {
+        "diverged": cell.diverged,
+        "failed": cell.failed,
+        "missing": cell.missing,
+        "ended early": cell.early,
+        f"without {part.metric.name}": cell.finished - len(part.values[cell]),
+    }
+    parts = [f"{count} of {cell.expected} {word}" for word, count in lost.items() if count]
     return ", ".join(parts)
 
 
-def _diverged_words(one: Contrast, kind: str) -> str:
+def _diverged_words(one: Comparison) -> str:
     """What the difference is where diverged runs, which may be worse, count as the worst run."""
     if not one.has_diverged:
         return ""
     bound = ""  # of a verdict: its sentence has `at least`
-    if one.first["diverged"] and one.second["diverged"]:
+    if one.first.diverged and one.second.diverged:
         bound = " in both cells, so the difference may be greater or smaller"
-    elif kind not in DECIDED:
-        is_most = bool(one.first["diverged"]) == one.part.metric.higher_is_better
+    elif one.verdict is None:
+        is_most = bool(one.first.diverged) == one.part.metric.higher_is_better
         bound = f", so the difference is at {'most' if is_most else 'least'} this"
     return f"diverged runs count as the worst run{bound}"
 
 
-def _seed_words(one: Contrast) -> str:
+def _seed_words(one: Comparison) -> str:
     """`ahead with 7 of 8 seeds`, where a tie counts one half; a warning if all seeds tie."""
     a, b = one.pairs
     if len(a) > 1 and (a == b).all() and not one.has_diverged:
@@ -302,100 +358,76 @@ def _seed_words(one: Contrast) -> str:
     return f"ahead with {chance.estimate * chance.n:g} of {chance.n} seeds{ties}"
 
 
-def _ends(one: Contrast) -> list[tuple[str, Row]]:
+def _ends(one: Comparison) -> list[tuple[str, CellRow]]:
     """Both cells with their names in details: `at 2` and `at 128`, or `of group` and `of batch`."""
-    word, key = ("at", "size") if one.is_along_sizes else ("of", "norm")
-    return [(f"{word} {end[key]}", end) for end in (one.first, one.second)]
+    cells = (one.first, one.second)
+    if one.is_along_sizes:
+        return [(f"at {size}", cell) for size, cell in zip(one.sizes, cells, strict=True)]
+    return [(f"of {cell.norm}", cell) for cell in cells]
 
 
-def _rate_words(one: Contrast) -> str:
+def _rate_words(one: Comparison) -> str:
     """`learning rate 0.1 of group, 0.05 of batch`, where the two differ."""
-    if one.first["lr"] == one.second["lr"]:
+    if one.first.lr == one.second.lr:
         return ""
-    said = [f"{end['lr']:g} {name}" for name, end in _ends(one)]
+    said = [f"{cell.lr:g} {name}" for name, cell in _ends(one)]
     return f"learning rate {', '.join(said)}"
 
 
-def _optimism_words(one: Contrast) -> str:
+def _optimism_words(one: Comparison) -> str:
     """`learning rates chosen on these seeds: optimism +0.14 points at 2, +0.20 points at 128`."""
-    found, metric = [], one.part.metric
-    for name, end in _ends(one):
-        if (one.part.searched["cell"] == end["cell"]).any():
-            optimism = one.part.optimism(end["cell"])
+    amounts, metric = [], one.part.metric
+    for name, cell in _ends(one):
+        if one.part.alternatives(cell):
+            optimism = one.part.optimism(cell)
             amount = "unknown"
             if optimism is not None:
                 amount = f"{format_signed(optimism, metric.digits + 1)} {metric.unit}".rstrip()
-            found.append(f"{amount} {name}")
-    return f"learning rates chosen on these seeds: optimism {', '.join(found)}" if found else ""
+            amounts.append(f"{amount} {name}")
+    return f"learning rates chosen on these seeds: optimism {', '.join(amounts)}" if amounts else ""
 
 
-def _training_words(one: Contrast) -> str:
+def _training_words(one: Comparison) -> str:
     """`train loss at 2: 0.67 (still falling), at 128: 0.05 (converged)`."""
-    runs = one.part.runs[one.part.runs["status"] == "finished"]
-    found = []
-    for name, end in _ends(one):
-        curves = read_curves(runs[runs["cell"] == end["cell"]])
-        losses = curves[curves["name"] == "train/loss"]
-        found += [] if losses.empty else [f"{name}: {_training_end(losses)}"]
-    return f"train loss {', '.join(found)}" if found else "train loss not recorded"
+    ends = [(name, _training_end(cell)) for name, cell in _ends(one)]
+    known = [f"{name}: {words}" for name, words in ends if words]
+    return f"train loss {', '.join(known)}" if known else "train loss not recorded"
 
 
-def _training_end(losses: pd.DataFrame) -> str:
+def _training_end(cell: CellRow) -> str:
     """`0.67 (still falling)`: the loss over the last fifth of the steps, averaged over seeds.
 
     Still falling: lower than over the fifth before by more than STILL_FALLING of the first loss.
+    Empty without a recorded loss.
     """
     levels, falls = [], []
-    for _, curve in losses.groupby("seed"):
-        samples, values = curve["samples"].to_numpy(), curve["value"].to_numpy()
+    for run in cell.runs:
+        curve = [row for row in run.history() if row.name == "train/loss"]
+        if run.result.status != "finished" or not curve:
+            continue
+        samples, values = (
+            np.array(column)
+            for column in zip(*((r.samples_seen, r.value) for r in curve), strict=True)
+        )
         fifth = np.ceil(5 * samples / samples[-1])
         last, before = values[fifth == 5], values[fifth == 4]
         levels.append(last.mean())
         if len(before):
             falls.append((before.mean() - last.mean()) / values[0])
+    if not levels:
+        return ""
     end = "converged" if falls else "slope unknown"
     if falls and abs(np.mean(falls)) > STILL_FALLING:
         end = "still falling" if np.mean(falls) > 0 else "rising"
     return f"{np.mean(levels):.2g} ({end})"
 
 
-def _gap_over_samples(one: Contrast) -> Interval | None:
-    """The gap over seeds and test samples; None unless every run recorded its samples.
-
-    Only for metrics that are a mean over samples, such as accuracy.
-    """
-    if one.has_diverged:  # a diverged run has no samples
-        return None
-    metric = one.part.metric
-    cells = [one.first["cell"], one.second["cell"]]
-    paired = one.part.values[cells].dropna()
-    found = [
-        [_samples_of(cell, seed, value, metric) for seed, value in paired[cell].items()]
-        for cell in cells
-    ]
-    sizes = {len(samples) for own in found for samples in own}
-    if len(paired) < 2 or len(sizes) > 1 or 0 in sizes:
-        return None
-    differences = np.array(found[0]) - np.array(found[1])
-    gap = crossed_mean(differences, step=one.part.step, limit=metric.limit)
-    return gap if metric.higher_is_better else -gap
-
-
-def _samples_of(cell: str, seed: object, value: float, metric: Metric) -> np.ndarray:
-    """The metric of each test sample, scaled; empty if their mean is not the recorded value."""
-    kind = metric.name.partition("@")[2] or "running"
-    samples = np.empty(0)
-    with suppress(UserError):  # a torn file does not fail the report
-        recorded = read_samples(seed_dir(Path(cell), int(str(seed))))
-        samples = metric.scale * recorded.get(kind, samples)
-    is_metric = len(samples) and abs(samples.mean() - value) <= ROUNDED * abs(value)
-    return samples if is_metric else np.empty(0)
-
-
-def _place_words(run: Row) -> str:
+def _place_words(run: RunRow) -> str:
     """`GPU (4 x NVIDIA H100), float32 with matmul_precision=high`."""
-    gpu, cpu, cores = (run[f"environment.{name}"] for name in ("gpu", "cpu", "cpu_count"))
-    devices, precision, matmul = run["devices"], run["precision"], run["matmul_precision"]
+    environment, config = run.result.environment, run.config
+    gpu, cpu, cores = (environment.get(name) for name in ("gpu", "cpu", "cpu_count"))
+    devices, precision = config.get("devices"), config.get("precision")
+    matmul = config.get("matmul_precision")
     count = f"{devices} x " if devices and devices > 1 else ""
     place = f"GPU ({count}{gpu})" if gpu else ""
     if cpu and not gpu:

@@ -6,16 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from normexp.reporting.cells import summarize
-from normexp.reporting.frame import (
-    Row,
-    metric_names,
-    paired_values,
-    plain_rows,
-    values_of,
-)
 from normexp.reporting.metric import (
     PREFERRED,
     Metric,
@@ -23,10 +16,13 @@ from normexp.reporting.metric import (
     describe_metric,
     format_interval,
 )
+from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice, metric_names
+from normexp.reporting.read import flatten
+from normexp.reporting.rows import Row, frame_of, mean_rows, plain_rows
 from normexp.reporting.sentences import Answer
-from normexp.reporting.slices import AXIS_WORDS, Slice
+from normexp.reporting.verdict import Comparison, paired
 from normexp.stats.family import ALPHA, p_value
-from normexp.stats.interval import Interval, paired_difference
+from normexp.stats.interval import paired_difference
 from normexp.stats.sensitivity import Sensitivity, Threshold
 
 LATEX = str.maketrans(
@@ -73,8 +69,7 @@ class Table:
         name: str, title: str, columns: list[str], rows: Sequence[Row], note: str = ""
     ) -> Table:
         """A table from dicts by column; a row may lack columns."""
-        frame = pd.DataFrame(rows, columns=columns, dtype=object)
-        return Table(name, title, columns, frame, note=note)
+        return Table(name, title, columns, frame_of(rows, columns), note=note)
 
     @property
     def rows(self) -> list[Row]:
@@ -156,55 +151,59 @@ def show(value: Any) -> str:
     return " ".join(text.split())
 
 
-def cell_table(
-    cells: pd.DataFrame, runs: pd.DataFrame, metric: str | None, tolerance: float | None
-) -> Table:
+def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | None) -> Table:
     """A row per cell: its sizes, the mean with its interval, and every count.
 
     Each cell shows the requested metric, or the first of PREFERRED that it has.
     """
-    available = metric_names(runs)
-    own = {cell: metric_names(group) for cell, group in runs.groupby("cell")}
-    names = cells["cell"].map(
-        lambda cell: choose_metric(own[cell], metric) or choose_metric(available, metric)
-    )
-    table = pd.concat(
-        _with_mean(same, runs, describe_metric(name, tolerance))
-        for name, same in cells.groupby(names.fillna(metric or PREFERRED[0]), sort=False)
-    )
+    available = metric_names(cells)
+    by_metric: dict[str, list[CellRow]] = {}
+    for cell in cells:
+        name = choose_metric(metric_names([cell]), metric) or choose_metric(available, metric)
+        by_metric.setdefault(name or metric or PREFERRED[0], []).append(cell)
+    rows: dict[CellRow, Row] = {}
+    for name, same in by_metric.items():
+        rows |= _rows_of(same, describe_metric(name, tolerance))
     columns = [
         *("norm", "model", "data", "setting", "batch size", "norm batch size", "lr", "metric"),
         *(MEAN, "n", "seeds", "diverged", "failed", "missing", "note", "directory"),
     ]
-    frame = _name_sizes(table.loc[cells.index], "any").assign(directory=cells["cell"])
+    frame = frame_of([rows[cell] for cell in cells], [*columns, *NUMBERS, "count"])
     return Table("cells", "Cells", columns, frame, NUMBERS, ["seeds", "directory"])
 
 
-def _with_mean(cells: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> pd.DataFrame:
-    """Adds the mean of the metric, as text and as NUMBERS, and a note."""
-    values = values_of(runs[runs["cell"].isin(cells["cell"])], metric)
-    table = summarize(cells, values, metric).assign(metric=metric.label)
-    table = table.assign(
-        **{MEAN: table["text"], "mean low": table["low"], "mean high": table["high"]}
-    )
-    return table.assign(note=[_note(row, metric) for row in plain_rows(table)])
+def _rows_of(cells: Sequence[CellRow], metric: Metric) -> dict[CellRow, Row]:
+    """The rows of cells that share a metric."""
+    rows = mean_rows({cell: cell.values(metric) for cell in cells}, metric)
+    for cell, row in rows.items():
+        row |= _labels_of(cell, independent="any") | {"metric": metric.label, "lr": cell.lr}
+        row |= {MEAN: row["text"], "mean low": row["low"], "mean high": row["high"]}
+        row["note"] = _note(cell, row, metric)
+    return rows
 
 
-def _name_sizes(table: pd.DataFrame, independent: str | None) -> pd.DataFrame:
-    """Adds `batch size` and `norm batch size`, which is `independent` if samples do not mix."""
-    size = table["norm_batch_size"].astype(object).where(table["mixes_samples"], independent)
-    return table.assign(**{"batch size": table["batch_size"], "norm batch size": size})
+def _labels_of(cell: CellRow, *, independent: str | None) -> Row:
+    """What names a cell; its norm batch size is `independent` if samples do not mix."""
+    return {
+        "norm": cell.norm,
+        "model": cell.model,
+        "data": cell.data,
+        "setting": cell.setting,
+        "batch size": cell.batch_size,
+        "norm batch size": cell.norm_batch_size if cell.mixes_samples else independent,
+    }
 
 
-def _note(row: Row, metric: Metric) -> str:
+def _note(cell: CellRow, row: Row, metric: Metric) -> str:
     """The warnings and exceptions that apply to a row."""
     told = {
-        f"INVALID: {row['invalid']}": row["invalid"],
-        f"failed: {row['error']}": row["error"],
-        f"{row['early']} of {row['expected']} ended early": row["early"],
-        f"no {metric.name} recorded": row["finished"] and not row["n"],
+        f"INVALID: {cell.invalid}": cell.invalid,
+        f"failed: {cell.error}": cell.error,
+        f"{cell.early} of {cell.expected} ended early": cell.early,
+        f"no {metric.name} recorded": cell.finished and not row["n"],
         "one seed: no interval": row["n"] == 1,
         "all seeds equal: no interval": row["n"] > 1 and row["low"] is None,
+        f"the same recipe as {', '.join(cell.same_as)}": cell.same_as,
     }
     return "; ".join(text for text, applies in told.items() if applies)
 
@@ -212,22 +211,24 @@ def _note(row: Row, metric: Metric) -> str:
 def size_table(part: Slice) -> Table:
     """Norm x size: mean and interval; in bold the best of each size and all that tie with it."""
     metric, axis, sizes = part.metric, AXIS_WORDS[part.axis], [str(size) for size in part.sizes]
-    table = summarize(part.points, part.values, metric)
-    is_lost = table["count"].str.contains("/")
-    table["shown"] = table["text"] + (" (" + table["count"] + ")").where(is_lost, "")
-    frame = table.pivot(index="norm", columns="size", values="shown").reindex(part.norms)
-    frame = frame.set_axis(sizes, axis=1).reset_index()
+    shown = mean_rows({cell: part.values[cell] for _, cell in part.points}, metric)
+    rows = [
+        {"norm": norm} | {str(size): _size_text(shown[cell]) for size, cell in line.items()}
+        for norm, line in part.lines.items()
+    ]
+    frame = frame_of(rows, ["norm", *sizes])
     best = {size: best_norms(part, size) for size in part.sizes}
     bold = {(part.norms.index(norm), str(size)) for size, norms in best.items() for norm in norms}
     pairs = [count for norms in best.values() for count in list(norms.values())[1:]]
     common = f" on {_range_words(pairs)} common seeds" if pairs else ""
+    count = _range_words(row["n"] for row in shown.values())
     note = (
         f"{metric.label}, mean and 95 % interval over the seeds that finished, "
-        f"n = {_range_words(table['n'])}. Bold: the best mean of each size, and those that a t "
+        f"n = {count}. Bold: the best mean of each size, and those that a t "
         f"test paired by seed{common} does not tell from it at the 5 % level (Bonferroni over the "
         "norms at that size)."
     )
-    if is_lost.any():
+    if any("/" in row["count"] for row in shown.values()):
         note += (
             " (k/n): k of n seeds finished; × diverged, which is never in bold, ! failed, ? "
             "missing. A norm without two seeds in common with the best is not tested."
@@ -235,6 +236,10 @@ def size_table(part: Slice) -> Table:
     title = f"{part.heading}: {metric.label} by norm and {axis}"
     columns = ["norm", *sizes]
     return Table(f"by_size_{part.slug}", title, columns, frame, note=note, over=axis, bold=bold)
+
+
+def _size_text(row: Row) -> str:
+    return row["text"] + (f" ({row['count']})" if "/" in row["count"] else "")
 
 
 def _range_words(counts: Iterable[int]) -> str:
@@ -249,21 +254,24 @@ def best_norms(part: Slice, size: int) -> dict[str, int]:
     By norm, the number of seeds in common with the best. Norms with fewer than two are left out,
     because they can be tested neither way; empty if fewer than two norms are left.
     """
-    is_sound = part.points["invalid"].isna() & (part.points["diverged"] == 0)
-    points = part.points[is_sound & (part.points["size"] == size)]
-    cells = dict(zip(points["norm"], points["cell"], strict=True))
-    means = part.values.mean() * (1 if part.metric.higher_is_better else -1)
-    known = [norm for norm in cells if part.values[cells[norm]].count() > 1]
-    best = max(known, key=lambda norm: means[cells[norm]], default=None)
+    cells = {
+        norm: line[size]
+        for norm, line in part.lines.items()
+        if size in line and not line[size].invalid and not line[size].diverged
+    }
+    sign = 1 if part.metric.higher_is_better else -1
+    known = {norm: cell for norm, cell in cells.items() if len(part.values[cell]) > 1}
+    means = {norm: sign * np.mean(list(part.values[cell].values())) for norm, cell in known.items()}
+    best = max(means, key=lambda norm: means[norm], default=None)
     if best is None or len(known) < 2:
         return {}
-    found = {best: int(part.values[cells[best]].count())}
-    for norm in known:
-        a, b = paired_values(cells[best], cells[norm], part.values)
+    tied = {best: len(part.values[known[best]])}
+    for norm, cell in known.items():
+        a, b = paired(part.values[known[best]], part.values[cell])
         gap = paired_difference(a, b, step=part.step, limit=part.metric.limit)
         if norm != best and len(a) > 1 and (len(known) - 1) * p_value(gap) > ALPHA:
-            found[norm] = len(a)
-    return found
+            tied[norm] = len(a)
+    return tied
 
 
 def sensitivity_table(answers: Sequence[Answer]) -> Table:
@@ -277,8 +285,8 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
     for part, loss in [(answer.parts[0], loss) for answer in answers for loss in answer.losses]:
         setting = (loss.norm, part.heading, AXIS_WORDS[part.axis], part.metric.label, loss.kind)
         row = dict(zip(columns, setting, strict=False))
-        if loss.contrast is not None:
-            row |= _sensitivity_row(part.sensitivity(loss.norm), loss.over_samples, part.metric)
+        if loss.comparison is not None:
+            row |= _sensitivity_row(part.sensitivity(loss.norm), loss.comparison)
         rows.append(row)
     note = (
         "Worse by: how much worse the metric is at the smallest size than at the largest; negative "
@@ -291,7 +299,8 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
     return Table.of_rows("sensitivity", "Batch-size sensitivity", columns, rows, note)
 
 
-def _sensitivity_row(found: Sensitivity, over: Interval | None, metric: Metric) -> Row:
+def _sensitivity_row(found: Sensitivity, one: Comparison) -> Row:
+    metric, over = one.part.metric, one.over_samples
     smallest, largest = found.sizes[0], found.sizes[-1]
     slope = format_interval(found.slope, metric.digits + 1)
     known = [size for size, loss in found.losses.items() if loss.estimate is not None]
@@ -329,15 +338,19 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
     for answer in answers:
         part, metric = answer.parts[0], answer.parts[0].metric
         for one in answer.comparisons:
-            if one.contrast is None:
+            comparison = one.comparison
+            if comparison is None:
                 continue
-            gap, chance = one.contrast.gap, one.contrast.improvement
+            gap, chance, over = (
+                *(comparison.gap, comparison.improvement),
+                comparison.over_samples,
+            )
             values = (
                 *(one.norm, one.reference, answer.heading),
                 f"{AXIS_WORDS[part.axis]} {part.sizes[0]}",
                 format_interval(gap, metric.digits),
-                one.over_samples and format_interval(one.over_samples, metric.digits),
-                *(metric.unit, format_interval(chance, 2), one.p, gap.n, one.kind),
+                over and format_interval(over, metric.digits),
+                *(metric.unit, format_interval(chance, 2), comparison.p, gap.n, one.kind),
             )
             rows.append(dict(zip(columns, values, strict=True)))
     note = (
@@ -348,14 +361,57 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
     return Table.of_rows("comparisons", "Norms against the reference", columns, rows, note)
 
 
-def run_table(cells: pd.DataFrame, runs: pd.DataFrame) -> Table:
+def run_table(cells: Sequence[CellRow]) -> Table:
     """Every ended run with all its metrics as recorded."""
-    of_cell = ["norm", "model", "data", "setting", "batch size", "norm batch size"]
+    names = metric_names(cells)
     columns = [
-        *("study", *of_cell, "lr", "seed", "status", "diverged at step", "steps", "stopped"),
-        *("error", "invalid", *metric_names(runs), "directory"),
+        *("study", "norm", "model", "data", "setting", "batch size", "norm batch size", "lr"),
+        *("seed", "status", "diverged at step", "steps", "stopped", "error", "invalid"),
+        *(*names, "directory"),
     ]
-    labels = _name_sizes(cells, None)[["cell", *of_cell]]
-    own = runs.drop(columns=of_cell, errors="ignore")
-    own = own.rename(columns={"diverged_at_step": "diverged at step"})
-    return Table("runs", "Runs", columns, labels.merge(own, on="cell").reindex(columns=columns))
+    rows = [
+        _labels_of(cell, independent=None)
+        | run_fields(run)
+        | {"diverged at step": run.result.diverged_at_step, "lr": cell.lr}
+        | dict(run.metrics)
+        for cell in cells
+        for run in cell.runs
+    ]
+    return Table("runs", "Runs", columns, frame_of(rows, columns))
+
+
+def run_fields(run: RunRow) -> Row:
+    """What is recorded of a run besides its config, metrics, timing and environment."""
+    result = run.result
+    return {
+        "study": run.study,
+        "cell": str(run.directory.parent),
+        "cell_id": result.cell_id,
+        "seed": result.seed,
+        "status": result.status,
+        "diverged_at_step": result.diverged_at_step,
+        "error": result.error,
+        "steps": result.steps,
+        "stopped": result.stopped,
+        "attempts": result.attempts if result.status == "failed" else None,
+        "invalid": result.invalid,
+        "num_parameters": result.num_parameters,
+        "directory": str(run.directory),
+    }
+
+
+def run_frame(runs: Sequence[RunRow]) -> pd.DataFrame:
+    """A row per run: `run_fields`, the config, metrics, `timing.*` and `environment.*`.
+
+    A missing metric is NaN, any other missing value None.
+    """
+    rows = [
+        run_fields(run)
+        | dict(run.config)
+        | dict(run.metrics)
+        | flatten({"timing": run.result.timing, "environment": run.result.environment})
+        for run in runs
+    ]
+    frame = pd.DataFrame(rows, dtype=object)
+    metrics = {name for run in runs for name in run.metrics}
+    return frame.where(frame.notna(), None).astype(dict.fromkeys(sorted(metrics), float))

@@ -22,6 +22,7 @@ from normexp.records.state import STATES, StudyStatus, is_search
 
 if TYPE_CHECKING:
     from normexp.reporting.report import Report
+    from normexp.reporting.tables import Table as ReportTable
 
 PIPE_WIDTH = 200  # characters, without a terminal
 # Columns of a report's table of cells that only the files and the page show.
@@ -48,27 +49,29 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
     return table
 
 
-def print_report(report: Report) -> None:
-    """Counts, the main table, the verdict, and what is missing."""
+def print_report(report: Report, cells: ReportTable) -> None:
+    """Counts, the table of cells, the verdicts, and what is missing."""
     console = open_console()
     console.out(f"{report.title}: {report.counts}")
-    _print_cells(console, report)
+    _print_cells(console, cells)
     for section in report.sections:
-        console.out(f"\n{section.answer.heading}", style="bold")
-        if section.answer.measured_on:
-            console.out(f"Measured on {section.answer.measured_on}.", style="dim")
-        for one in section.answer.sentences:
-            console.out(f"- {one.text}")
-        if section.answer.note:
-            console.out(section.answer.note, style="dim")
+        if len(section.answers) > 1 and section.headline:
+            console.out(f"\n{section.headline.claim}.", style="bold")
+        for answer in section.answers:
+            console.out(f"\n{answer.heading}", style="bold")
+            if answer.measured_on:
+                console.out(f"Measured on {answer.measured_on}.", style="dim")
+            for one in answer.sentences:
+                console.out(f"- {one.text}")
+            if answer.note:
+                console.out(answer.note, style="dim")
     for line in report.waiting:
         console.out(f"not ended: {line}", style="dim")
     for problem in report.problems:
         console.out(f"not read: {problem}", style="red")
 
 
-def _print_cells(console: Console, report: Report) -> None:
-    table = report.cell_table
+def _print_cells(console: Console, table: ReportTable) -> None:
     same, texts = table.split()
     texts = texts.drop(columns=[name for name in LEFT_OUT if name in texts])
     console.out(", ".join(f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT))

@@ -89,7 +89,7 @@ def test_first_of_started_processes_alone_answers_what_needs_no_other(
 def test_each_rank_repeats_every_cell_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """For example the checkpoint of a stack of two rates, begun on one device."""
     words = [*DDP, "norm=batch", f"runs_dir={tmp_path}"]
-    cells = [prepare_cell(*compose_cell([*words, f"lr={lr}"])) for lr in (0.5, 0.05)]
+    cells = [prepare_cell(CellSpec(*compose_cell([*words, f"lr={lr}"]))) for lr in (0.5, 0.05)]
     begun = create_stack([(cell, seed) for cell in cells for seed in (0, 1)])
     ranks: list[Stack] = []
     monkeypatch.setattr(devices, "_spawn_ranks", lambda job, control: job.train(0, control))

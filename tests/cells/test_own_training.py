@@ -13,6 +13,7 @@ from train_cases import results
 from normexp.build import build_schedule
 from normexp.cells.cell import prepare_cell
 from normexp.config.compose import compose_cell
+from normexp.config.spec import CellSpec
 from normexp.train import main
 
 MODULE = "own_training_of_a_test"
@@ -42,7 +43,7 @@ def source(own_module: Callable[[str, str], Path]) -> Path:
 
 
 def id_of(*words: str) -> str:
-    return prepare_cell(*compose_cell(words)).id
+    return prepare_cell(CellSpec(*compose_cell(words))).id
 
 
 @pytest.mark.slow
@@ -74,7 +75,7 @@ def test_schedule_and_callback_are_part_of_the_id_with_their_source(
     [
         ("callback=early_stopping", True),
         (PLATEAU, True),
-        ("schedule=custom schedule._target_=torch.optim.lr_scheduler.ConstantLR", False),
+        ("schedule=custom schedule._target_=torch.optim.lr_scheduler.ConstantLR", True),
         ("optim.schedule=cosine", False),
     ],
 )

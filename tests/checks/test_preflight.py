@@ -37,6 +37,7 @@ from normexp.checks.integrity import cannot_stack, check_evaluation_draws, check
 from normexp.checks.preflight import Traits, examine, padded_batch, smallest_group
 from normexp.checks.sites import enter_sites, expose_branches, measure_reaches, probe_batch
 from normexp.config.compose import compose_cell
+from normexp.config.spec import CellSpec
 from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -75,7 +76,7 @@ def norm_of(function: Callable[[Tensor], Tensor], view: Any = "token") -> NormFa
 
 
 def prepared(*words: str) -> Cell:
-    return prepare_cell(*compose_cell(list(words)))
+    return prepare_cell(CellSpec(*compose_cell(list(words))))
 
 
 # ---------------------------------------------------------------- other samples

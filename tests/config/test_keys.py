@@ -13,21 +13,12 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from torch import nn
 
 import normexp
-from normexp.build import NetworkBuilder
-from normexp.cells.draft import CellDraft
-from normexp.cells.naming import id_of, identity_of
-from normexp.cells.plan import plan_training
 from normexp.config.compose import compose_cell, compose_config, shipped_config
 from normexp.config.help import config_lines, option_defaults
 from normexp.config.rules import KEYS, OPTIONS, in_identity, validate_keys
-from normexp.config.target import Target
-from normexp.data.dataset import Data
-from normexp.data.images import load_digits
-from normexp.norms.factory import NormFactory
-from normexp.norms.slots import SLOTS, resolve
+from normexp.config.spec import CellSpec
 
 PACKAGE = Path(normexp.__file__).parent
 GROUPED = ("norm.", "model.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
@@ -106,29 +97,8 @@ def test_something_reads_every_key():
 # --- identity -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def digits() -> Data:
-    return load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
-
-
-def id_by_words(data: Data, *words: str) -> str:
-    """The id of a training on `data` with a model that has a place for every slot."""
-    cfg, choices = compose_cell(words)
-    norm = NormFactory(nn.Identity, slots=resolve(cfg, cfg.norm))
-    norm.used = set(SLOTS)
-    parts = (
-        data,
-        plan_training(cfg, len(data.train)),
-        norm,
-        NetworkBuilder(Target("model", "", nn.Identity)),
-    )
-    draft = CellDraft(cfg, choices, None, *parts, nn.Identity())
-    return id_of(identity_of(draft, mixes_samples=True), choices)
-
-
-@pytest.fixture(scope="module")
-def default_id(digits: Data) -> str:
-    return id_by_words(digits)
+def id_of_words(*words: str) -> str:
+    return CellSpec(*compose_cell(words)).id
 
 
 # Another valid value of each key, and the words that let it matter: those that make another
@@ -205,6 +175,7 @@ KEEPS = {
     "tune.seeds": "2",
     "tune.first_seed": "9",
     "tune.metric": "val/loss",
+    "norm.synchronized": "+true",
     "model.weights": "elsewhere",
     "data.data_dir": "elsewhere data=cifar10",
     "data.path": "elsewhere data=text_file",
@@ -224,15 +195,11 @@ KEEPS = {
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_changes_the_id_if_it_changes_the_training(key: str, digits: Data, default_id: str):
+def test_a_key_changes_the_id_if_it_changes_the_training(key: str):
     assert (key in CHANGES) != (key in KEEPS), f"add another value of {key} to one of them"
     assert in_identity(key) == (key in CHANGES)
     value, *context = (CHANGES | KEEPS)[key].split()
     setting = f"+{key}={value[1:]}" if value.startswith("+") else f"{key}={value}"
-    before = default_id
-    if key in ("data.path", "data.root"):  # which have no default
-        before = id_by_words(digits, *context, f"{key}=here")
-    elif any(word.startswith(("data=", "model=")) for word in context):
-        before = id_by_words(digits, *context)
-    after = id_by_words(digits, *context, setting)
-    assert (after != before) == (key in CHANGES)
+    start = [word for word in context if word.startswith(("data=", "model="))]
+    before = id_of_words(*start)
+    assert (id_of_words(*context, setting) != before) == (key in CHANGES)

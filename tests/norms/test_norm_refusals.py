@@ -29,7 +29,7 @@ REFUSED_KNOBS: list[tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]]
     (MovingAverageBatchNorm, KNOBS["moving_average_batch"], {"memory": 0}, "try norm"),
     (ModeNorm, {}, {"num_modes": 0}, "try norm"),
     (GatedRMSNorm, {}, {"rank": 0}, "try norm"),
-    (BHyT, {}, {"kappa": 0}, "try norm"),
+    (BHyT, {"alpha_init": 2}, {"kappa": 0}, "try norm"),
     (GhostBatchNorm, {}, {"ghost_size": 0}, "try norm"),
     *((BatchRenorm, RENORM, {key: -1}, "try norm") for key in ("r_max", "d_max")),
     *((BatchRenorm, RENORM, {"warmup": value}, "try norm") for value in (0.5, 5)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from normexp.records.files import write_text
 from normexp.records.history import CommandEntry, append_entries
 from normexp.records.metrics import MetricsWriter
 from normexp.records.result import Result, write_result
-from normexp.reporting.cells import build_cells
-from normexp.reporting.frame import read_studies
-from normexp.reporting.slices import Slice, build_slices
+from normexp.reporting.model import CellRow, Slice
+from normexp.reporting.report import Report, read_report
+from normexp.reporting.sentences import Answer
 
 TIMING = {"step_ms": 5.0, "stack_size": 8.0, "samples_per_second": 25600.0, "train_seconds": 9.0}
 ENVIRONMENT = {"python": "3.11", "code_version": "one"}
@@ -133,12 +133,24 @@ def write_sizes(
     return [write_cell(root, norm, own, **{axis: size}, **options) for size, own in values.items()]
 
 
-def slices_of(
-    root: Path, *names: str, metric: str | None = None, tolerance: float | None = None
-) -> list[Slice]:
-    """The slices of the written studies."""
-    records = read_studies(root, names or ["synthetic"])
-    return build_slices(build_cells(records), records.runs, metric=metric, tolerance=tolerance)
+def report_of(root: Path, *names: str, **options: Any) -> Report:
+    """The report of the written studies; options: metric and tolerance."""
+    return read_report(root, names or ["synthetic"], **options)
+
+
+def cells_of(root: Path, *names: str) -> Sequence[CellRow]:
+    return report_of(root, *names).cells
+
+
+def slices_of(root: Path, *names: str) -> Sequence[Slice]:
+    return report_of(root, *names).slices
+
+
+def answers_of(root: Path, *names: str, **options: Any) -> list[Answer]:
+    """The answers about each slice, by budget."""
+    sections = report_of(root, *names, **options).sections
+    answers = [answer for section in sections for answer in section.answers]
+    return [answer for answer in answers if len(answer.parts) == 1]
 
 
 def _metrics_of(accuracy: float) -> dict[str, float]:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_study import slices_of, write_cell, write_study
+from synthetic_study import answers_of, report_of, write_cell, write_study
 
+import normexp
 from normexp.records.history import CellHistory, CommandEntry, History
 from normexp.report import main
 from normexp.reporting import publish
-from normexp.reporting.report import build_report, repeat_command
-from normexp.reporting.sentences import answer_slices
+from normexp.reporting.details import repeat_command
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -132,6 +132,23 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
     assert r"mean [95 \% interval]" in latex and latex.count(r"\\") == 7
 
 
+def test_report_json_and_load_report_hold_the_comparisons_of_the_page(whole: tuple[Path, str]):
+    folder, printed = whole
+    written = json.loads((folder / "report.json").read_text())
+    loaded = normexp.load_report("synthetic", folder.parents[1])
+    assert len(loaded.comparisons) == len(written["comparisons"]) == 3
+    for one, row in zip(loaded.comparisons, written["comparisons"], strict=True):
+        assert (one.verdict, one.margin, one.gap.n) == (row["verdict"], 1.0, 8)
+        ends = [f"synthetic/{cell.directory.name}" for cell in (one.first, one.second)]
+        assert [row["first"], row["second"]] == ends and set(ends) <= written["cells"].keys()
+        assert (row["difference"]["low"], row["p"]) == (one.gap.low, one.p)
+        assert (row["in_family"], row["family_size"], row["budget"]) == (True, 3, "epochs=3")
+    assert [row["verdict"] for row in written["comparisons"]] == ["loses", "better", "better"]
+    assert written["comparisons"][0]["recipes_differ_in"] == ["norm_batch_size"]
+    (section,) = written["sections"]
+    assert all(f"- {sentence}" in printed for sentence in section["sentences"])
+
+
 SWEEP = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2,8", "lr=0.3"]
 
 
@@ -202,8 +219,8 @@ def test_text_from_configs_and_errors_is_escaped_everywhere(tmp_path: Path):
 def test_the_headline_is_a_finding_if_there_is_one(tmp_path: Path, norms, words: str):
     for norm, accuracies in norms.items():
         write_cell(tmp_path, norm, accuracies, norm_batch_size=2)
-    (answer,) = answer_slices(slices_of(tmp_path))
-    assert answer.headline is not None and words in answer.headline.claim
+    (section,) = report_of(tmp_path).sections
+    assert section.headline is not None and words in section.headline.claim
 
 
 CPU = {"cpu": "AMD EPYC", "cpu_count": 2}
@@ -225,7 +242,7 @@ def test_an_answer_names_what_it_was_measured_on(tmp_path: Path, places, config,
         result = {"environment": place, "num_parameters": 14000 + number}
         options = {"norm_batch_size": 2 + 6 * number, "precision": "32-true", **config}
         write_cell(tmp_path, "batch", {0: 0.9}, result=result, **options)
-    (answer,) = answer_slices(slices_of(tmp_path))
+    (answer,) = answers_of(tmp_path)
     assert answer.measured_on == words
 
 
@@ -237,8 +254,8 @@ def test_studies_are_shown_side_by_side_and_verdicts_stay_within_one(tmp_path: P
     for study, level in (("old", 0.9), ("new", 0.88)):
         for norm in ("batch", "group"):
             write_cell(tmp_path, norm, {0: level, 1: level + 0.01}, study=study)
-    built = build_report(tmp_path, ["old", "new"])
-    pairs = [(one.norm, one.reference) for s in built.sections for one in s.answer.comparisons]
+    (answer,) = answers_of(tmp_path, "old", "new")
+    pairs = [(one.norm, one.reference) for one in answer.comparisons]
     assert pairs == [("group · new", "batch · new"), ("group · old", "batch · old")]
     assert report(tmp_path, study="[old,new]").parent.name == "old+new"
     assert "group · new" in capsys.readouterr().out

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
 import pytest
-from synthetic_study import slices_of, write_cell, write_sizes
+from synthetic_study import cells_of, report_of, slices_of, write_cell, write_sizes
 
-from normexp.reporting.cells import build_cells
-from normexp.reporting.frame import read_studies, values_of
 from normexp.reporting.metric import describe_metric
+from normexp.reporting.model import differences
 from normexp.reporting.tables import cell_table, run_table, show
-from normexp.reporting.verdict import contrasts_of
 
 OTHER = {"placement": "post", "qk_norm": True, "residual_scale": 0.0}  # than the defaults
 
 
-def cells_of(root: Path, *names: str) -> pd.DataFrame:
-    return build_cells(read_studies(root, names or ["synthetic"]))
-
-
 def labels_of(root: Path) -> list[str]:
-    return cells_of(root)["norm"].tolist()
+    return [cell.norm for cell in cells_of(root)]
 
 
 # Cells
@@ -33,30 +26,30 @@ def test_values_are_of_finished_seeds_alone_and_others_are_counted(tmp_path: Pat
     last_seen = {"metrics": {"test/accuracy": 0.1}}  # of a run that diverged, so no result of it
     write_cell(tmp_path, "batch", {1: None}, result=last_seen)
     write_cell(tmp_path, "group", dict.fromkeys(range(6), 0.9))
-    runs = read_studies(tmp_path, ["synthetic"]).runs
-    values = values_of(runs, describe_metric("test/accuracy"))[str(path)]
-    assert values.dropna().to_dict() == {0: 90.0, 2: 80.0}
-    batch = cells_of(tmp_path).iloc[0]
-    counts = batch[["expected", "finished", "diverged", "failed", "missing"]].tolist()
-    assert counts == [6, 2, 1, 1, 2]
-    assert batch["error"] == "CUDA out of memory"
+    batch = cells_of(tmp_path)[0]  # equal recipes are one cell
+    assert batch.directory == path and batch.values(describe_metric("test/accuracy")) == {
+        0: pytest.approx(90),
+        2: pytest.approx(80),
+    }
+    counts = (batch.expected, batch.finished, batch.diverged, batch.failed, batch.missing)
+    assert counts == (6, 2, 1, 1, 2)
+    assert batch.error == "CUDA out of memory"
 
 
 def test_a_run_that_a_callback_has_ended_is_named_in_the_tables(tmp_path: Path):
     early = {"steps": 40, "stopped": "EarlyStopping: val/loss did not improve"}
     write_cell(tmp_path, "group", {0: 0.8, 1: 0.9}, result=early)
-    records = read_studies(tmp_path, ["synthetic"])
-    cells = build_cells(records)
-    assert cell_table(cells, records.runs, None, None).rows[0]["note"] == "2 of 2 ended early"
-    runs = run_table(cells, records.runs).rows
+    cells = cells_of(tmp_path)
+    assert cell_table(cells, None, None).rows[0]["note"] == "2 of 2 ended early"
+    runs = run_table(cells).rows
     assert {(run["steps"], run["stopped"]) for run in runs} == {(40, early["stopped"])}
 
 
 def test_sizes_are_effective_and_both_ways_to_one_are_told_apart(tmp_path: Path):
     write_cell(tmp_path, "batch", {0: 0.9}, norm_batch_size=8)
     write_cell(tmp_path, "batch", {0: 0.9}, micro_batch_size=8)
-    cells = cells_of(tmp_path)[["norm", "micro_batch_size", "norm_batch_size"]]
-    found = set(cells.itertuples(index=False, name=None))
+    cells = cells_of(tmp_path)
+    found = {(cell.norm, cell.micro_batch_size, cell.norm_batch_size) for cell in cells}
     assert found == {("batch ghost", 128, 8), ("batch accumulated", 8, 8)}
 
 
@@ -84,8 +77,10 @@ def test_norms_that_differ_in_a_slot_are_named_as_it_is_typed(tmp_path: Path, ke
 def test_a_value_that_is_not_recorded_is_named_by_its_default(tmp_path: Path):
     for own in ({}, {"val_every_epochs": 4}):
         write_cell(tmp_path, "batch", {0: 0.9}, identity={"callback": "early_stopping", **own})
-    settings = cells_of(tmp_path)["setting"]
-    assert set(settings) == {"val_every_epochs=1", "val_every_epochs=4"}
+    assert {cell.setting for cell in cells_of(tmp_path)} == {
+        "val_every_epochs=1",
+        "val_every_epochs=4",
+    }
 
 
 def test_a_momentum_that_follows_from_the_size_is_no_knob(tmp_path: Path):
@@ -98,7 +93,7 @@ def test_cells_are_compared_across_a_move_of_a_class_of_normexp(tmp_path: Path):
     for norm, module in (("batch", "digits"), ("layer", "images")):
         identity = {"data": {"_target_": f"normexp.data.{module}.load_digits"}}
         write_cell(tmp_path, norm, {0: 0.9}, identity=identity)
-    assert cells_of(tmp_path)["title"].nunique() == 1
+    assert len({cell.title for cell in cells_of(tmp_path)}) == 1
 
 
 def test_parts_of_the_user_are_called_by_their_class_or_name(tmp_path: Path):
@@ -113,7 +108,7 @@ def test_parts_of_the_user_are_called_by_their_class_or_name(tmp_path: Path):
         write_cell(tmp_path, kind, {0: 0.9}, identity=identity, **parts)
     named = {**identity, "model": {"name": "resnet50"}}
     write_cell(tmp_path, "batch", {0: 0.9}, model="torchvision", identity=named)
-    assert cells_of(tmp_path).set_index("norm")["title"].to_dict() == {
+    assert {cell.norm: cell.title for cell in cells_of(tmp_path)} == {
         "MyNorm": "MyNet on load_cats, optim=Lion",
         "mine": "mine on mine, optim=mine",
         "batch": "resnet50 on cifar10, optim=sgd",
@@ -142,10 +137,9 @@ def test_cells_that_differ_in_anything_show_it_in_titles_and_tables(
     parts = {"model": {}, "data": {}, "optim": {}, "norm": {}}
     write_cell(tmp_path, "layer", {0: 0.9}, identity=parts, **before)
     write_cell(tmp_path, "layer", {0: 0.9}, identity=parts | identity, **before | changes)
-    records = read_studies(tmp_path, ["synthetic"])
-    cells = build_cells(records)
-    assert (cells["norm"] + ", " + cells["title"]).str.contains(words, regex=False).sum() == 1
-    for table in (cell_table(cells, records.runs, None, None), run_table(cells, records.runs)):
+    cells = cells_of(tmp_path)
+    assert sum(words in f"{cell.norm}, {cell.title}" for cell in cells) == 1
+    for table in (cell_table(cells, None, None), run_table(cells)):
         texts = table.frame[table.columns].drop(columns="directory").map(show)
         assert not texts.duplicated().any()
 
@@ -156,17 +150,28 @@ def test_a_budget_separates_cells_unless_it_follows_from_the_size(tmp_path: Path
         write_cell(tmp_path, "batch", {0: 0.9}, study="by_size", **options)
     for steps in (100, 200):
         write_cell(tmp_path, "batch", {0: 0.9}, study="at_one_size", num_steps=steps)
-    assert cells_of(tmp_path, "by_size")["settings"].nunique() == 1
+    first, second = cells_of(tmp_path, "by_size")
+    assert first.settings == second.settings
     titles = ["resnet on cifar10, num_steps=100", "resnet on cifar10, num_steps=200"]
-    assert cells_of(tmp_path, "at_one_size")["title"].tolist() == titles
+    assert [cell.title for cell in cells_of(tmp_path, "at_one_size")] == titles
 
 
 def test_two_studies_share_settings_where_only_the_study_tells_them_apart(tmp_path: Path):
     for name, epochs in (("a", 3), ("b", 4)):
         write_cell(tmp_path, "batch", {0: 0.9}, study=name, epochs=epochs)
-    cells = cells_of(tmp_path, "a", "b")
-    assert cells["norm"].tolist() == ["batch · a", "batch · b"]
-    assert cells["base"].tolist() == ["batch", "batch"] and cells["settings"].nunique() == 1
+    first, second = cells_of(tmp_path, "a", "b")
+    assert [first.norm, second.norm] == ["batch · a", "batch · b"]
+    assert first.base == second.base == "batch" and first.settings == second.settings
+
+
+def test_cells_differ_in_the_values_of_their_recipes(tmp_path: Path):
+    write_cell(tmp_path, "batch", {0: 0.9}, knobs={"affine": True, "dims": [1, 2]}, epochs=3)
+    write_cell(tmp_path, "layer", {0: 0.9}, knobs={"affine": 1, "dims": [1, 2]}, epochs=3.0)
+    (part,) = slices_of(tmp_path)
+    found = differences(*part.values)
+    assert found["norm.affine"] == (True, 1) and found["norm"] == ("batch", "layer")
+    assert {"norm.dims", "epochs", "lr"} <= part.shared.keys() - found.keys()
+    assert part.differences.keys() == found.keys() and part.shared["lr"] == 0.1
 
 
 # Slices
@@ -177,18 +182,17 @@ def test_an_independent_norm_is_one_cell_at_every_norm_batch_size(tmp_path: Path
     group = write_cell(tmp_path, "group", {0: 0.9}, norm_batch_size=2)
     (part,) = slices_of(tmp_path)
     assert (part.axis, part.sizes, part.fixed) == ("norm_batch_size", [2, 8, 128], "batch size 128")
-    points = [(point["size"], point["cell"], point["independent"]) for point in part.lines["group"]]
-    assert points == [(size, str(group), True) for size in (2, 8, 128)]
+    points = [(size, cell.directory) for size, cell in part.lines["group"].items()]
+    assert points == [(size, group) for size in (2, 8, 128)] and part.independent == {"group"}
 
 
 def test_a_norm_that_mixes_samples_at_some_sizes_is_independent_at_none(tmp_path: Path):
     write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=1, mixes_samples=False)
     write_sizes(tmp_path, dict.fromkeys((2, 8), {0: 0.9}))
-    (part,) = slices_of(tmp_path)
-    assert [point["size"] for point in part.lines["batch"]] == part.sizes == [1, 2, 8]
-    assert not part.points["independent"].any()
-    (contrast,) = contrasts_of(part)
-    assert contrast.is_primary
+    report = report_of(tmp_path)
+    (part,), (comparison,) = report.slices, report.comparisons
+    assert list(part.lines["batch"]) == part.sizes == [1, 2, 8] and not part.independent
+    assert comparison.is_primary
 
 
 def test_models_and_data_sets_have_slices_of_their_own(tmp_path: Path):
@@ -215,9 +219,8 @@ def test_the_learning_rate_is_chosen_on_validation_and_never_on_test(tmp_path: P
         metrics = {"val/accuracy": val, "test/accuracy": test}
         write_cell(tmp_path, "batch", {0: 0.5, 1: second}, metrics=metrics, lr=lr)
     (part,) = slices_of(tmp_path)
-    assert part.points["lr"].tolist() == [0.1]  # at the best rate a seed diverged
-    searched = part.searched.set_index("lr")["chosen"].to_dict()
-    assert searched == {0.01: False, 0.1: True, 1.0: False}
+    assert [cell.lr for _, cell in part.points] == [0.1]  # at the best rate a seed diverged
+    assert [cell.lr for cell in part.rates["batch", 128]] == [0.01, 0.1, 1.0]
 
 
 def test_optimism_is_that_of_the_rates_that_were_candidates(tmp_path: Path):
@@ -226,6 +229,9 @@ def test_optimism_is_that_of_the_rates_that_were_candidates(tmp_path: Path):
     write_cell(tmp_path, "batch", {0: 0.99, 1: 0.99, 2: None}, lr=1.0)  # is no candidate
     group = write_cell(tmp_path, "group", {0: 0.9, 1: 0.9, 2: 0.9})
     (part,) = slices_of(tmp_path)
+    by_folder = {cell.directory: cell for cell in part.values}
     # without seed 0 the others choose .3 (80 for it), without 1 or 2 the rates are equal: the first
-    assert part.optimism(str(chosen)) == pytest.approx(100 * (2.6 / 3 - (0.8 + 0.8 + 0.8) / 3))
-    assert part.optimism(str(group)) is None
+    assert part.optimism(by_folder[chosen]) == pytest.approx(
+        100 * (2.6 / 3 - (0.8 + 0.8 + 0.8) / 3)
+    )
+    assert part.optimism(by_folder[group]) is None

@@ -12,8 +12,9 @@ from synthetic_study import write_cell
 from normexp.errors import UserError
 from normexp.records.files import write_json
 from normexp.reporting.cells import build_cells
-from normexp.reporting.frame import read_studies
 from normexp.reporting.metric import describe_metric, format_interval, format_signed
+from normexp.reporting.read import read_studies
+from normexp.reporting.tables import run_frame
 from normexp.stats.interval import Interval
 
 # Reading
@@ -32,7 +33,7 @@ def test_evaluations_become_metrics_with_a_suffix(tmp_path: Path, cell: Path):
         "gap": {"norm1": {"mean_shift": {"mean": 0.1}}},
     }
     write_json(cell / "seed-0" / "evaluation.json", content)
-    runs = read_studies(tmp_path, ["synthetic"]).runs
+    runs = run_frame(read_studies(tmp_path, ["synthetic"]).runs)
     assert runs.loc[0, ["test/accuracy", "test/accuracy@precise"]].tolist() == [0.8, 0.85]
     assert not [name for name in runs if "num_samples" in name or "gap" in name]
 
@@ -66,10 +67,10 @@ def corrupt(file: Path, how: str) -> None:
 def test_a_broken_result_is_one_line_and_the_rest_is_read(tmp_path: Path, cell: Path, how: str):
     corrupt(cell / "seed-1" / "result.json", how)
     records = read_studies(tmp_path, ["synthetic"])
-    assert records.runs["seed"].tolist() == [0]
+    assert [run.seed for run in records.runs] == [0]
     (problem,) = records.problems
     assert "seed-1" in problem and "\n" not in problem
-    assert build_cells(records)["missing"].tolist() == [1]
+    assert [cell.missing for cell in build_cells(records)] == [1]
 
 
 def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Path):

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_study import slices_of, write_cell
+from synthetic_study import answers_of, cells_of, slices_of, write_cell
 
-from normexp.reporting.cells import build_cells
-from normexp.reporting.frame import read_studies
-from normexp.reporting.sentences import answer_slices
 from normexp.reporting.tables import (
     cell_table,
     sensitivity_table,
@@ -24,8 +21,7 @@ from normexp.reporting.tables import (
 def test_no_interval_of_a_table_leaves_the_range_or_has_no_width(tmp_path: Path, values):
     write_cell(tmp_path, "batch", dict(enumerate(values)), norm_batch_size=2)
     write_cell(tmp_path, "group", {0: 0.98, 1: 0.977, 2: 0.98})  # tells the step of a count
-    records = read_studies(tmp_path, ["synthetic"])
-    row = cell_table(build_cells(records), records.runs, None, None).rows[0]
+    row = cell_table(cells_of(tmp_path), None, None).rows[0]
     low, high = row["mean low"], row["mean high"]
     assert 0 <= low <= row["mean"] <= high <= 100 and high - low > 0.01
 
@@ -36,7 +32,7 @@ def test_sensitivity_names_the_sizes_that_it_is_about(tmp_path: Path, num_seeds:
     for size, level in ((2, 0.86), (8, 0.88), (32, 0.91), (128, 0.90)):
         values = dict(enumerate(rng.normal(level, 0.001, num_seeds)))
         write_cell(tmp_path, "batch", values, norm_batch_size=size)
-    (row,) = sensitivity_table(answer_slices(slices_of(tmp_path))).rows
+    (row,) = sensitivity_table(answers_of(tmp_path)).rows
     assert (row["from"], row["to"], row["best size"]) == (128, 2, 32)
     drop, regret = (
         float(row[key].split()[0]) for key in ("worse by", "regret at the smallest size")
@@ -64,7 +60,7 @@ def test_sensitivity_rests_on_the_sizes_that_have_runs(tmp_path: Path, lost, pas
         values = {k: 0.9 - less * (1 + 0.02 * k) + 0.0017 * k for k in range(4)}
         failed = values if size in lost else ()
         write_cell(tmp_path, "batch", values, norm_batch_size=size, failed=failed)
-    (row,) = sensitivity_table(answer_slices(slices_of(tmp_path))).rows
+    (row,) = sensitivity_table(answers_of(tmp_path)).rows
     keys = ("passed at size", "regret at the smallest size", "worse by, per halving")
     for key, words in zip(keys, (passed, regret, slope), strict=True):
         assert (row[key] or "-").startswith(words)
@@ -72,10 +68,9 @@ def test_sensitivity_rests_on_the_sizes_that_have_runs(tmp_path: Path, lost, pas
 
 def test_a_cell_of_diverged_runs_has_the_metric_and_the_count_that_it_lacks(tmp_path: Path):
     write_cell(tmp_path, "batch", {0: None, 1: None}, norm_batch_size=2)
-    records = read_studies(tmp_path, ["synthetic"])
-    (row,) = cell_table(build_cells(records), records.runs, None, None).rows
+    (row,) = cell_table(cells_of(tmp_path), None, None).rows
     assert (row["metric"], row["mean"], row["diverged"]) == ("test accuracy (%)", None, 2)
-    (answer,) = answer_slices(slices_of(tmp_path))
+    (answer,) = answers_of(tmp_path)
     assert "at one norm batch size only, 2 (n = 0 seeds; 2 of 2 diverged)" in answer.losses[0].text
 
 

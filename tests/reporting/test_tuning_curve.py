@@ -13,8 +13,7 @@ import vl_convert
 from synthetic_study import write_cell
 
 from normexp.records.history import SearchEntry, append_entries
-from normexp.reporting.report import build_report
-from normexp.reporting.tuning import bootstrap_band, expected_best, read_curves
+from normexp.reporting.tuning import bootstrap_band, draw_tuning, expected_best, read_curves
 
 
 def mean_over_all_draws(scores: np.ndarray, values: np.ndarray, k: int) -> float:
@@ -73,10 +72,9 @@ def write_search(root: Path, norm: str, accuracies: list[float | None]) -> None:
 
 
 def test_report_of_a_study_draws_the_search_that_chose_for_it(tmp_path: Path):
-    write_cell(tmp_path, "batch", {0: 0.8})
     write_search(tmp_path, "batch", [0.5, 0.8, None])
     write_search(tmp_path, "group", [0.6, 0.7])
-    (figure,) = build_report(tmp_path, ["synthetic"]).tuning
+    (figure,) = draw_tuning([tmp_path / "synthetic-search"])
     rows = {(row["norm"], row["k"]): row["mean"] for row in figure.spec["datasets"]["rows"]}
     batch = [curve for curve in read_curves(tmp_path / "synthetic-search") if curve.norm == "batch"]
     best, middle = sorted(100 * batch[0].values, reverse=True)[:2]

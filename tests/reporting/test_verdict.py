@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
-from synthetic_study import slices_of, write_cell, write_sizes, write_study
+from synthetic_study import (
+    answers_of,
+    report_of,
+    slices_of,
+    write_cell,
+    write_sizes,
+    write_study,
+)
 
 from normexp.records.metrics import MetricsWriter
 from normexp.records.samples import write_samples
-from normexp.reporting.ratios import answer_over_data
-from normexp.reporting.sentences import Answer, Claim, answer_slices
-from normexp.reporting.slices import Slice
+from normexp.reporting.model import Slice
+from normexp.reporting.report import Report
+from normexp.reporting.sentences import Answer, Claim
 from normexp.reporting.tables import comparison_table
-from normexp.reporting.verdict import DECIDED, Family, contrasts_of
+from normexp.reporting.verdict import DECIDED, compare
 
 ACCURACIES = {"digits": (0.80, 0.81, 0.79, 0.804), "cifar10": (0.60, 0.62, 0.61, 0.605)}
 VERBS = re.compile(r"\b(better|worse|loses|gains|holds|tied)\b")
@@ -30,7 +36,7 @@ def drawn(rng: np.random.Generator, level: float, sd: float = 0.001, n: int = 6)
 
 
 def answer_of(root: Path, *names: str, tolerance: float | None = None) -> Answer:
-    (answer,) = answer_slices(slices_of(root, *names, tolerance=tolerance))
+    (answer,) = answers_of(root, *names, tolerance=tolerance)
     return answer
 
 
@@ -75,14 +81,14 @@ def test_two_seeds_with_equal_counts_in_every_cell_hold_nothing(tmp_path: Path):
     write_cell(tmp_path, "group", {0: 0.975, 1: 0.972})
     for claim in (loss_of(tmp_path), comparisons_of(tmp_path)["group"]):
         assert claim.kind == "open" and not VERBS.search(claim.text)
-        assert claim.contrast.gap.low < -1 and claim.contrast.gap.high > 1
+        assert claim.comparison.gap.low < -1 and claim.comparison.gap.high > 1
         assert "equal under every seed" in claim.text
 
 
 def test_independence_is_by_measurement_and_one_sentence_for_all_norms(tmp_path: Path):
     write_study(tmp_path, np.random.default_rng(0))
     loss = loss_of(tmp_path, "layer, group")
-    assert (loss.kind, loss.contrast) == ("independent", None)
+    assert (loss.kind, loss.comparison) == ("independent", None)
     assert loss.text.startswith("layer and group do not depend on the norm batch size (measured")
     assert loss.text.count("n = 8 seeds") == 1 and "[" not in loss.text
     write_cell(tmp_path, "instance", {0: 0.8, 1: None}, norm_batch_size=2)
@@ -116,7 +122,7 @@ def test_only_norms_that_mix_samples_have_a_verb_along_the_batch_size(tmp_path: 
         write_sizes(tmp_path, ends, norm, axis="batch_size")
     kinds = {one.norm: one for one in answer_of(tmp_path).losses}
     assert kinds["batch"].kind == "loses"
-    assert kinds["group"].kind == "interval" and kinds["group"].p is None
+    assert kinds["group"].kind == "interval" and kinds["group"].comparison.p is None
     assert "group, batch size 8 minus 32: -10.1 [" in kinds["group"].text
 
 
@@ -131,11 +137,13 @@ def diverged(*lost: int) -> dict[int, float | None]:
 def test_diverged_runs_count_as_the_worst_run_and_do_not_drop_out(tmp_path: Path):
     write_sizes(tmp_path, {2: diverged(4, 5), 128: {k: 0.9 + 0.0013 * k for k in range(6)}})
     loss = loss_of(tmp_path)
-    assert loss.contrast.gap.n == 6 and "2 of 6 diverged" in loss.text and "worst run" in loss.text
+    assert (
+        loss.comparison.gap.n == 6 and "2 of 6 diverged" in loss.text and "worst run" in loss.text
+    )
     clean = [2.0 + 0.02 * k for k in range(4)] + [100 * (0.9 + 0.0013 * k) - 88.0 for k in (4, 5)]
-    assert loss.contrast.gap.estimate == pytest.approx(-np.mean(clean))
+    assert loss.comparison.gap.estimate == pytest.approx(-np.mean(clean))
     assert loss.kind == "loses" and "batch loses at least 2.2 [" in loss.text
-    assert loss.contrast.part.sensitivity("batch").num_seeds == 6
+    assert loss.comparison.part.sensitivity("batch").num_seeds == 6
 
 
 @pytest.mark.parametrize("size", [2, 128])
@@ -167,9 +175,11 @@ def test_comparisons_are_with_batch_at_the_smallest_size_and_paired_by_seed(tmp_
     group = comparisons_of(tmp_path)["group"]
     assert (group.reference, group.kind) == ("batch", "better")
     assert group.text.startswith("At norm batch size 2, group is better than batch")
-    assert group.contrast.gap.n == 8 and "n = 8 pairs" in group.text
+    assert group.comparison.gap.n == 8 and "n = 8 pairs" in group.text
     assert "ahead with 8 of 8 seeds" in group.text
-    assert group.contrast.improvement.low == pytest.approx(0.025 ** (1 / 8))  # Clopper and Pearson
+    assert group.comparison.improvement.low == pytest.approx(
+        0.025 ** (1 / 8)
+    )  # Clopper and Pearson
 
 
 @pytest.mark.parametrize(
@@ -206,17 +216,21 @@ def test_a_larger_family_takes_a_verdict_back(tmp_path: Path):
     assert alone.kind == "better"
     write_cell(tmp_path, "layer", dict(enumerate(base[::-1] + 1e-5)), norm_batch_size=2)
     group = comparisons_of(tmp_path, tolerance=0.0)["group"]
-    assert (group.contrast.gap, group.kind) == (alone.contrast.gap, "open")
-    assert group.p == pytest.approx(2 * alone.p) and not VERBS.search(group.text)
+    assert (group.comparison.gap, group.kind) == (alone.comparison.gap, "open")
+    assert group.comparison.p == pytest.approx(2 * alone.comparison.p) and not VERBS.search(
+        group.text
+    )
     rows = comparison_table([answer_of(tmp_path, tolerance=0.0)]).rows
-    assert [row["p in the family"] for row in rows if row["norm"] == "group"] == [group.p]
+    assert [row["p in the family"] for row in rows if row["norm"] == "group"] == [
+        group.comparison.p
+    ]
 
 
 def test_the_family_is_the_whole_report(tmp_path: Path):
     for data in ("digits", "cifar10"):
         write_sizes(tmp_path, dict.fromkeys((2, 128), {0: 0.9, 1: 0.905, 2: 0.9102}), data=data)
         write_cell(tmp_path, "group", {0: 0.9, 1: 0.9049, 2: 0.9101}, data=data)
-    answers = answer_slices(slices_of(tmp_path))
+    answers = answers_of(tmp_path)
     assert len(answers) == 2
     for answer in answers:  # a drop and a comparison on each data set
         assert "gives a verdict on is 4:" in answer.note
@@ -237,7 +251,7 @@ def test_kinds_of_comparisons(tmp_path: Path, batch: dict, group: dict, kind: st
     write_cell(tmp_path, "group", group, norm_batch_size=2)
     one = comparisons_of(tmp_path)["group"]
     assert one.kind == kind and words in one.text
-    assert (one.p is None) is (kind in ("no interval", "no data"))
+    assert (one.comparison.p is None) is (kind in ("no interval", "no data"))
     assert bool(VERBS.search(one.text)) is (kind in DECIDED)
 
 
@@ -278,10 +292,10 @@ def write_with_samples(root: Path, rng: np.random.Generator, *, recorded: float 
 def test_the_interval_over_test_samples_stands_beside_that_over_seeds(tmp_path: Path):
     write_with_samples(tmp_path, np.random.default_rng(0))
     loss = loss_of(tmp_path)
-    assert loss.over_samples.estimate == pytest.approx(loss.contrast.gap.estimate)
-    assert loss.over_samples.low < loss.contrast.gap.low
+    assert loss.comparison.over_samples.estimate == pytest.approx(loss.comparison.gap.estimate)
+    assert loss.comparison.over_samples.low < loss.comparison.gap.low
     low, high = re.search(r"over test samples too .*\[(.*), (.*)\]", loss.text).groups()
-    assert float(low) == pytest.approx(-loss.over_samples.high, abs=0.06)
+    assert float(low) == pytest.approx(-loss.comparison.over_samples.high, abs=0.06)
     assert "new seeds on the same test samples" in answer_of(tmp_path).note
 
 
@@ -290,7 +304,9 @@ def test_samples_of_some_runs_alone_or_of_another_metric_are_not_used(tmp_path: 
     write_with_samples(tmp_path / "some", np.random.default_rng(0))
     next((tmp_path / "some" / "synthetic").glob("*/seed-3/samples.npz")).unlink()
     assert (
-        loss_of(tmp_path / "other").over_samples is loss_of(tmp_path / "some").over_samples is None
+        loss_of(tmp_path / "other").comparison.over_samples
+        is loss_of(tmp_path / "some").comparison.over_samples
+        is None
     )
 
 
@@ -354,18 +370,42 @@ def test_another_budget_is_said_to_turn_or_to_confirm_a_verdict(tmp_path: Path, 
     write_budgets(tmp_path / "turns", {12: 0.02, 48: -0.02}, studies=studies)
     write_budgets(tmp_path / "stays", {12: 0.02, 48: 0.03}, studies=studies)
     names = ("e12", "e48") if studies else ()
-    turned, kept = (slices_of(tmp_path / name, *names) for name in ("turns", "stays"))
-    for answer in answer_slices(turned):
-        text = answer.losses[0].text
+    turned, kept = (report_of(tmp_path / name, *names) for name in ("turns", "stays"))
+    for text in (one.text for answer in answers_in(turned) for one in answer.losses):
         assert re.search(r"at this budget \(epochs=(12|48)\)", text)
         assert re.search(
             r"loses 2\.0 .* 1\.9 \[1.8, 2.0\] points the other way: the verdict does not survive"
             r"|gains 1\.9 .* 2\.0 \[1.9, 2.1\] points the other way: the verdict does not survive",
             text,
         )
-    for answer in answer_slices(kept):
-        text = answer.losses[0].text
+    for text in (one.text for answer in answers_in(kept) for one in answer.losses):
         assert "at this budget" not in text and ": the verdict survives" in text
+    headlines = [report.sections[0].headline for report in (turned, kept)]
+    turns, stays = (one.claim.replace(" · e12", "") for one in headlines if one)
+    end = "from norm batch size 128 to 2 at epochs=12"
+    assert re.fullmatch(
+        rf"batch loses 2.0 \[.*\] points {end}; at epochs=48 it gains 1.9 \[1.8, 2.0\] points",
+        turns,
+    )
+    assert re.fullmatch(
+        rf"batch loses 2.0 \[.*\] points {end}, and 3.1 \[3.0, 3.2\] points at epochs=48", stays
+    )
+
+
+def test_the_headline_is_what_survives_at_every_budget(tmp_path: Path):
+    write_budgets(tmp_path, {12: 0.02, 48: 0.0})
+    rng = np.random.default_rng(1)
+    for epochs in (12.0, 48.0):
+        write_cell(tmp_path, "group", drawn(rng, 0.93), epochs=epochs)
+    (section,) = report_of(tmp_path).sections
+    assert [answer.parts[0].budget for answer in section.answers] == ["epochs=12", "epochs=48"]
+    assert "epochs" not in section.heading and section.headline is not None
+    words = r"At norm batch size 2, group is better than batch by .* points at epochs=12, and .* "
+    assert re.fullmatch(words + r"points at epochs=48", section.headline.claim)
+
+
+def answers_in(report: Report) -> list[Answer]:
+    return [answer for section in report.sections for answer in section.answers]
 
 
 def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
@@ -376,11 +416,12 @@ def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
             steps = samples // size
             length = {"num_steps": steps, "epochs": steps / (1294 // size)}
             write_cell(tmp_path, "batch", drawn(rng, level), batch_size=size, **length)
-    short, long = slices_of(tmp_path)
+    answers = answers_of(tmp_path)
+    short, long = (answer.parts[0] for answer in answers)
     assert (short.sizes, short.axis) == ([8, 128], "batch_size")
     assert "samples=16000," in short.heading and "steps" not in short.heading
     assert "samples=64000," in long.heading
-    text = answer_slices([short, long])[0].losses[0].text
+    text = answers[0].losses[0].text
     assert "batch loses 2" in text and "at this budget (samples=16000)" in text
     assert "At samples=64000: 1.9" in text and "points the other way" in text
 
@@ -401,7 +442,8 @@ def write_data_sets(root: Path, ratio: Mapping[str, float], **options: Any) -> N
 
 
 def overall_of(root: Path) -> list[Answer]:
-    return answer_over_data(slices_of(root))
+    sections = report_of(root).sections
+    return [one for section in sections for one in section.answers if len(one.parts) > 1]
 
 
 def test_data_sets_are_put_together_by_ratios_of_errors_without_a_verb(tmp_path: Path):
@@ -508,17 +550,18 @@ def redrawn(
 
     shared: standard deviation of an effect of the seed that all cells have
     """
-    columns = list(part.values.columns)
-    smallest = {row["cell"] for rows in part.lines.values() for row in rows[:1]}
-    level = np.array([90 - drop * (cell in smallest) for cell in columns])
-    values = level + rng.normal(0, 0.65, (n, len(columns))) + rng.normal(0, shared, (n, 1))
-    return replace(part, values=pd.DataFrame(values, range(n), columns))
+    smallest = {line[min(line)] for line in part.lines.values()}
+    effects = rng.normal(0, shared, n)
+    values = {
+        cell: dict(enumerate(90 - drop * (cell in smallest) + rng.normal(0, 0.65, n) + effects))
+        for cell in part.values
+    }
+    return replace(part, values=values)
 
 
 def kinds_of(part: Slice) -> list[tuple[bool, str]]:
-    """Whether each contrast is along the sizes, and its kind: what `answer_slices` writes out."""
-    family = Family(list(contrasts_of(part)))
-    return [(one.is_along_sizes, family.kind(one)) for one in family.contrasts]
+    """Whether each comparison is along the sizes, and its kind: what `answer_slices` writes out."""
+    return [(one.is_along_sizes, one.kind) for one in compare([part])]
 
 
 def false_alarms(part: Slice, n: int, count: int) -> float:

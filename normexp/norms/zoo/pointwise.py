@@ -18,7 +18,7 @@ class DynamicSquashing(AffineNorm):
         alpha_init: initial alpha, in 1 / units of x; the shift starts at 0.
     """
 
-    alpha_init: float = 0.5
+    alpha_init: float
     eps: float = field(default=0.0, init=False)
     is_shifted = True
 

@@ -101,7 +101,6 @@ class PowerNorm(SquareNorm):
 
     warmup: float
     num_training_steps: int = NUM_TRAINING_STEPS
-    momentum: float = 0.1
     averages = {"running_square": 1.0, "running_product": 0.0}
     running_product: Tensor = field(init=False)
 
@@ -161,7 +160,7 @@ class MovingAverageBatchNorm(SquareNorm):
     r_max: float
     warmup: float
     num_training_steps: int = NUM_TRAINING_STEPS
-    momentum: float = 0.02
+    momentum: float = field()
     past_squares: Tensor = field(init=False)
     past_products: Tensor = field(init=False)
 

@@ -89,8 +89,8 @@ class BHyT(AffineNorm):
 
     has_bias = False
 
-    alpha_init: float = 2.0
-    kappa: float = 10.0
+    alpha_init: float
+    kappa: float
 
     def add_state(self) -> None:
         self.require_positive("kappa", 10)

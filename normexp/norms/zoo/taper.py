@@ -39,7 +39,7 @@ class TaperNorm(RunningNorm):
     warmup: float
     taper_end: float
     num_training_steps: int = NUM_TRAINING_STEPS
-    momentum: float = 0.01
+    momentum: float = field()
     affine: bool = field(default=True, init=False)
     anchor: Tensor = field(init=False)
     running_scaled: Tensor = field(init=False)

@@ -1,0 +1,125 @@
+"""The functions of `import normexp`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+
+    from normexp.records.result import Result
+    from normexp.reporting.report import Report
+
+
+def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
+    """Trains like `python -m normexp.train` with these words, and skips recorded runs.
+
+    Returns one result per cell and seed, in the order of the cells, including failed and diverged
+    runs:
+
+        results = normexp.run(["norm=group", "lr=0.3", "study=mine"])
+        scores = [result.metrics["val/accuracy"] for result in results]
+        normexp.run(["-m", "norm=batch,group", "norm_batch_size=2,32"], workers=2)
+
+    Args:
+        overrides: as on the command line; -m, --config-dir and experiments are understood.
+        workers: processes that train the cells of a sweep; 0: this process trains them in turn.
+            Other values need a script with `if __name__ == "__main__":`, as multiprocessing does.
+
+    Raises:
+        normexp.errors.UserError: a mistake in the overrides; a sweep trains its other cells first.
+        normexp.errors.Halted: no cell can be trained any more, as on a full disk.
+        KeyboardInterrupt: after Ctrl-C; the same call resumes.
+    """
+    from normexp.cli import parse_command
+    from normexp.config.grid import compose_cells, launcher_of
+    from normexp.errors import UserError
+
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r}: must be a list of words, as in ['norm=group']")
+    command = parse_command(overrides)
+    if command.shows_config or launcher_of(command) is not None:
+        raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
+    cells = compose_cells(command)
+
+    from normexp.sweeps.sweep import raise_if_stopped, train_cells
+
+    outcomes = train_cells(cells, ["normexp.run", *overrides], workers=workers)
+    raise_if_stopped(cells, outcomes)
+    refused = [outcome.error for outcome in outcomes if outcome.status == "refused"]
+    if refused:
+        raise UserError(refused[0])
+    found = {(result.cell_id, result.seed): result for end in outcomes for result in end.results}
+    return list(found.values())
+
+
+def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
+    """The trained network of a run directory `runs/<study>/<cell_id>/seed-<k>`.
+
+    A plain module in evaluation mode on the CPU. Its input is what the data set's `model_inputs`
+    returns: images (N, C, H, W) as float32, normalised, or tokens (N, T).
+
+    Args:
+        ema: load the averaged weights of a training with the key `ema`.
+
+    Raises:
+        normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
+            fit.
+    """
+    from normexp.cells.finished import load_run
+
+    return load_run(Path(run_dir), ema=ema)
+
+
+def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
+    """One row per ended run of a study: cell_id, seed, status, config, metrics, timing.
+
+    Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`). A missing value is NaN or
+    None. Runs that cannot be read, or have not ended, are logged as warnings.
+
+    Raises:
+        normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
+    """
+    from normexp.reporting.read import read_studies
+    from normexp.reporting.tables import run_frame
+
+    records = read_studies(Path(runs_dir), [name])
+    _warn([*records.problems, *records.waiting])
+    return run_frame(records.runs).infer_objects()
+
+
+def load_report(
+    study: str | Sequence[str],
+    runs_dir: str | Path = "runs",
+    *,
+    metric: str | None = None,
+    tolerance: float | None = None,
+) -> Report:
+    """What the report of a study says: its cells, and every comparison with interval and verdict.
+
+        for one in normexp.load_report("my-study").comparisons:
+            print(one.first.norm, one.second.norm, one.budget, one.gap, one.verdict)
+
+    Args:
+        study: a name, or several.
+        metric, tolerance: as in `python -m normexp.report`.
+
+    Raises:
+        normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
+            run has.
+    """
+    from normexp.reporting.report import read_report
+
+    names = [study] if isinstance(study, str) else study
+    report = read_report(Path(runs_dir), names, metric=metric, tolerance=tolerance)
+    _warn([*report.problems, *report.waiting])
+    return report
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        logging.getLogger(__name__).warning(line)

@@ -1,0 +1,197 @@
+"""The user's own source behind a target, found in syntax trees without importing anything.
+
+Of a target in a package, the whole outermost package; of a target in a single file, that file; and
+all of the user's own files that these import, with the `__init__` of their packages. Files of
+normexp, of the standard library and in site-packages are not the user's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from normexp.errors import UserError
+from normexp.records.identity import is_installed, source_root
+
+
+def source_files(target: str) -> dict[str, Path]:
+    """The user's own files behind a dotted target, by module name; {} if it is not the user's.
+
+    Names, not places, identify the files. A missing module has none: the error comes when it is
+    imported.
+    """
+    files: dict[str, Path] = {}
+    waiting = list(reversed(list(_with_parents(target))))
+    tried: set[str] = set()
+    is_target = True
+    while waiting:
+        name = waiting.pop()
+        if name in tried:
+            continue
+        tried.add(name)
+        file = _own_file(name)
+        if file is None:
+            continue
+        members = {name: file}
+        if is_target and (root := source_root(file)) is not None and root.is_dir():
+            members |= _members_of(root, name, file)
+            tried |= members.keys()
+        is_target = is_target and not members
+        for module, path in members.items():
+            if path not in files.values():
+                files[module] = path
+                waiting += reversed(list(_imported(module, path)))
+    return files
+
+
+def digest_of_files(files: Mapping[str, Path]) -> str | None:
+    """16 hex digits of sha256 over the names and bytes of files; None without files."""
+    sha = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        content = _read(path)
+        sha.update(f"{name}\0{len(content)}\0".encode() + content)
+    return sha.hexdigest()[:16] if files else None
+
+
+def source_digest(target: str) -> str | None:
+    """A digest of the user's own source behind a target; None if it is not the user's own."""
+    return digest_of_files(source_files(target))
+
+
+def digests_of(files: Mapping[str, Path]) -> dict[str, str]:
+    """The digest of each file's content, by its path."""
+    return {str(path): _digest(_read(path)) for path in files.values()}
+
+
+# The user's own loaded modules: the spec, and the path and digest of the file when first seen.
+_seen: dict[str, tuple[object, str, str]] = {}
+
+
+def loaded_files() -> dict[str, str]:
+    """The user's own files that this process has loaded, with the digest of each as it was loaded.
+
+    A file may be edited after its import, which does not change this process. So a digest is of
+    the content from when the module was first seen. A reloaded module has a new spec, and is read
+    again.
+    """
+    for name, module in [*sys.modules.items()]:
+        spec, file = (vars(module).get(key) for key in ("__spec__", "__file__"))
+        if not isinstance(file, str) or name.partition(".")[0] in sys.stdlib_module_names:
+            continue
+        if name in _seen and _seen[name][0] is spec:
+            continue
+        path = Path(file).resolve()
+        if path.is_file() and source_root(path) is not None:
+            _seen[name] = spec, str(path), _digest(_read(path))
+    return {path: digest for name, (_, path, digest) in _seen.items() if name in sys.modules}
+
+
+def refuse_edited(hashed: Mapping[str, str]) -> None:
+    """Raises UserError if this process has loaded another content of a file than was hashed.
+
+    Args:
+        hashed: digests of files by path, from when the id of a cell was computed.
+    """
+    for path, digest in loaded_files().items():
+        if hashed.get(path, digest) != digest:
+            raise UserError(
+                f"{path} was edited after the command began, or after this process imported it; "
+                "run the command again, in a notebook after restarting its kernel"
+            )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _members_of(root: Path, name: str, file: Path) -> dict[str, Path]:
+    """Every module of the package in the folder `root`, which holds the module `name`."""
+    parts = file.relative_to(root).with_suffix("").parts
+    depth = len(parts) - (parts[-1] == "__init__")
+    words = name.split(".")
+    package = words[: len(words) - depth]
+    members = {}
+    for path in sorted(root.rglob("*.py")):
+        inner = path.relative_to(root).with_suffix("").parts
+        inner = inner[:-1] if inner[-1] == "__init__" else inner
+        members[".".join([*package, *inner])] = path
+    return members
+
+
+def _own_file(name: str) -> Path | None:
+    """The file of a module, if it is the user's own; None for a package without a file."""
+    spec = _find(name)
+    if spec is None or not spec.has_location or spec.origin is None:
+        return None
+    path = Path(spec.origin).resolve()
+    return path if path.is_file() and source_root(path) is not None else None
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """The spec of a module, without importing its parents; None if there is none."""
+    top, *rest = name.split(".")
+    if top in sys.stdlib_module_names:
+        return None
+    try:
+        spec = importlib.util.find_spec(top)  # of a top-level name: imports nothing
+    except (ImportError, ValueError, AttributeError):  # __main__, or a broken finder
+        return None
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None or _is_foreign(spec):
+            return None
+        top = f"{top}.{part}"
+        places = spec.submodule_search_locations
+        specs = (finder.find_spec(top, places) for finder in sys.meta_path)
+        spec = next((found for found in specs if found is not None), None)
+    return spec
+
+
+def _is_foreign(spec: ModuleSpec) -> bool:
+    return spec.has_location and spec.origin is not None and is_installed(Path(spec.origin))
+
+
+def _imported(module: str, path: Path) -> Iterator[str]:
+    """The names of all modules that a file may import, and of their parents."""
+    is_package = path.name == "__init__.py"
+    for level, name in _import_statements(_read(path)) if path.suffix == ".py" else ():
+        if level:
+            parents = module.split(".")
+            parents = parents[: len(parents) - level + is_package]
+            name = ".".join([*parents, *([name] if name else [])])
+        yield from _with_parents(name)
+
+
+@lru_cache(maxsize=4096)
+def _import_statements(content: bytes) -> tuple[tuple[int, str], ...]:
+    """(level, dotted name) of each import in a source; level 0 is absolute."""
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):  # raised again by the import
+        return ()
+    found: dict[tuple[int, str], None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= dict.fromkeys((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            names = [f"{base}.{alias.name}".lstrip(".") for alias in node.names]  # may be modules
+            found |= dict.fromkeys((node.level, name) for name in (base, *names))
+    return tuple(found)
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[: count + 1]) for count in range(len(parts)) if parts[0])
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # raised again by the import
+        return b""

@@ -1,0 +1,375 @@
+"""What a report is about: runs, the cells that they repeat, and slices of comparable cells.
+
+All are made once from the records; verdict.py compares the cells of a slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from normexp.errors import UserError
+from normexp.records.metrics import MetricRow, read_metrics
+from normexp.records.paths import METRICS_FILE
+from normexp.records.result import Result
+from normexp.records.samples import read_samples
+from normexp.reporting.metric import Metric, describe_metric
+from normexp.stats.interval import Interval, mean, smallest_step
+from normexp.stats.sensitivity import Sensitivity, batch_size_sensitivity, selection_optimism
+
+AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
+# Recorded keys that were measured, are derived from the sizes, or have no effect on a result.
+NOT_COMPARED = (
+    *("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every"),
+    "split",
+)
+ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
+Config = Mapping[str, Any]  # plain values, nested keys joined by dots (`norm.num_groups`)
+Values = dict[int, float]  # by seed
+
+
+@dataclass(frozen=True, eq=False)
+class RunRow:
+    """One ended run.
+
+    directory: runs/<study>/<cell_id>/seed-<k>
+    config: everything recorded that defines the training but its seed
+    metrics: as recorded, and those of later evaluations (`val/accuracy@precise`)
+    """
+
+    study: str
+    directory: Path
+    result: Result
+    config: Config
+    metrics: Mapping[str, float]
+
+    @property
+    def seed(self) -> int:
+        return self.result.seed
+
+    def value(self, metric: Metric) -> float | None:
+        """The metric as shown; None unless the run has finished and recorded it."""
+        if self.result.status != "finished" or metric.name not in self.metrics:
+            return None
+        return metric.scale * self.metrics[metric.name]
+
+    def samples(self, metric: Metric) -> np.ndarray:
+        """The metric of each test sample as shown; empty if their mean is not the recorded value.
+
+        Only metrics that are a mean over samples, such as accuracy, have them.
+        """
+        kind = metric.name.partition("@")[2] or "running"
+        samples, value = np.empty(0), self.value(metric)
+        with suppress(UserError):  # a torn file does not fail the report
+            samples = metric.scale * read_samples(self.directory).get(kind, samples)
+        if value is None or not len(samples):
+            return np.empty(0)
+        return samples if abs(samples.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
+
+    def history(self) -> list[MetricRow]:
+        """Every finite value of metrics.csv, up to the divergence of a run; none if torn."""
+        with suppress(UserError):
+            rows = read_metrics(self.directory / METRICS_FILE)
+            return [row for row in rows if math.isfinite(row.value)]
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class CellRow:
+    """A cell with its ended runs, in order of seeds.
+
+    directory: runs/<study>/<cell_id>
+    same_as: other ids of the study whose recorded recipe is equal; their runs count here
+    name: of the norm alone
+    lr: None if not recorded
+    batch_size, micro_batch_size, norm_batch_size: effective, never None
+    mixes_samples: False if the norm was measured not to mix samples
+    expected: how many seeds any cell of the study has
+    norm: the label of its line: the name, the knobs in which cells of that norm differ, and the
+        study if there are several; `base`: the label without the study
+    settings: values that must be equal in cells that are compared
+    setting: how the settings differ from those of other cells, in words
+    title: model, data and `setting`
+    budget: `epochs=12`; empty if none is recorded
+    """
+
+    study: str
+    directory: Path
+    runs: Sequence[RunRow]
+    config: Config
+    name: str
+    model: str
+    data: str
+    lr: float | None
+    batch_size: int
+    micro_batch_size: int
+    norm_batch_size: int
+    mixes_samples: bool
+    expected: int
+    same_as: Sequence[str] = ()
+    norm: str = ""
+    base: str = ""
+    settings: Config = field(default_factory=dict)
+    setting: str = ""
+    title: str = ""
+    budget: str = ""
+    budget_keys: frozenset[str] = frozenset()
+
+    @property
+    def protocol(self) -> str:
+        """How the norm batch size comes about: `full`, `accumulated` or `ghost`."""
+        if self.norm_batch_size < self.micro_batch_size:
+            return "ghost"
+        return "accumulated" if self.micro_batch_size < self.batch_size else "full"
+
+    @property
+    def statistics_size(self) -> int:
+        """The norm batch size; 0 if samples do not mix."""
+        return self.norm_batch_size if self.mixes_samples else 0
+
+    @property
+    def finished(self) -> int:
+        return self._count("finished")
+
+    @property
+    def diverged(self) -> int:
+        return self._count("diverged")
+
+    @property
+    def failed(self) -> int:
+        return self._count("failed")
+
+    @property
+    def lost(self) -> int:
+        return self.diverged + self.failed
+
+    @property
+    def missing(self) -> int:
+        return self.expected - len(self.runs)
+
+    @property
+    def early(self) -> int:
+        """Runs that a callback ended before the planned steps."""
+        return sum(run.result.stopped is not None for run in self.runs)
+
+    @property
+    def invalid(self) -> str | None:
+        """Why its numbers must not be compared."""
+        return next((run.result.invalid for run in self.runs if run.result.invalid), None)
+
+    @property
+    def error(self) -> str | None:
+        return next((run.result.error for run in self.runs if run.result.error), None)
+
+    @property
+    def place(self) -> Hashable:
+        """Equal for cells whose settings are equal but for the budget."""
+        return frozenset(
+            (key, comparable(value))
+            for key, value in self.settings.items()
+            if key not in self.budget_keys
+        )
+
+    def values(self, metric: Metric) -> dict[int, float]:
+        """The metric as shown, by seed, of the runs that have it."""
+        known = ((run.seed, run.value(metric)) for run in self.runs)
+        return {seed: value for seed, value in known if value is not None}
+
+    def _count(self, status: str) -> int:
+        return sum(run.result.status == status for run in self.runs)
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Norms along one size, the axis, all else equal.
+
+    title: model, data and other settings that distinguish the slice
+    fixed: the other size, in words
+    slug: suffix of file names
+    lines: the cell of each norm at each size that was run; of several learning rates the best.
+        Along norm_batch_size, an independent norm has one cell, which stands at every size.
+    independent: the norms that do not mix samples, along norm_batch_size
+    rates: by norm and size, cells that differ in learning rate alone, where there are several
+    values: the metric of every cell of `lines` and `rates`, by seed
+    """
+
+    title: str
+    fixed: str
+    slug: str
+    axis: str
+    sizes: Sequence[int]
+    metric: Metric
+    lines: Mapping[str, Mapping[int, CellRow]]
+    independent: frozenset[str]
+    rates: Mapping[tuple[str, int], Sequence[CellRow]]
+    values: Mapping[CellRow, Values]
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, {self.fixed}"
+
+    @property
+    def norms(self) -> list[str]:
+        return list(self.lines)
+
+    @property
+    def points(self) -> list[tuple[int, CellRow]]:
+        """Every size and its cell, by norm and then by size."""
+        return [point for line in self.lines.values() for point in line.items()]
+
+    @property
+    def smallest(self) -> dict[str, CellRow]:
+        """By norm, the cells at the smallest size."""
+        size = self.sizes[0]
+        return {norm: line[size] for norm, line in self.lines.items() if size in line}
+
+    @property
+    def first(self) -> CellRow:
+        return self.points[0][1]
+
+    @property
+    def data(self) -> str:
+        return self.first.data
+
+    @property
+    def model(self) -> str:
+        return self.first.model
+
+    @property
+    def budget(self) -> str:
+        """`epochs=12`; empty if the cells have several budgets."""
+        return _only({cell.budget for cell in self.values})
+
+    @property
+    def place(self) -> Hashable:
+        """Equal for slices that differ only in their budget."""
+        return (self.axis, self.fixed, self.metric.name, self.first.place)
+
+    @property
+    def runs(self) -> list[RunRow]:
+        return [run for cell in self.values for run in cell.runs]
+
+    @cached_property
+    def shared(self) -> Config:
+        """What all cells have in common."""
+        return {key: values[0] for key, values in self._config.items() if _all_equal(values)}
+
+    @cached_property
+    def differences(self) -> Mapping[str, Sequence[Any]]:
+        """In what its cells differ: for each key the values of the cells, in their order."""
+        return {key: values for key, values in self._config.items() if not _all_equal(values)}
+
+    @cached_property
+    def _config(self) -> dict[str, list[Any]]:
+        keys = sorted({key for cell in self.values for key in compared(cell.config)})
+        return {key: [cell.config.get(key) for cell in self.values] for key in keys}
+
+    @cached_property
+    def step(self) -> float:
+        """See `smallest_step`."""
+        return step_of(self.values.values())
+
+    @cached_property
+    def outcomes(self) -> Mapping[CellRow, Values]:
+        """The values of `lines`, in which a diverged run has the worst value of any run there."""
+        cells = dict.fromkeys(cell for _, cell in self.points)
+        known = [value for cell in cells for value in self.values[cell].values()]
+        if not known:
+            return {cell: {} for cell in cells}
+        worst = min(known) if self.metric.higher_is_better else max(known)
+        return {
+            cell: dict(sorted((self.values[cell] | _diverged(cell, worst)).items()))
+            for cell in cells
+        }
+
+    def sensitivity(self, norm: str) -> Sensitivity:
+        """What a norm of two or more sizes loses between them; without sizes that have no run."""
+        line = list(self.lines[norm].items())
+        line = [point for point in line if point in (line[0], line[-1]) or self.outcomes[point[1]]]
+        seeds = sorted({seed for _, cell in line for seed in self.outcomes[cell]})
+        values = [[self.outcomes[cell].get(seed, math.nan) for _, cell in line] for seed in seeds]
+        return batch_size_sensitivity(
+            np.array(values).reshape(len(seeds), len(line)),
+            [size for size, _ in line],
+            higher_is_better=self.metric.higher_is_better,
+            tolerance=self.metric.tolerance,
+            step=self.step,
+            limit=self.metric.limit,
+        )
+
+    def alternatives(self, cell: CellRow) -> Sequence[CellRow]:
+        """The cells among which this one was chosen, itself included; none if nothing was."""
+        return next((cells for cells in self.rates.values() if cell in cells), ())
+
+    def optimism(self, cell: CellRow) -> float | None:
+        """`selection_optimism` of a cell whose learning rate was chosen; None for other cells.
+
+        In the unit of the metric, positive if the choice flatters. The candidates are the rates at
+        which as many runs were lost.
+        """
+        candidates = [other for other in self.alternatives(cell) if other.lost == cell.lost]
+        if not candidates:
+            return None
+        sign = 1 if self.metric.higher_is_better else -1
+        selection = describe_metric(self.metric.selection_name)
+        tables = [[one.values(selection) for one in candidates]]
+        tables += [[self.values[one] for one in candidates]]
+        seeds = set[int].intersection(*(set(own) for table in tables for own in table))
+        scores, values = (
+            sign * np.array([[own[seed] for own in table] for seed in sorted(seeds)])
+            for table in tables
+        )
+        return selection_optimism(scores, values)
+
+
+def metric_names(cells: Iterable[CellRow]) -> list[str]:
+    """The metrics that any of the runs has."""
+    return sorted({name for cell in cells for run in cell.runs for name in run.metrics})
+
+
+def step_of(values: Iterable[Values]) -> float:
+    """The `smallest_step` of all these values."""
+    return smallest_step([value for by_seed in values for value in by_seed.values()])
+
+
+def mean_of(values: Values, metric: Metric, step: float) -> Interval:
+    """The mean over seeds."""
+    return mean(list(values.values()), step=step, bounds=metric.bounds)
+
+
+def compared(config: Config) -> Config:
+    """What two cells are compared by: without NOT_COMPARED."""
+    return {key: value for key, value in config.items() if not key.startswith(NOT_COMPARED)}
+
+
+def differences(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]:
+    """By key, the two values in which the recipes of two cells differ."""
+    one, other = compared(first.config), compared(second.config)
+    both = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    return {key: pair for key, pair in both.items() if not _all_equal(pair)}
+
+
+def comparable(value: Any) -> Hashable:
+    """A key that is equal for equal values: 1 is 1.0, and true is no number."""
+    if isinstance(value, list | tuple):
+        return tuple(map(comparable, value))
+    return (isinstance(value, bool), value)
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    return len({comparable(value) for value in values}) <= 1
+
+
+def _only(values: set[str]) -> str:
+    return values.pop() if len(values) == 1 else ""
+
+
+def _diverged(cell: CellRow, value: float) -> dict[int, float]:
+    return {run.seed: value for run in cell.runs if run.result.status == "diverged"}

@@ -1,0 +1,212 @@
+"""Ids of cells: recorded ones stay, equal configs share one, and the user's own files count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+
+from normexp.config import identity
+from normexp.config.compose import compose_cell
+from normexp.config.help import group_choices
+from normexp.config.spec import CellSpec
+
+TEXT = "the quick brown fox jumps over the lazy dog, " * 200
+
+# Recorded results are found by these. A change of one orphans them: a changed default or meaning
+# raises a number in `VERSIONS` instead.
+GOLDEN = {
+    "": "batch-convnet-digits-b32-lr0.1-98cf2ed2b7",
+    "norm=group": "group-convnet-digits-b32-lr0.1-8b95d7bb27",
+    "norm=group norm.num_groups=4 eps=1e-3": "group-convnet-digits-b32-lr0.1-003ed0a6ab",
+    "norm=batch norm_batch_size=2": "batch-convnet-digits-b32-n2-lr0.1-a974251a5f",
+    "norm=batch micro_batch_size=16 norm_batch_size=8 optim=adamw lr=0.01": (
+        "batch-convnet-digits-b32-m16-n8-lr0.01-ad76bd8f33"
+    ),
+    "norm=frn": "frn-convnet-digits-b32-lr0.1-c1f9a76b03",
+    "norm=frn act=relu": "frn-convnet-digits-b32-lr0.1-811cea5f1e",
+    "norm=batch norm.half_life=500 norm.momentum=null steps=40": (
+        "batch-convnet-digits-b32-lr0.1-9a94b1f05e"
+    ),
+    "norm=layer lr_rule=momentum_aware batch_size=64": "layer-convnet-digits-b64-lr0.1-e342068244",
+    "model=small_resnet model.width=8 norm=none residual_scale=0": (
+        "none-small_resnet-digits-b32-lr0.1-5e02f63955"
+    ),
+    "norm=batch_renorm steps=100": "batch_renorm-convnet-digits-b32-lr0.1-e0d9dc370e",
+    "norm=instance data.augmentation.flip=true trainer.precision=64-true drop_last=false": (
+        "instance-convnet-digits-b32-lr0.1-a60d30228a"
+    ),
+    "norm=sync trainer=ddp callback=early_stopping val_every_epochs=2": (
+        "sync-convnet-digits-b32-lr0.1-2641aa1301"
+    ),
+    "data=manual norm=rms ema=0.9": "rms-gpt-manual-b32-lr0.001-b25a568f06",
+    "data=text_file data.path={text} model.width=16 model.depth=1 norm=rms placement=post": (
+        "rms-gpt-text_file-b32-lr0.001-c87e739021"
+    ),
+    "norm=custom norm._target_=torch.nn.BatchNorm2d +norm.momentum=0.2": (
+        "batchnorm2d-convnet-digits-b32-lr0.1-ea05f00a04"
+    ),
+}
+
+
+def spec_of(*words: str) -> CellSpec:
+    return CellSpec(*compose_cell(words))
+
+
+def id_of(line: str) -> str:
+    return spec_of(*line.split()).id
+
+
+@pytest.mark.parametrize("line", GOLDEN)
+def test_recorded_ids_stay(line: str, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    assert id_of(line.format(text=text)) == GOLDEN[line]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("batch_size=32", "micro_batch_size=32 norm_batch_size=32"),
+        ("micro_batch_size=8", "micro_batch_size=8 norm_batch_size=8"),
+        ("norm=group", "norm=group norm.num_groups=8 seed=3 trainer=cpu"),
+        ("model=vit", "model=vit model.init=depth_scaled"),
+        ("model=vit norm=none residual_scale=0", "model=vit norm=none residual_scale=0.0"),
+        ("norm_batch_size=16 trainer=cpu", "trainer=ddp trainer.accelerator=cpu"),
+        ("norm=sync trainer=cpu", "norm=sync trainer=ddp trainer.accelerator=cpu"),
+        (
+            "optim=custom optim._target_=torch.optim.SGD lr=0.1",
+            "optim=custom optim._target_=torch.optim.SGD lr=0.1 optim.decay_bias=true",
+        ),
+        ("callback=early_stopping", "callback=early_stopping val_every_epochs=1"),
+    ],
+)
+def test_equal_configs_have_one_id(one: str, other: str):
+    assert id_of(one) == id_of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("norm=sync", "norm=batch"),
+        ("norm=batch trainer=cpu", "norm=batch trainer=ddp"),
+        ("callback=early_stopping", "callback=early_stopping val_every_epochs=2"),
+        (
+            "norm=custom norm._target_=torch.nn.SyncBatchNorm trainer=ddp",  # may split, or not
+            "norm=custom norm._target_=torch.nn.SyncBatchNorm norm_batch_size=16",
+        ),
+    ],
+)
+def test_other_trainings_have_other_ids(one: str, other: str):
+    assert id_of(one) != id_of(other)
+
+
+def test_a_norm_that_does_not_mix_samples_has_one_cell_for_all_norm_batch_sizes():
+    line = "norm=group micro_batch_size=16 lr=0.2"
+    for split in ("norm_batch_size=2", "trainer=ddp", "trainer=ddp norm_batch_size=2"):
+        spec = spec_of(*line.split(), *split.split())
+        assert spec.id != id_of(line)
+        assert spec.without_norm_batch_size.id == id_of(line)
+        assert spec.without_norm_batch_size.without_norm_batch_size.id == id_of(line)
+    custom = "norm=custom norm._target_=torch.nn.GroupNorm norm.num_groups=2"
+    assert spec_of(*custom.split(), "trainer=ddp").without_norm_batch_size.id == id_of(custom)
+
+
+def test_other_values_of_a_cell_are_those_of_a_line_with_them():
+    spec = spec_of("norm=group", "lr=0.2")
+    assert spec.with_values({"lr": 0.5, "optim.momentum": 0.8}).id == id_of(
+        "norm=group lr=0.5 optim.momentum=0.8"
+    )
+    assert spec.id == id_of("norm=group lr=0.2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["batch_size=abc"],
+        ["trainer.devices=null"],
+        ["norm_batch_size=3"],
+        ["lr=high"],
+        ["data=text_file"],
+        ["callback=custom", "callback.a=3"],
+    ],
+)
+def test_a_cell_that_will_be_refused_has_an_id_too(words: list[str]):
+    try:
+        spec = spec_of(*words)
+    except Exception as error:
+        spec = CellSpec(None, {}, "", str(error), words)
+    assert spec.id != id_of("norm=batch")
+
+
+def test_a_raised_number_changes_the_ids_of_its_choice_alone(monkeypatch: pytest.MonkeyPatch):
+    group, batch = id_of("norm=group"), id_of("norm=batch")
+    monkeypatch.setitem(identity.VERSIONS, "norm/group", 2)
+    assert id_of("norm=group") != group
+    assert id_of("norm=batch") == batch
+    monkeypatch.setitem(identity.VERSIONS, "config", 2)
+    assert id_of("norm=batch") != batch
+
+
+@pytest.mark.slow
+def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
+    """A new knob, or a class that moves, does not change recorded ids."""
+    own = ("custom", "text_file", "image_folder")
+    choices = {
+        group: [
+            name
+            for name in group_choices(group)
+            if name not in own and f"{group}/{name}" not in identity.VERSIONS
+        ][:: 5 if group == "norm" else 1]
+        for group in identity.GROUPS
+    }
+    for names in zip_longest(*choices.values()):  # one choice of each group, as long as they last
+        chosen = {group: name for group, name in zip(choices, names, strict=True) if name}
+        content = spec_of(*(f"{group}={name}" for group, name in chosen.items())).identity
+        for group, name in chosen.items():
+            assert content[group] == {"choice": name}
+
+
+@pytest.mark.parametrize(
+    ("target", "knobs", "content"),
+    [
+        ("group.GroupNorm", {"num_groups": 4}, {"_target_": "norm/group"}),
+        ("zoo.power.PowerNorm", {"warmup": 1.0}, {"_target_": "norm/power", "version": 2}),
+    ],
+)
+def test_a_shipped_class_stands_by_its_choice_where_the_user_names_it(target, knobs, content):
+    words = [f"+norm.{key}={value}" for key, value in knobs.items()]
+    spec = spec_of("norm=custom", f"norm._target_=normexp.norms.{target}", *words)
+    assert spec.identity["norm"] == content | knobs
+
+
+def test_an_edited_module_of_the_users_is_another_training(
+    tmp_path: Path, own_module: Callable[[str, str], Path]
+):
+    source = "from torch import nn\n\n\nclass Own(nn.BatchNorm2d):\n    pass\n"
+    file = own_module("own_norm", source)
+    line = "norm=custom norm._target_=own_norm.Own"
+    before = id_of(line)
+    assert before.startswith("own-convnet-digits-b32-lr0.1-")
+    file.write_text(source + "# edited\n")
+    assert id_of(line) != before
+    folder = tmp_path / "conf" / "norm"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("_target_: own_norm.Own\n_partial_: true\n")
+    by_yaml = CellSpec(*compose_cell(["norm=mine"], [str(folder.parent)]))
+    assert by_yaml.id == id_of(line)  # the same training
+
+
+def test_content_of_the_users_data_counts_and_its_place_does_not(tmp_path: Path):
+    ids = []
+    for name, text in (("a", TEXT), ("b", TEXT), ("c", TEXT.replace("lazy", "eager"))):
+        (tmp_path / name).write_text(text)
+        ids.append(id_of(f"data=text_file data.path={tmp_path / name}"))
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_name_with_a_folder_is_readable_in_the_slug():
+    choice = next(name for name in group_choices("norm") if "/" in name)
+    assert id_of(f"norm={choice}").startswith(choice.rpartition("/")[2])

@@ -1,0 +1,97 @@
+"""The user's own source behind a target, found without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from normexp.records.sources import source_digest, source_files
+
+FILES = {
+    "alone.py": "import torch\nimport helper\nfrom deep.er import thing\nimport pack.part\n",
+    "helper.py": "def late():\n    from second import x\n",
+    "second.py": "x = 1\n",
+    "deep/__init__.py": "",
+    "deep/unused.py": "",
+    "deep/er/__init__.py": "from . import thing\n",
+    "deep/er/thing.py": "from ...far import away\n",  # beyond the top: no such module
+    "pack/__init__.py": "",
+    "pack/part.py": "from .sub.leaf import y\n",
+    "pack/other.py": "import second\n",
+    "pack/sub/__init__.py": "",
+    "pack/sub/leaf.py": "y = 1\n",
+    "space/inner.py": "from space.more import z\n",
+    "space/more.py": "z = 1\n",
+    "unrelated.py": "",
+    "broken.py": "def\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (
+            "alone.Norm",  # the files that it imports, and the packages that hold them
+            "alone helper second deep deep.er deep.er.thing pack pack.part pack.sub pack.sub.leaf",
+        ),
+        ("pack.part.Norm", "pack pack.part pack.other pack.sub pack.sub.leaf second"),  # all of it
+        ("pack.Norm", "pack pack.part pack.other pack.sub pack.sub.leaf second"),
+        ("space.inner.Norm", "space.inner space.more"),  # a namespace package
+        ("broken.Norm", "broken"),
+        ("missing.Norm", ""),
+        ("torch.nn.BatchNorm2d", ""),
+        ("normexp.norms.group.GroupNorm", ""),
+        ("collections.Counter", ""),
+        ("__main__.Norm", ""),
+    ],
+)
+def test_files_behind_a_target(target: str, names: str, folder: Path):
+    files = source_files(target)
+    assert sorted(files) == sorted(names.split())
+    assert all(path.is_relative_to(folder) for path in files.values())
+    assert not {name.partition(".")[0] for name in files} & sys.modules.keys()
+
+
+@pytest.mark.parametrize(
+    ("target", "file", "counts"),
+    [
+        ("alone.Norm", "second.py", True),
+        ("alone.Norm", "deep/__init__.py", True),
+        ("alone.Norm", "deep/unused.py", False),
+        ("alone.Norm", "unrelated.py", False),
+        ("pack.part.Norm", "pack/other.py", True),
+        ("pack.part.Norm", "pack/new.py", True),
+    ],
+)
+def test_an_edit_changes_the_digest_and_a_touch_does_not(target, file, counts, folder: Path):
+    before = source_digest(target)
+    if (folder / file).exists():
+        (folder / file).touch()
+    assert source_digest(target) == before
+    (folder / file).write_text("edited = True\n" + FILES.get(file, ""))
+    assert (source_digest(target) != before) == counts
+
+
+def test_the_digest_is_of_names_and_content_and_not_of_the_place(folder: Path, monkeypatch):
+    before = source_digest("pack.part.Norm")
+    (folder / "moved").mkdir()
+    for name in ("pack", "second.py"):
+        (folder / name).rename(folder / "moved" / name)
+    monkeypatch.syspath_prepend(str(folder / "moved"))
+    importlib.invalidate_caches()
+    assert source_digest("pack.part.Norm") == before
+    (folder / "moved/pack/other.py").rename(folder / "moved/pack/renamed.py")
+    assert source_digest("pack.part.Norm") != before
