@@ -193,9 +193,7 @@ def test_answer_that_has_changed_is_withdrawn_and_the_cell_is_trained(tmp_path: 
     (spec, _) = specs_of(tmp_path)
     study = spec.directory.parent
     study.mkdir()
-    append_entries(
-        study, [AliasEntry(spec.id, spec.without_norm_batch_size.id, "old")]
-    )
+    append_entries(study, [AliasEntry(spec.id, spec.without_norm_batch_size.id, "old")])
     claim([spec])
     assert read_history(study).aliases[spec.id].same_as is None
     assert {result.cell_id for result in results_of(tmp_path).values()} == {spec.id}

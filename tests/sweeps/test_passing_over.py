@@ -10,9 +10,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from normexp.cells.recorded import find_skippable
 
 from normexp.cells import recorded
-from normexp.cells.recorded import find_skippable
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec

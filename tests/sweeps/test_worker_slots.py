@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from normexp.sweeps.tasks import WorkerSlot, group_cells, own_slot, worker_slots
 from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.spec import CellSpec
 from normexp.records import environment
 from normexp.records.environment import usable_cores, visible_gpus
 from normexp.sweeps import tasks
-from normexp.sweeps.tasks import WorkerSlot, group_cells, own_slot, worker_slots
 
 
 def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
