@@ -137,7 +137,7 @@ def work(
 
 def _are_busy(cells: Sequence[CellSpec]) -> bool:
     """True if another process trains one of the cells."""
-    with suppress(UserError):  # a lock that cannot be read, which `run_task` refuses
+    with suppress(UserError, OSError):  # a lock that cannot be read, which `run_task` refuses
         return any(is_held(cell.directory / LOCK_FILE) for cell in cells)
     return False
 
