@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback, EarlyStopping
 from pytorch_lightning.loggers import Logger
 from torch import nn
@@ -53,6 +54,7 @@ NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
 # Arguments from a training, for a norm that is built outside one.
 NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}
 CALLBACK_EXAMPLE = "callback=custom callback._target_=my_package.MyCallback"
+MAX_KEPT = 2  # data sets kept in memory at once
 OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns more than a tensor
 
 
@@ -63,6 +65,30 @@ def build_data(cfg: DictConfig) -> Data:
     data = read_target(values, "data").make(Data)
     validate(data)
     return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
+
+
+def load_data(cfg: DictConfig, files_digest: str | None) -> Data:
+    """The data set of a config, see `build_data`; cached, so do not write to its tensors.
+
+    Args:
+        files_digest: part of the cache key, so that changed files are read again. Computed before
+            the call: a file that changes meanwhile then has another digest the next time.
+    """
+    return _load_data(OmegaConf.to_yaml(cfg.data, resolve=True, sort_keys=True), files_digest)
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _load_data(config: str, _files_digest: str | None) -> Data:
+    return build_data(OmegaConf.create({"data": OmegaConf.create(config)}))
+
+
+@contextmanager
+def keeping_data() -> Iterator[None]:
+    """Caches data sets for the cells inside the block; the next command reads them again."""
+    try:
+        yield
+    finally:
+        _load_data.cache_clear()
 
 
 def build_norm(
@@ -140,15 +166,18 @@ class NetworkBuilder:
 
     Attributes:
         target: returns the network.
-        norm: replaces the norms of the network; None if `target` builds its own from a factory.
-        replace: names of the classes that `norm` replaces; empty: all recognised norms.
+        norm: builds its norms.
+        takes_norm: `target` has an argument `norm`; otherwise the norms of its network are
+            replaced.
+        classes: names of the classes that `norm` replaces; empty: all recognised norms.
         weights: the weights that every seed starts from.
         logged: messages logged so far; networks of other seeds would only repeat them.
     """
 
     target: Target
     norm: NormFactory | None = None
-    replace: Sequence[str] = ()
+    takes_norm: bool = False
+    classes: Sequence[str] = ()
     weights: Weights | None = None
     logged: set[str] = field(default_factory=set)
 
@@ -162,9 +191,17 @@ class NetworkBuilder:
             torch.manual_seed(derive_seed(seed, "init"))
             with self.target.explaining_errors():  # also of a module that cannot be copied
                 # A copy: a target may reuse modules, and networks must not share any.
-                network = copy.deepcopy(self.target.make(nn.Module))
+                norm = {"norm": self.norm} if self.takes_norm else {}
+                network = copy.deepcopy(self.target.filled_in(norm).make(nn.Module))
             self._finish(network)
         return network
+
+    def unsplit(self) -> NetworkBuilder:
+        """A builder whose norms do not divide a forward pass into sub-batches."""
+        assert self.norm is not None
+        return replace(
+            self, norm=NormFactory(self.norm.make, view=self.norm.view, slots=self.norm.slots)
+        )
 
     def _finish(self, network: nn.Module) -> None:
         """Loads weights and replaces norms.
@@ -176,8 +213,8 @@ class NetworkBuilder:
         loading = self.weights.loading(network) if self.weights else None
         if loading:
             loading.into(network)
-        if self.norm:
-            surgery = replace_norms(network, self.norm, tuple(self.replace) or None)
+        if self.norm and not self.takes_norm:
+            surgery = replace_norms(network, self.norm, tuple(self.classes) or None)
             network.register_forward_hook(_take_scores)
             notes += surgery.notes()
             if loading:
@@ -214,7 +251,9 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
         available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:
             available |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
-        return NetworkBuilder(target.filled_in(available), norm, classes or (), weights)
+        return NetworkBuilder(
+            target.filled_in(available), norm, classes=classes or (), weights=weights
+        )
     if classes:
         raise UserError(
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
@@ -224,7 +263,7 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
         fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
         model = target.path.rpartition(".")[2]
         raise UserError(f"model={model} does not fit data={data.name}; try {fits}")
-    return NetworkBuilder(target.filled_in(available | {"norm": norm}), weights=weights)
+    return NetworkBuilder(target.filled_in(available), norm, takes_norm=True, weights=weights)
 
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
@@ -238,16 +277,18 @@ def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 def build_optimizer(
-    cfg: DictConfig, *, momentum: float | None = None
+    values: Mapping[str, Any], *, momentum: float | None = None
 ) -> Callable[..., torch.optim.Optimizer]:
     """The optimizer that `optim` names, to be called with parameters and a learning rate.
+
+    Args:
+        values: of the group `optim`.
+        momentum: in place of that among the values.
 
     Raises:
         UserError: a knob that it does not take.
     """
-    values = plain(cfg.optim)
-    for key in RESERVED_OPTIM_KEYS:
-        values.pop(key, None)
+    values = {key: value for key, value in values.items() if key not in RESERVED_OPTIM_KEYS}
     if momentum is not None:
         values["momentum"] = momentum
     target = read_target(values, "optim")
@@ -255,15 +296,21 @@ def build_optimizer(
     return target.call
 
 
-def build_schedule(cfg: DictConfig, num_steps: int) -> Schedule:
-    """The schedule that `schedule` names; if it is null, that of `optim.schedule`.
+def build_schedule(
+    values: Mapping[str, Any] | None, num_steps: int, *, shape: str, warmup: float
+) -> Schedule:
+    """The schedule that `schedule` names; without one, a shape by name.
+
+    Args:
+        values: of the group `schedule`.
+        shape, warmup: of the group `optim`.
 
     Raises:
         UserError: a knob that it does not take, or an error of its own code.
     """
-    if cfg.get("schedule") is None:
-        return named_schedule(cfg.optim.schedule, cfg.optim.warmup, num_steps)
-    values = plain(cfg.schedule)
+    if values is None:
+        return named_schedule(shape, warmup, num_steps)
+    values = dict(values)
     monitor = values.pop("monitor", None)
     target = read_target(values, "schedule")
     if isinstance(target.unwrapped, type):  # a function gets step and total by position
@@ -273,16 +320,16 @@ def build_schedule(cfg: DictConfig, num_steps: int) -> Schedule:
         return own_schedule(target.call, target.unwrapped, num_steps, monitor, target.name)
 
 
-def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
+def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) -> list[Callback]:
     """New instances of the callbacks in `callback`: one with a `_target_`, or several by name.
 
     Args:
+        values: of the group `callback`.
         metrics: names of validation metrics that a callback may monitor.
     """
-    if cfg.get("callback") is None:
+    if values is None:
         return []
-    values = plain(cfg.callback)
-    parts = {"callback": values}
+    parts: Mapping[str, Any] = {"callback": values}
     if "_target_" not in values:
         parts = {f"callback.{name}": part for name, part in values.items()}
     callbacks = []
@@ -300,11 +347,10 @@ def build_callbacks(cfg: DictConfig, metrics: Sequence[str]) -> list[Callback]:
     return callbacks
 
 
-def logger_target(cfg: DictConfig) -> Target:
-    """What `logger.custom` names. Raises UserError for no logger, or a bad knob."""
-    values = plain(cfg.logger.custom)
-    values.pop("per")
-    target = read_target(values, "logger.custom")
+def logger_target(values: Mapping[str, Any]) -> Target:
+    """What the values of `logger.custom` name. Raises UserError for no logger, or a bad knob."""
+    knobs = {key: value for key, value in values.items() if key != "per"}
+    target = read_target(knobs, "logger.custom")
     if isinstance(target.unwrapped, type) and not issubclass(target.unwrapped, Logger):
         raise UserError(
             f"{target.name} is not a logger; name a class of pytorch_lightning.loggers, or a "
@@ -313,8 +359,8 @@ def logger_target(cfg: DictConfig) -> Target:
     return target
 
 
-def build_logger(cfg: DictConfig, available: Mapping[str, Any]) -> Logger:
-    """A new instance of the logger that `logger.custom` names.
+def build_logger(values: Mapping[str, Any], available: Mapping[str, Any]) -> Logger:
+    """A new instance of the logger that the values of `logger.custom` name.
 
     Args:
         available: names and folders for its run, passed where its signature has an argument of
@@ -323,7 +369,7 @@ def build_logger(cfg: DictConfig, available: Mapping[str, Any]) -> Logger:
     Raises:
         UserError: an error of its own code, or no Lightning logger.
     """
-    return logger_target(cfg).filled_in(available).make(Logger)
+    return logger_target(values).filled_in(available).make(Logger)
 
 
 def synchronized(cfg: DictConfig) -> bool:
@@ -338,19 +384,3 @@ def synchronized(cfg: DictConfig) -> bool:
         return spans_devices(get_object(cfg.norm._target_))
     except Exception:  # a user's module may raise anything on import: `build_norm` reports it
         return False
-
-
-def check_trainer(cfg: DictConfig) -> None:
-    """Refuses GPUs that this machine lacks."""
-    accelerator, devices = cfg.trainer.accelerator, cfg.trainer.devices
-    count = torch.cuda.device_count()
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise UserError(
-            f"trainer.accelerator={accelerator}: this machine has no CUDA GPU; "
-            "try trainer=cpu, or trainer=auto, which takes a GPU if there is one"
-        )
-    if accelerator != "cpu" and torch.cuda.is_available() and devices > max(count, 1):
-        raise UserError(
-            f"trainer.devices={devices}: this machine has {count} GPU{'s' if count > 1 else ''}; "
-            f"try trainer.devices={count} or trainer.accelerator=cpu"
-        )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from normexp.check import main
+from normexp.checks.asking import Answer
 from normexp.checks.card import Card, as_markdown
-from normexp.checks.subject import Line
 from normexp.cli import parse_command
 from normexp.config.grid import compose_norms
 
@@ -130,6 +130,6 @@ def test_target_that_makes_no_norm_is_exit_code_2(target, message, mine: str, ca
 
 
 def test_markdown_escapes_bars():
-    line = Line("contract", "deepcopy", "fail", detail="deepcopy fails [a|b]")
+    line = Answer("contract", "deepcopy", "fail", detail="deepcopy fails [a|b]")
     card = Card("mine", "mine.Norm", 8, "channels first", (line,))
     assert "| deepcopy | FAIL | deepcopy fails [a\\|b] |" in as_markdown([card]).splitlines()

@@ -9,10 +9,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from normexp.cells.cell import Cell, prepare_cell
+from normexp.config.compose import compose_cell
+from normexp.config.spec import CellSpec
 from normexp.records.result import Result, read_result
 from normexp.train import main
 
 QUICK = ["steps=12", "replicas=2", "log_every=5", "workers=0"]  # no other process
+
+
+def spec_of(*words: str) -> CellSpec:
+    return CellSpec(*compose_cell(words))
+
+
+def prepare(*words: str) -> Cell:
+    return prepare_cell(spec_of(*words))
 
 
 def train(tmp_path: Path, *words: str) -> int:

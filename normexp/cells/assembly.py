@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,21 @@ from torch import nn
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.speed import stacking_pays
-from normexp.build import build_callbacks as build_own_callbacks
-from normexp.build import build_logger, build_optimizer, build_schedule, synchronized
 from normexp.cells.cell import Cell
-from normexp.cells.plan import num_devices_of
 from normexp.config.process import is_under_agent
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
-from normexp.training.callbacks import StepReports, TrainingProgress, act_on_batches
-from normexp.training.devices import device_type, set_matmul_precision
+from normexp.training.callbacks import StepReports, TrainingProgress
+from normexp.training.devices import set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
-from normexp.training.evaluation import criterion_of
 from normexp.training.module import TrainingModule
-from normexp.training.optim import Recipe
 from normexp.training.recorder import (
     LoggerRun,
     Recorder,
     RunSink,
+    Wandb,
     WandbRun,
     resolve_mode,
     tensorboard,
@@ -51,45 +48,23 @@ def build_module(
     lrs: Sequence[float] | None = None,
 ) -> TrainingModule:
     """The module that trains and evaluates replicas; `seeds` and `lrs` have one value for each."""
-    size = cell.plan.sizes.batch_size
-    batches = TrainingBatches(cell.data, seeds, size, drop_last=cell.cfg.drop_last)
-    return TrainingModule(replicas, batches, build_recipe(cell, lrs), cell.evaluation, recorder)
-
-
-def build_recipe(cell: Cell, lrs: Sequence[float] | None = None) -> Recipe:
-    """The recipe of a cell; with `lrs`, one learning rate for each replica."""
-    cfg, plan = cell.cfg, cell.plan
-    return Recipe(
-        sizes=plan.sizes,
-        optimizer=build_optimizer(cfg, momentum=plan.optimizer_momentum),
-        schedule=build_schedule(cfg, plan.num_steps),
-        lr=plan.lr if lrs is None else max(lrs),
-        lr_scales=None if lrs is None else tuple(lr / max(lrs) for lr in lrs),
-        weight_decay=cfg.optim.weight_decay,
-        decay_norm=cfg.optim.decay_norm,
-        decay_bias=cfg.optim.get("decay_bias", True),
-        max_grad_norm=cfg.max_grad_norm,
-        eval_group=plan.sizes.norm if cell.traits.mixes_samples_in_evaluation else None,
-        log_every=cfg.log_every,
-        max_chunk=1 if act_on_batches(_own_callbacks(cell)) else cfg.chunk,
-        compile=cfg.get("compile", False),
-        ema=cfg.ema,
-    )
+    recipe = cell.recipe
+    size = recipe.sizes.batch_size
+    batches = TrainingBatches(cell.data, seeds, size, drop_last=recipe.drop_last)
+    if lrs is not None:
+        scales = tuple(lr / max(lrs) for lr in lrs)
+        recipe = replace(recipe, lr=max(lrs), lr_scales=scales)
+    return TrainingModule(replicas, batches, recipe, recorder)
 
 
 def build_callbacks(cell: Cell, control: TrainingControl) -> list[Callback]:
     """The callbacks of a training: progress, the user's, diagnostics."""
-    follow = control.on_steps
+    follow, recipe = control.on_steps, cell.recipe
     progress = TrainingProgress(cell.title) if follow is None else StepReports(follow)
-    callbacks = [progress, *_own_callbacks(cell)]
-    if cell.cfg.diagnostics:
-        callbacks.append(Diagnostics(cell.cfg.diagnostics, elementwise=not cell.traits.pools))
+    callbacks = [progress, *recipe.callbacks()]
+    if recipe.diagnostics:
+        callbacks.append(Diagnostics(recipe.diagnostics, elementwise=not cell.traits.pools))
     return callbacks
-
-
-def _own_callbacks(cell: Cell) -> list[Callback]:
-    metrics = criterion_of(cell.data).metrics
-    return build_own_callbacks(cell.cfg, [f"val/{name}" for name in metrics])
 
 
 # --- Replicas ------------------------------------------------------------------------------------
@@ -99,8 +74,7 @@ def arrange_replicas(
     cell: Cell, networks: list[nn.Module], *, is_stacked: bool | None = None
 ) -> Replicas:
     """Stacks networks of one cell if that is possible and faster, see `will_stack`."""
-    device = device_type(cell.cfg.trainer.accelerator)
-    set_matmul_precision(cell.cfg.matmul_precision, device)
+    set_matmul_precision(cell.recipe.devices)
     if will_stack(cell, len(networks), is_stacked=is_stacked):
         return Stacked(networks)
     return InTurn(networks, has_foreign_draws=cell.traits.draws_for_itself)
@@ -109,16 +83,16 @@ def arrange_replicas(
 def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None) -> bool:
     """True if this many replicas will be stacked; logs the reason if they cannot.
 
-    `is_stacked`, the form in a checkpoint, overrides the config.
+    `is_stacked`, the form in a checkpoint, overrides the recipe.
     """
-    wanted = cell.cfg.stack if is_stacked is None else is_stacked
-    if wanted == "auto":
-        device = device_type(cell.cfg.trainer.accelerator)
-        wanted = stacking_pays(device, num_replicas, cell.elements_per_forward)
+    devices = cell.recipe.devices
+    wanted = cell.recipe.stack if is_stacked is None else is_stacked
+    if wanted is None:
+        wanted = stacking_pays(devices.type, num_replicas, cell.elements_per_forward)
     if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = cell.traits.stacking_obstacle
-    if num_devices_of(cell.cfg) > 1 and synchronized(cell.cfg):  # no communication under vmap
+    if devices.count > 1 and devices.shares_statistics:  # no communication under vmap
         obstacle = "the norm takes statistics over all devices"
     if obstacle is not None:
         logger.info("replicas run one after another: %s", obstacle)
@@ -131,8 +105,7 @@ def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
     At every step the rate must be proportional to `lr`. A scheduler may set rates of its own, such
     as the `max_lr` of OneCycleLR.
     """
-    scales = build_schedule(cell.cfg, cell.plan.num_steps).build is None
-    return scales and will_stack(cell, num_replicas)
+    return cell.recipe.schedule.build is None and will_stack(cell, num_replicas)
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
@@ -150,7 +123,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
         trained = {k: v for k, v in content["state_dict"].items() if not k.startswith("averaged.")}
         if _shapes(trained) != _shapes(replicas.state_dict(prefix="replicas.")):
             raise ValueError("it belongs to other networks")
-        optimizer = build_recipe(cell).build_optimizer(replicas)
+        optimizer = cell.recipe.build_optimizer(replicas)
         optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit
         step = own["losses"]["num_steps"]
     except Exception as error:  # torch raises many kinds
@@ -161,7 +134,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
                 *(checkpoint, one_line(error), aside.name),
             )
         return arrange_replicas(cell, networks)
-    logger.info("%s continues from step %d of %d", cell.title, step, cell.plan.num_steps)
+    logger.info("%s continues from step %d of %d", cell.title, step, cell.recipe.num_steps)
     return replicas
 
 
@@ -175,16 +148,16 @@ def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
 @contextmanager
 def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
     """The loggers of one run; finishes them at the end, as failed if the block raises."""
-    chosen = cell.cfg.logger
+    loggers = cell.recipe.loggers
     opened: list[WandbRun | LoggerRun] = []
     has_failed = True
     try:
-        if "wandb" in chosen and not is_under_agent():
-            opened.append(_wandb_run(cell, seed))
-        if "custom" in chosen and chosen.custom.per == "run":
+        if loggers.wandb is not None and not is_under_agent():
+            opened.append(_wandb_run(cell, loggers.wandb, seed))
+        if loggers.custom is not None and loggers.is_per_run:
             available = _logger_arguments(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
             params = _params(cell) | {"seed": seed}
-            opened.append(LoggerRun(build_logger(cell.cfg, available), params))
+            opened.append(LoggerRun(loggers.custom(available), params))
         yield list(opened)
         has_failed = False
     finally:
@@ -192,10 +165,10 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
             run.finish(failed=has_failed)
 
 
-def _wandb_run(cell: Cell, seed: int) -> WandbRun:
-    chosen, config = cell.cfg.logger.wandb, _params(cell) | {"seed": seed}
+def _wandb_run(cell: Cell, chosen: Wandb, seed: int) -> WandbRun:
+    loggers, config = cell.recipe.loggers, _params(cell) | {"seed": seed}
     named = [config[key] for key in ("norm", "model", "data", "study", "experiment")]
-    marks = [*(cell.cfg.tags or []), *(["INVALID"] if cell.invalid else [])]
+    marks = [*loggers.tags, *(["INVALID"] if cell.invalid else [])]
     return WandbRun(
         mode=chosen.mode,
         directory=cell.study_dir,
@@ -206,7 +179,7 @@ def _wandb_run(cell: Cell, seed: int) -> WandbRun:
         entity=chosen.entity,
         name=f"{chosen.name or cell.id}/seed-{seed}",
         group=chosen.group or cell.id,  # W&B's grouping shows mean and spread over seeds
-        notes=cell.cfg.notes,
+        notes=loggers.notes,
     )
 
 
@@ -215,26 +188,26 @@ def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
     first, last = seeds[0], seeds[-1]
     version = f"seed-{first}" if first == last else f"mean-of-seeds-{first}-to-{last}"
     params = _params(cell) | {"curves": version.replace("-", " ")}
-    chosen, opened = cell.cfg.logger, list[Logger]()
-    if "wandb" in chosen and not is_under_agent() and resolve_mode(chosen.wandb.mode) == "offline":
+    loggers, opened = cell.recipe.loggers, list[Logger]()
+    wandb_mode = None if loggers.wandb is None else resolve_mode(loggers.wandb.mode)
+    if wandb_mode == "offline" and not is_under_agent():
         folder = cell.study_dir / "wandb"
         logger.info("W&B is offline; upload its runs later: wandb sync %s/offline-run-*", folder)
-    if "tensorboard" in chosen:
+    if loggers.tensorboard:
         opened.append(tensorboard(cell.directory, version))
-    if "custom" in chosen:
-        per_cell = chosen.custom.per == "cell"
-        logger.info("logger=custom gets %s", params["curves"] if per_cell else "each run by itself")
-        if per_cell:
+    if loggers.custom is not None:
+        gets = "each run by itself" if loggers.is_per_run else params["curves"]
+        logger.info("logger=custom gets %s", gets)
+        if not loggers.is_per_run:
             available = _logger_arguments(cell, version, cell.directory)
-            opened.append(build_logger(cell.cfg, available))
-    for one in opened:
-        one.log_hyperparams(params)
+            opened.append(loggers.custom(available))
+    for logger_of_stack in opened:
+        logger_of_stack.log_hyperparams(params)
     return opened
 
 
 def _params(cell: Cell) -> dict[str, Any]:
-    cfg = cell.cfg
-    return hyperparameters(cell.record, study=cfg.study, experiment=cfg.get("experiment"))
+    return hyperparameters(cell.record, **cell.recipe.loggers.names)
 
 
 def _logger_arguments(cell: Cell, version: str, folder: Path) -> dict[str, Any]:
@@ -243,6 +216,6 @@ def _logger_arguments(cell: Cell, version: str, folder: Path) -> dict[str, Any]:
         "save_dir": str(folder),
         "name": cell.id,
         "version": version,
-        "experiment_name": cell.cfg.study,
+        "experiment_name": cell.study_dir.name,
         "run_name": f"{cell.id}/{version}",
     }

@@ -1,34 +1,39 @@
-"""Prepares a cell: builds its parts, and probes its network. Writes nothing."""
+"""Prepares a cell: builds its parts, probes its network and refuses mistakes. Writes nothing."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from torch import nn
 
 from normexp.batching.speed import suitable_threads
-from normexp.build import NetworkBuilder, check_trainer
-from normexp.cells.draft import (
-    CellDraft,
-    build_draft,
+from normexp.build import NetworkBuilder, build_network, build_norm, load_data
+from normexp.cells.naming import identity_of, record_of
+from normexp.cells.recipe import deviations, devices_of, recipe_of
+from normexp.cells.refusals import (
+    check_evaluation,
     check_memory,
-    check_network,
-    check_training,
+    check_norm_batch_size,
+    check_optimizer_step,
+    check_outputs,
+    check_placement,
+    check_slots,
     why_alone,
 )
-from normexp.cells.naming import identity_of, record_of
-from normexp.cells.plan import TrainingPlan, check_norm_batch_size, plan_evaluation
 from normexp.checks.preflight import Traits, examine
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
+from normexp.records.identity import digest_of_data, digest_with_weights
 from normexp.records.logs import collected_messages
 from normexp.records.sources import refuse_edited
-from normexp.training.evaluation import EvaluationPlan
+from normexp.training.devices import check_devices
+from normexp.training.evaluation import criterion_of
+from normexp.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +45,25 @@ class Cell:
     """Everything about a training except its seed, built and checked.
 
     Attributes:
-        choices: the choice in each config group, such as {"norm": "group"}.
         record: plain values that go into result.json, see `record_of`.
         files_digest: digest of the files that data and weights were read from; None if unknown.
+        build: builds the network of a seed.
         memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
         messages: what was logged while the cell was prepared.
     """
 
-    cfg: DictConfig
-    choices: Mapping[str, str]
+    spec: CellSpec
     id: str
-    record: dict[str, Any]
-    plan: TrainingPlan
+    recipe: Recipe
     data: Data
     files_digest: str | None
     build: NetworkBuilder
     traits: Traits
-    evaluation: EvaluationPlan
     num_parameters: int
     memory: int
     alone: str | None
+    record: dict[str, Any]
     messages: Sequence[str]
 
     @property
@@ -69,7 +72,8 @@ class Cell:
 
     @property
     def study_dir(self) -> Path:
-        return Path(self.cfg.runs_dir) / self.cfg.study
+        assert self.spec.study_dir is not None
+        return self.spec.study_dir
 
     @property
     def directory(self) -> Path:
@@ -78,7 +82,7 @@ class Cell:
     @property
     def elements_per_forward(self) -> int:
         """The number of values entering all sites of one replica in one forward pass."""
-        return self.plan.sizes.micro * self.traits.elements_per_sample
+        return self.recipe.sizes.micro * self.traits.elements_per_sample
 
     @property
     def invalid(self) -> str | None:
@@ -96,62 +100,88 @@ def prepare_cell(spec: CellSpec) -> Cell:
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
-    cfg, choices = spec.cfg, spec.choices
-    assert cfg is not None, "refused before"
+    cfg = spec.composed
     with collected_messages() as messages:
-        check_trainer(cfg)
-        draft = build_draft(cfg, choices)
+        check_devices(devices_of(cfg))
+        files_digest = digest_with_weights(digest_of_data(cfg.data), cfg.model)
+        data = load_data(cfg, files_digest)
+        recipe = make_recipe(spec, data)
+        build = make_builder(spec, recipe, data)
+        network = build(cfg.seed)
         refuse_edited(spec.sources)
-        check_network(draft)
-        traits = _probe(draft)
-        check_training(draft)
-        alone = why_alone(draft)
-        evaluation = plan_evaluation(cfg, draft.plan.sizes, draft.data, traits)
-        memory = check_memory(draft, traits)
-        _log_deviations(draft, traits, alone)
+        _check_network(spec, build, network, data)
+        traits = _probe(network, data, recipe, allow_leak=cfg.allow_leak)
+        if traits.mixes_samples:
+            check_norm_batch_size(cfg.norm_batch_size, recipe)
+        check_optimizer_step(recipe, network)
+        alone = why_alone(recipe)
+        check_evaluation(recipe, data, traits)
+        num_parameters = sum(p.numel() for p in network.parameters())
+        memory = check_memory(recipe, cfg.replicas, num_parameters, traits)
+        for note in [*deviations(spec, recipe, len(data.train)), *_findings(spec, traits, alone)]:
+            logger.info(note)
+        identity = identity_of(spec, recipe, build, data, mixes_samples=traits.mixes_samples)
         if not traits.mixes_samples:
-            draft.norm.norm_batch_size = None  # a split has no effect, and costs time
             spec = spec.without_norm_batch_size
-        identity = identity_of(draft, mixes_samples=traits.mixes_samples)
+        record = record_of(spec, recipe, build, data, traits, identity)
         return Cell(
-            cfg=cfg,
-            choices=choices,
+            spec=spec,
             id=spec.id,
-            record=record_of(draft, traits, identity),
-            plan=draft.plan,
-            data=draft.data,
-            files_digest=draft.files_digest,
-            build=draft.build,
+            recipe=recipe.for_norm(
+                mixes_samples=traits.mixes_samples,
+                mixes_in_evaluation=traits.mixes_samples_in_evaluation,
+            ),
+            data=data,
+            files_digest=files_digest,
+            build=build if traits.mixes_samples else build.unsplit(),
             traits=traits,
-            evaluation=evaluation,
-            num_parameters=sum(p.numel() for p in draft.network.parameters()),
+            num_parameters=num_parameters,
             memory=memory,
             alone=alone,
+            record=record,
             messages=messages,
         )
 
 
-def _probe(draft: CellDraft) -> Traits:
+def make_recipe(spec: CellSpec, data: Data) -> Recipe:
+    """The recipe of a cell on its data, see `recipe_of`."""
+    metrics = [f"val/{name}" for name in criterion_of(data).metrics]
+    return recipe_of(spec, num_train=len(data.train), metrics=metrics)
+
+
+def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
+    """The builder of a cell's networks."""
+    cfg, momentum = spec.composed, recipe.norm_momentum
+    norm = build_norm(cfg, recipe.sizes, data, num_steps=recipe.num_steps, momentum=momentum)
+    return build_network(cfg, norm, data)
+
+
+def _check_network(spec: CellSpec, build: NetworkBuilder, network: nn.Module, data: Data) -> None:
+    assert build.norm is not None
+    check_slots(spec, build.norm)
+    check_placement(spec.choices, build.norm, network)
+    check_outputs(network, data, build.target.path)
+
+
+def _probe(network: nn.Module, data: Data, recipe: Recipe, *, allow_leak: bool) -> Traits:
     """Measures what the network mixes and leaks. Raises UserError if it must not be trained."""
-    cfg, sizes, start = draft.cfg, draft.plan.sizes, time.perf_counter()
-    traits = examine(
-        draft.network, draft.data, sizes, drop_last=cfg.drop_last, allow_leak=cfg.allow_leak
-    )
+    start = time.perf_counter()
+    traits = examine(network, data, recipe.sizes, drop_last=recipe.drop_last, allow_leak=allow_leak)
     if (seconds := time.perf_counter() - start) > LONG_PROBE:
         logger.info("probing the network before training took %.0f s", seconds)
-    if traits.mixes_samples:
-        check_norm_batch_size(cfg, sizes)
     return traits
 
 
-def _log_deviations(draft: CellDraft, traits: Traits, alone: str | None) -> None:
-    """Logs how the training will differ from what was typed; the cell is no longer refused."""
-    for note in draft.plan.notes:
-        logger.info(note)
-    if alone is not None and draft.cfg.replicas > 1:
-        logger.info("each seed trains by itself: %s", alone)
-    if not traits.mixes_samples and draft.norm.norm_batch_size is not None:
-        logger.info(
+def _findings(spec: CellSpec, traits: Traits, alone: str | None) -> list[str]:
+    """What was found about the network that changes how it is trained or evaluated."""
+    cfg, notes = spec.composed, list[str]()
+    if "batch" in cfg.evaluate_with and not traits.mixes_samples:
+        notes.append("no batch statistics to evaluate with: the norm does not mix samples")
+    if alone is not None and cfg.replicas > 1:
+        notes.append(f"each seed trains by itself: {alone}")
+    if not traits.mixes_samples and cfg.norm_batch_size is not None:
+        notes.append(
             "this norm does not mix samples, so norm_batch_size has no effect: training it once "
             "for all sizes"
         )
+    return notes

@@ -22,20 +22,18 @@ import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, distributed, multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from normexp.cells.cell import prepare_cell
-from normexp.cells.plan import num_devices_of
+from normexp.cells.recipe import devices_of
 from normexp.cells.stack import Stack, follow_stack, restore_stack, train_stack
 from normexp.config.process import rank_among
 from normexp.config.spec import CellSpec, one_line
-from normexp.config.target import plain
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.stacks import StackRecord
-from normexp.training.devices import device_type
+from normexp.training.devices import Devices
 from normexp.training.fit import quiet_lightning
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
@@ -54,8 +52,8 @@ class RankFailed(RuntimeError):
 class RankJob:
     """A stack for all ranks to train, as plain values from which each rank builds its objects."""
 
-    cfg: dict[str, Any]  # of the first cell of the stack
-    choices: dict[str, str]
+    spec: CellSpec  # of the first cell of the stack
+    devices: Devices
     record: StackRecord
     known: list[str]  # messages that were already shown when the cell was prepared
 
@@ -69,8 +67,7 @@ class RankJob:
                 follow_stack(self._build_stack(), control.stop)
 
     def _build_stack(self) -> Stack:
-        spec = CellSpec(OmegaConf.create(self.cfg), self.choices)
-        return restore_stack(self.record, [prepare_cell(spec)])
+        return restore_stack(self.record, [prepare_cell(self.spec)])
 
 
 def train_on_devices(stack: Stack, control: TrainingControl) -> None:
@@ -82,16 +79,16 @@ def train_on_devices(stack: Stack, control: TrainingControl) -> None:
         Interrupted: as in `train_stack`.
     """
     cell = stack.cell
-    num_devices = num_devices_of(cell.cfg)
-    if num_devices == 1:
+    devices = cell.recipe.devices
+    if devices.count == 1:
         train_stack(stack, control)
         return
-    job = RankJob(plain(cell.cfg), dict(cell.choices), stack.record, list(cell.messages))
-    if rank_among(num_devices) is None:
+    job = RankJob(cell.spec, devices, stack.record, list(cell.messages))
+    if rank_among(devices.count) is None:
         with control.stop.listening():
             _spawn_ranks(job, control)
     else:
-        with started_ranks(cell.cfg).training(job):
+        with started_ranks(devices).training(job):
             train_stack(stack, control)
 
 
@@ -117,13 +114,12 @@ STOP, STEP, NUM_STEPS = range(3)
 
 def _spawn_ranks(job: RankJob, control: TrainingControl) -> None:
     stop, on_steps = control.stop, control.on_steps
-    trainer = job.cfg["trainer"]
     shared = torch.zeros(3, dtype=torch.int64).share_memory_()
     errors = multiprocessing.get_context("spawn").SimpleQueue()
     with quiet_lightning():
         fabric = Fabric(
-            accelerator=device_type(trainer["accelerator"]),
-            devices=trainer["devices"],
+            accelerator=job.devices.type,
+            devices=job.devices.per_node,
             strategy="ddp_spawn",
             plugins=[LightningEnvironment()],  # even inside a SLURM job
         )
@@ -236,14 +232,15 @@ class StartedRanks:
 
 
 @cache  # one connection per process
-def _connect(accelerator: str, devices: int, num_nodes: int) -> StartedRanks:
+def started_ranks(devices: Devices) -> StartedRanks:
+    """Connects to all processes that were started for a cell; waits for them."""
     by_srun = "RANK" not in os.environ
     environment = SLURMEnvironment(auto_requeue=False) if by_srun else LightningEnvironment()
     with quiet_lightning():
         fabric = Fabric(
-            accelerator=accelerator,
-            devices=devices,
-            num_nodes=num_nodes,
+            accelerator=devices.type,
+            devices=devices.per_node,
+            num_nodes=devices.num_nodes,
             strategy="ddp",
             plugins=[environment],
         )
@@ -252,12 +249,6 @@ def _connect(accelerator: str, devices: int, num_nodes: int) -> StartedRanks:
     ranks = {"LOCAL_RANK": fabric.local_rank, "NODE_RANK": fabric.node_rank}  # for the Trainer
     os.environ.update({name: str(rank) for name, rank in ranks.items()})
     return StartedRanks(fabric)
-
-
-def started_ranks(cfg: DictConfig) -> StartedRanks:
-    """Connects to all processes that were started for a cell with this config; waits for them."""
-    trainer = cfg.trainer
-    return _connect(device_type(trainer.accelerator), trainer.devices, trainer.num_nodes)
 
 
 def run_as_rank(cells: Sequence[CellSpec], rank: int, train: Callable[[], int]) -> int:
@@ -279,7 +270,7 @@ def run_as_rank(cells: Sequence[CellSpec], rank: int, train: Callable[[], int]) 
         )
     if cfg.dry_run:
         return 0 if rank > 0 else train()
-    ranks = started_ranks(cfg)
+    ranks = started_ranks(devices_of(cfg))
     if rank > 0:
         try:
             ranks.follow()

@@ -14,11 +14,10 @@ from torch import nn
 from yaml import YAMLError
 
 from normexp.batching.replicas import Replicas
+from normexp.build import keeping_data, load_data
 from normexp.cells.assembly import arrange_replicas, build_module
-from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.draft import build_draft, keeping_data
+from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.naming import choices_in
-from normexp.cells.plan import use_one_device
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.identity import GROUPS
 from normexp.config.spec import CellSpec
@@ -38,8 +37,8 @@ from normexp.records.paths import (
 from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
-from normexp.training.evaluation import EvaluationPlan
 from normexp.training.fit import evaluate
+from normexp.training.recipe import Recipe
 from normexp.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -48,6 +47,15 @@ Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
 Samples = dict[int, dict[str, np.ndarray]]  # the content of samples.npz by seed
 
 REQUIRED_GROUPS = (*GROUPS, "trainer")
+# Values of a config for loading a network: none of what trained it need exist any more.
+WITHOUT_TRAINING: dict[str, Any] = {
+    "model.weights": None,  # the run's own weights replace those it started from
+    "optim": shipped_defaults("optim", "sgd"),
+    "schedule": None,
+    "callback": None,
+    "logger": {},
+    "lr_rule": "none",
+}
 REMEDY = "remove the cell's folder and train it again"
 
 
@@ -65,28 +73,31 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
     """
     cell_dir, seed = find_run(run_dir)
-    choices = choices_in(read_result(seed_dir(cell_dir, seed)).config)
-    cfg = load_config(cell_dir, choices)
-    cfg.seed = seed
-    cfg.model.weights = None  # not needed: the run's own weights replace those it started from
-    network = build_draft(cfg, choices).network
+    record = read_result(seed_dir(cell_dir, seed)).config
+    spec = recorded_spec(cell_dir, record, WITHOUT_TRAINING)
+    data = load_data(spec.composed, None)
+    recipe = make_recipe(spec, data)
+    network = make_builder(spec, recipe, data)(seed)
     file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
-    load_weights(network, seed_dir(cell_dir, seed) / file, precision=cfg.trainer.precision)
+    load_weights(network, seed_dir(cell_dir, seed) / file, precision=recipe.devices.precision)
     return network.eval()
 
 
-def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
-    """The resolved config of a cell; keys that are newer than its training have defaults.
+def recorded_spec(
+    cell_dir: Path, record: Mapping[str, Any], changes: Mapping[str, Any]
+) -> CellSpec:
+    """The cell of a folder; keys that are newer than its training have defaults.
 
     A shipped choice gets its present `_target_`, since its class may have moved.
 
     Args:
-        choices: the recorded choice in each config group.
+        record: the config in a result of the cell.
+        changes: values in place of those in its config.yaml.
 
     Raises:
         UserError: a torn or foreign file.
     """
-    path = cell_dir / CONFIG_FILE
+    path, choices = cell_dir / CONFIG_FILE, choices_in(record)
     try:
         cfg = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
@@ -98,7 +109,10 @@ def load_config(cell_dir: Path, choices: Mapping[str, str]) -> DictConfig:
     targets = {
         group: {"_target_": values["_target_"]} for group, values in groups.items() if values
     }
-    return DictConfig(OmegaConf.merge(shipped_config(), groups, cfg, targets))
+    merged = OmegaConf.merge(shipped_config(), groups, cfg, targets)
+    for key, value in changes.items():
+        OmegaConf.update(merged, key, value, merge=False)
+    return CellSpec(DictConfig(merged), choices, cell_dir.name)
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
@@ -134,18 +148,19 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     """
     find_cell(cell_dir)
     results = finished_results(cell_dir)
-    choices = choices_in(results[0].config)
-    cfg = DictConfig(OmegaConf.merge(load_config(cell_dir, choices), options))
-    spec = CellSpec(cfg, choices)
+    record = results[0].config
+    spec = recorded_spec(cell_dir, record, options)
     if results[0].cell_id not in (spec.id, spec.without_norm_batch_size.id):
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
             f"config now means {spec.id}; train that cell"
         )
-    use_one_device(cfg)  # evaluation does not need the devices of the training
+    # Evaluation does not need the devices of the training.
+    changes = {"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.strategy": "auto"}
+    changes |= {"norm_batch_size": record["norm_batch_size"], **options}
     if not torch.cuda.is_available():
-        cfg.trainer.accelerator = "cpu"
-    cell = prepare_cell(CellSpec(cfg, choices))
+        changes["trainer.accelerator"] = "cpu"
+    cell = prepare_cell(recorded_spec(cell_dir, record, changes))
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
     module = build_module(cell, seeds, replicas, Recorder([]))
@@ -153,11 +168,11 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
         averaged = _load_replicas(cell, cell_dir, seeds, EMA_WEIGHTS_FILE)
         module.averaged.module.load_state_dict(averaged.state_dict())
         module.averaged.n_averaged.fill_(1)  # else the evaluator takes it for empty
-    evaluate(module, accelerator=cfg.trainer.accelerator, precision=cfg.trainer.precision)
+    evaluate(module)
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
-    why = why_nothing(cell.evaluation)
+    why = why_nothing(cell.recipe)
     print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
     save_evaluations(cell_dir, contents, samples)
 
@@ -166,7 +181,7 @@ def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int], file: str) 
     networks = [cell.build(seed) for seed in seeds]
     for seed, network in zip(seeds, networks, strict=True):
         path = seed_dir(cell_dir, seed) / file
-        load_weights(network, path, precision=cell.cfg.trainer.precision)
+        load_weights(network, path, precision=cell.recipe.devices.precision)
     return arrange_replicas(cell, networks)
 
 
@@ -198,11 +213,11 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
             write_json(path, before | content)
 
 
-def why_nothing(plan: EvaluationPlan) -> str:
+def why_nothing(recipe: Recipe) -> str:
     """Explains why the requested statistics gave no number."""
     lacks = {"batch": "does not mix samples", "precise": "keeps no running moments"}
-    reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in plan.statistics)
-    if plan.batch_sizes:  # batch statistics were evaluated
+    reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in recipe.statistics)
+    if recipe.evaluation_batch_sizes:  # batch statistics were evaluated
         reason = "none of the numbers is finite"
-    asked = f"evaluate_with=[{','.join(plan.statistics)}]"
+    asked = f"evaluate_with=[{','.join(recipe.statistics)}]"
     return f"nothing to evaluate with {asked}: {reason}; try evaluate_with=[running]"

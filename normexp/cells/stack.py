@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ from normexp.cells.assembly import (
     stack_loggers,
 )
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.config.spec import CellSpec
-from normexp.config.target import plain
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
@@ -73,7 +71,7 @@ class Stack:
     def lrs(self) -> list[float] | None:
         """The learning rate of each replica; None if they share the cell's."""
         is_one_cell = len({cell.id for cell, _ in self.runs}) == 1
-        return None if is_one_cell else [cell.plan.lr for cell, _ in self.runs]
+        return None if is_one_cell else [cell.recipe.lr for cell, _ in self.runs]
 
     def open_runs(self) -> list[Run]:
         """The runs that have no result from this stack yet."""
@@ -92,7 +90,7 @@ def create_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0
         attempts: of a stack of one: how often its run has failed.
     """
     members = [(cell.id, seed) for cell, seed in runs]
-    rates = {cell.id: float(cell.cfg.lr) for cell, _ in runs}
+    rates = {cell.id: float(cell.spec.composed.lr) for cell, _ in runs}
     study_dir = runs[0][0].study_dir
     return Stack(runs, begin_stack(study_dir, members, rates, apart=apart, attempts=attempts))
 
@@ -109,8 +107,8 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     known = {cell.id: cell for cell in cells}
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
-        cfg = DictConfig(OmegaConf.merge(template.cfg, {"lr": record.rates[cell_id]}))
-        known[cell_id] = prepare_cell(CellSpec(cfg, template.choices))
+        cfg = DictConfig(OmegaConf.merge(template.spec.composed, {"lr": record.rates[cell_id]}))
+        known[cell_id] = prepare_cell(replace(template.spec, cfg=cfg))
         if known[cell_id].id != cell_id:
             raise UserError(
                 f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
@@ -126,7 +124,9 @@ def train_stack(stack: Stack, control: TrainingControl) -> None:
     """
     remove_leftovers(stack.record.directory)
     for cell, seed in stack.runs:
-        write_text(cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.cfg, resolve=True))
+        write_text(
+            cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.spec.composed, resolve=True)
+        )
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
     with messages_to_file(stack.record.directory / LOG_FILE):
         for message in stack.cell.messages:
@@ -170,8 +170,6 @@ def _fit(stack: Stack, recorder: Recorder, control: TrainingControl) -> tuple[Tr
     must_stop = fit(
         module,
         checkpoint=stack.record.checkpoint,
-        val_every_epochs=cell.cfg.val_every_epochs,
-        trainer_options=plain(cell.cfg.trainer),
         callbacks=build_callbacks(cell, control),
         stop=control.stop,
     )
@@ -191,11 +189,11 @@ def _record(stack: Stack, module: TrainingModule) -> None:
         if (cell, seed) not in still_open:
             continue
         run_dir = seed_dir(cell.directory, seed)
-        if cell.cfg.save_weights:
+        if cell.recipe.save_weights:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
             if module.averaged is not None:
                 _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
-        if cell.evaluation.kinds:
+        if cell.recipe.evaluations:
             content = module.evaluator.content(module.metrics, index)
             write_json(run_dir / EVALUATION_FILE, content)
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
@@ -237,7 +235,7 @@ def _result_of(
     diverged_at = module.losses.diverged_at[index]
     if diverged_at is None and not all(map(math.isfinite, metrics.values())):
         diverged_at = module.step  # the last update broke the network, after its loss was taken
-    has_stopped = module.step < cell.plan.num_steps
+    has_stopped = module.step < cell.recipe.num_steps
     return Result(
         cell_id=cell.id,
         seed=seed,

@@ -1,4 +1,4 @@
-"""Checks of the contract: inputs, dtypes, parameters, state, running averages, arguments."""
+"""Questions about the rules of a norm: inputs, dtypes, parameters, state, averages, arguments."""
 
 from __future__ import annotations
 
@@ -10,41 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from normexp.checks.integrity import find_unsaved_state
+from normexp.checks.asking import Answer, Found, measured, show, skipped
+from normexp.checks.lone_norm import LADDER, LoneNorm, NormCase, Shape, arguments_of, shape_at
 from normexp.checks.probe import EVERYWHERE, MODES, differ, moves
-from normexp.checks.subject import (
-    LADDER,
-    Answer,
-    Line,
-    Shape,
-    Subject,
-    arguments_of,
-    measured,
-    shape_at,
-    show,
-    skipped,
-    values,
-)
 from normexp.errors import first_line
 from normexp.norms.adapt import FEATURE_NAMES, PROBED_DIMS
 from normexp.norms.state import read_state
 
 STEPS = 3  # of training
-SAVED_STEPS = 20  # of training, in which state outside of the state_dict may show
 
 # ---------------------------------------------------------------- inputs
 
 
-def takes_an_input(subject: Subject) -> Answer:
+def takes_an_input(norm: LoneNorm) -> Found:
     """Is any input mapped to its own shape?"""
-    if subject.shapes:
+    if norm.shapes:
         return None
-    found = [takes_dims(num_dims, subject) for num_dims in PROBED_DIMS]
+    found = [takes_dims(num_dims, norm) for num_dims in PROBED_DIMS]
     wrong = [answer for answer in found if isinstance(answer, str)]
-    return wrong[0] if wrong else subject.problem or "every input is refused"
+    return wrong[0] if wrong else norm.problem or "every input is refused"
 
 
-def takes_dims(num_dims: int, subject: Subject) -> Answer:
+def takes_dims(num_dims: int, norm: LoneNorm) -> Found:
     """Is the shape of the input kept, in both modes?
 
     Asks the norm without a wrapper. Another shape is a fault only if no map is taken.
@@ -53,10 +40,10 @@ def takes_dims(num_dims: int, subject: Subject) -> Answer:
     for step in LADDER:
         if len(step) != num_dims - 1:
             continue
-        shape = shape_at(subject.num_features, step)
-        x = values(shape)
-        x = x.movedim(1, -1).contiguous() if subject.layout.channels_last else x
-        out, reason = _apply_bare(subject, shape, x)
+        case = norm.at(shape_at(norm.num_features, step))
+        x = case.values()
+        x = x.movedim(1, -1).contiguous() if norm.layout.channels_last else x
+        out, reason = _apply_bare(case, x)
         if out is None:
             refusal = refusal or reason
             continue
@@ -65,22 +52,22 @@ def takes_dims(num_dims: int, subject: Subject) -> Answer:
         if out.shape == x.shape:
             return None
         changed = f"{show(x.shape)} in, {show(out.shape)} out"
-        return measured("reshaped", changed) if subject.with_dims(4) else changed
+        return measured("reshaped", changed) if norm.with_dims(4) else changed
     return measured("refused", refusal)
 
 
-def _apply_bare(subject: Subject, shape: Shape, x: Tensor) -> tuple[object, str]:
+def _apply_bare(case: NormCase, x: Tensor) -> tuple[object, str]:
     """The output in evaluation, or the first wrong output; or None and the refusal.
 
     A warning counts as a refusal if the layout excludes these dimensions: torch then reads (N, C)
     as one sample.
     """
-    strict = "ignore" if len(shape) in subject.layout.num_dims else "error"
+    strict = "ignore" if len(case.shape) in case.lone.layout.num_dims else "error"
     out: object = None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter(strict, UserWarning)
         try:
-            norm = subject.bare(shape)
+            norm = case.bare()
             for training in MODES:
                 out = norm.train(training)(x)
                 if not isinstance(out, Tensor) or out.shape != x.shape:
@@ -91,107 +78,106 @@ def _apply_bare(subject: Subject, shape: Shape, x: Tensor) -> tuple[object, str]
 
 
 @torch.no_grad()
-def finite(subject: Subject, shape: Shape, training: bool) -> str | None:
+def finite(case: NormCase, training: bool) -> str | None:
     """Are the outputs of standard normal inputs finite?"""
-    out = subject.norm(shape).train(training)(values(shape))
+    out = case.build().train(training)(case.values())
     return "returns NaN" if out.isnan().any() else "returns infinity" if out.isinf().any() else None
 
 
 # ---------------------------------------------------------------- dtypes and memory
 
 
-def keeps_dtype(subject: Subject) -> Answer:
+def keeps_dtype(norm: LoneNorm) -> Found:
     """Does the output have the dtype of the input?"""
-    missing = []
+    missing, case = [], norm.smallest
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         name = _dtype_name(dtype)
         for training in MODES:
             try:
-                norm = subject.norm(subject.smallest, dtype).train(training)
-                out = norm(values(subject.smallest, dtype))
+                out = case.build(dtype).train(training)(case.values(dtype))
             except RuntimeError as error:  # also NotImplementedError
                 known = isinstance(error, NotImplementedError) or "not implemented" in str(error)
                 if not known:
-                    return f"{name} {show(subject.smallest)}: {first_line(error)}"
+                    return f"{name} {show(case.shape)}: {first_line(error)}"
                 missing.append(name)
                 break
             if out.dtype != dtype:
-                return f"{name} in, {_dtype_name(out.dtype)} out, {show(subject.smallest)}"
-    return Line(detail=f"this device lacks {', '.join(missing)}" if missing else "")
+                return f"{name} in, {_dtype_name(out.dtype)} out, {show(case.shape)}"
+    return Answer(detail=f"this device lacks {', '.join(missing)}" if missing else "")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def own_maps(subject: Subject) -> list[Shape]:
+def own_maps(norm: LoneNorm) -> list[Shape]:
     """The maps that the norm takes without a wrapper."""
-    return subject.with_dims(4) if 4 in subject.layout.num_dims else []
+    return norm.with_dims(4) if 4 in norm.layout.num_dims else []
 
 
-def keeps_channels_last(subject: Subject, shape: Shape) -> str | None:
+def keeps_channels_last(case: NormCase) -> str | None:
     """Does a channels_last map stay one, with the outputs of a contiguous one?"""
-    x = values(shape)
-    out = subject.norm(shape)(x)
-    last = subject.norm(shape)(x.contiguous(memory_format=torch.channels_last))
+    x = case.values()
+    out = case.build()(x)
+    last = case.build()(x.contiguous(memory_format=torch.channels_last))
     if not last.is_contiguous(memory_format=torch.channels_last):
         return "channels_last in, contiguous out"
-    if not subject.draws and moves(out, last):
+    if not case.lone.draws and moves(out, last):
         return "channels_last gives other outputs than contiguous"
     return None
 
 
-def takes_any_strides(subject: Subject, shape: Shape, training: bool) -> str | None:
+def takes_any_strides(case: NormCase, training: bool) -> str | None:
     """Does an input that is not contiguous give the output of its contiguous copy?
 
     Norms with random draws are not compared, because draws follow the order in memory.
     """
-    x = values(shape)
+    x = case.values()
     strided = x.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
-    out, other = (subject.norm(shape).train(training)(given) for given in (x, strided))
+    out, other = (case.build().train(training)(given) for given in (x, strided))
     if other.requires_grad:
         other.sum().backward()
-    if moves(out, other) and not subject.draws:
+    if moves(out, other) and not case.lone.draws:
         return f"strides {strided.stride()} change the output"
     return None
 
 
 @torch.no_grad()
-def leaves_input_alone(subject: Subject, shape: Shape, training: bool) -> str | None:
+def leaves_input_alone(case: NormCase, training: bool) -> str | None:
     """Does the input hold the same values after the forward?"""
-    x = values(shape)
-    subject.norm(shape).train(training)(x)
-    return None if torch.equal(x, values(shape)) else "the input is written in place"
+    x = case.values()
+    case.build().train(training)(x)
+    return None if torch.equal(x, case.values()) else "the input is written in place"
 
 
 # ---------------------------------------------------------------- parameters and state
 
 
-def makes_parameters_at_once(subject: Subject) -> Answer:
+def makes_parameters_at_once(norm: LoneNorm) -> Found:
     """Does __init__ make every parameter, in time for the optimizer?"""
-    norm = subject.norm(subject.smallest)
-    before = dict(norm.named_parameters())
+    module = norm.smallest.build()
+    before = dict(module.named_parameters())
     lazy = [name for name, parameter in before.items() if is_lazy(parameter)]
-    norm(values(subject.smallest))
-    made = lazy + [name for name, p in norm.named_parameters() if p is not before.get(name)]
+    module(norm.smallest.values())
+    made = lazy + [name for name, p in module.named_parameters() if p is not before.get(name)]
     return f"{made[0]} is made in the forward, too late for an optimizer" if made else None
 
 
-def reaches_parameters(subject: Subject, shape: Shape) -> str | None:
+def reaches_parameters(case: NormCase) -> str | None:
     """Does one backward reach every parameter?"""
-    norm = subject.trained(shape, torch.float32)
+    norm = case.trained(torch.float32)
     parameters = {name: p for name, p in norm.named_parameters() if p.requires_grad}
     if parameters:
-        (norm(values(shape).requires_grad_()) * values(shape, seed=1)).sum().backward()
+        (norm(case.values().requires_grad_()) * case.values(seed=1)).sum().backward()
     without = [name for name, parameter in parameters.items() if parameter.grad is None]
     return f"no gradient reaches {', '.join(without)}" if without else None
 
 
-def holds_no_graph(subject: Subject, shape: Shape) -> str | None:
+def holds_no_graph(case: NormCase) -> str | None:
     """Are the tensors that the norm stores, as buffers or attributes, detached?"""
-    norm = subject.norm(shape)
+    norm = case.build()
     for seed in range(STEPS):
-        norm(values(shape, seed=seed).requires_grad_())
+        norm(case.values(seed=seed).requires_grad_())
     kept: dict[str, Any] = dict(norm.named_buffers())
     for path, module in norm.named_modules():
         kept |= {f"{path}.{name}".lstrip("."): value for name, value in vars(module).items()}
@@ -202,11 +188,11 @@ def holds_no_graph(subject: Subject, shape: Shape) -> str | None:
     return None
 
 
-def keeps_buffers(subject: Subject, shape: Shape, training: bool) -> str | None:
+def keeps_buffers(case: NormCase, training: bool) -> str | None:
     """Do the buffers keep names, shapes and dtypes, as DDP's broadcast needs?"""
-    norm = subject.norm(shape).train(training)
+    norm = case.build().train(training)
     before = _describe_buffers(norm)
-    norm(values(shape))
+    norm(case.values())
     after = _describe_buffers(norm)
     for name in sorted(before.keys() | after.keys()):
         was, now = before.get(name, "missing"), after.get(name, "missing")
@@ -219,25 +205,20 @@ def _describe_buffers(norm: nn.Module) -> dict[str, str]:
     return {n: f"{show(b.shape)} {_dtype_name(b.dtype)}" for n, b in norm.named_buffers()}
 
 
-def restores(subject: Subject, shape: Shape) -> str | None:
-    """Does a norm restored from its state_dict go on as the original?"""
-    return find_unsaved_state(subject.norm(shape), (values(shape),), SAVED_STEPS)
-
-
 @torch.no_grad()
-def is_deterministic(subject: Subject, shape: Shape) -> str | None:
+def is_deterministic(case: NormCase) -> str | None:
     """Do two forwards of one input agree in evaluation?"""
-    norm = subject.trained(shape, torch.float32).eval()
-    first, _, again = norm(values(shape)), norm(values(shape, seed=1)), norm(values(shape))
+    norm = case.trained(torch.float32).eval()
+    first, _, again = norm(case.values()), norm(case.values(seed=1)), norm(case.values())
     return "two forwards of one input differ" if moves(first, again, tolerance=0) else None
 
 
 @torch.no_grad()
-def keeps_state_in_evaluation(subject: Subject, shape: Shape) -> Answer:
+def keeps_state_in_evaluation(case: NormCase) -> Found:
     """Does evaluation leave the buffers alone?"""
-    norm = subject.trained(shape, torch.float32).eval()
+    norm = case.trained(torch.float32).eval()
     before = read_state(norm)
-    norm(values(shape))
+    norm(case.values())
     after = read_state(norm)
     changed = [n for n, b in before.items() if moves(b, after[n], tolerance=0)]
     if changed:
@@ -252,17 +233,17 @@ EXACT = 1e-4  # relative, of an average that follows a statistic
 SOUND = ("mean", "unbiased variance")
 
 
-def averages_as_torch(subject: Subject, shape: Shape) -> Answer:
+def averages_as_torch(case: NormCase) -> Found:
     """Are the running averages those of torch's batch norm?
 
     One step shows what a buffer with a value per channel averages. A buffer that averages
     something other than moments of the batch is another design, and no fault.
     """
-    knobs = {"momentum": MOMENTUM} if "momentum" in arguments_of(subject.make) else {}
-    spread = torch.linspace(0.5, 2.0, shape[1], dtype=torch.float64)
-    spread = spread.view(-1, *[1] * (len(shape) - 2))
-    inputs = [spread * (values(shape, torch.float64, seed) + seed) for seed in (1, 2)]
-    norm = subject.norm(shape, torch.float64, **knobs)
+    knobs = {"momentum": MOMENTUM} if "momentum" in arguments_of(case.lone.make) else {}
+    spread = torch.linspace(0.5, 2.0, case.shape[1], dtype=torch.float64)
+    spread = spread.view(-1, *[1] * (len(case.shape) - 2))
+    inputs = [spread * (case.values(torch.float64, seed) + seed) for seed in (1, 2)]
+    norm = case.build(torch.float64, **knobs)
     with torch.no_grad():
         norm(inputs[0])
         before = read_state(norm)
@@ -270,7 +251,7 @@ def averages_as_torch(subject: Subject, shape: Shape) -> Answer:
     after, statistics = read_state(norm), _batch_statistics(inputs[1])
     recognized, faults = [], []
     for name, old in before.items():
-        if old.numel() != shape[1] or torch.equal(old, after[name]):
+        if old.numel() != case.shape[1] or torch.equal(old, after[name]):
             continue
         found = _find_average(old.flatten(), after[name].flatten(), statistics)
         if found is None:
@@ -312,17 +293,16 @@ def _find_average(
     return None
 
 
-def evaluates_by_averages(subject: Subject, shape: Shape) -> Answer:
+def evaluates_by_averages(case: NormCase) -> Found:
     """Does evaluation ignore other samples, if training keeps averages?"""
-    x = values(shape, torch.float64)
-    probe = subject.probe(shape)
-    before, after = read_state(probe.module), probe.observe(x).state
+    probe = case.probe()
+    before, after = read_state(probe.module), probe.observe().state
     moved = [
         n for n, v in after.items() if v.is_floating_point() and not v.equal(before.get(n, v + 1))
     ]
     if not moved:
         return skipped("training moves no buffer")
-    if subject.probe(shape, False).reads_samples(x, training=False):
+    if case.probe(False).reads_samples(gradients=False):
         return f"evaluation reads other samples although {moved[0]} is kept"
     return None
 
@@ -336,19 +316,19 @@ ARGUMENT_STEPS = 20  # longer than a short warm-up
 Knobs = dict[str, Any]
 
 
-def uses_arguments(subject: Subject) -> Answer:
+def uses_arguments(norm: LoneNorm) -> Found:
     """Does every flag and number move a parameter, output, gradient or state, or cause a refusal?
 
     Each is changed alone, and together with each other one: a momentum matters only if averages
     are kept, a bound only after a warm-up. Unknown names must be refused.
     """
-    if _takes_any_name(subject):
+    if _takes_any_name(norm):
         return f"{NO_ARGUMENT}=1 is taken: a misspelt argument would not be noticed"
-    if all(_observe_steps(subject, shape, {}) is None for shape in _two_shapes(subject)):
+    if all(_observe_steps(case, {}) is None for case in _two_cases(norm)):
         return skipped("cannot be copied or run in float64")
     defaults = {
         name: argument.default
-        for name, argument in arguments_of(subject.make).items()
+        for name, argument in arguments_of(norm.make).items()
         if isinstance(argument.default, bool | int | float)
         and name not in (*FEATURE_NAMES, *WITHOUT_EFFECT)
     }
@@ -357,7 +337,7 @@ def uses_arguments(subject: Subject) -> Answer:
     swallowed = [
         name
         for name, value in defaults.items()
-        if not any(_has_effect(subject, name, value, base) for base in bases)
+        if not any(_has_effect(norm, name, value, base) for base in bases)
     ]
     if not swallowed:
         return None
@@ -365,18 +345,18 @@ def uses_arguments(subject: Subject) -> Answer:
     return f"{', '.join(swallowed)}: another value changes nothing, as {tried}"
 
 
-def _takes_any_name(subject: Subject) -> bool:
-    if not any(p.kind is p.VAR_KEYWORD for p in arguments_of(subject.make).values()):
+def _takes_any_name(norm: LoneNorm) -> bool:
+    if not any(p.kind is p.VAR_KEYWORD for p in arguments_of(norm.make).values()):
         return False
     try:
-        subject.bare(subject.smallest, **{NO_ARGUMENT: 1})
+        norm.smallest.bare(**{NO_ARGUMENT: 1})
     except Exception:  # of foreign code, any kind
         return False
     return True
 
 
-def _two_shapes(subject: Subject) -> list[Shape]:
-    return list(dict.fromkeys((subject.smallest, subject.largest)))
+def _two_cases(norm: LoneNorm) -> list[NormCase]:
+    return [norm.at(shape) for shape in dict.fromkeys((norm.shapes[0], norm.shapes[-1]))]
 
 
 def _others(value: bool | int | float) -> list[Any]:
@@ -388,25 +368,25 @@ def _others(value: bool | int | float) -> list[Any]:
     return [other for other in (value / 2, 2 * value, value / 100, 1.0) if other != value]
 
 
-def _has_effect(subject: Subject, name: str, value: Any, base: Knobs) -> bool:
+def _has_effect(norm: LoneNorm, name: str, value: Any, base: Knobs) -> bool:
     if name in base:
         return False
-    for shape in _two_shapes(subject):
-        before = _observe_steps(subject, shape, base)
+    for case in _two_cases(norm):
+        before = _observe_steps(case, base)
         if before is None:
             continue
         for other in _others(value):
-            after = _observe_steps(subject, shape, {**base, name: other})
+            after = _observe_steps(case, {**base, name: other})
             if after is None or differ(before, after, tolerance=0):
                 return True
     return False
 
 
-def _observe_steps(subject: Subject, shape: Shape, knobs: Knobs) -> list[Tensor] | None:
+def _observe_steps(case: NormCase, knobs: Knobs) -> list[Tensor] | None:
     """Everything observable of a norm over a few training steps; None if it refuses."""
-    x = partial(values, shape, torch.float64)
+    x = partial(case.values, torch.float64)
     try:
-        norm = subject.norm(shape, torch.float64, **knobs)
+        norm = case.build(torch.float64, **knobs)
         seen = [value.detach().clone() for value in norm.state_dict().values()]
         with torch.no_grad():
             for seed in range(ARGUMENT_STEPS):
@@ -414,7 +394,7 @@ def _observe_steps(subject: Subject, shape: Shape, knobs: Knobs) -> list[Tensor]
                 seen.append(norm(2 + 4 ** (seed % 3 - 1) * x(seed)))
             seen += read_state(norm).values()
             seen.append(norm.eval()(x(ARGUMENT_STEPS)))
-        found = subject.probe(shape, True, **knobs).observe(x(0), upstream=EVERYWHERE)
+        found = case.probe(True, **knobs).observe(upstream=EVERYWHERE)
     except Exception:  # of foreign code, any kind
         return None
     return [*seen, *found.gradients]

@@ -12,10 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.checks.agreement import COMPATIBILITY, COST
+from normexp.checks.asking import SECTIONS, Answer
 from normexp.checks.contract import open_and_measure
-from normexp.checks.subject import Line, run_checks
-from normexp.checks.traits import TRAITS
 from normexp.norms.slots import Slots
 
 SCHEMA = 1
@@ -39,10 +37,10 @@ class Card:
     target: str
     num_features: int
     takes: str
-    lines: tuple[Line, ...]
+    lines: tuple[Answer, ...]
 
     @property
-    def failures(self) -> list[Line]:
+    def failures(self) -> list[Answer]:
         """The lines of the contract that failed."""
         return [line for line in self.lines if line.section == "contract" and line.status == "fail"]
 
@@ -69,7 +67,7 @@ def measure_card(
     slots: Slots,
     contract_only: bool = False,
 ) -> Card:
-    """Measures every line of a norm's card; each check builds the norm afresh.
+    """Measures every line of a norm's card; each question builds the norm afresh.
 
     Args:
         make: a class or partial with the user's knobs bound.
@@ -78,14 +76,11 @@ def measure_card(
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module.
     """
-    subject, lines = open_and_measure(make, target=target, eps=eps, slots=slots)
-    if subject is None:
+    sections = SECTIONS[:1] if contract_only else SECTIONS
+    norm, lines = open_and_measure(make, sections, target=target, eps=eps, slots=slots)
+    if norm is None:
         return Card(name, target, 0, "no input", tuple(lines))
-    if subject.shapes and not contract_only:
-        lines += run_checks("traits", TRAITS, subject)
-        lines += run_checks("compatibility", COMPATIBILITY, subject)
-        lines += run_checks("cost", COST, subject)
-    return Card(name, target, subject.num_features, subject.takes, tuple(lines))
+    return Card(name, target, norm.num_features, norm.takes, tuple(lines))
 
 
 def as_json(cards: Sequence[Card]) -> str:
@@ -115,7 +110,7 @@ def as_markdown(cards: Sequence[Card]) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def outcome(line: Line | None) -> str:
+def outcome(line: Answer | None) -> str:
     """The result of a line in a word or a number; `-` if there is none."""
     if line is None or line.status == "skipped":
         return "-"
@@ -124,7 +119,7 @@ def outcome(line: Line | None) -> str:
     return "FAIL" if line.status == "fail" else "pass"
 
 
-Rows = list[tuple[str, list[Line | None]]]
+Rows = list[tuple[str, list[Answer | None]]]
 
 
 def side_by_side(cards: Sequence[Card]) -> list[tuple[str, Rows]]:
@@ -139,7 +134,7 @@ def side_by_side(cards: Sequence[Card]) -> list[tuple[str, Rows]]:
     ]
 
 
-def failures_of(cards: Sequence[Card]) -> list[tuple[Card, Line]]:
+def failures_of(cards: Sequence[Card]) -> list[tuple[Card, Answer]]:
     """Every failed line of any section."""
     return [(card, line) for card in cards for line in card.lines if line.status == "fail"]
 
@@ -192,12 +187,12 @@ def _table(cards: Sequence[Card], *, alone: bool) -> Table:
     return table
 
 
-def _is_plain(line: Line | None) -> bool:
+def _is_plain(line: Answer | None) -> bool:
     """True if the line need not be shown: skipped, or passed without a remark."""
     if line is None or line.section == "traits":
         return False
     return line.status == "skipped" or (line.status == "pass" and not line.detail)
 
 
-def _cell(line: Line | None) -> Text:
+def _cell(line: Answer | None) -> Text:
     return Text(outcome(line), style=STYLES[line.status] if line else "dim")

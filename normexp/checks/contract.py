@@ -1,4 +1,4 @@
-"""The contract of a norm: a table of checks, and an assertion for users' own tests."""
+"""The contract of a norm, and an assertion for users' own tests."""
 
 from __future__ import annotations
 
@@ -9,23 +9,12 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from normexp.checks import agreement, behaviour
+from normexp.checks.asking import Answer, Section, ask_norm, skipped
+from normexp.checks.behaviour import finite
+from normexp.checks.lone_norm import LoneNorm, open_norm
 from normexp.checks.probe import MODES, fixed_draws
-from normexp.checks.subject import (
-    Check,
-    Line,
-    Subject,
-    every,
-    largest,
-    open_subject,
-    run_checks,
-    skipped,
-    smallest,
-)
+from normexp.checks.questions import CONTRACT, INPUTS, OF_NORMS
 from normexp.errors import UserError
-from normexp.norms.adapt import PROBED_DIMS
 
 BUILT = "can be built"
 
@@ -51,7 +40,7 @@ def assert_contract(
             `except_for` that no line has.
     """
     waived = {except_for} if isinstance(except_for, str) else set(except_for)
-    known = [BUILT, *(check.name for check in CONTRACT)]
+    known = [BUILT, *(question.name for question in CONTRACT)]
     for name in sorted(waived.difference(known)):
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
@@ -67,31 +56,34 @@ def assert_contract(
         raise AssertionError("\n".join([f"{target} breaks the contract:", *failures]))
 
 
-def open_and_measure(make: Callable[..., Any], **known: Any) -> tuple[Subject | None, list[Line]]:
-    """A norm's subject (None if its constructor raises) and every line of its contract.
+def open_and_measure(
+    make: Callable[..., Any], sections: Collection[Section] = ("contract",), **known: Any
+) -> tuple[LoneNorm | None, list[Answer]]:
+    """A norm (None if its constructor raises) and its answers to the questions of `sections`.
 
-    The subject keeps the shapes for which outputs are finite; if none is left, the remaining lines
-    are skipped.
+    The norm keeps the shapes for which outputs are finite; if none is left, the rest of the
+    contract is skipped and other sections are left out.
 
     Raises:
-        UserError: a user's mistake, see `open_subject`.
+        UserError: a user's mistake, see `open_norm`.
     """
     try:
-        subject = open_subject(make, **known)
+        norm = open_norm(make, **known)
     except UserError as error:
         cause = error.__cause__
         if cause is None or isinstance(cause, TypeError | UserError):
             raise
-        return None, [Line("contract", BUILT, "fail", detail=str(error))]
-    lines = [Line("contract", BUILT, "pass"), *run_checks("contract", INPUTS, subject)]
+        return None, [Answer("contract", BUILT, "fail", detail=str(error))]
+    lines = [Answer("contract", BUILT), *ask_norm(INPUTS, norm)]
     with fixed_draws(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        broken = {s for s in subject.shapes for m in MODES if behaviour.finite(subject, s, m)}
-    reason = "outputs are not finite" if subject.shapes else "no input is taken"
-    subject = replace(subject, shapes=tuple(s for s in subject.shapes if s not in broken))
-    if subject.shapes:
-        return subject, lines + run_checks("contract", ON_SHAPES, subject)
-    return subject, lines + [check.line("contract", skipped(reason)) for check in ON_SHAPES]
+        broken = {s for s in norm.shapes for mode in MODES if finite(norm.at(s), mode)}
+    reason = "outputs are not finite" if norm.shapes else "no input is taken"
+    norm = replace(norm, shapes=tuple(s for s in norm.shapes if s not in broken))
+    if norm.shapes:
+        return norm, lines + ask_norm([q for q in OF_NORMS if q.follows in sections], norm)
+    rest = [q for q in OF_NORMS if q.follows == "contract"]
+    return norm, lines + [question.line(skipped(reason)) for question in rest]
 
 
 def _name_of(factory: Callable[..., Any]) -> str:
@@ -100,41 +92,3 @@ def _name_of(factory: Callable[..., Any]) -> str:
         factory = factory.func
     named = factory if hasattr(factory, "__qualname__") else type(factory)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _finite_on(name: str, transform: Callable[[Tensor], Tensor]) -> Check:
-    return Check(name, partial(agreement.is_finite_on, transform), every, MODES)
-
-
-INPUTS = (
-    Check("an input is taken", behaviour.takes_an_input),
-    *(Check(f"{n}-D inputs", partial(behaviour.takes_dims, n)) for n in PROBED_DIMS),
-    Check("finite outputs", behaviour.finite, every, MODES),
-)
-ON_SHAPES = (
-    Check("dtype kept", behaviour.keeps_dtype),
-    Check("channels_last kept", behaviour.keeps_channels_last, behaviour.own_maps),
-    Check("any strides", behaviour.takes_any_strides, every, MODES),
-    Check("input unchanged", behaviour.leaves_input_alone, every, MODES),
-    Check("parameters made at once", behaviour.makes_parameters_at_once),
-    Check("gradient for every parameter", behaviour.reaches_parameters, largest),
-    Check("no graph kept", behaviour.holds_no_graph, smallest),
-    Check("buffers keep shape and dtype", behaviour.keeps_buffers, every, MODES),
-    Check("state_dict round trip", behaviour.restores, every),
-    Check("deterministic in evaluation", behaviour.is_deterministic, every),
-    Check("evaluation changes no state", behaviour.keeps_state_in_evaluation, smallest),
-    Check("running averages", behaviour.averages_as_torch, largest),
-    Check("evaluation by averages", behaviour.evaluates_by_averages, every),
-    Check("statistics wide in bfloat16", agreement.keeps_digits_in_half, every),
-    Check("gradient in training", agreement.gradient_is_right, every, (True,)),
-    Check("gradient in evaluation", agreement.gradient_is_right, every, (False,)),
-    Check("exact at mean 1e4", agreement.keeps_digits_far_from_zero, every),
-    _finite_on("finite on constants", lambda x: 0 * x + agreement.CONSTANT),
-    _finite_on("finite at scale 1e-12", lambda x: 1e-12 * x),
-    _finite_on("finite at scale 1e12", lambda x: 1e12 * x),
-    Check("one sample", agreement.handles_few_values, agreement.one_sample, MODES),
-    Check("one position", agreement.handles_few_values, agreement.one_position, MODES),
-    Check("empty batch", agreement.handles_few_values, agreement.no_sample, MODES),
-    Check("no argument swallowed", behaviour.uses_arguments),
-)
-CONTRACT = INPUTS + ON_SHAPES

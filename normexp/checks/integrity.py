@@ -1,11 +1,11 @@
-"""Checks that a network is what it seems: norms that count, state that is saved, replicas apart."""
+"""Questions about what a network is made of: norms that count, state that is saved, replicas."""
 
 from __future__ import annotations
 
 import copy
-import logging
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -15,64 +15,100 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
-from normexp.checks.probe import (
-    MANY_STEPS,
-    Probe,
-    Snapshot,
-    differ,
-    fixed_draws,
-    moves,
-    normal,
-)
+from normexp.checks.network import BuiltNetwork, Case, places_where
+from normexp.checks.probe import MANY_STEPS, Snapshot, differ, fixed_draws, moves, normal
 from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
+from normexp.norms.state import is_sequential as declares_order
 from normexp.records.identity import source_line_of
 
-logger = logging.getLogger(__name__)
-
-NETWORK_STEPS, SITE_STEPS = 1, 20  # training steps in which hidden state may show
+NETWORK_STEPS, NORM_STEPS = 1, 20  # training steps in which hidden state may show
 
 
-def check_wiring(network: nn.Module, batch: Batch) -> None:
-    """Warns of norms outside of sites, norms without effect, untrained and shared parameters.
+@dataclass(frozen=True)
+class Wiring:
+    """What one backward of the loss reaches.
 
-    Raises:
-        UserError: no site has an effect, so every norm would give the same numbers.
+    Attributes:
+        sites: all, by name.
+        idle: the sites whose output the loss does not depend on.
+        untrained: parameters of other sites that require a gradient and get none.
+        shared: groups of sites that hold the same module or parameter.
     """
-    own = copy.deepcopy(network).train()
-    sites = dict(named_sites(own))
-    if not sites:
-        raise UserError(
-            "the model has no norm site, so `norm` has no effect; build each norm with the "
-            "argument `norm` that the model receives, as self.norm1 = norm(width)"
-        )
-    idle = _sites_without_effect(own, sites, batch)
-    if len(idle) == len(sites):
-        raise UserError(
-            f"the norm at {name_some(idle)} has no effect on the model's output, so every norm "
-            "would give the same numbers; use what the norm returns"
-        )
-    if idle:
-        logger.warning("the norm at %s has no effect on the model's output", name_some(idle))
-    frozen = [
+
+    sites: list[str]
+    idle: list[str]
+    untrained: list[str]
+    shared: list[list[str]]
+
+
+def wiring_of(network: BuiltNetwork) -> Wiring:
+    """Raises UserError if the backward pass fails."""
+    model = copy.deepcopy(network.exposed).train()
+    sites = dict(named_sites(model))
+    idle = _sites_without_effect(model, sites, network.short) if sites else []
+    untrained = [
         f"{name}.{parameter_name}"
         for name, site in sites.items()
         for parameter_name, parameter in site.named_parameters()
         if parameter.requires_grad and parameter.grad is None and name not in idle
     ]
-    if frozen:
-        logger.warning("no gradient reaches %s of the norm: it is not trained", name_some(frozen))
-    others = norms_outside_sites(own)
-    if others:
-        logger.warning(
-            "the model has norms that `norm` does not replace: %s; build them with the argument "
-            "`norm`, or name their classes in model.replace; otherwise they stay the same for "
-            "every norm that you compare",
-            name_some(others),
-        )
-    for names in _shared_by_sites(sites):
-        logger.warning("%s share a module or parameter, and train it as one", name_some(names))
+    return Wiring(list(sites), idle, untrained, _shared_by_sites(sites))
+
+
+def lacks_sites(network: BuiltNetwork) -> str | None:
+    """Has the model a site for the norm?"""
+    if network.once(wiring_of).sites:
+        return None
+    return (
+        "the model has no norm site, so `norm` has no effect; build each norm with the "
+        "argument `norm` that the model receives, as self.norm1 = norm(width)"
+    )
+
+
+def no_site_matters(network: BuiltNetwork) -> str | None:
+    """Does any norm have an effect on the loss?"""
+    wiring = network.once(wiring_of)
+    if len(wiring.idle) < len(wiring.sites):
+        return None
+    return (
+        f"the norm at {name_some(wiring.idle)} has no effect on the model's output, so every norm "
+        "would give the same numbers; use what the norm returns"
+    )
+
+
+def idle_sites(network: BuiltNetwork) -> str | None:
+    """Does every norm have an effect on the loss?"""
+    idle = network.once(wiring_of).idle
+    return f"the norm at {name_some(idle)} has no effect on the model's output" if idle else None
+
+
+def untrained_parameters(network: BuiltNetwork) -> str | None:
+    """Does a gradient reach every parameter of the norms?"""
+    names = network.once(wiring_of).untrained
+    return (
+        f"no gradient reaches {name_some(names)} of the norm: it is not trained" if names else None
+    )
+
+
+def other_norms(network: BuiltNetwork) -> str | None:
+    """Is every norm at a site?"""
+    others = norms_outside_sites(network.exposed)
+    if not others:
+        return None
+    return (
+        f"the model has norms that `norm` does not replace: {name_some(others)}; build them with "
+        "the argument `norm`, or name their classes in model.replace; otherwise they stay the same "
+        "for every norm that you compare"
+    )
+
+
+def shared_modules(network: BuiltNetwork) -> str | None:
+    """Has every site parameters of its own?"""
+    groups = map(name_some, network.once(wiring_of).shared)
+    said = [f"{names} share a module or parameter, and train it as one" for names in groups]
+    return "; ".join(said) or None
 
 
 def _sites_without_effect(network: nn.Module, sites: dict[str, Site], batch: Batch) -> list[str]:
@@ -130,17 +166,21 @@ PLAIN = (bool, int, float, list, dict, Tensor)  # attributes that may be a state
 Inputs = tuple[Tensor, ...]
 
 
-def check_saved_state(network: nn.Module, batch: Batch, sites: Sequence[EnteredSite]) -> None:
-    """Raises UserError if training depends on state that a checkpoint does not hold."""
-    for entered in sites:
-        with entered.probe(training=True) as probe:
-            fault = find_unsaved_state(probe.module, (entered.values(),), SITE_STEPS)
-        if fault is not None:
-            said = fault.replace("site.norm.", "")  # the path of the norm in the probe's wrapper
-            raise UserError(f"the norm at {name_some(entered.names)} {said}; {REMEDY}")
-    fault = find_unsaved_state(network, model_arguments(batch), NETWORK_STEPS)
-    if fault is not None:
-        raise UserError(f"the model {fault}; {REMEDY}")
+def unsaved_state(case: Case, steps: int = NORM_STEPS) -> str | None:
+    """Does a norm restored from its state_dict go on as the original?"""
+    return find_unsaved_state(*case.to_save(), steps)
+
+
+def state_that_checkpoints_lack(network: BuiltNetwork) -> str | None:
+    """Does a training restored from a checkpoint go on as before?"""
+    for site in network.sites:
+        with site.naming_errors():
+            fault = unsaved_state(site)
+        if fault:
+            fault = fault.replace("site.norm.", "")  # the path in the probe's wrapper
+            return f"the norm at {name_some(site.names)} {fault}; {REMEDY}"
+    fault = unsaved_state(network.whole(network.short), NETWORK_STEPS)
+    return f"the model {fault}; {REMEDY}" if fault else None
 
 
 REMEDY = (
@@ -233,22 +273,50 @@ def _advanced(value: Any) -> Any:
     return value
 
 
-def check_evaluation_draws(network: nn.Module, batch: Batch) -> None:
-    """Raises UserError if random numbers, which no seed fixes here, move outputs in evaluation."""
-    outputs, start = [], Snapshot(network.eval())
+# ---------------------------------------------------------------- random numbers and inputs
+
+
+def draws_for_itself(network: BuiltNetwork) -> bool:
+    """Does a module use torch's global random state?"""
+    (probe,) = network.whole(network.short).probes(training=True)
+    return probe.observe().drew
+
+
+def draws_in_evaluation(network: BuiltNetwork) -> str | None:
+    """Do random numbers, which no seed fixes here, move outputs in evaluation?"""
+    model = network.exposed.eval()
+    outputs, start = [], Snapshot(model)
     with fixed_draws(), torch.no_grad():
         for seed in (0, 1):
             torch.default_generator.manual_seed(seed)
-            outputs.append(network(*model_arguments(batch)).clone())
+            outputs.append(model(*model_arguments(network.short)).clone())
             start.restore()  # a norm may move its state in evaluation too
-    if moves(*outputs):
-        raise UserError(
-            "the model draws random numbers in evaluation, so its metrics cannot be repeated; draw "
-            "only where self.training is true, as nn.Dropout does"
-        )
+    if not moves(*outputs):
+        return None
+    return (
+        "the model draws random numbers in evaluation, so its metrics cannot be repeated; draw "
+        "only where self.training is true, as nn.Dropout does"
+    )
 
 
-# ---------------------------------------------------------------- optimizer and stacks
+def every_output_is_the_same(network: BuiltNetwork) -> str | None:
+    """Do different samples have different outputs?"""
+    inputs = network.short["inputs"].clone()
+    if len(inputs) < 2:
+        return None
+    floating = inputs.is_floating_point()
+    inputs[0] = 3 * inputs[0].flip(-1) + 1 if floating else inputs[0].roll(1, dims=-1)
+    (probe,) = network.whole({**network.short, "inputs": inputs}).probes(training=True)
+    output = probe.observe().output
+    if moves(output[:1].expand_as(output), output, scale=1e-2):
+        return None
+    return (
+        "with this norm the model's output is the same for every input, for example because it "
+        "averages positions after a norm that centres them; try norm=layer"
+    )
+
+
+# ---------------------------------------------------------------- optimizer
 
 
 def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -266,19 +334,58 @@ def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         )
 
 
-def check_inputs_matter(network: nn.Module, batch: Batch) -> None:
-    """Raises UserError if every sample has the same output."""
-    inputs = batch["inputs"].clone()
-    if len(inputs) < 2:
-        return
-    floating = inputs.is_floating_point()
-    inputs[0] = 3 * inputs[0].flip(-1) + 1 if floating else inputs[0].roll(1, dims=-1)
-    output = Probe(network.train()).observe(*model_arguments({**batch, "inputs": inputs})).output
-    if not moves(output[:1].expand_as(output), output, scale=1e-2):
-        raise UserError(
-            "with this norm the model's output is the same for every input, for example because it "
-            "averages positions after a norm that centres them; try norm=layer"
-        )
+# ---------------------------------------------------------------- parts and replicas
+
+
+def splits_sequential_state(network: BuiltNetwork) -> str | None:
+    """Can the states of the parts of a step be merged?
+
+    The parts all begin from the same state; a sequential state cannot be merged.
+    """
+    sizes = network.sizes
+    if sizes.norm == sizes.batch_size:
+        return None
+    sequential = places_where(lambda site, _: is_sequential(site), network.sites, training=True)
+    names = [name for site in sequential for name in site.names]
+    if not names:
+        return None
+    key = "norm_batch_size" if sizes.norm < sizes.micro else "micro_batch_size"
+    return (
+        f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
+        f"state of the norm at {name_some(names)} is sequential, as declared or because "
+        f"its forward writes parameters; try {key}=null"
+    )
+
+
+def is_sequential(site: EnteredSite) -> bool:
+    """True if the norm declares that its state is, or writes parameters in its forward."""
+    if declares_order(site.module):
+        return True
+    module = site.probe(training=True).module
+    with fixed_draws(), torch.no_grad():
+        before = [parameter.clone() for parameter in module.parameters()]
+        module(site.values())
+        return not all(map(torch.equal, before, module.parameters()))
+
+
+def state_of_several_uses(network: BuiltNetwork) -> str | None:
+    """Do several uses of a norm in one forward share running state?"""
+    uses = Counter(name for site in network.sites for name in site.names if site.has_state)
+    several = [name for name, count in uses.items() if count > 1]
+    if not several:
+        return None
+    return (
+        f"the model uses {name_some(several)} more than once in a forward, with one running state: "
+        "precise statistics are those of the last use, and in accumulated steps the running "
+        "variance leaves out how uses differ between parts"
+    )
+
+
+def stacking_obstacle(network: BuiltNetwork) -> str | None:
+    """Why can replicas not run under vmap?"""
+    if network.once(draws_for_itself):
+        return "a module draws its own random numbers"
+    return cannot_stack(network.network, network.short)
 
 
 def cannot_stack(network: nn.Module, batch: Batch) -> str | None:

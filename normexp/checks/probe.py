@@ -1,8 +1,8 @@
 """The probe engine: finds which inputs can change an output.
 
-Holds fixed what the module may read, changes everything else, and compares outputs, gradients and
-running state. Works on any module that maps `x`, or `x` and a mask, to one tensor: a norm, a site
-or a whole network.
+Holds fixed what the module may read, changes everything else, and compares outputs, gradients of
+inputs and parameters, and running state. Works on any module that maps `x`, or `x` and a mask, to
+one tensor: a norm, a site or a whole network.
 """
 
 from __future__ import annotations
@@ -108,47 +108,58 @@ class Probe:
     Args:
         module: in the mode to examine. The axes along which values are held or changed must lead
             its input and its output: samples and positions, or samples and channels of (N, C, *).
+        inputs: x, and the mask if there is one.
         vocab_size: for a module with token inputs.
         ways: number of random replacements to try for each mask.
+        position_axis: the axis of positions in x and in the output, if there is one.
+        max_cuts: of one sequence into before and after.
     """
 
-    def __init__(self, module: nn.Module, *, vocab_size: int | None = None, ways: int = 2) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *inputs: Tensor,
+        vocab_size: int | None = None,
+        ways: int = 2,
+        position_axis: int = 2,
+        max_cuts: int = MAX_CUTS,
+    ) -> None:
         self.module = module
+        self.inputs = inputs
         self.vocab_size = vocab_size
         self.ways = ways
+        self.position_axis = position_axis
+        self.max_cuts = max_cuts
         self._start = Snapshot(self.module)
 
     def observe(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        *,
-        upstream: Tensor | None = None,
-        only: Tensor | None = None,
+        self, *inputs: Tensor, upstream: Tensor | None = None, only: Tensor | None = None
     ) -> Observation:
         """One forward and, given `upstream`, one backward.
 
         Args:
+            inputs: x and maybe a mask, in place of the probe's own.
             upstream: leading axes of the output; random upstream gradients are multiplied by it.
             only: boolean (N,), runs only these samples.
         """
-        num_samples = len(x)
-        if only is not None:
-            x, mask = x[only], None if mask is None else mask[only]
+        inputs = inputs or self.inputs
+        num_samples = len(inputs[0])
+        x, *mask = inputs if only is None else (tensor[only] for tensor in inputs)
         takes_gradient = upstream is not None and x.is_floating_point()
         # A copy, as a norm may write into its input.
         x = x.detach().clone().requires_grad_(takes_gradient)
         try:
             with fixed_draws(), torch.set_grad_enabled(upstream is not None):
                 start = torch.get_rng_state()
-                out = self.module(x) if mask is None else self.module(x, mask)
+                out = self.module(x, *mask)
                 drew = not torch.equal(start, torch.get_rng_state())
-                own, slopes = None, {}
+                input_gradient, slopes = None, {}
                 if upstream is not None and out.requires_grad:
                     weights = _cached_normal((num_samples, *out.shape[1:]), 7) * fit(upstream, out)
                     weights = weights if only is None else weights[only]
-                    own, slopes = self._backward(out, x, weights.to(out.dtype))
-            return Observation(out.detach().clone(), read_state(self.module), drew, own, slopes)
+                    input_gradient, slopes = self._backward(out, x, weights.to(out.dtype))
+            state = read_state(self.module)
+            return Observation(out.detach().clone(), state, drew, input_gradient, slopes)
         finally:
             self._start.restore()
 
@@ -163,27 +174,21 @@ class Probe:
         return own[0] if own else None, dict(zip(named, found[len(own) :], strict=True))
 
     def influence(
-        self,
-        x: Tensor,
-        keep: Tensor,
-        mask: Tensor | None,
-        *,
-        before: Observation,
-        state: bool = False,
-        first_way: int = 0,
+        self, keep: Tensor, *, before: Observation, state: bool = False, first_way: int = 0
     ) -> str | None:
         """Names what changes in the kept region if everything else changes; None if nothing does.
 
         Args:
             keep: boolean, broadcast to the leading axes of input and output: the region held fixed
                 in the input and compared in the output.
-            before: the observation of `x`. Its gradients, if any (with `keep` as upstream), are
-                compared too: those of kept inputs and of parameters.
+            before: the observation of the inputs. Its gradients, if any (with `keep` as upstream),
+                are compared too: those of kept inputs and of parameters.
             state: also compare buffers, which must then depend only on kept inputs.
         """
+        x, *mask = self.inputs
         for way in range(first_way, first_way + self.ways):
             changed = torch.where(fit(keep, x), x, self.replacement(x, way))
-            after = self.observe(changed, mask, upstream=keep if before.gradients else None)
+            after = self.observe(changed, *mask, upstream=keep if before.gradients else None)
             moved = difference(before, after, keep, state=state)
             if moved is not None:
                 return moved
@@ -203,85 +208,81 @@ class Probe:
         return (1 + size * _cached_normal(x.shape, way + 1)).to(x.dtype)
 
     def reads_across(
-        self,
-        x: Tensor,
-        axis: int,
-        mask: Tensor | None = None,
-        *,
-        gradients: bool = False,
-        state: bool = False,
+        self, axis: int, *, gradients: bool = False, state: bool = False
     ) -> str | None:
         """Names a result at one index of an axis that depends on another; tests all pairs.
 
         Args:
             axis: 0 samples, 1 channels, 2 all positions of (N, C, *) together.
         """
-        sizes = x.shape[axis : axis + 1] if axis < 2 else x.shape[2:]
+        shape = self.inputs[0].shape
+        sizes = shape[axis : axis + 1] if axis < 2 else shape[2:]
         everything = torch.ones([1] * axis + [1] * len(sizes), dtype=torch.bool)
-        whole = self.observe(x, mask, upstream=everything if gradients else None)
+        whole = self.observe(upstream=everything if gradients else None)
         for index, hold in enumerate(holds(sizes.numel())):
             keep = hold.view(*[1] * axis, *sizes)
-            before = self.observe(x, mask, upstream=keep) if gradients else whole
-            moved = self.influence(x, keep, mask, before=before, state=state, first_way=index % 4)
+            before = self.observe(upstream=keep) if gradients else whole
+            moved = self.influence(keep, before=before, state=state, first_way=index % 4)
             # Upstream gradients of the others must not reach the gradient of a kept input.
             moved = moved or difference(before, replace(whole, parameter_gradients={}), keep)
             if moved is not None:
                 return moved
         return None
 
-    def reads_samples(self, x: Tensor, mask: Tensor | None = None, *, training: bool) -> str | None:
+    def reads_samples(self, *, gradients: bool) -> str | None:
         """Names a result that depends on the content or number of other samples.
 
-        Compares outputs and state; in training also gradients.
+        Compares outputs and state, and `gradients` if asked to: those of a training.
         """
-        moved = self.reads_across(x, 0, mask, gradients=training, state=True)
-        return moved or self._reads_number(x, mask, training=training)
+        moved = self.reads_across(0, gradients=gradients, state=True)
+        return moved or self._reads_number(gradients=gradients)
 
-    def _reads_number(self, x: Tensor, mask: Tensor | None, *, training: bool) -> str | None:
+    def _reads_number(self, *, gradients: bool) -> str | None:
         """Names what differs when half of the samples run without the others."""
-        if len(x) < 2:
+        num_samples = len(self.inputs[0])
+        if num_samples < 2:
             return None
-        keep = holds(len(x))[0]
-        upstream = keep if training else None
-        before = self.observe(x, mask, upstream=upstream)
+        keep = holds(num_samples)[0]
+        upstream = keep if gradients else None
+        before = self.observe(upstream=upstream)
         if before.drew:  # the draws depend on the number of samples
             return None
         try:
-            alone = self.observe(x, mask, upstream=upstream, only=keep)
+            alone = self.observe(upstream=upstream, only=keep)
         except Exception:  # foreign code: refuses so few samples
             return None
         return difference(before.of_samples(keep), alone, keep[keep])
 
-    def reads_later(
-        self, x: Tensor, axis: int, mask: Tensor | None = None, *, max_cuts: int = MAX_CUTS
-    ) -> int | None:
+    def reads_later(self) -> int | None:
         """A position such that changes from there on move an earlier output; None if none do."""
-        length, before = x.shape[axis], self.observe(x, mask)
-        for index, cut in enumerate(cuts(length)[:max_cuts]):
-            keep = along(torch.arange(length) < cut, axis)
-            if self.influence(x, keep, mask, before=before, first_way=index % 4) is not None:
+        length, before = self.inputs[0].shape[self.position_axis], self.observe()
+        for index, cut in enumerate(cuts(length)[: self.max_cuts]):
+            keep = along(torch.arange(length) < cut, self.position_axis)
+            if self.influence(keep, before=before, first_way=index % 4) is not None:
                 return cut
         return None
 
-    def reads_padding(self, values: Tensor, mask: Tensor) -> bool:
+    def reads_padding(self, num_more: int) -> bool:
         """True if the content or amount of padding moves real outputs, a gradient or the state.
 
+        The inputs are (N, C, P) and a mask (N, P).
+
         Args:
-            values: (N, C, P + surplus).
-            mask: (N, P), of the first P positions; the surplus is more padding.
+            num_more: positions of padding that are appended to ask about its amount.
         """
-        length = mask.shape[1]
-        x, real = values[:, :, :length], mask.unsqueeze(1)
-        before = self.observe(x, mask, upstream=real if self.module.training else None)
-        if self.influence(x, real, mask, before=before, state=True):
+        x, mask = self.inputs
+        real, length = mask.unsqueeze(1), mask.shape[1]
+        before = self.observe(upstream=real if self.module.training else None)
+        if self.influence(real, before=before, state=True):
             return True
-        longer = functional.pad(mask, (0, values.shape[2] - length), value=False)
+        more = self.replacement(x.new_empty(*x.shape[:2], num_more), 0)
+        longer = functional.pad(mask, (0, num_more), value=False)
         try:
-            after = self.observe(values, longer)
+            after = self.observe(torch.cat([x, more], 2), longer)
         except Exception:  # foreign code: a norm for one length
             return False
         after = replace(after, output=after.output[:, :, :length])
-        plain = self.observe(x, mask)  # a backward may move state as well
+        plain = self.observe()  # a backward may move state as well
         return difference(plain, after, real, state=True) is not None
 
 
@@ -305,9 +306,9 @@ def after_many_steps(module: nn.Module, *inputs: Tensor) -> nn.Module | None:
             if name in counters:
                 counter += MANY_STEPS * (counter - start[name])
     for mode in MODES:
-        before = Probe(early.train(mode)).observe(*inputs, upstream=EVERYWHERE)
+        before = Probe(early.train(mode), *inputs).observe(upstream=EVERYWHERE)
         try:
-            after = Probe(late.train(mode)).observe(*inputs, upstream=EVERYWHERE)
+            after = Probe(late.train(mode), *inputs).observe(upstream=EVERYWHERE)
         except Exception:  # foreign code: a table for fewer steps
             return None
         if difference(before, after, EVERYWHERE) is not None:

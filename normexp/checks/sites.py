@@ -1,10 +1,9 @@
-"""Probes the sites of a network one by one: their inputs, and the reach of their statistics."""
+"""The sites of a network one by one, with the inputs that reach them."""
 
 from __future__ import annotations
 
 import copy
 import io
-import math
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,26 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.checks.probe import (
-    TOLERANCE,
-    Probe,
-    after_many_steps,
-    changes,
-    fixed_draws,
-    moves,
-    source,
-)
+from normexp.checks.probe import Probe, after_many_steps, fixed_draws, source
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
-from normexp.norms.state import is_sequential
 from normexp.records.identity import source_line_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
 PROBE_SAMPLES = 4
 FEW_POSITIONS = 4  # where many samples are probed
 MAX_VALUES = 2**18  # of one site
-EXTRA_POSITIONS = 3  # padding appended to a site's input
 SHORT_TEXT = 16  # positions
 
 
@@ -78,20 +67,38 @@ class EnteredSite:
     mask: Tensor | None
     is_frozen: bool = False
 
-    def values(self, num_samples: int | None = None, num_positions: int | None = None) -> Tensor:
+    def values(self) -> Tensor:
         """Fixed random numbers (N, C, P) of either sign and magnitude 0.5 to 1.5."""
-        shape = (num_samples or self.shape[0], self.shape[1], num_positions or self.shape[2])
         draws = source()
-        size = 0.5 + torch.rand(shape, generator=draws)
-        return size * (1 - 2 * torch.randint(2, shape, generator=draws))
+        size = 0.5 + torch.rand(self.shape, generator=draws)
+        return size * (1 - 2 * torch.randint(2, self.shape, generator=draws))
+
+    def probe(self, training: bool, *mask: Tensor) -> Probe:
+        """A probe of a copy, on `values`."""
+        module = copy.deepcopy(self.module).train(training and not self.is_frozen)
+        return Probe(module, self.values(), *mask, ways=1)
+
+    def probes(self, training: bool) -> Iterator[Probe]:
+        yield self.probe(training)
+
+    def to_save(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """A copy in training mode, and its inputs."""
+        return self.probe(training=True).module, (self.values(),)
 
     @contextmanager
-    def probe(self, *, training: bool) -> Iterator[Probe]:
-        """A probe of a copy; inside the block any exception is a UserError that names the site."""
+    def naming_errors(self) -> Iterator[None]:
+        """Turns any exception into a UserError that names the site."""
         try:
-            yield Probe(copy.deepcopy(self.module).train(training and not self.is_frozen), ways=1)
+            yield
         except Exception as error:  # of foreign code, any kind
             raise UserError(f"norm at {name_some(self.names)}: {first_line(error)}") from error
+
+    def after_many_steps(self) -> EnteredSite | None:
+        """The same site late in a training; None if it counts no steps."""
+        with self.naming_errors():
+            probe = self.probe(training=True)
+            module = after_many_steps(probe.module, *probe.inputs)
+        return None if module is None else replace(self, module=cast(SiteOnMaps, module))
 
     @property
     def has_state(self) -> bool:
@@ -99,111 +106,27 @@ class EnteredSite:
         buffers = self.module.site.norm.buffers()
         return not self.is_frozen and any(buffer.is_floating_point() for buffer in buffers)
 
-    def after_many_steps(self) -> EnteredSite | None:
-        """The same site late in a training; None if it counts no steps."""
-        with self.probe(training=True) as probe:
-            mask = () if self.mask is None else (self.mask,)
-            module = after_many_steps(probe.module, self.values(), *mask)
-        return None if module is None else replace(self, module=cast(SiteOnMaps, module))
-
-    def is_sequential(self) -> bool:
-        """True if the norm declares that its state is, or writes parameters in its forward."""
-        if is_sequential(self.module):
-            return True
-        with self.probe(training=True) as probe, fixed_draws(), torch.no_grad():
-            before = [parameter.clone() for parameter in probe.module.parameters()]
-            probe.module(self.values(), *([] if self.mask is None else [self.mask]))
-            return not all(map(torch.equal, before, probe.module.parameters()))
-
-    def mixes_samples(self, num_samples: int, *, training: bool) -> bool:
-        """True if a sample depends on others, in a small batch or in one of `num_samples`."""
-        with self.probe(training=training) as probe:
-            if probe.reads_samples(self.values(), training=training):
-                return True
+    def crowded(self, num_samples: int) -> EnteredSite | None:
+        """The site on a batch of `num_samples`, or as many as fit; None if those are not more."""
         if num_samples <= PROBE_SAMPLES:
-            return False
+            return None
         small = self._with_few_positions()
         fitting = max(PROBE_SAMPLES, MAX_VALUES // small.shape[1:].numel())
-        values = small.values(min(num_samples, fitting))
-        with small.probe(training=training) as probe:
-            return probe.reads_samples(values, training=training) is not None
+        shape = torch.Size((min(num_samples, fitting), *small.shape[1:]))
+        return replace(small, shape=shape, mask=None)
 
     def _with_few_positions(self) -> EnteredSite:
         """The same site on FEW_POSITIONS positions, or this one if it refuses so few."""
         whole = self.module.positions
         few = torch.Size([1] * (len(whole) - 1) + [min(FEW_POSITIONS, whole[-1])] if whole else [])
         module = SiteOnMaps(self.module.site, few)
-        small = replace(self, module=module, shape=torch.Size((*self.shape[:2], few.numel())))
+        shape = torch.Size((*self.shape[:2], few.numel()))
+        small = replace(self, module=module, shape=shape, mask=None)
         try:
-            with small.probe(training=True) as probe:
-                probe.observe(small.values())
-        except UserError:  # state per position, or a minimum
+            small.probe(training=True).observe()
+        except Exception:  # foreign code: state per position, or a minimum
             return self
         return small
-
-    def reads_later(self, length: int, *, training: bool) -> bool:
-        """True if the site reads later positions of a text of `length`; False on other inputs."""
-        if self.shape[2] != length:
-            return False
-        with self.probe(training=training) as probe:
-            return probe.reads_later(self.values(), 2) is not None
-
-    def reads_padding(self, *, training: bool) -> bool:
-        """True if the values or amount of padding move real outputs or the state."""
-        values = self.values(num_positions=self.shape[2] + EXTRA_POSITIONS)
-        with self.probe(training=training) as probe:
-            return self.mask is not None and probe.reads_padding(values, self.mask)
-
-    def reach(self) -> Reach | None:
-        """How many values the site's statistics pool in training; None if it takes no statistic.
-
-        Counts the outputs that an outlier at the first position moves, in two samples and channels;
-        cumulative statistics carry the first position to all later ones. If only the outlier's own
-        output moves, the input is rescaled: a statistic over one value gives the same (x - x) or
-        x / |x| again, while a norm without statistics changes.
-        """
-        with self.probe(training=True) as probe:
-            x = self.values()
-            before = probe.observe(x).output
-            if not before.isfinite().all():
-                raise UserError("returns NaN or infinity in training for inputs of size 1")
-            reaches: list[Reach] = []
-            for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
-                changed = x.clone()
-                changed[sample, channel, 0] += math.sqrt(x.numel())
-                moved = changes(before, probe.observe(changed).output) > TOLERANCE
-                of_samples = moved.flatten(1).sum(dim=1)
-                own = int(of_samples[sample])
-                others = int(of_samples.sum()) - own
-                moved[sample, channel, 0] = False
-                if moved.any():
-                    reaches.append(Reach(max(own, 1), others / max(len(x) - 1, 1)))
-            if reaches:
-                return max(reaches)
-            small, large = (probe.observe(scale * x).output for scale in (0.1, 3.0))
-            return None if moves(small, large, tolerance=1e-2) else Reach(1, 0.0)
-
-
-@dataclass(frozen=True, order=True)
-class Reach:
-    """How many values a statistic pools: `own` of one sample, `other` of each further sample."""
-
-    own: int
-    other: float
-
-    def num_values(self, group_size: int) -> int:
-        """Values in the statistic when `group_size` samples share one."""
-        return self.own + round(self.other * (group_size - 1))
-
-
-def measure_reaches(sites: Sequence[EnteredSite]) -> dict[str, Reach]:
-    """The reach of each site that takes statistics, the smallest over its input shapes."""
-    reaches: dict[str, Reach] = {}
-    for entered in sites:
-        reach = entered.reach()
-        if reach is not None:
-            reaches |= {name: min(reaches.get(name, reach), reach) for name in entered.names}
-    return reaches
 
 
 def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
@@ -235,7 +158,7 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
         handles.append(site.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         handles.append(site.register_forward_hook(lambda *_: inside.pop() and None))
     try:
-        Probe(network.train()).observe(*model_arguments(batch))
+        Probe(network.train(), *model_arguments(batch)).observe()
     except Exception as error:  # of foreign code, any kind
         if not inside and isinstance(error, UserError):
             raise
@@ -291,7 +214,7 @@ def shorten(network: nn.Module, batch: Batch) -> Batch:
         return batch
     short = {n: v[:, :SHORT_TEXT] if v.ndim == 2 else v for n, v in batch.items()}
     try:
-        Probe(network).observe(*model_arguments(short))
+        Probe(network, *model_arguments(short)).observe()
     except Exception:  # a model for one length
         return batch
     return short

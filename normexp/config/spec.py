@@ -132,6 +132,12 @@ class CellSpec:
         return replace(self.with_values({"norm_batch_size": None}), mixes_samples=False)
 
     @property
+    def composed(self) -> DictConfig:
+        """The config of a cell that composes."""
+        assert self.cfg is not None, self.error
+        return self.cfg
+
+    @property
     def seeds(self) -> list[int]:
         """The seeds to train; none if the config does not compose."""
         if self.cfg is None:

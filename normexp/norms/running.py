@@ -22,8 +22,9 @@ from normexp.norms.affine import Affine, AffineNorm, over_channels
 from normexp.norms.contract import State
 from normexp.norms.moments import Moments, centre, measure, pool, pool_mean, unbiased
 
-# Above this number of elements, groups run one after another: a loop saves the two copies needed to
-# fold them. On a CPU these cost more than the loop's extra calls from about this size.
+# On a CPU, groups of more elements than this run one after another: a loop saves the two copies
+# needed to fold them, which cost more than its extra calls from about this size. On a GPU a launch
+# costs more than a copy.
 LOOP_FROM_ELEMENTS = 2**16
 
 
@@ -250,7 +251,7 @@ def normalize_groups(
     if num_groups == 1:
         out, mean, scale = _batch_norm_kernel(x.squeeze(0), affine, eps)
         out = out[None]
-    elif x.shape[1:].numel() > LOOP_FROM_ELEMENTS:
+    elif x.device.type == "cpu" and x.shape[1:].numel() > LOOP_FROM_ELEMENTS:
         parts = [_batch_norm_kernel(part, affine, eps) for part in x]
         out, mean, scale = (torch.stack(values) for values in zip(*parts, strict=True))
     else:

@@ -89,10 +89,16 @@ def _with_budget(config: Config) -> Config:
 
 
 def _merge(cells: Sequence[CellRow]) -> list[CellRow]:
-    """One cell for each recipe of a study; of runs with one seed, that of the first cell counts."""
+    """One cell for each recipe of a study; of runs with one seed, that of the first cell counts.
+
+    Sizes are compared as they take effect: the norm batch size of a norm that does not mix samples
+    has none.
+    """
     by_recipe: dict[Hashable, list[CellRow]] = {}
     for cell in cells:
-        recipe = {(key, comparable(value)) for key, value in compared(cell.config).items()}
+        config = {**compared(cell.config), "norm_batch_size": cell.statistics_size}
+        config["micro_batch_size"] = cell.micro_batch_size
+        recipe = {(key, comparable(value)) for key, value in config.items()}
         by_recipe.setdefault((cell.study, frozenset(recipe)), []).append(cell)
     merged = []
     for first, *others in by_recipe.values():

@@ -168,7 +168,7 @@ class CellRow:
     def error(self) -> str | None:
         return next((run.result.error for run in self.runs if run.result.error), None)
 
-    @property
+    @cached_property
     def place(self) -> Hashable:
         """Equal for cells whose settings are equal but for the budget."""
         return frozenset(

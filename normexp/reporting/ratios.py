@@ -56,7 +56,8 @@ def _claim(comparisons: Sequence[Comparison]) -> Claim:
     The details show data sets that disagree, and what is missing:
     `digits 0.80, cifar10 1.30; n = 14 pairs; batch on digits: 2 of 8 diverged`.
     """
-    one, metric = comparisons[0], comparisons[0].part.metric
+    norm, (size, largest) = comparisons[0].first.norm, comparisons[0].sizes
+    part, metric = comparisons[0].part, comparisons[0].part.metric
     logs, by_data = [], []
     for comparison in comparisons:
         first, second = comparison.pairs
@@ -66,29 +67,28 @@ def _claim(comparisons: Sequence[Comparison]) -> Claim:
         shown = f"{np.exp(values.mean()):.2f}" if len(values) else "without a ratio"
         by_data.append(f"{comparison.part.data} {shown}")
         logs.append(values)
-    ends = [(one.first, one.part) for one in comparisons]
-    ends += [(one.second, one.part) for one in comparisons]
+    ends = [(comparison.first, comparison.part) for comparison in comparisons]
+    ends += [(comparison.second, comparison.part) for comparison in comparisons]
     lost = dict.fromkeys(
         f"{cell.norm} on {cell.data}: {words}"
-        for cell, part in ends
-        if (words := lost_words(cell, part))
+        for cell, slice_ in ends
+        if (words := lost_words(cell, slice_))
     )
-    found = stratified_mean(logs)
+    average = stratified_mean(logs)
     centre, low, high = (
-        None if x is None else math.exp(x) for x in (found.estimate, found.low, found.high)
+        None if x is None else math.exp(x) for x in (average.estimate, average.low, average.high)
     )
-    ratio = format_interval(Interval(centre, low, high, found.level, found.n), 2)
+    ratio = format_interval(Interval(centre, low, high, average.level, average.n), 2)
     times = "no ratio to" if centre is None else f"{ratio} times"
-    details = [", ".join(by_data), f"n = {found.n} pairs", *lost]
+    details = [", ".join(by_data), f"n = {average.n} pairs", *lost]
     if any(comparison.has_diverged for comparison in comparisons):
         details.append("diverged runs count as the worst run of their data set")
-    noun, axis = "errors" if metric.higher_is_better else metric.label, AXIS_WORDS[one.part.axis]
-    norm, (size, largest) = one.first.norm, one.sizes
-    reference = "" if one.is_along_sizes else one.second.norm
+    noun, axis = "errors" if metric.higher_is_better else metric.label, AXIS_WORDS[part.axis]
+    reference = "" if comparisons[0].is_along_sizes else comparisons[0].second.norm
     text = f"{norm} at {axis} {size}: {times} its {noun} at {largest}"
     if reference:
         text = f"At {axis} {size}, {norm}: {times} the {noun} of {reference}"
-    sizes = sorted(set(one.sizes))
+    sizes = sorted({size, largest})
     kind = "no data" if centre is None else "interval"
     return Claim([norm], kind, text, "; ".join(details), sizes=sizes, reference=reference)
 

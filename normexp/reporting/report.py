@@ -82,7 +82,10 @@ def read_report(
         slices=slices,
         comparisons=comparisons,
         sections=[
-            *(Section(one.heading, [one], headline_of([one], comparisons)) for one in over_data),
+            *(
+                Section(answer.heading, [answer], headline_of([answer], comparisons))
+                for answer in over_data
+            ),
             *by_budget,
         ],
         counts=_count_words(cells, records),
@@ -119,12 +122,14 @@ def to_json(report: Report) -> dict[str, Any]:
         "counts": report.counts,
         "cells": {ids[cell]: _cell_values(cell) for cell in report.cells},
         "slices": [_slice_values(part, ids) for part in report.slices],
-        "comparisons": [_comparison_values(one, ids) for one in report.comparisons],
+        "comparisons": [_comparison_values(comparison, ids) for comparison in report.comparisons],
         "sections": [
             {
                 "heading": section.heading,
                 "headline": section.headline and section.headline.claim,
-                "sentences": [one.text for answer in section.answers for one in answer.sentences],
+                "sentences": [
+                    claim.text for answer in section.answers for claim in answer.sentences
+                ],
             }
             for section in report.sections
         ],
@@ -166,26 +171,27 @@ def _slice_values(part: Slice, ids: dict[CellRow, str]) -> dict[str, Any]:
     }
 
 
-def _comparison_values(one: Comparison, ids: dict[CellRow, str]) -> dict[str, Any]:
+def _comparison_values(comparison: Comparison, ids: dict[CellRow, str]) -> dict[str, Any]:
     return {
-        "first": ids[one.first],
-        "second": ids[one.second],
-        "axis": one.part.axis,
-        "sizes": list(one.sizes),
-        "metric": one.part.metric.name,
-        "unit": one.part.metric.unit,
-        "budget": one.budget,
-        "lr": [one.first.lr, one.second.lr],
-        "n": one.gap.n,
-        "difference": _interval_values(one.gap),
-        "difference_over_samples": one.over_samples and _interval_values(one.over_samples),
-        "margin": one.margin,
-        "verdict": one.verdict,
-        "why_no_verdict": one.why_no_verdict,
-        "in_family": one.is_judged,
-        "family_size": one.family_size,
-        "p": one.p,
-        "recipes_differ_in": sorted(differences(one.first, one.second)),
+        "first": ids[comparison.first],
+        "second": ids[comparison.second],
+        "axis": comparison.part.axis,
+        "sizes": list(comparison.sizes),
+        "metric": comparison.part.metric.name,
+        "unit": comparison.part.metric.unit,
+        "budget": comparison.budget,
+        "lr": [comparison.first.lr, comparison.second.lr],
+        "n": comparison.gap.n,
+        "difference": _interval_values(comparison.gap),
+        "difference_over_samples": comparison.over_samples
+        and _interval_values(comparison.over_samples),
+        "margin": comparison.margin,
+        "verdict": comparison.verdict,
+        "why_no_verdict": comparison.why_no_verdict,
+        "in_family": comparison.is_judged,
+        "family_size": comparison.family_size,
+        "p": comparison.p,
+        "recipes_differ_in": sorted(differences(comparison.first, comparison.second)),
     }
 
 

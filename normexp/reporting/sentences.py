@@ -80,11 +80,11 @@ class Answer:
 
     @property
     def losses(self) -> list[Claim]:
-        return [one for one in self.sentences if not one.reference]
+        return [claim for claim in self.sentences if not claim.reference]
 
     @property
     def comparisons(self) -> list[Claim]:
-        return [one for one in self.sentences if one.reference]
+        return [claim for claim in self.sentences if claim.reference]
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,12 @@ def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) ->
     """
     answers = []
     for part in slices:
-        of_part = [one for one in comparisons if one.part is part]
-        claims = [*_plain_claims(part), *(_claim(one, comparisons) for one in of_part)]
-        claims.sort(key=lambda one: (bool(one.reference), one.kind == "independent"))
+        of_part = [comparison for comparison in comparisons if comparison.part is part]
+        claims = [
+            *_plain_claims(part),
+            *(_claim(comparison, comparisons) for comparison in of_part),
+        ]
+        claims.sort(key=lambda claim: (bool(claim.reference), claim.kind == "independent"))
         answers.append(Answer(part.heading, [part], claims, _note(of_part, comparisons)))
     return answers
 
@@ -120,7 +123,8 @@ def group_by_budget(answers: Sequence[Answer], comparisons: Sequence[Comparison]
     for answer in answers:
         alike.setdefault(answer.parts[0].place, []).append(answer)
     return [
-        Section(_common_heading(own), own, headline_of(own, comparisons)) for own in alike.values()
+        Section(_common_heading(same), same, headline_of(same, comparisons))
+        for same in alike.values()
     ]
 
 
@@ -137,33 +141,40 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
 
     Where a verdict was tried at several budgets, the sentence says what it is at each.
     """
-    claims = [one for answer in answers for one in answer.sentences]
+    claims = [claim for answer in answers for claim in answer.sentences]
+    budgets = {claim.comparison.budget for claim in claims if claim.comparison is not None}
     ranks = {kind: place for place, kind in enumerate(HEADLINES, start=2)}
 
     def rank(claim: Claim) -> int:
-        one = claim.comparison
-        if one is None or one.verdict is None:
+        comparison = claim.comparison
+        if comparison is None or comparison.verdict is None:
             return ranks.get(claim.kind, len(HEADLINES) + 2)
-        others = at_other_budgets(one, comparisons)
-        return int(bool(others) and not survives(one, comparisons))
+        others = {other.budget for other in at_other_budgets(comparison, comparisons)}
+        is_everywhere = {comparison.budget, *others} >= budgets and survives(
+            comparison, comparisons
+        )
+        return 0 if len(budgets) == 1 or is_everywhere else 1
 
     claim = min(claims, key=rank, default=None)
-    one = None if claim is None else claim.comparison
-    others = [] if one is None else at_other_budgets(one, comparisons)
-    if claim is None or one is None or not others:
+    if claim is None or claim.comparison is None or len(budgets) == 1:
         return claim
-    words = f"{_words(one, one.kind)} at {one.budget}"
-    words += "".join(f"{_at_budget(one, other)}" for other in others)
-    return replace(claim, claim=words, details="", elsewhere="")
+    comparison = claim.comparison
+    kind = "interval" if comparison.kind == "open" else comparison.kind
+    words = f"{_words(comparison, kind)} at {comparison.budget}"
+    words += ", undecided" if comparison.kind == "open" else ""
+    others = [_at_budget(comparison, other) for other in at_other_budgets(comparison, comparisons)]
+    return replace(claim, claim=words + "".join(others))
 
 
-def _at_budget(one: Comparison, other: Comparison) -> str:
+def _at_budget(comparison: Comparison, other: Comparison) -> str:
     """`, and 1.8 [0.9, 2.7] points at epochs=48`, or `; at epochs=48 it gains 0.8 points`."""
     shown = _shown(other, other.kind, other.gap)
     if other.has_diverged and other.kind in DIRECTED:
         shown = f"at least {shown}"
-    if other.kind == one.kind and one.verdict is not None:
+    if other.kind == comparison.kind and comparison.verdict is not None:
         return f", and {shown} at {other.budget}"
+    if other.kind == "open" and comparison.verdict is None:
+        return f"; {shown} at {other.budget}, undecided"
     higher = other.part.metric.higher_is_better
     words = {
         "loses": f"it loses {shown}" if higher else f"it worsens by {shown}",
@@ -179,7 +190,7 @@ def _at_budget(one: Comparison, other: Comparison) -> str:
 
 
 def _plain_claims(part: Slice) -> Iterator[Claim]:
-    """Claims on norms without a contrast along the sizes; independent norms share a sentence."""
+    """Claims on norms without a comparison along the sizes; independent norms share a sentence."""
     axis = AXIS_WORDS[part.axis]
     alike: dict[str, list[str]] = {}
     for norm, line in part.lines.items():
@@ -208,44 +219,52 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _claim(one: Comparison, comparisons: Sequence[Comparison]) -> Claim:
-    kind, along = one.kind, one.is_along_sizes
-    lost = lost_words(one.second, one.part)
+def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
+    kind, along = comparison.kind, comparison.is_along_sizes
+    lost = lost_words(comparison.second, comparison.part)
     details = [
-        _count_words(one.first, one.part, one.gap.n, "seed" if along else "pair"),
-        f"{one.second.norm} at {one.sizes[1]}: {lost}" if lost else "",
-        _diverged_words(one),
-        _over_samples_words(one),
-        _seed_words(one),
-        _rate_words(one),
-        _optimism_words(one),
-        _training_words(one) if one.verdict else "",
+        _count_words(
+            comparison.first, comparison.part, comparison.gap.n, "seed" if along else "pair"
+        ),
+        f"{comparison.second.norm} at {comparison.sizes[1]}: {lost}" if lost else "",
+        _diverged_words(comparison),
+        _over_samples_words(comparison),
+        _seed_words(comparison),
+        _rate_words(comparison),
+        _optimism_words(comparison),
+        _training_words(comparison) if comparison.verdict else "",
     ]
-    budget = f" ({one.budget})" if one.budget else ""
-    is_scoped = one.verdict is not None and not survives(one, comparisons)
+    budget = f" ({comparison.budget})" if comparison.budget else ""
+    is_scoped = comparison.verdict is not None and not survives(comparison, comparisons)
     scope = f", at this budget{budget}" if is_scoped else ""
     return Claim(
-        [one.first.norm],
+        [comparison.first.norm],
         kind,
-        _words(one, kind) + scope,
+        _words(comparison, kind) + scope,
         "; ".join(filter(None, details)),
-        "".join(_budget_words(one, other) for other in at_other_budgets(one, comparisons)),
-        sizes=sorted(set(one.sizes)),
-        reference="" if along else one.second.norm,
-        comparison=one,
+        "".join(
+            _budget_words(comparison, other) for other in at_other_budgets(comparison, comparisons)
+        ),
+        sizes=sorted(set(comparison.sizes)),
+        reference="" if along else comparison.second.norm,
+        comparison=comparison,
     )
 
 
-def _words(one: Comparison, kind: str) -> str:
+def _words(comparison: Comparison, kind: str) -> str:
     """The sentence without its scope and details."""
-    metric, axis = one.part.metric, AXIS_WORDS[one.part.axis]
-    norm, reference, (small, large) = one.first.norm, one.second.norm, one.sizes
-    shown, limit = _shown(one, kind, one.gap), metric.tolerance_words
-    missing = "too few seeds for an" if one.gap.n < 2 else "the same for every seed, so no"
+    metric, axis = comparison.part.metric, AXIS_WORDS[comparison.part.axis]
+    norm, reference, (small, large) = (
+        comparison.first.norm,
+        comparison.second.norm,
+        comparison.sizes,
+    )
+    shown, limit = _shown(comparison, kind, comparison.gap), metric.tolerance_words
+    missing = "too few seeds for an" if comparison.gap.n < 2 else "the same for every seed, so no"
     end = {"no interval": f"; {missing} interval", "open": "; undecided"}.get(kind, "")
-    least = f"at least {shown}" if one.has_diverged else shown  # of a verdict
+    least = f"at least {shown}" if comparison.has_diverged else shown  # of a verdict
     loses, gains = ("loses", "gains") if metric.higher_is_better else ("worsens by", "improves by")
-    if one.is_along_sizes:
+    if comparison.is_along_sizes:
         where = f"from {axis} {large} to {small}"
         return {
             "loses": f"{norm} {loses} {least} {where}",
@@ -262,42 +281,46 @@ def _words(one: Comparison, kind: str) -> str:
     }.get(kind, f"{where} minus {reference}: {shown}{end}")
 
 
-def _shown(one: Comparison, kind: str, gap: Interval) -> str:
+def _shown(comparison: Comparison, kind: str, gap: Interval) -> str:
     """The gap as its sentence shows it: what is lost or gained, or the first minus the second."""
     is_loss = kind in ("loses", "worse")
-    is_negated = is_loss if kind in DIRECTED else not one.part.metric.higher_is_better
-    return one.part.metric.format(-gap if is_negated else gap)
+    is_negated = is_loss if kind in DIRECTED else not comparison.part.metric.higher_is_better
+    return comparison.part.metric.format(-gap if is_negated else gap)
 
 
-def _over_samples_words(one: Comparison) -> str:
-    if one.over_samples is None:
+def _over_samples_words(comparison: Comparison) -> str:
+    if comparison.over_samples is None:
         return ""
-    words = _shown(one, one.kind, one.over_samples)
-    is_same = words == _shown(one, one.kind, one.gap)
+    words = _shown(comparison, comparison.kind, comparison.over_samples)
+    is_same = words == _shown(comparison, comparison.kind, comparison.gap)
     return "the same over test samples too" if is_same else f"over test samples too {words}"
 
 
-def _budget_words(one: Comparison, other: Comparison) -> str:
+def _budget_words(comparison: Comparison, other: Comparison) -> str:
     """` At epochs=48: 0.8 [0.3, 1.3] points the other way: the verdict does not survive.`"""
-    if other.gap.estimate is None or one.gap.estimate is None:
+    if other.gap.estimate is None or comparison.gap.estimate is None:
         return f" {other.budget}: no result."
-    turns = one.kind in DIRECTED and other.gap.estimate * one.gap.estimate < 0
-    told = f" At {other.budget}: {_shown(other, one.kind, -other.gap if turns else other.gap)}"
+    turns = comparison.kind in DIRECTED and other.gap.estimate * comparison.gap.estimate < 0
+    told = (
+        f" At {other.budget}: {_shown(other, comparison.kind, -other.gap if turns else other.gap)}"
+    )
     told += " the other way" * turns
-    if one.verdict is None:
+    if comparison.verdict is None:
         return f"{told}."
-    end = "survives" if other.kind == one.kind else "does not survive"
+    end = "survives" if other.kind == comparison.kind else "does not survive"
     return f"{told}: the verdict {end}."
 
 
 def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> str:
     """Explains what the intervals and verdicts of a report promise."""
-    if not any(one.gap.low is not None for one in of_part):
+    if not any(comparison.gap.low is not None for comparison in of_part):
         return ""
-    judged = [one for one in comparisons if one.is_judged]
-    references = dict.fromkeys(one.second.base for one in judged if not one.is_along_sizes)
+    judged = [comparison for comparison in comparisons if comparison.is_judged]
+    references = dict.fromkeys(
+        comparison.second.base for comparison in judged if not comparison.is_along_sizes
+    )
     members = []
-    if any(one.is_along_sizes for one in judged):
+    if any(comparison.is_along_sizes for comparison in judged):
         members.append("each norm that mixes samples, from its largest to its smallest size")
     if references:
         members.append(f"each norm against {_listed(list(references))} at the smallest size")
@@ -333,53 +356,53 @@ def lost_words(cell: CellRow, part: Slice) -> str:
     return ", ".join(parts)
 
 
-def _diverged_words(one: Comparison) -> str:
+def _diverged_words(comparison: Comparison) -> str:
     """What the difference is where diverged runs, which may be worse, count as the worst run."""
-    if not one.has_diverged:
+    if not comparison.has_diverged:
         return ""
     bound = ""  # of a verdict: its sentence has `at least`
-    if one.first.diverged and one.second.diverged:
+    if comparison.first.diverged and comparison.second.diverged:
         bound = " in both cells, so the difference may be greater or smaller"
-    elif one.verdict is None:
-        is_most = bool(one.first.diverged) == one.part.metric.higher_is_better
+    elif comparison.verdict is None:
+        is_most = bool(comparison.first.diverged) == comparison.part.metric.higher_is_better
         bound = f", so the difference is at {'most' if is_most else 'least'} this"
     return f"diverged runs count as the worst run{bound}"
 
 
-def _seed_words(one: Comparison) -> str:
+def _seed_words(comparison: Comparison) -> str:
     """`ahead with 7 of 8 seeds`, where a tie counts one half; a warning if all seeds tie."""
-    a, b = one.pairs
-    if len(a) > 1 and (a == b).all() and not one.has_diverged:
+    a, b = comparison.pairs
+    if len(a) > 1 and (a == b).all() and not comparison.has_diverged:
         return "equal under every seed: is the norm used?"
-    chance = one.improvement
-    if one.is_along_sizes or chance.estimate is None:
+    chance = comparison.improvement
+    if comparison.is_along_sizes or chance.estimate is None:
         return ""
     ties = " (a tie counts half)" if (a == b).any() else ""
     return f"ahead with {chance.estimate * chance.n:g} of {chance.n} seeds{ties}"
 
 
-def _ends(one: Comparison) -> list[tuple[str, CellRow]]:
+def _ends(comparison: Comparison) -> list[tuple[str, CellRow]]:
     """Both cells with their names in details: `at 2` and `at 128`, or `of group` and `of batch`."""
-    cells = (one.first, one.second)
-    if one.is_along_sizes:
-        return [(f"at {size}", cell) for size, cell in zip(one.sizes, cells, strict=True)]
+    cells = (comparison.first, comparison.second)
+    if comparison.is_along_sizes:
+        return [(f"at {size}", cell) for size, cell in zip(comparison.sizes, cells, strict=True)]
     return [(f"of {cell.norm}", cell) for cell in cells]
 
 
-def _rate_words(one: Comparison) -> str:
+def _rate_words(comparison: Comparison) -> str:
     """`learning rate 0.1 of group, 0.05 of batch`, where the two differ."""
-    if one.first.lr == one.second.lr:
+    if comparison.first.lr == comparison.second.lr:
         return ""
-    said = [f"{cell.lr:g} {name}" for name, cell in _ends(one)]
+    said = [f"{cell.lr:g} {name}" for name, cell in _ends(comparison)]
     return f"learning rate {', '.join(said)}"
 
 
-def _optimism_words(one: Comparison) -> str:
+def _optimism_words(comparison: Comparison) -> str:
     """`learning rates chosen on these seeds: optimism +0.14 points at 2, +0.20 points at 128`."""
-    amounts, metric = [], one.part.metric
-    for name, cell in _ends(one):
-        if one.part.alternatives(cell):
-            optimism = one.part.optimism(cell)
+    amounts, metric = [], comparison.part.metric
+    for name, cell in _ends(comparison):
+        if comparison.part.alternatives(cell):
+            optimism = comparison.part.optimism(cell)
             amount = "unknown"
             if optimism is not None:
                 amount = f"{format_signed(optimism, metric.digits + 1)} {metric.unit}".rstrip()
@@ -387,9 +410,9 @@ def _optimism_words(one: Comparison) -> str:
     return f"learning rates chosen on these seeds: optimism {', '.join(amounts)}" if amounts else ""
 
 
-def _training_words(one: Comparison) -> str:
+def _training_words(comparison: Comparison) -> str:
     """`train loss at 2: 0.67 (still falling), at 128: 0.05 (converged)`."""
-    ends = [(name, _training_end(cell)) for name, cell in _ends(one)]
+    ends = [(name, _training_end(cell)) for name, cell in _ends(comparison)]
     known = [f"{name}: {words}" for name, words in ends if words]
     return f"train loss {', '.join(known)}" if known else "train loss not recorded"
 

@@ -57,13 +57,14 @@ def print_report(report: Report, cells: ReportTable) -> None:
     for section in report.sections:
         if len(section.answers) > 1 and section.headline:
             console.out(f"\n{section.headline.claim}.", style="bold")
-        for answer in section.answers:
+        for number, answer in enumerate(section.answers, start=1):
             console.out(f"\n{answer.heading}", style="bold")
             if answer.measured_on:
                 console.out(f"Measured on {answer.measured_on}.", style="dim")
             for one in answer.sentences:
                 console.out(f"- {one.text}")
-            if answer.note:
+            later = [other.note for other in section.answers[number:]]
+            if answer.note and answer.note not in later:
                 console.out(answer.note, style="dim")
     for line in report.waiting:
         console.out(f"not ended: {line}", style="dim")

@@ -143,7 +143,7 @@ class Comparison:
         """Equal for comparisons that differ only in their slice."""
         return self.first.norm, self.second.norm, self.sizes
 
-    @property
+    @cached_property
     def place(self) -> Hashable:
         """Equal for comparisons that differ only in the budget."""
         cells = (self.first, self.second)
@@ -158,19 +158,20 @@ class Comparison:
 
 def compare(slices: Sequence[Slice]) -> list[Comparison]:
     """Every comparison of the slices of one report, which are one family."""
-    found = [one for part in slices for one in _comparisons_of(part)]
-    size = sum(one.is_judged for one in found)
-    return [replace(one, family_size=size) for one in found]
+    comparisons = [comparison for part in slices for comparison in _comparisons_of(part)]
+    size = sum(comparison.is_judged for comparison in comparisons)
+    return [replace(comparison, family_size=size) for comparison in comparisons]
 
 
-def at_other_budgets(one: Comparison, comparisons: Sequence[Comparison]) -> list[Comparison]:
-    place, budget = one.place, one.budget
+def at_other_budgets(comparison: Comparison, comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The same comparison at the other budgets of the report."""
+    place, budget = comparison.place, comparison.budget
     return [other for other in comparisons if other.budget != budget and other.place == place]
 
 
-def survives(one: Comparison, comparisons: Sequence[Comparison]) -> bool:
+def survives(comparison: Comparison, comparisons: Sequence[Comparison]) -> bool:
     """True if the verdict is the same at every budget, and there are several."""
-    return {other.kind for other in at_other_budgets(one, comparisons)} == {one.kind}
+    return {other.kind for other in at_other_budgets(comparison, comparisons)} == {comparison.kind}
 
 
 def paired(first: Values, second: Values) -> tuple[np.ndarray, np.ndarray]:

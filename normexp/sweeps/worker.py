@@ -238,7 +238,7 @@ def ready_to_train() -> Iterator[None]:
     """Imports torch and what trains; caches data sets inside the block."""
     with importing_torch():
         import normexp.cells.run  # noqa: F401
-        from normexp.cells.draft import keeping_data
+        from normexp.build import keeping_data
 
     with keeping_data():
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,29 @@ from normexp.training.step import AddGradient
 from normexp.training.stopping import StopRequest
 
 
+@dataclass(frozen=True)
+class Devices:
+    """The devices that train a cell together, and the precision of their numbers."""
+
+    accelerator: str  # auto, cpu, gpu or cuda
+    per_node: int
+    num_nodes: int
+    strategy: str  # auto, or ddp for several devices
+    precision: str  # 32-true, bf16-mixed or 64-true
+    matmul_precision: str  # of float32 on a GPU: highest, high or medium
+    shares_statistics: bool  # the norm takes its statistics over all devices
+
+    @property
+    def count(self) -> int:
+        """The number of devices, over all nodes."""
+        return self.per_node * self.num_nodes
+
+    @property
+    def type(self) -> str:
+        """See `device_type`."""
+        return device_type(self.accelerator)
+
+
 def device_type(accelerator: str) -> str:
     """Returns "cuda" or "cpu"; any other accelerator is left for Lightning to check.
 
@@ -26,31 +50,47 @@ def device_type(accelerator: str) -> str:
     return "cuda" if accelerator == "gpu" else accelerator
 
 
-def set_matmul_precision(precision: str, device_type: str) -> None:
+def set_matmul_precision(devices: Devices) -> None:
     """Sets how a GPU multiplies float32: `highest` in float32, `high` or `medium` on tensor cores.
 
     `high` is TF32 with 10 bits of mantissa. By default torch uses TF32 for convolutions but not
     for matrix products; here both follow one setting. A CPU always computes in float32.
     """
-    if device_type != "cuda":
+    if devices.type != "cuda":
         return
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = precision != "highest"
+    torch.set_float32_matmul_precision(devices.matmul_precision)
+    torch.backends.cudnn.allow_tf32 = devices.matmul_precision != "highest"
 
 
-def resolve_trainer_options(
-    options: dict[str, Any], stop: StopRequest | None = None
-) -> dict[str, Any]:
-    """Returns the Trainer's options with `accelerator=auto` and `strategy=ddp` resolved."""
-    options = options | {"accelerator": device_type(options["accelerator"])}
-    if options.get("strategy") != "ddp":
-        return options
-    if options["devices"] * options.get("num_nodes", 1) == 1:
-        return options | {"strategy": "auto"}
-    # The processes are connected already. Without an explicit environment Lightning would choose
-    # SLURM's inside any SLURM job.
-    strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
-    return options | {"strategy": strategy}
+def trainer_options(devices: Devices, stop: StopRequest) -> dict[str, Any]:
+    """Returns the options of Lightning's Trainer."""
+    strategy: Any = "auto"
+    if devices.strategy == "ddp" and devices.count > 1:
+        # The processes are connected already. Without an explicit environment Lightning would
+        # choose SLURM's inside any SLURM job.
+        strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
+    return {
+        "accelerator": devices.type,
+        "devices": devices.per_node,
+        "num_nodes": devices.num_nodes,
+        "strategy": strategy,
+        "precision": devices.precision,
+    }
+
+
+def check_devices(devices: Devices) -> None:
+    """Raises UserError for GPUs that this machine lacks."""
+    accelerator, wanted, count = devices.accelerator, devices.per_node, torch.cuda.device_count()
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise UserError(
+            f"trainer.accelerator={accelerator}: this machine has no CUDA GPU; "
+            "try trainer=cpu, or trainer=auto, which takes a GPU if there is one"
+        )
+    if accelerator != "cpu" and torch.cuda.is_available() and wanted > max(count, 1):
+        raise UserError(
+            f"trainer.devices={wanted}: this machine has {count} GPU{'s' if count > 1 else ''}; "
+            f"try trainer.devices={count} or trainer.accelerator=cpu"
+        )
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -60,7 +100,7 @@ class ReplicatedStrategy(DDPStrategy):
     the network in DistributedDataParallel, see `batching.processes`.
     """
 
-    def __init__(self, stop: StopRequest | None, **options: Any) -> None:
+    def __init__(self, stop: StopRequest, **options: Any) -> None:
         super().__init__(**options)
         self.stop = stop
 
@@ -69,8 +109,7 @@ class ReplicatedStrategy(DDPStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Also restores our signal handlers: processes wait here after Lightning set its own."""
-        if self.stop is not None:
-            self.stop.keep_listening()
+        self.stop.keep_listening()
         super().barrier(name)
 
 

@@ -11,7 +11,6 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from normexp.batching.replicas import Batch, Measurements, Replicas
 from normexp.data.dataset import Data
 from normexp.norms.state import write_state
 from normexp.training.optim import AveragedWeights
+from normexp.training.recipe import Recipe
 from normexp.training.recorder import Columns, finite_mean
 from normexp.training.statistics import (
     Population,
@@ -113,37 +113,10 @@ def criterion_of(data: Data) -> Criterion:
     return LanguageModeling(data.bytes_per_token)
 
 
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """The statistics to record; running statistics are always measured.
-
-    Attributes:
-        statistics: of running, precise and batch.
-        precise_samples: training samples to pool for precise statistics.
-        group_size: samples that share statistics while pooling, the run's norm batch size.
-        batch_sizes: samples per batch of each evaluation with batch statistics.
-        every_epoch: measure everything at every validation; if False, only at the end.
-    """
-
-    statistics: tuple[str, ...]
-    precise_samples: int
-    group_size: int
-    batch_sizes: tuple[int, ...]
-    every_epoch: bool
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """What evaluation.json holds as `asked`: precise or batch<k> to its number of samples."""
-        precise = {"precise": self.precise_samples} if "precise" in self.statistics else {}
-        return precise | {f"batch{size}": size for size in self.batch_sizes}
-
-
 class Evaluator:
     """Computes metrics of replicas on the val and test split.
 
     Args:
-        eval_group: samples that share statistics in evaluation mode; None if the norm does not
-            mix samples there.
         averaged: averaged weights to evaluate as well; None without.
 
     Attributes:
@@ -157,15 +130,13 @@ class Evaluator:
         replicas: Replicas,
         data: Data,
         criterion: Criterion,
-        plan: EvaluationPlan,
-        eval_group: int | None = None,
+        recipe: Recipe,
         averaged: AveragedWeights | None = None,
     ) -> None:
         self.replicas = replicas
         self.data = data
         self.criterion = criterion
-        self.plan = plan
-        self.eval_group = eval_group
+        self.recipe = recipe
         self.averaged = averaged
         self.samples: dict[str, Tensor] = {}
         self.population: Population | None = None
@@ -173,18 +144,17 @@ class Evaluator:
 
     def on(self, data: Data) -> Evaluator:
         """Returns the same evaluator for a copy of the data on another device."""
-        return Evaluator(
-            self.replicas, data, self.criterion, self.plan, self.eval_group, self.averaged
-        )
+        return Evaluator(self.replicas, data, self.criterion, self.recipe, self.averaged)
 
     def running(self, split: str) -> Columns:
         """Returns the metrics of a split; the replicas must be in evaluation mode."""
-        return self._score(self.replicas, "running", split, self.eval_group, self.eval_group)
+        group = self.recipe.mixed_in_evaluation
+        return self._score(self.replicas, "running", split, group, group)
 
     def others(self, splits: Sequence[str]) -> Columns:
-        """Returns the metrics of the splits with every other kind of statistics in the plan."""
+        """Returns the metrics of the splits with every other kind of statistics of the recipe."""
         metrics: Columns = {}
-        if "precise" in self.plan.statistics and not self._lacks_running_state:
+        if "precise" in self.recipe.statistics and not self._lacks_running_state:
             self.population = self._measure_population(self.replicas)
             self._lacks_running_state = self.population is None
             if self.population is None:
@@ -194,12 +164,12 @@ class Evaluator:
                     write_state(self.replicas, self.population.state)
                     for split in splits:
                         metrics |= self._score(self.replicas, "precise", split)
-        for size in self.plan.batch_sizes:
+        for size in self.recipe.evaluation_batch_sizes:
             with batch_statistics(self.replicas, size):
                 for split in splits:
                     metrics |= self._score(self.replicas, f"batch{size}", split, size)
         if self.averaged is not None and self.averaged.n_averaged > 0:
-            own, group = self.averaged.module, self.eval_group
+            own, group = self.averaged.module, self.recipe.mixed_in_evaluation
             # Averaged weights keep this newly measured running state. What cannot be measured stays
             # as after the last step.
             population = self._measure_population(own)
@@ -211,9 +181,9 @@ class Evaluator:
         return metrics
 
     def _measure_population(self, replicas: Replicas) -> Population | None:
-        plan = self.plan
+        num_samples, group_size = self.recipe.precise_samples, self.recipe.sizes.norm
         return measure_population(
-            replicas, self.data, num_samples=plan.precise_samples, group_size=plan.group_size
+            replicas, self.data, num_samples=num_samples, group_size=group_size
         )
 
     @torch.no_grad()
@@ -262,11 +232,11 @@ class Evaluator:
         `precise` also has num_samples, `gap` compares running averages with it, by site, and
         `asked` names what was evaluated, also where the norm or its numbers gave nothing.
         """
-        found: dict[str, Any] = {"asked": self.plan.kinds}
+        found: dict[str, Any] = {"asked": self.recipe.evaluations}
         for name, column in metrics.items():
             metric, _, suffix = name.partition("@")
             kind = "batch" if suffix.startswith("batch") else suffix or "running"
-            if kind in (*self.plan.statistics, "ema") and math.isfinite(column[index]):
+            if kind in (*self.recipe.statistics, "ema") and math.isfinite(column[index]):
                 found.setdefault(suffix or "running", {})[metric] = column[index]
         if self.population is not None and "precise" in found:
             found["precise"]["num_samples"] = self.population.num_samples

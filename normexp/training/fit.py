@@ -19,7 +19,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
-from normexp.training.devices import resolve_trainer_options
+from normexp.training.devices import trainer_options
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -32,8 +32,6 @@ def fit(
     module: TrainingModule,
     *,
     checkpoint: Path,
-    val_every_epochs: int,
-    trainer_options: dict[str, Any],
     callbacks: list[pl.Callback],
     stop: StopRequest | None = None,
 ) -> bool:
@@ -41,7 +39,6 @@ def fit(
 
     Args:
         checkpoint: file to save to, and to resume from if it exists.
-        trainer_options: accelerator, devices, num_nodes, strategy and precision of the Trainer.
         stop: a stop request that other threads can set too.
 
     Returns:
@@ -56,13 +53,13 @@ def fit(
     with quiet_lightning(), stop.listening():
         trainer = pl.Trainer(
             max_epochs=module.num_epochs,
-            check_val_every_n_epoch=val_every_epochs,
+            check_val_every_n_epoch=module.recipe.val_every_epochs,
             num_sanity_val_steps=0,
             logger=list(module.recorder.loggers) or False,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
             plugins=[AtomicCheckpointIO()],
             **BARE,
-            **resolve_trainer_options(trainer_options, stop),
+            **trainer_options(module.recipe.devices, stop),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
@@ -81,11 +78,11 @@ def fit(
     return stop.requested
 
 
-def evaluate(module: TrainingModule, *, accelerator: str, precision: str) -> None:
+def evaluate(module: TrainingModule) -> None:
     """Validates and tests a module without training; fills `module.metrics`."""
-    options = resolve_trainer_options({"accelerator": accelerator, "precision": precision})
+    options = trainer_options(module.recipe.devices, StopRequest())
     with quiet_lightning():
-        trainer = pl.Trainer(devices=1, logger=False, enable_checkpointing=False, **BARE, **options)
+        trainer = pl.Trainer(logger=False, enable_checkpointing=False, **BARE, **options)
         trainer.validate(module, verbose=False)
         trainer.test(module, verbose=False)
 

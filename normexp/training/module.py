@@ -20,8 +20,9 @@ from normexp.batching.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.training.chunks import ChunkLoader, LossHistory
 from normexp.training.devices import compiled_gradient
-from normexp.training.evaluation import EvaluationPlan, Evaluator, criterion_of
-from normexp.training.optim import AveragedWeights, Recipe, ReplicaRates
+from normexp.training.evaluation import Evaluator, criterion_of
+from normexp.training.optim import AveragedWeights, ReplicaRates
+from normexp.training.recipe import Recipe
 from normexp.training.recorder import Columns, Position, Recorder, finite_mean
 from normexp.training.step import StepGradient
 
@@ -49,7 +50,6 @@ class TrainingModule(pl.LightningModule):
         replicas: Replicas,
         batches: TrainingBatches,
         recipe: Recipe,
-        plan: EvaluationPlan,
         recorder: Recorder,
     ) -> None:
         super().__init__()
@@ -60,9 +60,7 @@ class TrainingModule(pl.LightningModule):
         self.recorder = recorder
         self.averaged = None if recipe.ema is None else AveragedWeights(replicas, recipe.ema)
         self.criterion = criterion_of(batches.data)
-        self.evaluator = Evaluator(
-            replicas, batches.data, self.criterion, plan, recipe.eval_group, self.averaged
-        )
+        self.evaluator = Evaluator(replicas, batches.data, self.criterion, recipe, self.averaged)
         self.losses = LossHistory(replicas.num_replicas, recipe.log_every)
         self.metrics: Columns = {}
         self.validated_at: int | None = None
@@ -211,7 +209,7 @@ class TrainingModule(pl.LightningModule):
 
     def validation_step(self, _: int) -> None:
         self._record_metrics(self.evaluator.running("val"))
-        if self.evaluator.plan.every_epoch:
+        if self.recipe.evaluates_every_epoch:
             self._record_metrics(self.evaluator.others(["val"]))
         self.validated_at = self.step
         means = {name: finite_mean(column) for name, column in self.metrics.items()}
@@ -221,9 +219,9 @@ class TrainingModule(pl.LightningModule):
             self._scheduler().step(means[self.recipe.schedule.monitor])
 
     def test_step(self, _: int) -> None:
-        """Evaluates the test split, and what the plan leaves for the end on the val split."""
+        """Evaluates the test split, and whatever remains for the end on the val split."""
         self._record_metrics(self.evaluator.running("test"))
-        val_is_done = self.evaluator.plan.every_epoch and self.validated_at == self.step
+        val_is_done = self.recipe.evaluates_every_epoch and self.validated_at == self.step
         self._record_metrics(self.evaluator.others(["test"] if val_is_done else ["val", "test"]))
         self.evaluator.log_gaps()
         self.recorder.flush()

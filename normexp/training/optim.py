@@ -1,50 +1,18 @@
-"""The recipe of a training, weight decay, and one optimizer for all replicas of a stack."""
+"""Weight decay, averaged weights, and one optimizer for all replicas of a stack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from normexp.batching.replicas import Replicas, Stacked
-from normexp.batching.sizes import Sizes
 from normexp.errors import first_line
 from normexp.norms.site import norm_parameters
-from normexp.training.schedule import Schedule
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that defines the training of a stack but its network, data and seeds."""
-
-    sizes: Sizes
-    optimizer: OptimizerFactory
-    schedule: Schedule
-    lr: float
-    weight_decay: float = 0.0
-    decay_norm: bool = False
-    decay_bias: bool = True  # of modules other than norms
-    max_grad_norm: float | None = None  # 2-norm per replica; None: no clipping
-    eval_group: int | None = None  # samples that a norm mixes in evaluation; None if it mixes none
-    log_every: int = 10  # optimizer steps per row of train/loss
-    max_chunk: int = 64  # most optimizer steps in one call of training_step
-    lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
-    compile: bool = False  # torch.compile the forward of training
-    ema: float | None = None  # weight of the past in averaged weights; None: no average
-
-    def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:
-        groups = parameter_groups(
-            replicas,
-            weight_decay=self.weight_decay,
-            decay_norm=self.decay_norm,
-            decay_bias=self.decay_bias,
-        )
-        return self.optimizer(groups, lr=self.lr)
 
 
 def parameter_groups(
@@ -140,7 +108,9 @@ def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
         for index, network in enumerate(alone):
             own = [gradient[:, index] for gradient in gradients]
             _train_on(optimizer, network, own, 0.1 * scales[index])
-    except Exception as error:  # user code may raise anything; cells.draft tries it without a stack
+    except (
+        Exception
+    ) as error:  # user code may raise anything; cells.refusals tries it without a stack
         return first_line(error)
     for index, network in enumerate(alone):
         for found, expected in zip(stack.parameters(), network.parameters(), strict=True):

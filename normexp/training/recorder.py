@@ -6,7 +6,7 @@ import math
 import netrc
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,30 @@ LAYOUT = {
     "speed": ["train/samples_per_second"],
 }
 Columns = dict[str, list[float]]  # a value per replica, by metric
+
+
+@dataclass(frozen=True)
+class Wandb:
+    """Weights & Biases, where runs are logged."""
+
+    mode: str  # auto, online, offline or disabled
+    project: str
+    entity: str | None
+    name: str | None  # of runs; None: the id of the cell
+    group: str | None  # None: the id of the cell
+
+
+@dataclass(frozen=True)
+class Loggers:
+    """Where a training logs besides metrics.csv, and the words that each logger gets."""
+
+    wandb: Wandb | None
+    tensorboard: bool
+    custom: Callable[[Mapping[str, Any]], Logger] | None  # from names and folders of the run
+    is_per_run: bool  # a custom logger for each run, not for the mean of a cell
+    names: Mapping[str, str | None]  # study and experiment
+    tags: tuple[str, ...]
+    notes: str | None
 
 
 @dataclass(frozen=True)

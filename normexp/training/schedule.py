@@ -94,12 +94,14 @@ class Schedule:
         build: makes that scheduler, which steps after each optimizer step, or at each validation
             if it monitors a metric.
         monitor: the name of that metric.
+        name: of the class of that scheduler.
     """
 
     total_steps: int
     factor: Callable[[int], float] | None = None
     build: Callable[[Optimizer], LRScheduler] | None = None
     monitor: str | None = None
+    name: str | None = None
 
 
 def named_schedule(kind: str, warmup: float, total_steps: int) -> Schedule:
@@ -165,9 +167,8 @@ def own_schedule(
     if not takes_metric:
         trial.step()
         scheduler.step()
-    return Schedule(
-        total_steps, build=make, monitor=(monitor or "val/loss") if takes_metric else None
-    )
+    watched = (monitor or "val/loss") if takes_metric else None
+    return Schedule(total_steps, build=make, monitor=watched, name=target.__name__)
 
 
 def _is_factor(factor: Any) -> bool:

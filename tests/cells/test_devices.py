@@ -12,41 +12,43 @@ from glob import glob
 from pathlib import Path
 
 import pytest
-from train_cases import results
+from train_cases import prepare, results, spec_of
 
 from normexp.cells import devices
-from normexp.cells.cell import prepare_cell
-from normexp.cells.plan import check_norm_batch_size, plan_training, sizes_of, use_one_device
+from normexp.cells.recipe import recipe_of
+from normexp.cells.refusals import check_norm_batch_size
 from normexp.cells.stack import Stack, create_stack
-from normexp.config.compose import compose_cell, compose_config
+from normexp.config.compose import compose_config
 from normexp.config.process import rank_among
 from normexp.config.spec import CellSpec, rank_for
 from normexp.errors import UserError
 from normexp.records.samples import read_samples
 from normexp.train import main
+from normexp.training.recipe import Recipe
 from normexp.training.stopping import TrainingControl
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
 
 
+def recipe(*words: str, num_train: int = 96) -> Recipe:
+    return recipe_of(spec_of(*DDP, *words), num_train=num_train, metrics=["val/loss"])
+
+
 def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_them():
-    cfg = compose_config([*DDP, "norm=batch", "norm_batch_size=32"])
     with pytest.raises(UserError, match="try norm_batch_size=16, or norm=sync"):
-        check_norm_batch_size(cfg, sizes_of(cfg))
-    assert sizes_of(compose_config([*DDP, "norm=batch"])).norm == 16
-    assert sizes_of(compose_config([*DDP, "norm=sync"])).norm == 32
-    use_one_device(cfg := compose_config([*DDP, "norm=batch"]))  # to evaluate it
-    assert (cfg.norm_batch_size, cfg.trainer.devices, cfg.trainer.strategy) == (16, 1, "auto")
+        check_norm_batch_size(32, recipe("norm=batch", "norm_batch_size=32"))
+    assert recipe("norm=batch").sizes.norm == 16
+    assert recipe("norm=sync").sizes.norm == 32
     with pytest.raises(UserError, match="over all 2 devices; try norm_batch_size=null"):
-        sizes_of(compose_config([*DDP, "norm=sync", "norm_batch_size=8"]))
+        recipe("norm=sync", "norm_batch_size=8")
 
 
 def test_last_batch_that_leaves_a_device_idle_is_refused_where_its_peers_would_wait():
-    words = [*DDP, "norm=sync", "drop_last=false"]
+    words = ["norm=sync", "drop_last=false"]
     with pytest.raises(UserError, match="has 8 samples, which leaves one of 2 devices"):
-        plan_training(compose_config(words), 72)
-    assert plan_training(compose_config(words), 96).steps_per_epoch == 3
-    assert plan_training(compose_config([*words, "norm=batch"]), 72).steps_per_epoch == 3
+        recipe(*words, num_train=72)
+    assert recipe(*words, num_train=96).steps_per_epoch == 3
+    assert recipe("norm=batch", "drop_last=false", num_train=72).steps_per_epoch == 3
 
 
 def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
@@ -89,7 +91,7 @@ def test_first_of_started_processes_alone_answers_what_needs_no_other(
 def test_each_rank_repeats_every_cell_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """For example the checkpoint of a stack of two rates, begun on one device."""
     words = [*DDP, "norm=batch", f"runs_dir={tmp_path}"]
-    cells = [prepare_cell(CellSpec(*compose_cell([*words, f"lr={lr}"]))) for lr in (0.5, 0.05)]
+    cells = [prepare(*words, f"lr={lr}") for lr in (0.5, 0.05)]
     begun = create_stack([(cell, seed) for cell in cells for seed in (0, 1)])
     ranks: list[Stack] = []
     monkeypatch.setattr(devices, "_spawn_ranks", lambda job, control: job.train(0, control))

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import normexp
-from normexp.cells import draft, finished
+from normexp import build as building
+from normexp.cells import finished
 from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.evaluate import main
@@ -62,8 +63,8 @@ def final_rows(cell_dir: Path, seed: int = 0) -> dict[str, float]:
 
 
 def test_each_load_reads_the_data_again(cell_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    build = Mock(side_effect=draft.build_data)
-    monkeypatch.setattr(draft, "build_data", build)
+    build = Mock(side_effect=building.build_data)
+    monkeypatch.setattr(building, "build_data", build)
     for _ in range(2):
         normexp.load(cell_dir / "seed-0")
     assert build.call_count == 2

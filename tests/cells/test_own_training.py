@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.optim import SGD
-from train_cases import results
+from train_cases import prepare, results
 
-from normexp.build import build_schedule
-from normexp.cells.cell import prepare_cell
-from normexp.config.compose import compose_cell
-from normexp.config.spec import CellSpec
 from normexp.train import main
 
 MODULE = "own_training_of_a_test"
@@ -43,7 +39,7 @@ def source(own_module: Callable[[str, str], Path]) -> Path:
 
 
 def id_of(*words: str) -> str:
-    return prepare_cell(CellSpec(*compose_cell(words))).id
+    return prepare(*words).id
 
 
 @pytest.mark.slow
@@ -86,8 +82,9 @@ def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them
 
 def test_scheduler_class_with_a_knob_is_given_the_number_of_steps():
     target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
-    cfg, _ = compose_cell(["schedule=custom", target, "schedule.max_lr=0.5"])
-    build = build_schedule(cfg, 7).build
+    build = prepare(
+        "schedule=custom", target, "schedule.max_lr=0.5", "steps=7"
+    ).recipe.schedule.build
     assert build is not None
     assert build(SGD([torch.ones(1, requires_grad=True)], lr=0.1)).total_steps == 7  # type: ignore[attr-defined]
 

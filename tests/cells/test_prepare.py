@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from normexp.cells import draft
+from normexp import build as building
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.config.compose import compose_cell
 from normexp.config.rules import validate
@@ -86,7 +86,7 @@ def prepare(*words: str) -> Cell:
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
     config, choices = compose_cell([*custom, *words])
     validate(config)
-    return prepare_cell(CellSpec(config, choices))
+    return prepare_cell(CellSpec(config, choices, ""))
 
 
 TEXT = "data=manual model.width=16 model.depth=1"
@@ -233,22 +233,22 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         names.append(cfg.data.name)
         return object()
 
-    monkeypatch.setattr(draft, "build_data", build)
-    with draft.keeping_data():
+    monkeypatch.setattr(building, "build_data", build)
+    with building.keeping_data():
         pass
-    with draft.keeping_data():
+    with building.keeping_data():
         yield names
 
 
 def load(name: str, folder: str = "here", digest: str | None = None) -> object:
     data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
-    return draft.load_data(OmegaConf.create({"data": data, "folder": folder}), digest)
+    return building.load_data(OmegaConf.create({"data": data, "folder": folder}), digest)
 
 
 def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[str]):
     first, second = load("a"), load("b")
     assert (load("a"), load("b")) == (first, second)
-    with draft.keeping_data():
+    with building.keeping_data():
         load("c")  # `a` has waited longest
         assert load("b") is second and load("a") is not first
     assert load("b") is not second

@@ -87,7 +87,7 @@ WHY = "RuntimeError: no more (test_run_task.py, line "
 
 
 def test_rate_that_fails_takes_no_other_run_with_it(tmp_path: Path, monkeypatch, capsys):
-    fail_stacks(monkeypatch, lambda stack: any(cell.plan.lr == 0.5 for cell, _ in stack.runs))
+    fail_stacks(monkeypatch, lambda stack: any(cell.recipe.lr == 0.5 for cell, _ in stack.runs))
     assert train(tmp_path, *RATES) == 1
     assert WHY in capsys.readouterr().err
     results = results_of(tmp_path)

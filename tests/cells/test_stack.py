@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_cases import prepare
 
-from normexp.cells.cell import prepare_cell
 from normexp.cells.stack import create_stack, train_stack
-from normexp.config.compose import compose_cell
-from normexp.config.spec import CellSpec
 from normexp.records.result import read_result
 from normexp.records.stacks import begin_stack
 from normexp.train import main
@@ -22,7 +20,7 @@ from normexp.training.stopping import Interrupted, TrainingControl
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, bytes]:
     """A command line, and the path and content of its checkpoint after the first step."""
     words = ["norm=none", "steps=3", "replicas=1", f"runs_dir={tmp_path_factory.mktemp('runs')}"]
-    cell = prepare_cell(CellSpec(*compose_cell(words)))
+    cell = prepare(*words)
     control = TrainingControl()
     control.stop.requested = True
     with pytest.raises(Interrupted):
@@ -75,6 +73,7 @@ def test_checkpoint_is_resumed_or_kept_aside_with_the_reason(stopped, spoil, rea
 
 
 NOISY = """import torch
+from train_cases import prepare
 
 class Noisy(torch.nn.Module):
     def __init__(self, num_features):

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d as LayerNormOfMaps
 from torchvision.ops import FrozenBatchNorm2d
 
-from normexp.checks.agreement import COMPATIBILITY, COST
+from normexp.checks.asking import Answer, ask_norm
 from normexp.checks.card import Card, measure_card, print_cards
-from normexp.checks.contract import CONTRACT
-from normexp.checks.subject import Line, Subject, open_subject, run_checks
-from normexp.checks.traits import TRAITS
+from normexp.checks.lone_norm import LoneNorm, open_norm
+from normexp.checks.questions import INPUTS, OF_NORMS
 from normexp.norms.batch import BatchNorm
 from normexp.norms.causal import CausalGroupNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
@@ -51,7 +50,7 @@ POOLS = {
     "rms": ((NO, YES, NO, NO), (YES, NO, NO, YES)),
     "none": ((NO, NO, NO, NO), (NO, NO, NO, NO)),
 }
-ALL = {check.name: check for check in (*CONTRACT, *TRAITS, *COMPATIBILITY, *COST)}
+ALL = {question.name: question for question in INPUTS + OF_NORMS}
 
 
 class Tanh(nn.Module):
@@ -67,12 +66,12 @@ class ReadsPadding(broken.Affine):
         return super().forward(x)
 
 
-def subject_of(make: Callable[..., Any], slots: Slots | None = None) -> Subject:
-    return open_subject(make, target="mine", eps=1e-5, slots=slots)
+def lone(make: Callable[..., Any], slots: Slots | None = None) -> LoneNorm:
+    return open_norm(make, target="mine", eps=1e-5, slots=slots)
 
 
-def lines_of(make: Callable[..., Any], *names: str, slots: Slots | None = None) -> list[Line]:
-    return run_checks("traits", [ALL[name] for name in names], subject_of(make, slots))
+def lines_of(make: Callable[..., Any], *names: str, slots: Slots | None = None) -> list[Answer]:
+    return ask_norm([ALL[name] for name in names], lone(make, slots))
 
 
 def values_of(make: Callable[..., Any], *names: str, slots: Slots | None = None) -> list[Any]:
@@ -188,15 +187,14 @@ def test_draws_are_the_same_where_outputs_are_compared():
 
 
 def test_torch_group_norm_is_measured_where_its_groups_have_values():
-    subject = subject_of(partial(nn.GroupNorm, 8))
-    assert subject.num_features == 32
+    assert lone(partial(nn.GroupNorm, 8)).num_features == 32
     names = ("pools channels", "ignores input scale", "ignores channel scales")
     assert values_of(partial(nn.GroupNorm, 8), *names) == [YES, YES, NO]
 
 
 @pytest.mark.slow
 def test_group_norm_with_an_activation_is_measured_where_it_shows_what_it_is():
-    assert subject_of(GroupNormAct).num_features >= 64
+    assert lone(GroupNormAct).num_features >= 64
     assert values_of(GroupNormAct, *MIXED[:3], "ignores input scale") == [NO, YES, YES, YES]
     lines = lines_of(GroupNormAct, "gradient in training", "exact at mean 1e4", "4-D inputs")
     assert [line.status for line in lines] == ["pass"] * 3
@@ -206,11 +204,11 @@ def test_failures_come_first_then_traits_and_brackets_are_text(
     capsys: pytest.CaptureFixture[str],
 ):
     lines = (
-        Line("contract", "dtype kept", "pass"),
-        Line("contract", "one [/x]", "fail", detail="raises"),
-        Line("traits", "mixes samples", "value", "no"),
-        Line("compatibility", "replicas under vmap", "pass"),
-        Line("compatibility", "ghost = accumulated", "skipped"),
+        Answer("contract", "dtype kept", "pass"),
+        Answer("contract", "one [/x]", "fail", detail="raises"),
+        Answer("traits", "mixes samples", "value", "no"),
+        Answer("compatibility", "replicas under vmap", "pass"),
+        Answer("compatibility", "ghost = accumulated", "skipped"),
     )
     print_cards(Console(width=100), [Card("mine", "a.B", 8, "(B, C)", lines)])
     out = capsys.readouterr().out

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from normexp.checks import assert_contract
-from normexp.checks.contract import CONTRACT, open_and_measure
-from normexp.checks.subject import Line, open_subject, run_checks
+from normexp.checks.asking import Answer, ask_norm
+from normexp.checks.contract import open_and_measure
+from normexp.checks.lone_norm import open_norm
+from normexp.checks.questions import CONTRACT
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
@@ -23,10 +25,10 @@ from normexp.norms.zoo.power import PowerNorm
 Make = Callable[..., Any]
 
 
-def line_of(make: Make, name: str, num_features: int | None = None) -> Line:
+def line_of(make: Make, name: str, num_features: int | None = None) -> Answer:
     """Measures one line of the contract alone."""
-    subject = open_subject(make, target="mine", eps=1e-5, num_features=num_features)
-    (line,) = run_checks("contract", [check for check in CONTRACT if check.name == name], subject)
+    norm = open_norm(make, target="mine", eps=1e-5, num_features=num_features)
+    (line,) = ask_norm([question for question in CONTRACT if question.name == name], norm)
     return line
 
 

@@ -29,15 +29,15 @@ from checks_cases import (
     text_model,
 )
 from torch import Tensor, nn
+from train_cases import prepare
 
 from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder
-from normexp.cells.cell import Cell, prepare_cell
-from normexp.checks.integrity import cannot_stack, check_evaluation_draws, check_optimizer
-from normexp.checks.preflight import Traits, examine, padded_batch, smallest_group
-from normexp.checks.sites import enter_sites, expose_branches, measure_reaches, probe_batch
-from normexp.config.compose import compose_cell
-from normexp.config.spec import CellSpec
+from normexp.checks.dependence import measure_reaches
+from normexp.checks.integrity import cannot_stack, check_optimizer, draws_in_evaluation
+from normexp.checks.network import BuiltNetwork, padded_batch, smallest_group
+from normexp.checks.preflight import Traits, examine
+from normexp.checks.sites import enter_sites, expose_branches, probe_batch
 from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -73,10 +73,6 @@ def traits_of(
 def norm_of(function: Callable[[Tensor], Tensor], view: Any = "token") -> NormFactory:
     """A norm from a function of (N, C, *)."""
     return NormFactory(lambda _: Applies(function), view=view)
-
-
-def prepared(*words: str) -> Cell:
-    return prepare_cell(CellSpec(*compose_cell(list(words))))
 
 
 # ---------------------------------------------------------------- other samples
@@ -247,7 +243,8 @@ class CentredByAverage(nn.Module):
 
 def test_state_that_moves_in_evaluation_is_not_taken_for_random_numbers():
     network = FlatNet(NormFactory(CentredByAverage))
-    check_evaluation_draws(network, probe_batch(image_data(), 4))
+    built = BuiltNetwork(network, image_data(), Sizes(8), drop_last=True)
+    assert draws_in_evaluation(built) is None
 
 
 def test_ragged_last_batch_of_one_sample_is_refused():
@@ -281,7 +278,7 @@ def test_head_that_starts_at_zero_does_not_look_as_if_the_input_were_erased():
 @pytest.mark.parametrize("norm", ["instance", "causal_instance"])
 def test_norm_that_needs_positions_is_refused_on_a_model_that_has_none(norm: str):
     with pytest.raises(UserError, match="site norm1: .*positions"):
-        prepared(f"norm={norm}", "model=custom", "model._target_=checks_cases.FlatNet")
+        prepare(f"norm={norm}", "model=custom", "model._target_=checks_cases.FlatNet")
 
 
 # ---------------------------------------------------------------- warnings

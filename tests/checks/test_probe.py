@@ -110,20 +110,20 @@ def inputs(num_samples: int = 4, num_positions: int = 12) -> Tensor:
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("name", MIXING)
 def test_other_samples_are_found_in_training(name: str, ways: int):
-    moved = Probe(MIXING[name].train(), ways=ways).reads_samples(inputs(), training=True)
+    moved = Probe(MIXING[name].train(), inputs(), ways=ways).reads_samples(gradients=True)
     assert moved == MOVED.get(name, moved or "anything")
 
 
 @pytest.mark.parametrize("name", SEPARATE)
 def test_nothing_is_found_where_no_sample_is_read(name: str):
     for training in (True, False):
-        probe = Probe(SEPARATE[name].train(training))
-        assert probe.reads_samples(inputs(), training=training) is None
+        probe = Probe(SEPARATE[name].train(training), inputs())
+        assert probe.reads_samples(gradients=training) is None
 
 
 def test_running_state_is_no_mixing_in_evaluation():
     for name in ("batch", "renorm", "state"):
-        assert Probe(MIXING[name].eval()).reads_samples(inputs(), training=False) is None
+        assert Probe(MIXING[name].eval(), inputs()).reads_samples(gradients=False) is None
 
 
 def in_chunks(size: int) -> nn.Module:
@@ -136,21 +136,21 @@ def in_chunks(size: int) -> nn.Module:
 def test_later_positions_are_found_however_far(length: int):
     x = inputs(num_positions=length)
     for distance in {1, 2, length // 2, length - 2, length - 1}:
-        assert Probe(broken.ReadsFurther(2, distance)).reads_later(x, 2) is not None, distance
+        assert Probe(broken.ReadsFurther(2, distance), x).reads_later() is not None, distance
     for size in (2, 3, 4, length // 2, length):
-        assert Probe(in_chunks(size)).reads_later(x, 2) is not None, size
+        assert Probe(in_chunks(size), x).reads_later() is not None, size
     for sound in (CausalGroupNorm(6, num_groups=3), NoNorm(6)):
-        assert Probe(sound).reads_later(x, 2) is None
+        assert Probe(sound, x).reads_later() is None
 
 
 @pytest.mark.parametrize("distance", [1, 5, 11])
 def test_positions_and_channels_are_told_apart(distance: int):
     positions, channels = (
-        Probe(broken.ReadsFurther(2, distance)),
-        Probe(reads(lambda x: x.roll(1, 1))),
+        Probe(broken.ReadsFurther(2, distance), inputs()),
+        Probe(reads(lambda x: x.roll(1, 1)), inputs()),
     )
-    assert positions.reads_across(inputs(), 2) and not positions.reads_across(inputs(), 1)
-    assert channels.reads_across(inputs(), 1) and not channels.reads_across(inputs(), 2)
+    assert positions.reads_across(2) and not positions.reads_across(1)
+    assert channels.reads_across(1) and not channels.reads_across(2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 24, 33])
@@ -167,11 +167,11 @@ def test_runs_do_not_disturb_each_other():
     """Whatever a forward writes: parameters, buffers, attributes, lists."""
     in_list, _ = broken.UNSAVED["a list of means"]
     for make in (broken.WritesItsParameters, in_list, broken.HiddenState, broken.KeptGraph):
-        probe = Probe(make(6).train())
-        first, again = (probe.observe(inputs(), upstream=torch.ones(1).bool()) for _ in range(2))
+        probe = Probe(make(6).train(), inputs())
+        first, again = (probe.observe(upstream=torch.ones(1).bool()) for _ in range(2))
         assert torch.equal(first.output, again.output)
         assert all(torch.equal(v, again.state[n]) for n, v in first.state.items())
-    assert Probe(broken.WritesItsParameters(6)).reads_samples(inputs(), training=True) is None
+    assert Probe(broken.WritesItsParameters(6), inputs()).reads_samples(gradients=True) is None
 
 
 def test_nan_equals_nan_and_no_number():

@@ -14,7 +14,9 @@ from torch.nn import functional
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm, norm_target
 from normexp.checks.card import Card, measure_card
-from normexp.checks.preflight import check_padding, examine
+from normexp.checks.dependence import padding_is_read
+from normexp.checks.network import BuiltNetwork
+from normexp.checks.preflight import examine
 from normexp.config.compose import compose_config
 from normexp.config.help import conf_dir, group_choices
 from normexp.norms.site import View
@@ -97,7 +99,8 @@ def test_samples_and_future_that_a_norm_mixes(name: str, view: View):
 @CASES
 def test_no_shipped_norm_reads_padding(name: str, view: View):
     data = padded_data()
-    check_padding(encoder(shipped(name, data, view)), data)
+    network = encoder(shipped(name, data, view))
+    assert not padding_is_read(BuiltNetwork(network, data, Sizes(8), drop_last=True))
 
 
 def card_of(name: str, *, contract_only: bool = False) -> Card:
@@ -124,8 +127,8 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", ["deviations/ln_no_eps", "group"])
-def test_sampled_norm_breaks_the_lines_that_its_formula_breaks(name: str):
+@pytest.mark.parametrize("name", SHIPPED)
+def test_norm_breaks_the_lines_of_the_contract_that_its_formula_breaks(name: str):
     failures = card_of(name, contract_only=True).failures
     assert {line.name for line in failures} == BREAKS.get(name, set()), failures
 
@@ -134,7 +137,8 @@ def test_sampled_norm_breaks_the_lines_that_its_formula_breaks(name: str):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_card_of_a_shipped_norm_has_no_false_line(name: str):
     card = card_of(name)
-    assert {line.name for line in card.failures} == BREAKS.get(name, set()), card.failures
+    failures = {line.name for line in card.lines if line.status == "fail"}  # of any section
+    assert failures == BREAKS.get(name, set())
     lines = {line.name: line for line in card.lines}
     expected = [TABLE[case] for case in TABLE if case[0] == name]
     assert expected, f"add {name} to BY_ENTRY"

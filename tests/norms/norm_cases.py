@@ -62,7 +62,6 @@ NEED_POSITIONS = [
     *("instance", "frn", "batch_instance", "causal_instance"),
     *("deviations/ln_hw", "deviations/ln_time"),
 ]
-NO_EPS = ["deviations/no_eps", "deviations/ln_no_eps"]
 MIX_SAMPLES = [
     *("batch", "sync", "ghost", "batch_renorm", "l1_batch", "eval_norm", "moving_average_batch"),
     *("batch_per_position", "switchable", "batch_instance", "batch_channel", "mode", "evonorm_b0"),

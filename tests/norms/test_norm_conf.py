@@ -15,13 +15,12 @@ from norm_cases import FILES, KNOBS_OF, SHIPPED, C
 from omegaconf import OmegaConf
 from torch import nn
 from torch.testing import assert_close
+from train_cases import prepare
 
 from normexp import norms
 from normexp.batching.sizes import Sizes
 from normexp.build import build_data, build_network, build_norm, norm_target
-from normexp.cells.cell import prepare_cell
-from normexp.config.compose import compose_cell, compose_config
-from normexp.config.spec import CellSpec
+from normexp.config.compose import compose_config
 from normexp.norms.site import named_sites
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +69,7 @@ class Fades(nn.Identity):
 )
 def test_a_norm_receives_the_number_of_steps_of_its_training(words, key, expected, own_module):
     own_module("fades", OWN_NORM)
-    network = prepare_cell(CellSpec(*compose_cell(words))).build(0)
+    network = prepare(*words).build(0)
     norms = [m for m in network.modules() if hasattr(m, key)]
     assert [getattr(norm, key) for norm in norms] == [expected] * 3
 
@@ -130,4 +129,4 @@ def test_public_names_are_the_classes_of_all_norms_but_the_mistakes():
 
 
 def test_the_folder_of_a_cell_is_one_also_for_a_norm_in_a_folder_of_its_own():
-    assert "/" not in prepare_cell(CellSpec(*compose_cell(["norm=deviations/bn_naive_var"]))).id
+    assert "/" not in prepare("norm=deviations/bn_naive_var").id

@@ -164,6 +164,13 @@ def test_two_studies_share_settings_where_only_the_study_tells_them_apart(tmp_pa
     assert first.base == second.base == "batch" and first.settings == second.settings
 
 
+def test_sizes_without_effect_do_not_make_two_cells(tmp_path: Path):
+    write_cell(tmp_path, "group", {0: 0.9}, norm_batch_size=2)
+    write_cell(tmp_path, "group", {1: 0.8}, norm_batch_size=8, micro_batch_size=128)
+    (cell,) = cells_of(tmp_path)
+    assert [run.seed for run in cell.runs] == [0, 1]
+
+
 def test_cells_differ_in_the_values_of_their_recipes(tmp_path: Path):
     write_cell(tmp_path, "batch", {0: 0.9}, knobs={"affine": True, "dims": [1, 2]}, epochs=3)
     write_cell(tmp_path, "layer", {0: 0.9}, knobs={"affine": 1, "dims": [1, 2]}, epochs=3.0)

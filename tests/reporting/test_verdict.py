@@ -400,8 +400,19 @@ def test_the_headline_is_what_survives_at_every_budget(tmp_path: Path):
     (section,) = report_of(tmp_path).sections
     assert [answer.parts[0].budget for answer in section.answers] == ["epochs=12", "epochs=48"]
     assert "epochs" not in section.heading and section.headline is not None
+    write_cell(tmp_path, "layer", drawn(rng, 0.96), epochs=12.0)  # better, at one budget alone
+    assert report_of(tmp_path).sections[0].headline.norms == ["group"]
     words = r"At norm batch size 2, group is better than batch by .* points at epochs=12, and .* "
     assert re.fullmatch(words + r"points at epochs=48", section.headline.claim)
+
+
+def test_an_undecided_headline_says_so_at_each_budget(tmp_path: Path):
+    for epochs in (12, 48):
+        ends = {2: {0: 0.8, 1: 0.95, 2: 0.9}, 128: {0: 0.9, 1: 0.9, 2: 0.901}}
+        write_sizes(tmp_path, ends, epochs=epochs)
+    (section,) = report_of(tmp_path).sections
+    words = r"batch, .*: (.* points) at epochs=12, undecided; \1 at epochs=48, undecided"
+    assert section.headline is not None and re.fullmatch(words, section.headline.claim)
 
 
 def answers_in(report: Report) -> list[Answer]:

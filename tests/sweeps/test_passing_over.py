@@ -171,8 +171,8 @@ def test_process_that_has_imported_a_norm_does_not_train_an_edit_of_it(
 ):
     assert train(tmp_path, *OWN) == 0
     own_norm.write_text(NORM.format(factor=2))
-    assert train(tmp_path, *OWN) == 1
-    assert f"{own_norm} was edited after" in capsys.readouterr().out
+    assert train(tmp_path, *OWN) == 2
+    assert f"{own_norm} was edited after" in capsys.readouterr().err
     assert len(ids(tmp_path)) == 1
     forget_own()
     assert train(tmp_path, *OWN) == 0 and len(ids(tmp_path)) == 2

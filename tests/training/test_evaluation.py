@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -32,7 +33,6 @@ from normexp.norms.site import named_sites
 from normexp.norms.state import write_state
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 from normexp.training import statistics
-from normexp.training.evaluation import EvaluationPlan
 from normexp.training.module import TrainingModule
 from normexp.training.statistics import Population, gather, measure_population, shuffled
 
@@ -64,13 +64,19 @@ class BiasedAverage(nn.Module):
         return functional.batch_norm(x, *averages)
 
 
-def plan(
+def measuring(
     *kinds: str, num_samples: int = 1000, batch_sizes: tuple[int, ...] = (), every_epoch=False
-) -> EvaluationPlan:
-    return EvaluationPlan(kinds, num_samples, 8, batch_sizes, every_epoch)
+) -> dict[str, Any]:
+    """The choices of a recipe that evaluates with these kinds of statistics."""
+    return {
+        "statistics": kinds,
+        "precise_samples": num_samples,
+        "evaluation_batch_sizes": batch_sizes,
+        "evaluates_every_epoch": every_epoch,
+    }
 
 
-ALL_KINDS = plan("running", "precise", "batch", batch_sizes=(5,))
+ALL_KINDS = measuring("running", "precise", "batch", batch_sizes=(5,))
 
 
 def torch_norm(num_features: int) -> nn.Module:
@@ -80,7 +86,7 @@ def torch_norm(num_features: int) -> nn.Module:
 
 def trained(**choices) -> TrainingModule:
     """A module in float64 whose running averages have seen a few noisy batches."""
-    module = build_module(**{"plan": ALL_KINDS, **choices})
+    module = build_module(**{**ALL_KINDS, **choices})
     module.double()
     module.train()
     for seed in range(3):
@@ -194,7 +200,7 @@ class OnlyFloat32(BiasedAverage):
 
 
 def test_a_foreign_norm_is_tried_in_the_precision_of_its_training():
-    module = build_module(plan=ALL_KINDS, make_norm=OnlyFloat32, **FORMS["in_turn"])
+    module = build_module(**ALL_KINDS, make_norm=OnlyFloat32, **FORMS["in_turn"])
     population_of(module, 36, group_size=4)
 
 
@@ -254,7 +260,7 @@ class WeightOfTheOld(nn.Module):
     ids=["none", "opposite_momentum", "not_tracked"],
 )
 def test_without_replaceable_running_state_there_are_no_precise_statistics(make_norm, caplog):
-    module = trained(make_norm=make_norm, plan=plan("precise"))
+    module = trained(make_norm=make_norm, **measuring("precise"))
     before = snapshot(module)
     with caplog.at_level("INFO", "normexp"):
         assert module.evaluator.others(["val"]) == module.evaluator.others(["val"]) == {}
@@ -308,7 +314,7 @@ def test_norm_without_running_averages_is_scored_in_groups_whatever_order_and_ne
     by_class = Examples(data.test.inputs[ascending], data.test.targets[ascending])
     data = dataclasses.replace(data, test=by_class)
     no_average = partial(BatchNorm, eps=1e-5, track_running_stats=False)
-    common = {"make_norm": no_average, "eval_group": group, "data": data}
+    common = {"make_norm": no_average, "mixed_in_evaluation": group, "data": data}
     alone = train(build_module(**common), tmp_path / "a.ckpt")
     beside = train(build_module(seeds=(0, 1, 2, 3), **common), tmp_path / "b.ckpt")
     assert beside.metrics["test/loss"][0] == pytest.approx(alone.metrics["test/loss"][0], abs=1e-12)
@@ -351,16 +357,16 @@ class Breaks(BatchNorm):
 @pytest.mark.parametrize(
     ("own", "limit"),
     [
-        (plan("precise"), 1),
-        (plan("precise"), 13),
-        (plan("batch", batch_sizes=(3,)), 5),
+        (measuring("precise"), 1),
+        (measuring("precise"), 13),
+        (measuring("batch", batch_sizes=(3,)), 5),
         (ALL_KINDS, None),
     ],
     ids=["probing", "pooling", "batch", "nothing"],
 )
 def test_everything_is_given_back_also_if_a_forward_raises(monkeypatch, own, limit, form):
     monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)
-    module = trained(make_norm=Breaks, plan=own, **form)
+    module = trained(make_norm=Breaks, **own, **form)
     before = snapshot(module)
     monkeypatch.setattr(Breaks, "forwards", 0)
     if limit is None:
@@ -378,8 +384,8 @@ DECAY = 0.8
 @pytest.mark.parametrize("every_epoch", [False, True])
 def test_training_records_each_kind_when_asked_and_changes_no_weight(tmp_path: Path, every_epoch):
     choices = {"seeds": (0, 1), "stacked": True}
-    own = plan(*("running", "precise", "batch"), batch_sizes=(4,), every_epoch=every_epoch)
-    module = train(build_module(plan=own, ema=DECAY, **choices), tmp_path / "a.ckpt")
+    own = measuring(*("running", "precise", "batch"), batch_sizes=(4,), every_epoch=every_epoch)
+    module = train(build_module(**own, ema=DECAY, **choices), tmp_path / "a.ckpt")
     rows = [(step, name) for step, _, _, values in rows_of(module) for name in values]
     for name in ("val/accuracy@precise", "val/loss@batch4", "val/loss@ema"):
         steps = [step for step, found in rows if found == name]
@@ -437,7 +443,7 @@ class AverageByHand(pl.Callback):
     ("stacked", "sizes"), [(False, Sizes(8)), (True, Sizes(8, 4, 2))], ids=["in_turn", "stacked"]
 )
 def test_averaged_weights_equal_a_hand_written_average(tmp_path: Path, stacked: bool, sizes: Sizes):
-    common = {"seeds": (0, 1), "stacked": stacked, "sizes": sizes, "plan": plan(every_epoch=True)}
+    common = {"seeds": (0, 1), "stacked": stacked, "sizes": sizes, **measuring(every_epoch=True)}
     module, by_hand = build_module(ema=DECAY, max_chunk=1, **common), AverageByHand(1)
     train(module, tmp_path / "a.ckpt", [by_hand])
     averaged = module.averaged.module.replica(1)
@@ -447,8 +453,8 @@ def test_averaged_weights_equal_a_hand_written_average(tmp_path: Path, stacked: 
 
 
 def test_averaged_weights_are_evaluated_with_running_state_of_their_own(tmp_path: Path):
-    whole = dataclasses.replace(plan(num_samples=40), group_size=40)
-    module = train(build_module(ema=DECAY, plan=whole), tmp_path / "a.ckpt")
+    whole = {"sizes": Sizes(40), **measuring(num_samples=40)}
+    module = train(build_module(ema=DECAY, **whole), tmp_path / "a.ckpt")
     network, data = module.averaged.module.replica(0).eval(), module.batches.data
     for split in ("val", "test"):
         part = getattr(data, split)

@@ -115,7 +115,7 @@ def in_two_processes(function: Callable[[Fabric], None]) -> None:
 def train_all(fabric: Fabric, *, folder: Path) -> None:
     """Leaves the outcome of each case in FOLDER/<case>.<rank>.pt."""
     for name in CASES:
-        module = train(build(name), folder / f"{name}.ckpt", strategy="ddp", devices=2)
+        module = train(build(name), folder / f"{name}.ckpt", strategy="ddp", per_node=2)
         torch.save(outcome_of(module), folder / f"{name}.{fabric.global_rank}.pt")
 
 
@@ -134,11 +134,11 @@ def lose_second(fabric: Fabric, *, name: str, checkpoint: Path, step: int) -> No
     """Saves often; rank 1 dies after `step`."""
     del fabric
     fit.SECONDS_BETWEEN_SAVES = 0
-    train(build(name), checkpoint, [KillSecond(step)], strategy="ddp", devices=2)
+    train(build(name), checkpoint, [KillSecond(step)], strategy="ddp", per_node=2)
 
 
 def resume(fabric: Fabric, *, name: str, checkpoint: Path) -> None:
-    module = train(build(name), checkpoint, strategy="ddp", devices=2)
+    module = train(build(name), checkpoint, strategy="ddp", per_node=2)
     torch.save(outcome_of(module), checkpoint.with_suffix(f".{fabric.global_rank}.pt"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,12 @@ from normexp.models.text_encoder import TextEncoder
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm
-from normexp.training.evaluation import EvaluationPlan
+from normexp.training.devices import Devices
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.optim import Recipe
-from normexp.training.recorder import Recorder
-from normexp.training.schedule import named_schedule
+from normexp.training.recipe import Recipe
+from normexp.training.recorder import Loggers, Recorder
+from normexp.training.schedule import count_steps_per_epoch, named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
 
 Row = tuple[int, int, int, dict[str, float]]
@@ -102,7 +103,52 @@ def text_encoder(norm: NormFactory, dropout: float = 0.0) -> nn.Module:
     return TextEncoder(norm, 6, 7, 5, depth=1, width=16, num_heads=2, dropout=dropout)
 
 
-RUNNING_ONLY = EvaluationPlan(("running",), 2, 2, (), every_epoch=False)
+CPU = Devices(
+    accelerator="cpu",
+    per_node=1,
+    num_nodes=1,
+    strategy="auto",
+    precision="64-true",
+    matmul_precision="highest",
+    shares_statistics=False,
+)
+
+
+def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
+    """Two epochs by SGD on the CPU; everything but the tested choices has a default."""
+    drop_last = choices.get("drop_last", True)
+    steps_per_epoch = count_steps_per_epoch(len(data.train), sizes.batch_size, drop_last=drop_last)
+    values = {
+        "sizes": sizes,
+        "drop_last": drop_last,
+        "steps_per_epoch": steps_per_epoch,
+        "schedule": named_schedule("cosine", 0.1, EPOCHS * steps_per_epoch),
+        "optimizer": SGD,
+        "optimizer_target": "torch.optim.SGD",
+        "lr": 0.05,
+        "optimizer_momentum": 0.9,
+        "weight_decay": 1e-3,
+        "decay_norm": False,
+        "decay_bias": True,
+        "max_grad_norm": None,
+        "ema": None,
+        "norm_momentum": None,
+        "val_every_epochs": 1,
+        "statistics": ("running",),
+        "precise_samples": 2,
+        "evaluation_batch_sizes": (),
+        "evaluates_every_epoch": False,
+        "devices": CPU,
+        "stack": None,
+        "max_chunk": 4,
+        "compile": False,
+        "save_weights": True,
+        "callbacks": list,
+        "diagnostics": None,
+        "log_every": 3,
+        "loggers": Loggers(None, False, None, False, {}, (), None),
+    }
+    return Recipe(**{**values, **choices})
 
 
 def build_module(
@@ -113,11 +159,9 @@ def build_module(
     seeds: tuple[int, ...] = (0,),
     stacked: bool = False,
     sizes: Sizes | None = None,
-    drop_last: bool = True,
-    plan: EvaluationPlan = RUNNING_ONLY,
-    **recipe: Any,
+    **choices: Any,
 ) -> TrainingModule:
-    """Two epochs of five steps by default; everything but the tested choice has a default."""
+    """Two epochs of five steps by default; for the choices see `recipe_for`."""
     data, sizes = data or image_data(), sizes or Sizes(8)
     norm = NormFactory(make_norm, view="token", norm_batch_size=sizes.norm_batch_size)
     networks = []
@@ -125,11 +169,9 @@ def build_module(
         torch.manual_seed(derive_seed(seed, "init"))
         networks.append(model(norm))
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)
-    batches = TrainingBatches(data, list(seeds), sizes.batch_size, drop_last=drop_last)
-    schedule = named_schedule("cosine", 0.1, EPOCHS * batches.steps_per_epoch)
-    default = {"optimizer": SGD, "lr": 0.05, "weight_decay": 1e-3, "log_every": 3, "max_chunk": 4}
-    own = Recipe(**{"sizes": sizes, "schedule": schedule, **default, **recipe})
-    return TrainingModule(replicas, batches, own, plan, Recorder([[MemorySink()] for _ in seeds]))
+    recipe = recipe_for(data, sizes, **choices)
+    batches = TrainingBatches(data, list(seeds), sizes.batch_size, drop_last=recipe.drop_last)
+    return TrainingModule(replicas, batches, recipe, Recorder([[MemorySink()] for _ in seeds]))
 
 
 def train(
@@ -138,16 +180,11 @@ def train(
     callbacks: list[pl.Callback] | None = None,
     precision: str = "64-true",
     stop: StopRequest | None = None,
-    **placement: object,
+    **devices: Any,
 ) -> TrainingModule:
-    fit(
-        module,
-        checkpoint=checkpoint,
-        val_every_epochs=1,
-        trainer_options={"accelerator": "cpu", "devices": 1, "precision": precision, **placement},
-        callbacks=callbacks or [],
-        stop=stop,
-    )
+    chosen = dataclasses.replace(CPU, precision=precision, **devices)
+    module.recipe = dataclasses.replace(module.recipe, devices=chosen)
+    fit(module, checkpoint=checkpoint, callbacks=callbacks or [], stop=stop)
     return module
 
 

@@ -1,0 +1,194 @@
+"""Refuses parts of a cell that do not fit each other, its data or the machine."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from normexp.batching.replicas import model_arguments
+from normexp.batching.speed import stacking_pays
+from normexp.checks.integrity import check_optimizer
+from normexp.checks.preflight import Traits
+from normexp.checks.probe import fixed_draws
+from normexp.checks.sites import name_some, probe_batch
+from normexp.config.rules import as_typed
+from normexp.config.spec import CellSpec
+from normexp.data.dataset import Data
+from normexp.errors import UserError, first_line
+from normexp.norms.factory import NormFactory
+from normexp.norms.none import NoNorm
+from normexp.norms.site import named_sites
+from normexp.norms.slots import PLACES, set_but_unused
+from normexp.records.identity import source_line_of
+from normexp.training.callbacks import describe_monitor
+from normexp.training.optim import parameter_groups, stacking_obstacle_of
+from normexp.training.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+COPIES = 3  # of each parameter: value, gradient and optimizer state
+GIB = 2**30
+WITHOUT_NORM = ("pre", "parallel")  # placements that differ even without norms
+
+
+# --- The network ---------------------------------------------------------------------------------
+
+
+def check_slots(spec: CellSpec, norm: NormFactory) -> None:
+    """Refuses slots that the command sets and the model lacks; logs those that the norm sets."""
+    cfg, model = spec.composed, spec.choices["model"]
+    for key in set_but_unused(cfg, norm.used):
+        lacks, fits = PLACES[key]
+        raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
+    for key in set_but_unused(cfg.norm, norm.used):
+        lacks, _ = PLACES[key]
+        value = as_typed(cfg.norm[key])
+        logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
+
+
+def check_placement(choices: Mapping[str, str], norm: NormFactory, network: nn.Module) -> None:
+    """Refuses a placement that, without norms, would be the network of placement=pre again."""
+    placement = norm.slots.placement
+    if "placement" not in norm.used or placement in WITHOUT_NORM:
+        return
+    if all(isinstance(site.norm, NoNorm) for _, site in named_sites(network)):
+        raise UserError(
+            f"placement={placement}: norm={choices['norm']} has no norm to place; try "
+            "placement=null, or norm=rms"
+        )
+
+
+def check_outputs(network: nn.Module, data: Data, target: str) -> None:
+    """Refuses a model that does not score every class, or token, of every sample.
+
+    Args:
+        target: what `model._target_` names.
+    """
+    batch = probe_batch(data, 2)
+    try:
+        with fixed_draws(), torch.no_grad():
+            output = copy.deepcopy(network).eval()(*model_arguments(batch))
+    except Exception:  # foreign code may raise anything; the probes that follow name the site
+        return
+    wanted = (*batch["targets"].shape, data.num_outputs)
+    if isinstance(output, Tensor):
+        shape = tuple(output.shape)
+        remedy = "set the last size, or take it from an argument `num_outputs` or `num_classes`"
+    else:
+        shape, remedy = f"a {type(output).__name__}", "return the scores alone"
+    if shape != wanted:
+        raise UserError(
+            f"model._target_={target} returns {shape} for inputs of shape "
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: {remedy}"
+        )
+
+
+# --- The training --------------------------------------------------------------------------------
+
+
+def check_optimizer_step(recipe: Recipe, network: nn.Module) -> None:
+    """Takes a step with the training's optimizer, and checks that it holds every parameter."""
+    network = copy.deepcopy(network)
+    decay = {"weight_decay": recipe.weight_decay, "decay_norm": recipe.decay_norm}
+    try:
+        optimizer = recipe.optimizer(parameter_groups(network, **decay), lr=recipe.lr)
+        check_optimizer(network, optimizer)
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    except UserError:
+        raise
+    except Exception as error:  # user code may raise anything
+        line = source_line_of(error)
+        name = recipe.optimizer_target
+        raise UserError(f"optim._target_={name}: {first_line(error)}{line}") from error
+
+
+def why_alone(recipe: Recipe) -> str | None:
+    """Why each seed must train by itself; None if seeds may share a stack."""
+    watching, schedule = describe_monitor(recipe.callbacks()), recipe.schedule
+    if schedule.monitor is not None:
+        watching = f"{schedule.name} looks at {schedule.monitor}"
+    if watching is not None:
+        return f"{watching}, which would be a mean over a stack"
+    obstacle = stacking_obstacle_of(recipe.optimizer)
+    name = recipe.optimizer_target.rpartition(".")[2]
+    return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"
+
+
+def check_norm_batch_size(typed: int | None, recipe: Recipe) -> None:
+    """Refuses a norm that mixes samples and would need statistics over several devices."""
+    most, devices = recipe.sizes.norm, recipe.devices
+    if typed is not None and typed > most:
+        raise UserError(
+            f"norm_batch_size={typed}: each of {devices.count} devices has {most} samples of each "
+            f"forward; try norm_batch_size={most}, or norm=sync"
+        )
+
+
+def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:
+    """Refuses a batch larger than a split, and batch statistics without meaning."""
+    sizes = recipe.evaluation_batch_sizes
+    if not sizes:
+        return
+    for split in ("val", "test"):
+        num_samples = len(getattr(data, split))
+        if max(sizes) > num_samples:
+            raise UserError(
+                f"evaluate_batch_sizes: {max(sizes)} is more than the {num_samples} samples "
+                f"of {split}; try evaluate_batch_sizes=[{num_samples}] or less"
+            )
+    if traits.leaks_future_in_training:
+        raise UserError(
+            "evaluate_with=batch: batch statistics of this norm include later positions of the "
+            "text, so the loss is meaningless; try evaluate_with=[running,precise]"
+        )
+    single = traits.single_valued(min(sizes)) if traits.mixes_samples else []
+    if single:
+        raise UserError(
+            f"evaluate_batch_sizes={min(sizes)} leaves one value per statistic at "
+            f"{name_some(single)}; try evaluate_batch_sizes=[{2 * min(sizes)}]"
+        )
+
+
+# --- The machine ---------------------------------------------------------------------------------
+
+
+def check_memory(recipe: Recipe, replicas: int, num_parameters: int, traits: Traits) -> int:
+    """The least memory of a training, in bytes: parameters, gradients, optimizer, inputs of sites.
+
+    Raises:
+        UserError: the device has less.
+    """
+    device, micro = recipe.devices.type, recipe.sizes.micro
+    size = 8 if recipe.devices.precision == "64-true" else 4
+    elements = micro * traits.elements_per_sample
+    is_stacked = recipe.stack is not False and stacking_pays(device, replicas, elements)
+    at_once = replicas if is_stacked else 1
+    needed = size * (COPIES * num_parameters * replicas + 2 * elements * at_once)
+    available = memory_of(device)
+    if needed > available:
+        fits = int(float(f"{0.9 * replicas * available / needed:.0e}"))
+        remedy = f"replicas={fits}" if fits else "a smaller model, or micro_batch_size=..."
+        raise UserError(
+            f"replicas={replicas} at micro_batch_size={micro} "
+            f"need at least {needed / GIB:.1f} GiB of memory, and this machine has "
+            f"{available / GIB:.1f}; try {remedy}"
+        )
+    return needed
+
+
+def memory_of(device: str) -> int:
+    """The total memory of a device, in bytes."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" for none
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(installed, int(text)) if text.isdecimal() else installed

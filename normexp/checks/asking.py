@@ -1,0 +1,169 @@
+"""A question, its answer, and how it is put to a norm by itself or to a network."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from normexp.checks.lone_norm import LoneNorm, Shape
+from normexp.checks.network import BuiltNetwork
+from normexp.checks.probe import MODES, fixed_draws
+from normexp.errors import UserError, first_line
+
+logger = logging.getLogger(__name__)
+
+NO_INPUT = "no input that the norm takes can show this"
+# What follows from an answer: for a norm by itself a line in a section of its card, ...
+Section = Literal["contract", "traits", "compatibility", "cost"]
+SECTIONS: tuple[Section, ...] = ("contract", "traits", "compatibility", "cost")
+Consequence = Literal["trait", "note", "warning", "refusal"]  # ... and for a network
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A line of a card.
+
+    Attributes:
+        value: the measurement, if the status is `value`.
+        detail: the smallest input that shows the result, or the reason.
+    """
+
+    section: str = ""
+    name: str = ""
+    status: Literal["pass", "fail", "value", "skipped"] = "pass"
+    value: str | float | int | None = None
+    detail: str = ""
+    question: str = ""
+
+
+def failed(detail: str) -> Answer:
+    return Answer(status="fail", detail=detail)
+
+
+def measured(value: str | float | int, detail: str = "") -> Answer:
+    return Answer(status="value", value=value, detail=detail)
+
+
+def skipped(reason: str) -> Answer:
+    return Answer(status="skipped", detail=reason)
+
+
+Found = Answer | str | None  # a string is a fault, or what moves; None: nothing is wrong
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of the table: a name, what to ask, of what, and what follows.
+
+    Attributes:
+        name: of the line on the card, or of the field of `Traits`.
+        ask: takes the norm, or with `shapes` a `NormCase`, and with `modes` true for training; for
+            a consequence it takes the network. The first line of its docstring is the question.
+        follows: a section of the card, or the consequence for a network. A trait is whatever `ask`
+            returns; else it returns a message for the user, or None.
+        shapes: the inputs (N, C, *) of a norm to ask about.
+        says: the answer over all shapes and modes. "fault": the first fault, else the first
+            answer. "moves", "same": the modes in which something or nothing moves.
+    """
+
+    name: str
+    ask: Callable[..., Any]
+    follows: Section | Consequence
+    shapes: Callable[[LoneNorm], Sequence[Shape]] | None = None
+    modes: tuple[bool, ...] = ()
+    says: Literal["fault", "moves", "same"] = "fault"
+
+    def line(self, answer: Answer) -> Answer:
+        """The answer as a line of a card."""
+        function = self.ask.func if isinstance(self.ask, partial) else self.ask
+        question = (function.__doc__ or "").partition("\n")[0]
+        return replace(answer, section=self.follows, name=self.name, question=question)
+
+
+def ask_norm(questions: Iterable[Question], norm: LoneNorm) -> list[Answer]:
+    """Asks one by one: an exception is a failure of its own question.
+
+    Each starts from the same random state, and leaves the caller's as it was.
+    """
+    lines = []
+    for question in questions:
+        answer_of = _first_fault if question.says == "fault" else _modes_that_move
+        with fixed_draws(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                answer = answer_of(question, norm)
+            except Exception as error:  # of foreign code, any kind
+                answer = failed(f"{type(error).__name__}: {first_line(error)}")
+        lines.append(question.line(answer))
+    return lines
+
+
+def _first_fault(question: Question, norm: LoneNorm) -> Answer:
+    if question.shapes is None:
+        found: Found = question.ask(norm)
+        return failed(found) if isinstance(found, str) else found or Answer()
+    shapes, first = question.shapes(norm), None
+    modes = [(training,) for training in question.modes] or [()]
+    for shape, mode in itertools.product(shapes, modes):
+        found = question.ask(norm.at(shape), *mode)
+        if isinstance(found, str):
+            return failed(", ".join([found, *map(mode_name, mode), show(shape)]))
+        first = first or found
+    return first or (Answer() if shapes else skipped(NO_INPUT))
+
+
+def _modes_that_move(question: Question, norm: LoneNorm) -> Answer:
+    """The value is "yes", "no" or a mode; the detail is the first shape where something moves."""
+    assert question.shapes is not None
+    shapes = question.shapes(norm)
+    if not shapes:
+        return skipped(NO_INPUT)
+    shown: dict[bool, str] = {}
+    for training in MODES:
+        for shape in shapes:
+            moved: Found = question.ask(norm.at(shape), training)
+            if isinstance(moved, Answer):
+                return moved
+            if moved and question.says == "same":
+                shown[training] = f"it moves the {moved} {mode_name(training)}, {show(shape)}"
+            elif moved:
+                shown[training] = show(shape) if moved == "output" else f"{show(shape)}, {moved}"
+            if moved:
+                break
+    modes = [mode for mode in MODES if (mode in shown) is (question.says == "moves")]
+    value = mode_name(modes[0]) if len(modes) == 1 else "yes" if modes else "no"
+    return measured(value, next(iter(shown.values()), ""))
+
+
+def ask_network(questions: Iterable[Question], network: BuiltNetwork) -> dict[str, Any]:
+    """Asks in order, and returns the traits by name.
+
+    Raises:
+        UserError: the message of the first refusal; or a forward fails.
+    """
+    traits: dict[str, Any] = {}
+    for question in questions:
+        found = question.ask(network)
+        if question.follows == "trait":
+            traits[question.name] = found
+        elif found is None:
+            continue
+        elif question.follows == "refusal":
+            raise UserError(found)
+        else:
+            level = logging.WARNING if question.follows == "warning" else logging.INFO
+            logger.log(level, "%s", found)
+    return traits
+
+
+def show(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def mode_name(training: bool) -> str:
+    return "in training" if training else "in evaluation"

@@ -1,0 +1,94 @@
+"""The recipe of a training: every choice but its network, its data and its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from pytorch_lightning.callbacks import Callback
+
+from normexp.batching.replicas import Replicas
+from normexp.batching.sizes import Sizes
+from normexp.training.devices import Devices
+from normexp.training.optim import OptimizerFactory, parameter_groups
+from normexp.training.recorder import Loggers
+from normexp.training.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a cell is trained, evaluated and logged. Its factories build anew for each training."""
+
+    # Length
+    sizes: Sizes  # those with which one device trains like all devices together
+    drop_last: bool  # drop the last incomplete batch of each epoch
+    steps_per_epoch: int
+    schedule: Schedule  # the learning rate of each of all optimizer steps
+
+    # Optimizer steps
+    optimizer: OptimizerFactory  # has `optimizer_momentum`
+    optimizer_target: str  # its dotted path, for messages
+    lr: float
+    optimizer_momentum: float | None  # None for an optimizer without momentum
+    weight_decay: float
+    decay_norm: bool  # also the parameters of norms
+    decay_bias: bool  # also biases of modules other than norms
+    max_grad_norm: float | None  # 2-norm per replica; None: no clipping
+    ema: float | None  # weight of the past in averaged weights; None: no average
+    norm_momentum: float | None  # of running averages, from a half-life; None: that of the norm
+
+    # Evaluation
+    val_every_epochs: int
+    statistics: tuple[str, ...]  # of running, precise and batch; running are always measured
+    precise_samples: int  # training samples to pool for precise statistics
+    evaluation_batch_sizes: tuple[int, ...]  # samples per batch, for batch statistics
+    evaluates_every_epoch: bool  # all statistics at every validation, not only at the end
+
+    # Execution
+    devices: Devices
+    stack: bool | None  # train seeds together; None: where it pays
+    max_chunk: int  # most optimizer steps in one call of training_step
+    compile: bool  # torch.compile the forward of training
+    save_weights: bool
+
+    # What watches and records
+    callbacks: Callable[[], list[Callback]]  # the user's
+    diagnostics: int | None  # epochs between records of every norm site; None or 0: none
+    log_every: int  # optimizer steps per row of train/loss
+    loggers: Loggers
+
+    # Of one training
+    lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
+    mixed_in_evaluation: int | None = None  # samples that the norm mixes there; None if it does not
+
+    @property
+    def num_steps(self) -> int:
+        return self.schedule.total_steps
+
+    @property
+    def num_epochs(self) -> float:
+        return self.num_steps / self.steps_per_epoch
+
+    @property
+    def evaluations(self) -> dict[str, int]:
+        """What evaluation.json holds as `asked`: precise or batch<k> to its number of samples."""
+        precise = {"precise": self.precise_samples} if "precise" in self.statistics else {}
+        return precise | {f"batch{size}": size for size in self.evaluation_batch_sizes}
+
+    def for_norm(self, *, mixes_samples: bool, mixes_in_evaluation: bool) -> Recipe:
+        """The recipe for a norm that was probed: what does not depend on batches is left out."""
+        return replace(
+            self,
+            evaluation_batch_sizes=self.evaluation_batch_sizes if mixes_samples else (),
+            mixed_in_evaluation=self.sizes.norm if mixes_in_evaluation else None,
+        )
+
+    def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:
+        groups = parameter_groups(
+            replicas,
+            weight_decay=self.weight_decay,
+            decay_norm=self.decay_norm,
+            decay_bias=self.decay_bias,
+        )
+        return self.optimizer(groups, lr=self.lr)
