@@ -148,7 +148,7 @@ def ask_network(questions: Iterable[Question], network: BuiltNetwork) -> dict[st
     """
     traits: dict[str, Any] = {}
     for question in questions:
-        found = question.ask(network)
+        found = network.once(question.ask)
         if question.follows == "trait":
             traits[question.name] = found
         elif found is None:

@@ -111,7 +111,9 @@ def _merge(cells: Sequence[CellRow]) -> list[CellRow]:
 def _budget_key(cells: Sequence[CellRow]) -> str:
     """The key of BUDGET with the fewest values; of equals that of whole numbers, then epochs."""
     values = {key: [cell.config.get(key) for cell in cells] for key in BUDGET}
-    known = {key: {value for value in own if value is not None} for key, own in values.items()}
+    known = {
+        key: {value for value in column if value is not None} for key, column in values.items()
+    }
 
     def rank(key: str) -> tuple[int, bool]:
         return len(known[key]), any(isinstance(value, float) for value in known[key])  # 12 is int
@@ -156,9 +158,11 @@ def _setting_keys(cells: Sequence[CellRow], budget: str) -> list[str]:
             if key not in (*SIZES, "lr") and not _is_norm_key(key)
         }
     )
-    studies = {cell.study: [one for one in cells if one.study == cell.study] for cell in cells}
+    studies = {
+        cell.study: [other for other in cells if other.study == cell.study] for cell in cells
+    }
     if len(studies) > 1:  # what differs between studies alone does not separate their cells
-        within = {key for own in studies.values() for key in keys if _num_values(own, key) > 1}
+        within = {key for same in studies.values() for key in keys if _num_values(same, key) > 1}
         keys = [key for key in keys if key in within or _num_values(cells, key) == 1]
     chosen = [key for key in keys if key not in DERIVED]
     for key in dict.fromkeys((budget, *DERIVED)):
@@ -208,18 +212,20 @@ def _knob_words(cells: Sequence[CellRow]) -> list[str]:
         groups["norm.momentum"] = lambda cell: cell.norm if cell.norm in free else None
     words = _tell_apart(cells, groups, " ")
     words = [
-        own + (" INVALID" if cell.invalid is not None else "")
-        for cell, own in zip(cells, words, strict=True)
+        label + (" INVALID" if cell.invalid is not None else "")
+        for cell, label in zip(cells, words, strict=True)
     ]
-    named = [replace(cell, norm=cell.norm + own) for cell, own in zip(cells, words, strict=True)]
+    named = [
+        replace(cell, norm=cell.norm + label) for cell, label in zip(cells, words, strict=True)
+    ]
     both = _norms_that_vary(
         named,
         lambda cell: cell.protocol,
         lambda cell: (settings_key(cell), cell.batch_size, cell.lr, cell.statistics_size),
     )
     return [
-        own + (f" {cell.protocol}" if cell.norm in both else "")
-        for cell, own in zip(named, words, strict=True)
+        label + (f" {cell.protocol}" if cell.norm in both else "")
+        for cell, label in zip(named, words, strict=True)
     ]
 
 

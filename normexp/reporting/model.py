@@ -319,11 +319,11 @@ class Slice:
             return None
         sign = 1 if self.metric.higher_is_better else -1
         selection = describe_metric(self.metric.selection_name)
-        tables = [[one.values(selection) for one in candidates]]
-        tables += [[self.values[one] for one in candidates]]
-        seeds = set[int].intersection(*(set(own) for table in tables for own in table))
+        tables = [[other.values(selection) for other in candidates]]
+        tables += [[self.values[other] for other in candidates]]
+        seeds = set[int].intersection(*(set(by_seed) for table in tables for by_seed in table))
         scores, values = (
-            sign * np.array([[own[seed] for own in table] for seed in sorted(seeds)])
+            sign * np.array([[by_seed[seed] for by_seed in table] for seed in sorted(seeds)])
             for table in tables
         )
         return selection_optimism(scores, values)

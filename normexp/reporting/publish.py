@@ -154,14 +154,14 @@ def _watch(
 
 def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
     """Every result and evaluation of the studies with the time it was written."""
-    found = set()
+    stamps = set()
     for name in names:
         for file in (RESULT_FILE, EVALUATION_FILE):
             # Not Path.glob, which raises if a folder disappears meanwhile.
             for path in glob(f"{escape(str(runs_dir / name))}/*/seed-*/{file}"):
                 with suppress(FileNotFoundError):  # just removed by a rerun
-                    found.add((path, os.stat(path).st_mtime_ns))
-    return found
+                    stamps.add((path, os.stat(path).st_mtime_ns))
+    return stamps
 
 
 def _write_report(drawing: Drawing, reload_seconds: int | None) -> None:
@@ -284,4 +284,4 @@ def _filters(report: Report) -> dict[str, list[str]]:
         "data": sorted({cell.data for cell in report.cells}),
         "size": list(map(str, sorted({size for part in report.slices for size in part.sizes}))),
     }
-    return {key: found for key, found in values.items() if len(found) > 1}
+    return {key: known for key, known in values.items() if len(known) > 1}

@@ -35,7 +35,8 @@ def answer_over_data(slices: Sequence[Slice], comparisons: Sequence[Comparison])
         if metric.higher_is_better and metric.bounds is None:
             continue  # an unbounded score has no error to take the ratio of
         first, *others = (
-            {one.ends: one for one in comparisons if one.part is part} for part in parts
+            {comparison.ends: comparison for comparison in comparisons if comparison.part is part}
+            for part in parts
         )
         claims = [
             _claim([one, *(other[ends] for other in others)])

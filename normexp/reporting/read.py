@@ -66,7 +66,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
         runs += ended
         problems += broken
         unended += begun
-    counts = {name: len(found) for name, found in seeds.items()}
+    counts = {name: len(known) for name, known in seeds.items()}
     cells = {run.directory.parent for run in runs}
     return StudyRecords(runs, counts, len(unended), _waiting(unended, cells), problems)
 

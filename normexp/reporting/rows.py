@@ -40,7 +40,7 @@ def interval_row(interval: Interval, digits: int) -> Row:
 def mean_rows(values: Mapping[CellRow, Values], metric: Metric) -> dict[CellRow, Row]:
     """Each cell with its mean over seeds, and what is missing."""
     of_data = {cell.data: [other for other in values if other.data == cell.data] for cell in values}
-    steps = {data: step_of(values[cell] for cell in own) for data, own in of_data.items()}
+    steps = {data: step_of(values[cell] for cell in same) for data, same in of_data.items()}
     return {
         cell: _mean_row(cell, by_seed, metric, steps[cell.data]) for cell, by_seed in values.items()
     }

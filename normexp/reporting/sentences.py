@@ -206,12 +206,12 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
             text = f"{norm} was run at one {axis} only, {size}"
             yield Claim([norm], "one size", text, count, sizes=[size])
     if alike:
-        norms = [norm for own in alike.values() for norm in own]
+        norms = [norm for same in alike.values() for norm in same]
         they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
-        counts = [f"{_listed(own)}: {count}" for count, own in alike.items()]
-        told = "; ".join(alike if len(alike) == 1 else counts)
+        counts = [f"{_listed(same)}: {count}" for count, same in alike.items()]
+        shown = "; ".join(alike if len(alike) == 1 else counts)
         claim = f"{_listed(norms)} {do} not depend on the {axis}"
-        yield Claim(norms, "independent", claim, f"measured: {they} not mix samples; {told}")
+        yield Claim(norms, "independent", claim, f"measured: {they} not mix samples; {shown}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -301,14 +301,14 @@ def _budget_words(comparison: Comparison, other: Comparison) -> str:
     if other.gap.estimate is None or comparison.gap.estimate is None:
         return f" {other.budget}: no result."
     turns = comparison.kind in DIRECTED and other.gap.estimate * comparison.gap.estimate < 0
-    told = (
+    words = (
         f" At {other.budget}: {_shown(other, comparison.kind, -other.gap if turns else other.gap)}"
     )
-    told += " the other way" * turns
+    words += " the other way" * turns
     if comparison.verdict is None:
-        return f"{told}."
+        return f"{words}."
     end = "survives" if other.kind == comparison.kind else "does not survive"
-    return f"{told}: the verdict {end}."
+    return f"{words}: the verdict {end}."
 
 
 def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> str:

@@ -52,7 +52,7 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
         fixed = f"batch size {batch_size}"
         return _slice("norm_batch_size", fixed, along, points, metric, frozenset(independent))
 
-    slices = [along_norm_batch_size(size, own) for size, own in sizes.items() if len(own) > 1]
+    slices = [along_norm_batch_size(size, along) for size, along in sizes.items() if len(along) > 1]
     alone = [cell for cell in cells if cell.norm in independent]
     is_full = [cell for cell in cells if cell.norm_batch_size == cell.batch_size]
     ways = {"norm batch size = batch size": {*alone, *is_full}}

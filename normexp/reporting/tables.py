@@ -125,8 +125,12 @@ class Table:
     def split(self) -> tuple[dict[str, str], pd.DataFrame]:
         """Columns with one value in all rows, as a dict, and the texts of the other columns."""
         texts = self.texts().drop(columns=[*self.aside])
-        found = {name: list(texts[name].unique()) for name in texts}
-        same = {str(name): own[0] for name, own in found.items() if len(own) == 1 < len(texts)}
+        distinct = {name: list(texts[name].unique()) for name in texts}
+        same = {
+            str(name): values[0]
+            for name, values in distinct.items()
+            if len(values) == 1 < len(texts)
+        }
         named = {name: text for name, text in same.items() if text != "-"}
         return named, texts.drop(columns=list(same))
 
@@ -196,7 +200,7 @@ def _labels_of(cell: CellRow, *, independent: str | None) -> Row:
 
 def _note(cell: CellRow, row: Row, metric: Metric) -> str:
     """The warnings and exceptions that apply to a row."""
-    told = {
+    notes = {
         f"INVALID: {cell.invalid}": cell.invalid,
         f"failed: {cell.error}": cell.error,
         f"{cell.early} of {cell.expected} ended early": cell.early,
@@ -205,7 +209,7 @@ def _note(cell: CellRow, row: Row, metric: Metric) -> str:
         "all seeds equal: no interval": row["n"] > 1 and row["low"] is None,
         f"the same recipe as {', '.join(cell.same_as)}": cell.same_as,
     }
-    return "; ".join(text for text, applies in told.items() if applies)
+    return "; ".join(text for text, applies in notes.items() if applies)
 
 
 def size_table(part: Slice) -> Table:
@@ -299,32 +303,33 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
     return Table.of_rows("sensitivity", "Batch-size sensitivity", columns, rows, note)
 
 
-def _sensitivity_row(found: Sensitivity, one: Comparison) -> Row:
-    metric, over = one.part.metric, one.over_samples
-    smallest, largest = found.sizes[0], found.sizes[-1]
-    slope = format_interval(found.slope, metric.digits + 1)
-    known = [size for size, loss in found.losses.items() if loss.estimate is not None]
+def _sensitivity_row(sensitivity: Sensitivity, comparison: Comparison) -> Row:
+    metric, over = comparison.part.metric, comparison.over_samples
+    smallest, largest = sensitivity.sizes[0], sensitivity.sizes[-1]
+    slope = format_interval(sensitivity.slope, metric.digits + 1)
+    known = [size for size, loss in sensitivity.losses.items() if loss.estimate is not None]
     return {
         "from": largest,
         "to": smallest,
-        "worse by": format_interval(found.drop, metric.digits),
+        "worse by": format_interval(sensitivity.drop, metric.digits),
         "worse by, over test samples too": over and format_interval(-over, metric.digits),
-        "best size": found.best_size,
-        "regret at the smallest size": format_interval(found.regret, metric.digits),
+        "best size": sensitivity.best_size,
+        "regret at the smallest size": format_interval(sensitivity.regret, metric.digits),
         "threshold": metric.tolerance_words,
-        "passed at size": _threshold_words(found.threshold, min(known)) if known else None,
+        "passed at size": _threshold_words(sensitivity.threshold, min(known)) if known else None,
         "worse by, per halving": f"{slope} ({largest} to {smallest})" if slope != "-" else None,
-        "n": found.drop.n,
-        "seeds": found.num_seeds,
+        "n": sensitivity.drop.n,
+        "seeds": sensitivity.num_seeds,
     }
 
 
-def _threshold_words(found: Threshold, smallest: int) -> str:
+def _threshold_words(threshold: Threshold, smallest: int) -> str:
     """`12 [5, 20]`; `<2` for an end below the sizes that were run; `12` without an interval."""
     size, low, high = (
-        f"<{smallest}" if x is None else f"{x:.3g}" for x in (found.size, found.low, found.high)
+        f"<{smallest}" if x is None else f"{x:.3g}"
+        for x in (threshold.size, threshold.low, threshold.high)
     )
-    return size if found.high is None else f"{size} [{low}, {high}]"
+    return size if threshold.high is None else f"{size} [{low}, {high}]"
 
 
 def comparison_table(answers: Sequence[Answer]) -> Table:
@@ -337,20 +342,19 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
     rows = []
     for answer in answers:
         part, metric = answer.parts[0], answer.parts[0].metric
-        for one in answer.comparisons:
-            comparison = one.comparison
+        for claim in answer.comparisons:
+            comparison = claim.comparison
             if comparison is None:
                 continue
-            gap, chance, over = (
-                *(comparison.gap, comparison.improvement),
-                comparison.over_samples,
-            )
+            gap, over = comparison.gap, comparison.over_samples
             values = (
-                *(one.norm, one.reference, answer.heading),
+                *(claim.norm, claim.reference, answer.heading),
                 f"{AXIS_WORDS[part.axis]} {part.sizes[0]}",
                 format_interval(gap, metric.digits),
                 over and format_interval(over, metric.digits),
-                *(metric.unit, format_interval(chance, 2), comparison.p, gap.n, one.kind),
+                metric.unit,
+                format_interval(comparison.improvement, 2),
+                *(comparison.p, gap.n, claim.kind),
             )
             rows.append(dict(zip(columns, values, strict=True)))
     note = (
