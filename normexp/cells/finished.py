@@ -17,7 +17,7 @@ from normexp.batching.replicas import Replicas
 from normexp.build import keeping_data, load_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
-from normexp.cells.naming import choices_in
+from normexp.cells.record import choices_in
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.identity import GROUPS
 from normexp.config.spec import CellSpec
