@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def digest_of_data(data: Mapping[str, Any]) -> str | None:
     """
     if not str(data["_target_"]).startswith("normexp."):
         return None
-    sha = hashlib.sha256(f"{sys.version_info[:3]}{[*map(version, DATA_PACKAGES)]}".encode())
+    sha = hashlib.sha256(f"{sys.version_info[:3]}{[*map(_version, DATA_PACKAGES)]}".encode())
     try:
         for root in (Path(data[key]) for key in DATA_PATHS if data.get(key) is not None):
             for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
@@ -188,6 +188,14 @@ def digest_with_weights(data_digest: str | None, model: Mapping[str, Any]) -> st
 def is_installed(path: Path) -> bool:
     """True for a file in site-packages, where a version number stands for the source."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+def _version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _plain(value: Any) -> Any:
