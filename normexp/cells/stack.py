@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import nn
 
 from normexp.batching.speed import suitable_threads
@@ -37,7 +37,7 @@ from normexp.records.paths import (
     WEIGHTS_FILE,
     seed_dir,
 )
-from normexp.records.result import Result, write_result
+from normexp.records.result import Result, Status, write_result
 from normexp.records.samples import write_samples
 from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.callbacks import why_stopped
@@ -107,8 +107,7 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     known = {cell.id: cell for cell in cells}
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
-        cfg = DictConfig(OmegaConf.merge(template.spec.composed, {"lr": record.rates[cell_id]}))
-        known[cell_id] = prepare_cell(replace(template.spec, cfg=cfg))
+        known[cell_id] = prepare_cell(template.spec.with_values({"lr": record.rates[cell_id]}))
         if known[cell_id].id != cell_id:
             raise UserError(
                 f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
@@ -209,7 +208,7 @@ def record_failure(stack: Stack, reason: str) -> None:
     run_dir = seed_dir(cell.directory, seed)
     run_dir.mkdir(parents=True, exist_ok=True)
     failed = Result(
-        *(cell.id, seed, "failed", cell.record, {}, describe_environment()),
+        *(cell.id, seed, Status.FAILED, cell.record, {}, describe_environment()),
         error=reason,
         attempts=stack.record.attempts + 1,
         apart=stack.record.apart,
@@ -239,7 +238,7 @@ def _result_of(
     return Result(
         cell_id=cell.id,
         seed=seed,
-        status="finished" if diverged_at is None else "diverged",
+        status=Status.FINISHED if diverged_at is None else Status.DIVERGED,
         config=cell.record | {"stacked": module.replicas.is_stacked},
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         environment=environment,

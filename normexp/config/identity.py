@@ -6,7 +6,9 @@ a shipped class by its choice, so that a new key or a moved class does not chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from normexp.config.compose import (
 from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS
-from normexp.records.identity import canonical_sizes, cell_id, differences, digest_of_path
+from normexp.records.content import IMAGE_SUFFIXES, digest_of_path
+from normexp.records.identity import canonical_sizes, cell_id, differences
 from normexp.records.sources import digests_of, source_digest, source_files
 
 GROUPS = ("norm", "model", "data", "optim")
@@ -175,10 +178,64 @@ def _with_content(values: Any, config: Mapping[str, Any]) -> Any:
     values = with_sources(values)
     for group, keys in FILES.items():
         for key in keys:
-            path = (config.get(group) or {}).get(key)
-            if isinstance(path, str) and (digest := digest_of_path(Path(path))):
-                values[group][f"{key}_digest"] = digest
+            value = (config.get(group) or {}).get(key)
+            if isinstance(value, str):
+                counts = _is_image if _is_shipped(values[group], "image_folder") else _is_any
+                content = digest_of_path(Path(value), counts)
+                if content is not None or "source_digest" in values[group]:
+                    values[group][f"{key}_content"] = content or value
+    data = values.get("data")
+    if isinstance(data, dict) and "source_digest" in data:  # a function of the user
+        arguments = {key: value for key, value in data.items() if key != "_target_"}
+        paths = {text for text in _texts(arguments) if _is_data_path(text)}
+        if content := {text: digest_of_path(Path(text)) for text in sorted(paths)}:
+            data["content"] = content
+    if isinstance(data, dict) and _is_shipped(data, "manual"):
+        data["text_digest"] = _digest_of_manual()
     return values
+
+
+def _is_shipped(data: Mapping[str, Any], choice: str) -> bool:
+    """True if a data set is read by the function of a shipped choice."""
+    return data.get("_target_") == (shipped_defaults("data", choice) or {}).get("_target_")
+
+
+def _is_any(_: Path) -> bool:
+    return True
+
+
+def _is_image(path: Path) -> bool:
+    """True for an image of a shipped image folder, which reads train/ and test/ alone."""
+    return path.parts[0] in ("train", "test") and path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Every text among the values of nested dicts and lists."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping | list):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _texts(value)
+
+
+def _is_data_path(text: str) -> bool:
+    """True for an existing path; not for a folder around the current one, as `.`, with results."""
+    try:
+        path = Path(text)
+        return bool(text) and path.exists() and not Path.cwd().is_relative_to(path.resolve())
+    except (OSError, ValueError):  # too long for a path
+        return False
+
+
+@cache
+def _digest_of_manual() -> str | None:
+    """Digest of the text of data=manual, which is part of Python and may change with it."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        return None
+    text = "\n\n".join(topics[title] for title in sorted(topics))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
 from normexp.data.sources import refuse_beyond_memory
 from normexp.errors import UserError
+from normexp.records.content import IMAGE_SUFFIXES as SUFFIXES
 from normexp.records.files import open_atomic
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"})
 
 log = logging.getLogger(__name__)
 

@@ -139,22 +139,6 @@ def loaded_sources() -> dict[str, str]:
     return {str(root): digest_of_source(root, contents) for root in sorted(roots)}
 
 
-def digest_of_path(path: Path) -> str | None:
-    """Digest of a file's bytes, or of the names and bytes of a folder's files; None without one."""
-    sha = hashlib.sha256()
-    try:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                name = "" if file == path else file.relative_to(path).as_posix()
-                digest = hashlib.sha256(file.read_bytes()).hexdigest()
-                sha.update(f"{name}\0{digest}\0".encode(errors="surrogateescape"))
-            elif file == path:
-                return None
-    except OSError:  # a file has just been removed: refused when it is read
-        return None
-    return sha.hexdigest()[:16]
-
-
 def digest_of_data(data: Mapping[str, Any]) -> str | None:
     """Digest of the user's own files that a data set is read from.
 
@@ -163,7 +147,7 @@ def digest_of_data(data: Mapping[str, Any]) -> str | None:
     """
     if not str(data["_target_"]).startswith("normexp."):
         return None
-    sha = hashlib.sha256(f"{sys.version_info[:3]}{[*map(_version, DATA_PACKAGES)]}".encode())
+    sha = hashlib.sha256(f"{sys.version_info[:3]}{[*map(_version_of, DATA_PACKAGES)]}".encode())
     try:
         for root in (Path(data[key]) for key in DATA_PATHS if data.get(key) is not None):
             for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
@@ -174,6 +158,13 @@ def digest_of_data(data: Mapping[str, Any]) -> str | None:
     except OSError:  # a file has just been removed
         return None
     return sha.hexdigest()[:16]
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def digest_with_weights(data_digest: str | None, model: Mapping[str, Any]) -> str | None:
@@ -188,14 +179,6 @@ def digest_with_weights(data_digest: str | None, model: Mapping[str, Any]) -> st
 def is_installed(path: Path) -> bool:
     """True for a file in site-packages, where a version number stands for the source."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-
-
-def _version(package: str) -> str | None:
-    """The version of a package; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _plain(value: Any) -> Any:

@@ -50,6 +50,22 @@ def source_files(target: str) -> dict[str, Path]:
     return files
 
 
+def refuse_without_file(key: str, target: str) -> None:
+    """Raises UserError for a class of a notebook or of a program on stdin, which has no file."""
+    name = target.partition(".")[0]
+    module = sys.modules.get(name)
+    if module is None or name in sys.stdlib_module_names - {"__main__"}:
+        return
+    file = getattr(module, "__file__", None)
+    has_file = file is not None and Path(file).is_file()
+    if not has_file and (name == "__main__" or getattr(module, "__spec__", None) is None):
+        own = target.rpartition(".")[2]
+        raise UserError(
+            f"{key}._target_={target}: {name} has no file, so results could not be told from those "
+            f"of an edit; put the class in a file, as {key}._target_=my_file.{own}"
+        )
+
+
 def digest_of_files(files: Mapping[str, Path]) -> str | None:
     """16 hex digits of sha256 over the names and bytes of files; None without files."""
     sha = hashlib.sha256()
@@ -126,6 +142,10 @@ def _members_of(root: Path, name: str, file: Path) -> dict[str, Path]:
 
 def _own_file(name: str) -> Path | None:
     """The file of a module, if it is the user's own; None for a package without a file."""
+    if name == "__main__":
+        file = getattr(sys.modules[name], "__file__", None)
+        path = None if file is None else Path(file).resolve()
+        return path if path and path.is_file() and source_root(path) is not None else None
     spec = _find(name)
     if spec is None or not spec.has_location or spec.origin is None:
         return None

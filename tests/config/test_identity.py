@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import types
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
@@ -12,6 +15,7 @@ from normexp.config import identity
 from normexp.config.compose import compose_cell
 from normexp.config.help import group_choices
 from normexp.config.spec import CellSpec
+from normexp.errors import UserError
 
 TEXT = "the quick brown fox jumps over the lazy dog, " * 200
 
@@ -41,9 +45,9 @@ GOLDEN = {
     "norm=sync trainer=ddp callback=early_stopping val_every_epochs=2": (
         "sync-convnet-digits-b32-lr0.1-2641aa1301"
     ),
-    "data=manual norm=rms ema=0.9": "rms-gpt-manual-b32-lr0.001-b25a568f06",
+    "data=shakespeare norm=rms ema=0.9": "rms-gpt-shakespeare-b32-lr0.001-72a2b3cc7f",
     "data=text_file data.path={text} model.width=16 model.depth=1 norm=rms placement=post": (
-        "rms-gpt-text_file-b32-lr0.001-c87e739021"
+        "rms-gpt-text_file-b32-lr0.001-dbe60f0ba5"
     ),
     "norm=custom norm._target_=torch.nn.BatchNorm2d +norm.momentum=0.2": (
         "batchnorm2d-convnet-digits-b32-lr0.1-ea05f00a04"
@@ -153,7 +157,7 @@ def test_a_raised_number_changes_the_ids_of_its_choice_alone(monkeypatch: pytest
 @pytest.mark.slow
 def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
     """A new knob, or a class that moves, does not change recorded ids."""
-    own = ("custom", "text_file", "image_folder")
+    own = ("custom", "text_file", "image_folder", "manual")
     choices = {
         group: [
             name
@@ -205,6 +209,55 @@ def test_content_of_the_users_data_counts_and_its_place_does_not(tmp_path: Path)
         (tmp_path / name).write_text(text)
         ids.append(id_of(f"data=text_file data.path={tmp_path / name}"))
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_paths_among_the_arguments_of_the_users_data_count(
+    tmp_path: Path, own_module: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    own_module("own_data", "def load(files): ...\n")
+    (tmp_path / "one.npy").write_bytes(b"1")
+    line = "data=custom data._target_=own_data.load +data.files=[one.npy,two.npy]"
+    ids = [id_of(line)]
+    for file, content in (("one.npy", b"2"), ("two.npy", b"1"), ("other.npy", b"1")):
+        (tmp_path / file).write_bytes(content)
+        ids.append(id_of(line))
+    assert len(set(ids[:3])) == 3 and ids[2] == ids[3]
+    assert id_of(line.replace("files", "folder").replace("[one.npy,two.npy]", ".")) is not None
+
+
+def test_images_and_weights_count_by_content(tmp_path: Path):
+    root = tmp_path / "images"
+    for split in ("train", "test", "val"):
+        (root / split / "a").mkdir(parents=True)
+    weights = tmp_path / "weights.pt"
+    line = f"data=image_folder data.root={root} model.weights={weights}"
+    ids = [id_of(line)]
+    for file, counts in (
+        (root / "train/a/1.png", True),
+        (root / "val/a/1.png", False),
+        (root / "train/notes.txt", False),
+        (weights, True),
+    ):
+        file.write_bytes(b"1")
+        ids.append(id_of(line))
+        assert (ids[-1] != ids[-2]) == counts, file
+
+
+def test_a_class_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "a_notebook", types.ModuleType("a_notebook"))
+    with pytest.raises(UserError, match="put the class in a file, as norm._target_=my_file.Mine"):
+        id_of("norm=custom norm._target_=a_notebook.Mine")
+
+
+def test_ids_need_no_torch():
+    program = (
+        "import sys; from normexp.config.compose import compose_cell;"
+        "from normexp.config.spec import CellSpec;"
+        "CellSpec(*compose_cell(['data=manual', 'norm=group'])).without_norm_batch_size.id;"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_name_with_a_folder_is_readable_in_the_slug():
