@@ -56,7 +56,6 @@ class Cell:
 
     Attributes:
         record: plain values that go into result.json, see `record_of`.
-        files_digest: digest of the files that data and weights were read from; None if unknown.
         build: builds the network of a seed.
         memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
@@ -67,7 +66,6 @@ class Cell:
     id: str
     recipe: Recipe
     data: Data
-    files_digest: str | None
     build: NetworkBuilder
     traits: Traits
     num_parameters: int
@@ -113,8 +111,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
     cfg = spec.composed
     with collected_messages() as messages:
         check_devices(devices_of(cfg))
-        files_digest = digest_with_weights(digest_of_data(cfg.data), cfg.model)
-        data = load_data(cfg, files_digest)
+        data = load_data(cfg, digest_with_weights(digest_of_data(cfg.data), cfg.model))
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(cfg.seed)
@@ -141,7 +138,6 @@ def prepare_cell(spec: CellSpec) -> Cell:
                 mixes_in_evaluation=traits.mixes_samples_in_evaluation,
             ),
             data=data,
-            files_digest=files_digest,
             build=build if traits.mixes_samples else build.unsplit(),
             traits=traits,
             num_parameters=num_parameters,

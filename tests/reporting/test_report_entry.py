@@ -323,3 +323,19 @@ def test_two_thousand_runs_take_half_a_minute_of_computing(tmp_path: Path):
     start = time.process_time()  # of all threads
     report(tmp_path)
     assert time.process_time() - start < 30
+
+
+@pytest.mark.parametrize("package", ["altair", "vl_convert"])
+def test_a_machine_that_cannot_draw_gets_the_tables(tmp_path: Path, package: str):
+    write_study(tmp_path, np.random.default_rng(0))
+    script = (  # an import of the package fails
+        f"import sys; sys.modules[{package!r}] = None; "
+        "from normexp.report import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, "study=synthetic", f"runs_dir={tmp_path}"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and "cells" in run.stdout
+    assert f"{package} is not installed" in run.stderr and "Traceback" not in run.stderr
+    folder = tmp_path / "synthetic" / "report"
+    assert (folder / "tables" / "cells.csv").is_file()
+    assert not (folder / "index.html").exists()
