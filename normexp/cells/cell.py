@@ -13,8 +13,8 @@ from torch import nn
 
 from normexp.batching.speed import suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data
-from normexp.cells.naming import identity_of, record_of
 from normexp.cells.recipe import deviations, devices_of, recipe_of
+from normexp.cells.record import record_of
 from normexp.cells.refusals import (
     check_evaluation,
     check_memory,
@@ -121,10 +121,9 @@ def prepare_cell(spec: CellSpec) -> Cell:
         memory = check_memory(recipe, cfg.replicas, num_parameters, traits)
         for note in [*deviations(spec, recipe, len(data.train)), *_findings(spec, traits, alone)]:
             logger.info(note)
-        identity = identity_of(spec, recipe, build, data, mixes_samples=traits.mixes_samples)
         if not traits.mixes_samples:
             spec = spec.without_norm_batch_size
-        record = record_of(spec, recipe, build, data, traits, identity)
+        record = record_of(spec, recipe, build, data, traits)
         beyond = loaded_files().items() - loaded_before.items()
         if beyond := {path: digest for path, digest in beyond if path not in spec.sources}:
             record["loaded_sources"] = beyond  # by no import statement, as a plugin

@@ -18,7 +18,7 @@ from normexp.batching.replicas import Replicas
 from normexp.build import keeping_data, load_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
-from normexp.cells.naming import choices_in
+from normexp.cells.record import choices_in
 from normexp.cells.recorded import has_evaluations
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.help import option_defaults

@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import nn
 
 from normexp.batching.speed import suitable_threads
@@ -107,8 +107,7 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     known = {cell.id: cell for cell in cells}
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
-        cfg = DictConfig(OmegaConf.merge(template.spec.composed, {"lr": record.rates[cell_id]}))
-        known[cell_id] = prepare_cell(replace(template.spec, cfg=cfg))
+        known[cell_id] = prepare_cell(template.spec.with_values({"lr": record.rates[cell_id]}))
         if known[cell_id].id != cell_id:
             raise UserError(
                 f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
