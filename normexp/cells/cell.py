@@ -32,7 +32,8 @@ from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.records.identity import digest_of_data, digest_with_weights
 from normexp.records.logs import collected_messages
-from normexp.records.sources import refuse_edited
+from normexp.records.result import check_joins
+from normexp.records.sources import loaded_files, refuse_edited
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
@@ -108,7 +109,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
-    cfg = spec.composed
+    cfg, loaded_before = spec.composed, loaded_files()
     with collected_messages() as messages:
         check_devices(devices_of(cfg))
         data = load_data(cfg, digest_with_weights(digest_of_data(cfg.data), cfg.model))
@@ -130,6 +131,11 @@ def prepare_cell(spec: CellSpec) -> Cell:
         if not traits.mixes_samples:
             spec = spec.without_norm_batch_size
         record = record_of(spec, recipe, build, data, traits)
+        beyond = loaded_files().items() - loaded_before.items()
+        if beyond := {path: digest for path, digest in beyond if path not in spec.sources}:
+            record["loaded_sources"] = beyond  # by no import statement, as a plugin
+        assert spec.directory is not None
+        check_joins(spec.directory, record)
         return Cell(
             spec=spec,
             id=spec.id,
