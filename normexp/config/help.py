@@ -144,6 +144,8 @@ In a test of your own: from normexp.checks import assert_contract; assert_contra
 GROUPS_FOOTER = """\
   A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.
   norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.
+  trainer.precision is 32-true, 64-true, or bf16-mixed, which trainer=gpu sets and every norm and
+  model takes; 16-mixed is refused, because losses are not scaled.
 """
 CHECK_KEYS = (
     ("norm=batch", "a norm, or several as a,b; its knobs as norm.num_groups=4"),

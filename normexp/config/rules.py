@@ -243,7 +243,7 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("tags", "notes"), "set tags=[...] or notes=...; every logger gets them"),
     "log_every_n_steps": "set log_every=...",
     "debug": "set experiment=debug",
-    "precision": "set trainer.precision=...",
+    "precision": "set trainer.precision=32-true, bf16-mixed or 64-true",
     "sync_batchnorm": "set norm=sync",
     "optimizer": "set optim=...",
     "learning_rate": "set lr=...",

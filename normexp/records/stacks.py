@@ -17,7 +17,7 @@ from pathlib import Path
 from normexp.errors import UserError
 from normexp.records.files import write_json
 from normexp.records.paths import CHECKPOINT_FILE, MEMBERS_FILE, seed_dir
-from normexp.records.result import read_if_ended
+from normexp.records.result import Status, read_if_ended
 
 Member = tuple[str, int]  # cell id and seed
 
@@ -55,7 +55,9 @@ class StackRecord:
     def has_ended(self, study_dir: Path, member: Member) -> bool:
         """True if a member has its result of this stack, not of an earlier attempt."""
         result = read_if_ended(seed_dir(study_dir / member[0], member[1]))
-        return result is not None and (result.status != "failed" or result.attempts > self.attempts)
+        if result is None:
+            return False
+        return result.status != Status.FAILED or result.attempts > self.attempts
 
 
 def begin_stack(

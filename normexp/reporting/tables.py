@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from normexp.reporting.metric import (
 )
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice, metric_names
 from normexp.reporting.read import flatten
+from normexp.reporting.report import Report
 from normexp.reporting.rows import Row, frame_of, mean_rows, plain_rows
 from normexp.reporting.sentences import Answer
 from normexp.reporting.verdict import Comparison, paired
@@ -134,6 +136,28 @@ class Table:
         }
         named = {name: text for name, text in same.items() if text != "-"}
         return named, texts.drop(columns=list(same))
+
+
+def tables_of(report: Report) -> list[Table]:
+    """Every table of a report."""
+    answers = [answer for section in report.sections for answer in section.answers]
+    answers = [answer for answer in answers if len(answer.parts) == 1]  # not over data sets
+    return [
+        *map(size_table, report.slices),
+        sensitivity_table(answers),
+        comparison_table(answers),
+        cell_table(report.cells, report.metric, report.tolerance),
+        run_table(report.cells),
+    ]
+
+
+def write_tables(folder: Path, tables: Iterable[Table]) -> None:
+    """Writes each table as CSV, Markdown and LaTeX."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for table in tables:
+        texts = {"csv": table.to_csv(), "md": table.to_markdown(), "tex": table.to_latex()}
+        for ending, text in texts.items():
+            (folder / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
 
 
 def to_csv(frame: pd.DataFrame) -> str:

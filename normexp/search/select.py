@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from normexp.config.outcome import Outcome
 from normexp.config.rules import in_identity
-from normexp.config.spec import CellSpec, Outcome
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.history import SearchEntry, append_entries, read_history
+from normexp.records.result import DONE, Status
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
 from normexp.reporting.terminal import open_console, text_table
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
 from normexp.sweeps.sweep import raise_if_stopped, run_cells
-
-TRAINED = ("finished", "skipped")
 
 
 @dataclass
@@ -62,7 +62,7 @@ class SearchResult:
         found = [
             (point, self.metric.mean_over(outcome.results))
             for point, outcome in zip(self.search.points, self.outcomes, strict=True)
-            if outcome.status in TRAINED
+            if outcome.status in DONE
         ]
         known = [(point, value) for point, value in found if value != self.metric.worst]
         choose = max if self.metric.higher_is_better else min
@@ -87,14 +87,14 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     if searches[0].base.dry_run:
         return run_cells(flat, words)
     outcomes = _train(flat, words, train)
-    if all(outcome.status == "refused" for outcome in outcomes):
+    if all(outcome.status is Status.REFUSED for outcome in outcomes):
         raise UserError(outcomes[0].error)
     ends = iter(outcomes)
     results = _distinct(
         SearchResult(search, own, [next(ends) for _ in own])
         for search, own in zip(searches, points, strict=True)
     )
-    lost = any(outcome.status not in TRAINED for outcome in outcomes)
+    lost = any(outcome.status not in DONE for outcome in outcomes)
     if lost and searches[0].base.fail_fast:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
@@ -105,7 +105,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         for each, outcome in zip(chosen, fresh, strict=True):
             each.fresh = outcome
     print_table(results)
-    reported = [each.fresh is not None and each.fresh.status in TRAINED for each in results]
+    reported = [each.fresh is not None and each.fresh.status in DONE for each in results]
     return 1 if lost or not all(reported) else 0
 
 
@@ -130,10 +130,11 @@ def _record(results: Sequence[SearchResult]) -> None:
         base, search = each.search.base, each.search
         keys = {word: re.split("[/@=]", word.lstrip("+~"))[0] for word in search.fixed}
         words = [w for w, key in keys.items() if in_identity(key) or key == "experiment"]
-        cells = [outcome.cell_id for outcome in each.outcomes if outcome.status in TRAINED]
+        cells = [outcome.cell_id for outcome in each.outcomes if outcome.status in DONE]
         entry = SearchEntry(search.title, words, list(search.space.keys), each.metric.name, cells)
-        if cells:
-            append_entries(Path(base.runs_dir) / search.study, [entry])
+        study_dir = Path(base.runs_dir) / search.study
+        if cells and entry not in read_history(study_dir).searches.values():
+            append_entries(study_dir, [entry])
 
 
 def print_table(results: Sequence[SearchResult]) -> None:
@@ -152,7 +153,7 @@ def print_table(results: Sequence[SearchResult]) -> None:
 
 def _cells(result: SearchResult) -> list[str]:
     counts = Counter(outcome.status for outcome in result.outcomes)
-    lost = [f"{count} {status}" for status, count in counts.items() if status not in TRAINED]
+    lost = [f"{count} {status}" for status, count in counts.items() if status not in DONE]
     count = ", ".join([str(len(result.outcomes)), *lost])
     if result.best is None:
         return ["none finished", count, "-", "-", "0"]
@@ -164,7 +165,7 @@ def _cells(result: SearchResult) -> list[str]:
 def _fresh(result: SearchResult) -> list[str]:
     """The main metric over the fresh seeds, and their number."""
     outcome = result.fresh
-    if outcome is None or outcome.status not in TRAINED:
+    if outcome is None or outcome.status not in DONE:
         return [outcome.error if outcome is not None else "-", "0"]
     name = choose_metric({name for run in outcome.results for name in run.metrics}, None)
     if name is None:
@@ -185,12 +186,12 @@ def _warnings(result: SearchResult) -> list[str]:
     if best is None:
         return [f"{search.title}: no point has a value; see the lines above"]
     study, point = search.base.study, best[0]
-    known = read_history(Path(search.base.runs_dir) / study).cells
+    folder = Path(search.base.runs_dir) / study
     others = [
         f"{search.title}: study={study} also has runs at {' '.join(words_of(other))}, another "
         "point of this search; the result above does not include them"
-        for other, cell in zip(search.points, result.cells, strict=True)
-        if other != point and cell.digest in known
+        for other, outcome in zip(search.points, result.outcomes, strict=True)
+        if other != point and outcome.cell_id and (folder / outcome.cell_id).is_dir()
     ]
     return others + [
         f"{search.title}: the best {each.key}={point[each.key]} lies at the edge of what "

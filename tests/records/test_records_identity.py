@@ -7,18 +7,19 @@ import platform
 import re
 import shutil
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
 import normexp
-from normexp.records import environment
+from normexp.records import environment, identity
 from normexp.records.environment import describe_environment, git_commit
 from normexp.records.identity import (
     canonical_sizes,
     cell_id,
     differences,
+    digest_of_data,
     digest_of_source,
     source_root,
 )
@@ -146,3 +147,15 @@ def test_commit_is_of_the_checkout_around_the_code(package: Path, monkeypatch, c
     monkeypatch.setenv("PATH", "")
     assert git_commit() is None
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_data_set_needs_no_package_of_another_one(monkeypatch: pytest.MonkeyPatch):
+    def only_scikit_learn(package: str) -> str:
+        if package == "babel":
+            raise PackageNotFoundError(package)
+        return version(package)
+
+    data = {"_target_": "normexp.data.load_digits"}
+    whole = digest_of_data(data)
+    monkeypatch.setattr(identity, "version", only_scikit_learn)
+    assert digest_of_data(data) not in (whole, None)

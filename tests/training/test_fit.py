@@ -140,6 +140,24 @@ def test_network_that_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch,
         train(build_module(compile=True), tmp_path / "a.ckpt")
 
 
+def test_an_error_of_the_compiled_backward_is_refused_too(tmp_path: Path, monkeypatch):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # noqa: ARG004
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # noqa: ARG004
+            raise RuntimeError("no kernel for the backward")
+
+    def compile_(measure, **_):
+        return lambda *given: Failing.apply(measure(*given))
+
+    monkeypatch.setattr(devices.torch, "compile", compile_)
+    with pytest.raises(UserError, match=r"compile=true: .*no kernel for the backward"):
+        train(build_module(compile=True), tmp_path / "a.ckpt")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
