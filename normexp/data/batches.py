@@ -75,7 +75,7 @@ class TrainingBatches:
     def _batches(
         self, first_step: int, num_steps: int, indices: Tensor, dtype: torch.dtype
     ) -> list[Batch]:
-        """The batches of `num_steps` steps of equal size, of the samples at `indices` (S, K * N)."""
+        """The batches of steps of equal size: of the samples at `indices` (S, K * N)."""
         indices = indices.unflatten(1, (num_steps, -1)).transpose(0, 1).contiguous()  # (K, S, N)
         batch = self.data.train.gather(indices, self._offset)  # (K, S, N, ...)
         at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MAX_AT_ONCE

@@ -57,7 +57,8 @@ class AveragedWeights(AveragedModel):
 
         That method reads its counter from the device, twice, and so waits for each step.
         """
-        averages, weights = list(self.module.parameters()), list(replicas.parameters())
+        averages: list[Tensor] = list(self.module.parameters())
+        weights: list[Tensor] = list(replicas.parameters())
         buffers = zip(self.module.buffers(), replicas.buffers(), strict=True)
         copied = [*zip(averages, weights, strict=True), *buffers] if is_first else list(buffers)
         if not is_first:
