@@ -25,6 +25,7 @@ from normexp.cells.refusals import (
     check_outputs,
     check_placement,
     check_slots,
+    evaluation_limit,
     why_alone,
 )
 from normexp.checks.preflight import Traits, examine
@@ -141,6 +142,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
             recipe=recipe.for_norm(
                 mixes_samples=traits.mixes_samples,
                 mixes_in_evaluation=traits.mixes_samples_in_evaluation,
+                evaluation_limit=evaluation_limit(recipe, data, traits),
             ),
             data=data,
             build=build if traits.mixes_samples else build.unsplit(),
