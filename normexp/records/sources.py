@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -102,10 +102,19 @@ def loaded_files() -> dict[str, str]:
             continue
         if name in _seen and _seen[name][0] is spec:
             continue
-        path = Path(file).resolve()
-        if path.is_file() and source_root(path) is not None:
+        if (path := _user_file(file)) is not None:
             _seen[name] = spec, str(path), _digest(_read(path))
     return {path: digest for name, (_, path, digest) in _seen.items() if name in sys.modules}
+
+
+@cache
+def _user_file(file: str) -> Path | None:
+    """The path of a module's file if it is the user's own; asked of thousands of modules."""
+    path = Path(file)
+    if is_installed(path):  # before links are followed, which takes time
+        return None
+    path = path.resolve()
+    return path if path.is_file() and source_root(path) is not None else None
 
 
 def refuse_edited(hashed: Mapping[str, str]) -> None:
