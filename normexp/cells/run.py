@@ -196,7 +196,9 @@ class StackRunner:
             for attempt in read_history(self.study_dir).attempts
             if attempt.stack == record.id
         ]
-        deaths = [each for each in attempts if each.checkpointed_at == record.checkpointed_at]
+        deaths = [
+            attempt for attempt in attempts if attempt.checkpointed_at == record.checkpointed_at
+        ]
         has_raised = any(not attempt.died for attempt in attempts)
         is_lost = has_raised or len(deaths) >= min(2, len(record.members))
         return attempts[-1].error if is_lost else None

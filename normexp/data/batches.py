@@ -68,8 +68,10 @@ class TrainingBatches:
         parts = {name: value.split(self.batch_size, dim=1) for name, value in batch.items()}
         batches = [{name: value[k] for name, value in parts.items()} for k in range(num_steps)]
         if not at_once:
-            for step, one in enumerate(batches, start=first_step):
-                one["inputs"] = self.data.model_inputs(self._augmented(one["inputs"], step), dtype)
+            for step, step_batch in enumerate(batches, start=first_step):
+                step_batch["inputs"] = self.data.model_inputs(
+                    self._augmented(step_batch["inputs"], step), dtype
+                )
         return batches
 
     def num_samples_before(self, step: int) -> int:
