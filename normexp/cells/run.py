@@ -143,9 +143,9 @@ class StackRunner:
             specs = [spec for spec in specs if known.same_as(spec.id) != spec.id]
         targets = [None if mixes_samples else spec.without_norm_batch_size.id for spec in specs]
         pairs = zip(specs, targets, strict=True)
-        append_entries(
-            self.study_dir, [AliasEntry(spec.id, target, versions) for spec, target in pairs]
-        )
+        aliases = [AliasEntry(spec.id, target, versions) for spec, target in pairs]
+        if aliases:
+            append_entries(self.study_dir, aliases)
         return not mixes_samples
 
     def _arrange(self, specs: Sequence[CellSpec], missing: Collection[Member]) -> list[Stack]:

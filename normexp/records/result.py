@@ -11,7 +11,7 @@ from typing import Any
 
 from normexp.errors import UserError
 from normexp.records.files import read_json, write_json
-from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, seed_dir, seed_of
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, list_seeds, seed_dir, seed_of
 
 SCHEMA = 1
 
@@ -178,6 +178,40 @@ def read_records(cell_dir: Path, seeds: Sequence[int]) -> CellRecords:
         failed=[result for result in known if result.status == Status.FAILED],
         new=[seed for seed, result in results.items() if result is None],
     )
+
+
+def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
+    """Refuses to add runs to a cell whose recorded runs had other data or other source.
+
+    The id of a cell is of its config and files. What a process loads beyond them is compared here:
+    the loaded tensors, and modules that no import statement names.
+
+    Args:
+        config: of the new runs, as in their results.
+
+    Raises:
+        UserError: another digest, with what it is of and the remedy.
+    """
+    for seed in list_seeds(cell_dir) if cell_dir.is_dir() else []:
+        if not (seed_dir(cell_dir, seed) / RESULT_FILE).is_file():
+            continue
+        result = read_result(seed_dir(cell_dir, seed))
+        if result.status == Status.FAILED:  # will be replaced
+            continue
+        before, now = _loaded(result.config), _loaded(config)
+        for name in before.keys() & now.keys():
+            if before[name] != now[name]:
+                raise UserError(
+                    f"{name} is not what the recorded runs of {cell_dir} were trained with; "
+                    "train in a study of its own: study=..."
+                )
+
+
+def _loaded(config: Mapping[str, Any]) -> dict[str, str]:
+    """The recorded digests of what a training has loaded, by name."""
+    data = config.get("recipe", {}).get("data", {})
+    digests = dict(config.get("loaded_sources", {}))
+    return digests | ({"the data set": data["digest"]} if "digest" in data else {})
 
 
 def has_evaluations(cell_dir: Path, runs: Sequence[Result], asked: Mapping[str, int]) -> bool:

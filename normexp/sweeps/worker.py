@@ -235,10 +235,11 @@ def _may_affect_next(outcomes: Iterable[Outcome]) -> bool:
 
 @contextmanager
 def ready_to_train() -> Iterator[None]:
-    """Imports torch and what trains; caches data sets inside the block."""
+    """Imports torch and what trains; caches data sets and answers of probes inside the block."""
     with importing_torch():
         import normexp.cells.run  # noqa: F401
         from normexp.build import keeping_data
+        from normexp.cells.cell import sharing_probes
 
-    with keeping_data():
+    with keeping_data(), sharing_probes():
         yield

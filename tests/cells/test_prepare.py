@@ -13,8 +13,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from normexp import build as building
+from normexp.cells import cell as cell_module
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.cli import parse_command
 from normexp.config.compose import compose_cell
+from normexp.config.grid import compose_cells
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
@@ -259,3 +262,27 @@ def test_other_values_and_files_are_other_data(loaded: list[str]):
     assert load("a") is not load("a", folder="there")
     assert load("a", digest="1") is not load("a", digest="2")
     assert len(loaded) == 4
+
+
+def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):
+    examined = []
+    examine = cell_module.examine
+    monkeypatch.setattr(
+        cell_module, "examine", lambda *args, **own: examined.append(1) or examine(*args, **own)
+    )
+
+    def probes(*words: str) -> int:
+        (spec,) = compose_cells(parse_command(list(words)))
+        before = len(examined)
+        prepare_cell(spec)
+        return len(examined) - before
+
+    with cell_module.sharing_probes():
+        assert probes() == 1
+        for words in (["lr=0.3"], ["seed=5"], ["epochs=2"], ["optim=adamw"]):
+            assert probes(*words) == 0, words
+        for words in (["norm_batch_size=4"], ["eps=1e-3"], ["allow_leak=true"], ["norm=group"]):
+            assert probes(*words) == 1, words
+        ramp = ["norm=batch_renorm"]
+        assert [probes(*ramp), probes(*ramp, "epochs=2"), probes(*ramp, "lr=1")] == [1, 1, 0]
+    assert probes() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from normexp.config.grid import compose_cells
 from normexp.config.outcome import Outcome
 from normexp.config.spec import CellSpec
 from normexp.evaluate import main as evaluate
-from normexp.records.logs import collected_messages
+from normexp.records.logs import collected_messages, messages_to
 from normexp.records.result import Status
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.walk import Walk
@@ -56,7 +57,7 @@ def ids(tmp_path: Path) -> set[str]:
 def is_passed(tmp_path: Path, *words: str) -> bool:
     """True if no cell of a command needs training, or an evaluation."""
     cells = specs(tmp_path, *words)
-    with collected_messages() as messages:
+    with messages_to(logging.NullHandler()), collected_messages() as messages:
         outcomes = outcomes_of(cells)
     return {outcome.status for outcome in outcomes} == {Status.SKIPPED} and not messages
 
