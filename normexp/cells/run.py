@@ -1,4 +1,4 @@
-"""Trains one stack: claims its cells, trains their missing runs, and records them.
+"""Trains cells that may be one stack: claims them, trains their missing runs, and records them.
 
 The cells are one, or several that differ only in learning rate. A stack that has begun keeps its
 members until all of them have results, whichever command claims them, so that interruptions change
@@ -125,7 +125,7 @@ class StackRunner:
         waiting.extend(stacks)
         with self.control.stop.listening():
             while waiting:
-                waiting.extendleft(self._train(waiting.popleft()))
+                waiting.extendleft(reversed(self._train(waiting.popleft())))
         return self.errors
 
     def _prepare(self, spec: CellSpec) -> Cell:
@@ -180,7 +180,7 @@ class StackRunner:
             )
             apart = [create_stack([run], apart=error) for run in stack.open_runs()]
             end_stack(stack.record)
-            return apart[::-1]  # which extendleft reverses
+            return apart
         record_failure(stack, error)
         where = f"{error} (see {stack.record.directory / LOG_FILE})"
         self.errors.setdefault(stack.cell.id, where)
