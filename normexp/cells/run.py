@@ -57,9 +57,9 @@ def run_task(
 ) -> dict[str, str]:
     """Claims cells, trains their missing runs, and records them.
 
-    Trains nothing if the norm turns out not to mix samples, and other cells are the same training,
-    or if the cells turn out not to stack: then the history, or the stacks of the cells, say so, and
-    the caller looks again.
+    In two cases it trains nothing, and the caller walks its list again. The norm turns out not to
+    mix samples: the history now says which other cells are the same training. Or the cells turn out
+    not to stack: each now has a stack, and may be claimed by itself.
 
     Args:
         on_begin: called before a stack trains, with its record.
