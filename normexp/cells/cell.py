@@ -30,7 +30,6 @@ from normexp.cells.refusals import (
 from normexp.checks.preflight import Traits, examine
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
-from normexp.records.identity import digest_of_data, digest_with_weights
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
 from normexp.records.sources import loaded_files, refuse_edited
@@ -113,7 +112,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
     cfg, loaded_before = spec.composed, loaded_files()
     with collected_messages() as messages:
         check_devices(devices_of(cfg))
-        data = load_data(cfg, digest_with_weights(digest_of_data(cfg.data), cfg.model))
+        data = load_data(spec)
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(cfg.seed)
