@@ -424,8 +424,8 @@ def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> s
         "samples; for new seeds alone where it says 'on these test samples'. The number of "
         f"differences that this report tests is {count}. The probability that any verdict on them "
         "is false is at most 5 %, for those of each command, so a difference may be undecided "
-        "although its own interval excludes 0. Training counts as converged where a budget at least twice as long moved "
-        "neither its loss nor the metric by the margin."
+        "although its own interval excludes 0. Training counts as converged where a budget at "
+        "least twice as long moved neither its loss nor the metric by the margin."
     )
 
 
