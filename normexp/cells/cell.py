@@ -31,7 +31,6 @@ from normexp.cells.refusals import (
 from normexp.checks.preflight import Traits, examine
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
-from normexp.records.identity import digest_of_data, digest_with_weights
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
 from normexp.records.sources import loaded_files, refuse_edited
@@ -59,6 +58,7 @@ class Cell:
     Attributes:
         record: plain values that go into result.json, see `record_of`.
         build: builds the network of a seed.
+        traits: what its network was measured to mix and to leak.
         memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
         messages: what was logged while the cell was prepared.
@@ -113,7 +113,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
     cfg, loaded_before = spec.composed, loaded_files()
     with collected_messages() as messages:
         check_devices(devices_of(cfg))
-        data = load_data(cfg, digest_with_weights(digest_of_data(cfg.data), cfg.model))
+        data = load_data(spec)
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(cfg.seed)

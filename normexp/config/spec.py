@@ -1,4 +1,4 @@
-"""A command, its cells, their names and outcomes. Imports neither torch nor Hydra."""
+"""A command and the cells that it asks for, with their ids. Imports neither torch nor Hydra."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
+from normexp.records.content import reading_once
 from normexp.records.identity import cell_id
 
 if TYPE_CHECKING:
@@ -155,6 +156,14 @@ class CellSpec:
         return self.study_dir / self.id
 
 
+def identify(cells: Sequence[CellSpec]) -> None:
+    """Computes the ids of a command's cells at one time, so that each file is read once."""
+    with reading_once():
+        for cell in cells:
+            if cell.cfg is not None:
+                _ = cell.id, cell.without_norm_batch_size.id
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """A norm to measure: its name with the knobs from the command line, and its config."""
@@ -193,8 +202,8 @@ def title_of(cell: CellSpec) -> str:
     named = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
     typed = [text for text in cell.overrides if _key_of(text) not in named]
-    own = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
-    typed = [text for text in typed if _key_of(text) in own or not _is_left_out(text)]
+    counted = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
+    typed = [text for text in typed if _key_of(text) in counted or not _is_left_out(text)]
     return " ".join([*words, *typed])
 
 
@@ -218,8 +227,8 @@ def split_shared_words(titles: Sequence[str]) -> tuple[str, list[str]]:
         for word in rows[0]
         if not word.startswith("norm=") and all(word in row for row in rows)
     ]
-    own = [" ".join(word for word in row if word not in shared) for row in rows]
-    return " ".join(shared), [text or title for text, title in zip(own, titles, strict=True)]
+    rest = [" ".join(word for word in row if word not in shared) for row in rows]
+    return " ".join(shared), [text or title for text, title in zip(rest, titles, strict=True)]
 
 
 def format_duration(seconds: float) -> str:

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from normexp.config.outcome import Outcome
 from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
-from normexp.config.spec import CellSpec
+from normexp.config.spec import CellSpec, identify
 from normexp.errors import Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
 from normexp.records.paths import LOG_FILE
@@ -84,7 +84,7 @@ def print_outcomes(
 
 
 def raise_if_stopped(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """Raises unless a command has come to its end, or to a failure under `fail_fast`.
+    """Raises if a command was stopped before its end, unless a failure under `fail_fast` ended it.
 
     Raises:
         Halted: nothing more can be trained.
@@ -119,6 +119,7 @@ def train_cells(
         validate_keys(cfg, COMMAND_KEYS)
     dry_run = bool(shared_value(cfgs, "dry_run"))
     fail_fast = bool(shared_value(cfgs, "fail_fast"))
+    identify(cells)
     log = StudyLog(cells, words, command_id)
     if dry_run:
         return plan_cells(log)
@@ -225,7 +226,7 @@ class Sweep:
                         self.stop()
                     to_start -= self._start_workers(to_start)
                     ready = wait([worker.connection for worker in self.workers], TICK)
-                    for worker in [each for each in self.workers if each.connection in ready]:
+                    for worker in [worker for worker in self.workers if worker.connection in ready]:
                         if not self._receive(worker):
                             to_start += not worker.has_ended
                     at_work = sum(len(worker.taken) for worker in self.workers)

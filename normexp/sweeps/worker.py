@@ -118,7 +118,9 @@ def work(
             for positions, cells in walk if is_free else ():
                 if _are_busy(cells):
                     busy.add(positions)
-                elif positions not in was_busy:  # else its process has just died, or ends now
+                elif (
+                    positions not in was_busy
+                ):  # else its process has just ended, and may yet record how
                     has_taken = True
                     report(StackTaken(positions))
                     outcomes = _train(
