@@ -101,6 +101,7 @@ class CellRow:
     budget: `epochs=12`; empty if none is recorded
     searched: keys whose values the searches of the study chose
     declared: the seeds of the first command that names the cell; empty if none is known
+    doubts: what contradicts itself in its records
     round: 0 if that was the first command of the study for any of its cells, 1 for the next
     """
 
@@ -128,6 +129,7 @@ class CellRow:
     searched: frozenset[str] = frozenset()
     declared: frozenset[int] = frozenset()
     round: int = 0
+    doubts: Sequence[str] = ()
 
     @property
     def protocol(self) -> str:

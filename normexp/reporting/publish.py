@@ -74,8 +74,7 @@ def draw(report: Report) -> Drawing:
     styles = assign_styles(cell.norm for cell in report.cells)
 
     def figures_of(answer: Answer) -> list[Figure]:
-        is_over_data = len(answer.parts) > 1
-        return [] if is_over_data else draw_figures(answer.parts[0], styles)
+        return draw_figures(answer.parts[0], styles)
 
     sections = [
         (section, [(answer, figures_of(answer)) for answer in section.answers])

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -25,7 +25,7 @@ HEADLINES = (
         *DECIDED,
         "open",
         "apart",
-        *("incomplete", "extended", "search", "given rates"),
+        *("incomplete", "extended", "search", "given rates", "doubtful"),
         "interval",
         "no interval",
         "one size",
@@ -74,12 +74,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Answer:
-    """All sentences about one slice, or about several that differ only in data set."""
+    """All sentences about one slice, or about several that differ only in data set.
+
+    untested: on differences that the report does not test
+    """
 
     heading: str
     parts: list[Slice]
     sentences: list[Claim]
     note: str
+    untested: list[Claim] = field(default_factory=list)
 
     @property
     def measured_on(self) -> str:
@@ -94,11 +98,11 @@ class Answer:
 
     @property
     def losses(self) -> list[Claim]:
-        return [claim for claim in self.sentences if not claim.reference]
+        return [claim for claim in (*self.sentences, *self.untested) if not claim.reference]
 
     @property
     def comparisons(self) -> list[Claim]:
-        return [claim for claim in self.sentences if claim.reference]
+        return [claim for claim in (*self.sentences, *self.untested) if claim.reference]
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,10 @@ def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) ->
             *(_claim(comparison, comparisons) for comparison in of_part),
         ]
         claims.sort(key=lambda claim: (bool(claim.reference), claim.kind == "independent"))
-        answers.append(Answer(part.heading, [part], claims, _note(of_part, comparisons)))
+        untested = [one for one in claims if one.comparison and not one.comparison.is_primary]
+        tested = [one for one in claims if one not in untested]
+        note = _note(of_part, comparisons)
+        answers.append(Answer(part.heading, [part], tested, note, untested))
     return answers
 
 
@@ -295,6 +302,7 @@ def _words(comparison: Comparison, kind: str) -> str:
         "search": "; no verdict while the search of learning rates is incomplete",
         "given rates": "; no verdict: given the learning rates that one search chose",
         "incomplete": f"; no verdict yet: {_declared_words(comparison)}",
+        "doubtful": "; no verdict: the records contradict themselves, see the top of the report",
         "extended": f"; no verdict: {_declared_words(comparison)}, the others were added later",
     }.get(kind, "")
     least = f"at least {shown}" if comparison.has_diverged else shown  # of a verdict

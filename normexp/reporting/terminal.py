@@ -52,6 +52,8 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
 def print_report(report: Report, cells: ReportTable) -> None:
     """Counts, the table of cells, the verdicts, and what is missing."""
     console = open_console()
+    for line in report.doubts:
+        console.out(f"CONTRADICTION, no verdict rests on it: {line}", style="red")
     console.out(f"{report.title}: {report.counts}")
     _print_cells(console, cells)
     for section in report.sections:
@@ -66,6 +68,10 @@ def print_report(report: Report, cells: ReportTable) -> None:
             later = [other.note for other in section.answers[number:]]
             if answer.note and answer.note not in later:
                 console.out(answer.note, style="dim")
+    if report.untested:
+        console.out("\nNot tested", style="bold")
+    for heading, claim in report.untested:
+        console.out(f"- {heading}: {claim.text}")
     for line in report.waiting:
         console.out(f"not ended: {line}", style="dim")
     for problem in report.problems:

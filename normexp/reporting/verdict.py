@@ -52,6 +52,7 @@ NO_VERDICT = {
     "search": "learning rates were searched, and not every rate has the same three or more seeds",
     "given rates": "one search chose the learning rates, so this holds given the chosen rates",
     "incomplete": "not all declared seeds have ended",
+    "doubtful": "records of the cells contradict themselves",
     "extended": "seeds were added to the declared ones",
     "unlike": "the recipes differ in more than the norm, the sizes and the searched keys",
 }
@@ -192,7 +193,9 @@ class Comparison:
 
     @property
     def why_not_judged(self) -> str | None:
-        """The key of NO_VERDICT if the design allows no verdict, whatever the results."""
+        """The key of NO_VERDICT if design or records allow no verdict, whatever the results."""
+        if any(cell.doubts for cell in self.cells):
+            return "doubtful"
         is_grid = [bool(self.part.alternatives(cell)) for cell in (self.first, self.second)]
         if any(is_grid) and None in self.tuned:
             return "given rates" if self.first.searched else "search"
