@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from normexp.cli import entry, read_options
+
+DRAWING_MODULES = ("altair", "vl_convert")
 
 
 @entry("report")
@@ -13,8 +16,13 @@ def main(words: list[str]) -> int:
     """Exit code: 0 written, 2 the user's mistake, 130 interrupted before it was written."""
     options = read_options("report", words)
 
-    from normexp.reporting.publish import publish
-
+    try:
+        from normexp.reporting.publish import publish
+    except ModuleNotFoundError as error:
+        if error.name not in DRAWING_MODULES:
+            raise
+        _publish_tables(options, missing=error.name)
+        return 0
     publish(
         Path(options["runs_dir"]),
         options["study"],
@@ -23,6 +31,26 @@ def main(words: list[str]) -> int:
         watch=options["watch"],
     )
     return 0
+
+
+def _publish_tables(options: dict[str, Any], missing: str) -> None:
+    """Prints the report and writes its tables, on a machine that can draw no figures."""
+    from normexp.reporting.report import read_report
+    from normexp.reporting.tables import cell_table, tables_of, write_tables
+    from normexp.reporting.terminal import print_report
+
+    metric, tolerance = options["metric"], options["tolerance"]
+    report = read_report(
+        Path(options["runs_dir"]), options["study"], metric=metric, tolerance=tolerance
+    )
+    write_tables(report.directory / "tables", tables_of(report))
+    print_report(report, cell_table(report.cells, metric, tolerance))
+    print(f"\ntables: {report.directory / 'tables'}")
+    print(
+        f"normexp: {missing} is not installed: tables only, no page and no figures; run the report "
+        "where altair and vl-convert-python are installed",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

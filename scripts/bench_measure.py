@@ -88,10 +88,15 @@ def timed(run: Callable[[], object], repeats: int = 1) -> Callable[[], float]:
     return arm
 
 
-def run_python(*arguments: str) -> tuple[float, str]:
-    """Wall seconds of a Python process in the repository, and what it printed."""
+def run_python(*arguments: str, expected: int = 0) -> tuple[float, str]:
+    """Wall seconds of a Python process in the repository, and what it printed.
+
+    Shows its errors if its exit code is not the expected one.
+    """
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
+    if done.returncode != expected:
+        sys.stderr.write(done.stderr)
     return time.perf_counter() - started, done.stdout

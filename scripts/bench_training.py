@@ -66,23 +66,30 @@ def seconds_per_step(num_steps: int, run: Callable[[], object]) -> float:
 def ours(
     bench: Bench, num_steps: int, *words: str, replicas: int = 1, log_every: int = NEVER
 ) -> float:
-    """Wall time of an optimizer step of all replicas, through the whole command."""
+    """Wall time of an optimizer step of all replicas, through the whole command.
+
+    Raises:
+        RuntimeError: the command failed; says what it printed.
+    """
     trainer = [] if any(word.startswith("trainer=") for word in words) else ["trainer=cpu"]
     runs_dir = tempfile.mkdtemp(dir=bench.folder)
     options = [f"steps={num_steps}", f"replicas={replicas}", "workers=0", f"runs_dir={runs_dir}"]
     options += [f"val_every_epochs={NEVER}", f"log_every={log_every}"]
 
     def run() -> None:
-        with quiet():
-            assert train([*trainer, *words, *options]) == 0
+        with quiet() as printed:
+            code = train([*trainer, *words, *options])
+        if code != 0:
+            raise RuntimeError(f"{' '.join(words)}: exit code {code}\n{printed.getvalue()[-4000:]}")
 
     return seconds_per_step(num_steps, run)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        yield
+def quiet() -> Iterator[StringIO]:
+    """Keeps what is printed inside the block from the terminal; yields it."""
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
+        yield printed
 
 
 def build_network(width: int = 16) -> nn.Module:
@@ -295,7 +302,7 @@ def light(bench: Bench) -> Iterator[Row]:
     arms = {
         "import": lambda: run_python("-c", "import torch")[0],
         "--help": lambda: run_python(*entry, "--help")[0],
-        "a config error": lambda: run_python(*entry, "norm=nrom")[0],
+        "a config error": lambda: run_python(*entry, "norm=nrom", expected=2)[0],
     }
     times = alternate(arms, bench.rounds(9))
     for name in ("--help", "a config error"):

@@ -33,7 +33,7 @@ from normexp.errors import UserError
 from normexp.records.history import read_history
 from normexp.records.metrics import read_metrics
 from normexp.sweeps import worker_process
-from normexp.sweeps.tasks import environment
+from normexp.sweeps.machine import environment
 
 SAVE_SECONDS = 0.5  # between checkpoints
 GRID = ["-m", "norm=batch,group", "lr=0.03,0.3", "norm_batch_size=4,32", "epochs=2", "log_every=5"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from normexp.batching.speed import suitable_threads
-from normexp.build import NetworkBuilder, build_network, build_norm, load_data
+from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import deviations, devices_of, recipe_of
 from normexp.cells.record import record_of
 from normexp.cells.refusals import (
@@ -23,14 +25,15 @@ from normexp.cells.refusals import (
     check_outputs,
     check_placement,
     check_slots,
+    evaluation_limit,
     why_alone,
 )
 from normexp.checks.preflight import Traits, examine
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
-from normexp.records.identity import digest_of_data, digest_with_weights
 from normexp.records.logs import collected_messages
-from normexp.records.sources import refuse_edited
+from normexp.records.result import check_joins
+from normexp.records.sources import loaded_files, refuse_edited
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
@@ -38,6 +41,14 @@ from normexp.training.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 LONG_PROBE = 10  # seconds
+# Keys of an identity that no probe of the network depends on.
+NOT_PROBED = {
+    *("lr", "lr_rule", "base_batch_size", "optim", "schedule", "callback", "max_grad_norm", "ema"),
+    *("epochs", "steps", "samples", "val_every_epochs"),
+}
+
+# The answers of probes and what they logged, by `_probe_key`; None outside `sharing_probes`.
+_probed: dict[str, tuple[Traits, list[str]]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +57,8 @@ class Cell:
 
     Attributes:
         record: plain values that go into result.json, see `record_of`.
-        files_digest: digest of the files that data and weights were read from; None if unknown.
         build: builds the network of a seed.
+        traits: what its network was measured to mix and to leak.
         memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
         messages: what was logged while the cell was prepared.
@@ -57,7 +68,6 @@ class Cell:
     id: str
     recipe: Recipe
     data: Data
-    files_digest: str | None
     build: NetworkBuilder
     traits: Traits
     num_parameters: int
@@ -100,17 +110,16 @@ def prepare_cell(spec: CellSpec) -> Cell:
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
-    cfg = spec.composed
+    cfg, loaded_before = spec.composed, loaded_files()
     with collected_messages() as messages:
         check_devices(devices_of(cfg))
-        files_digest = digest_with_weights(digest_of_data(cfg.data), cfg.model)
-        data = load_data(cfg, files_digest)
+        data = load_data(spec)
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(cfg.seed)
         refuse_edited(spec.sources)
         _check_network(spec, build, network, data)
-        traits = _probe(network, data, recipe, allow_leak=cfg.allow_leak)
+        traits = _probe(spec, network, data, recipe)
         if traits.mixes_samples:
             check_norm_batch_size(cfg.norm_batch_size, recipe)
         check_optimizer_step(recipe, network)
@@ -123,15 +132,20 @@ def prepare_cell(spec: CellSpec) -> Cell:
         if not traits.mixes_samples:
             spec = spec.without_norm_batch_size
         record = record_of(spec, recipe, build, data, traits)
+        beyond = loaded_files().items() - loaded_before.items()
+        if beyond := {path: digest for path, digest in beyond if path not in spec.sources}:
+            record["loaded_sources"] = beyond  # by no import statement, as a plugin
+        assert spec.directory is not None
+        check_joins(spec.directory, record)
         return Cell(
             spec=spec,
             id=spec.id,
             recipe=recipe.for_norm(
                 mixes_samples=traits.mixes_samples,
                 mixes_in_evaluation=traits.mixes_samples_in_evaluation,
+                evaluation_limit=evaluation_limit(recipe, data, traits),
             ),
             data=data,
-            files_digest=files_digest,
             build=build if traits.mixes_samples else build.unsplit(),
             traits=traits,
             num_parameters=num_parameters,
@@ -162,13 +176,45 @@ def _check_network(spec: CellSpec, build: NetworkBuilder, network: nn.Module, da
     check_outputs(network, data, build.target.path)
 
 
-def _probe(network: nn.Module, data: Data, recipe: Recipe, *, allow_leak: bool) -> Traits:
+@contextmanager
+def sharing_probes() -> Iterator[None]:
+    """Probes cells that differ in rate, seed or budget alone once inside the block."""
+    global _probed
+    before, _probed = _probed, {}
+    try:
+        yield
+    finally:
+        _probed = before
+
+
+def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Traits:
     """Measures what the network mixes and leaks. Raises UserError if it must not be trained."""
+    key = _probe_key(spec, recipe)
+    if _probed is not None and key in _probed:
+        traits, messages = _probed[key]
+        for message in messages:  # for the log of this cell's stack; a screen shows them once
+            logger.info("%s", message)
+        return traits
     start = time.perf_counter()
-    traits = examine(network, data, recipe.sizes, drop_last=recipe.drop_last, allow_leak=allow_leak)
+    allow_leak = spec.composed.allow_leak
+    with collected_messages() as messages:
+        traits = examine(
+            network, data, recipe.sizes, drop_last=recipe.drop_last, allow_leak=allow_leak
+        )
     if (seconds := time.perf_counter() - start) > LONG_PROBE:
         logger.info("probing the network before training took %.0f s", seconds)
+    if _probed is not None:
+        _probed[key] = traits, messages
     return traits
+
+
+def _probe_key(spec: CellSpec, recipe: Recipe) -> str:
+    """Equal for cells whose probes give the same answers: all of the identity but `NOT_PROBED`."""
+    content = {key: value for key, value in spec.identity.items() if key not in NOT_PROBED}
+    norm, _ = norm_target(spec.composed)
+    if "num_training_steps" in norm.arguments:
+        content["num_steps"] = recipe.num_steps
+    return json.dumps([content, bool(spec.composed.allow_leak)], sort_keys=True, default=str)
 
 
 def _findings(spec: CellSpec, traits: Traits, alone: str | None) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,9 @@ from normexp.build import keeping_data, load_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.record import choices_in
-from normexp.cells.recorded import has_evaluations
 from normexp.config.compose import shipped_config, shipped_defaults
-from normexp.config.help import option_defaults
 from normexp.config.identity import GROUPS
 from normexp.config.spec import CellSpec
-from normexp.config.target import plain
 from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, user_error_if_denied, write_json
 from normexp.records.paths import (
@@ -38,7 +34,7 @@ from normexp.records.paths import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import Result, read_records, read_result
+from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
 from normexp.training.fit import evaluate
@@ -79,7 +75,7 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
     cell_dir, seed = find_run(run_dir)
     record = read_result(seed_dir(cell_dir, seed)).config
     spec = recorded_spec(cell_dir, record, WITHOUT_TRAINING)
-    data = load_data(spec.composed, None)
+    data = load_data(spec)
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
     file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
@@ -215,25 +211,6 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
             before = read_json(path) if path.exists() else {}
             content["asked"] = before.get("asked", {}) | content["asked"]
             write_json(path, before | content)
-
-
-def suggest_evaluation(cell: Cell, seeds: Sequence[int]) -> None:
-    """If recorded runs lack requested evaluations, logs the command that adds them."""
-    runs = read_records(cell.directory, seeds).ended
-    if has_evaluations(cell.directory, runs, cell.recipe.evaluations):
-        return
-    if not any((seed_dir(cell.directory, seed) / WEIGHTS_FILE).is_file() for seed in seeds):
-        logger.info("recorded without these statistics, and without weights to measure them from")
-        return
-    words = [f"run={cell.directory}", f"evaluate_with=[{','.join(cell.recipe.statistics)}]"]
-    for key in ("precise_samples", "evaluate_batch_sizes"):
-        value = plain(cell.spec.composed)[key]
-        if value != option_defaults("evaluate")[key]:
-            words.append(f"{key}={value}".replace(" ", ""))
-    logger.info(
-        "recorded without these statistics; to add them: python -m normexp.evaluate %s",
-        join(words),
-    )
 
 
 def why_nothing(recipe: Recipe) -> str:

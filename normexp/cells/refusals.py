@@ -116,7 +116,7 @@ def why_alone(recipe: Recipe) -> str | None:
     if schedule.monitor is not None:
         watching = f"{schedule.name} looks at {schedule.monitor}"
     if watching is not None:
-        return f"{watching}, which would be a mean over a stack"
+        return f"{watching}, of which a stack has only the mean over its seeds"
     obstacle = stacking_obstacle_of(recipe.optimizer)
     name = recipe.optimizer_target.rpartition(".")[2]
     return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"
@@ -182,6 +182,21 @@ def check_memory(recipe: Recipe, replicas: int, num_parameters: int, traits: Tra
             f"{available / GIB:.1f}; try {remedy}"
         )
     return needed
+
+
+def evaluation_limit(recipe: Recipe, data: Data, traits: Traits) -> int | None:
+    """The samples of all replicas that a GPU evaluates at once in an eighth of its memory.
+
+    Counts the inputs of all sites, and outputs with their log-probabilities and a copy. An eighth,
+    because attention may need more, and several workers may share the GPU. None on a CPU.
+    """
+    device = recipe.devices.type
+    if device != "cuda":
+        return None
+    positions = 1 if data.task == "classification" else data.input_shape[0]
+    elements = traits.elements_per_sample + 3 * data.num_outputs * positions
+    size = 8 if recipe.devices.precision == "64-true" else 4
+    return memory_of(device) // (8 * size * elements)
 
 
 def memory_of(device: str) -> int:

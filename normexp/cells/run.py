@@ -1,18 +1,17 @@
-"""Trains one task: claims its cells, trains their missing runs as stacks, and records them.
+"""Trains cells that may be one stack: claims them, trains their missing runs, and records them.
 
-A task is one cell, or several cells that differ only in learning rate and fit in one stack. A stack
-that has begun keeps its members until all of them have results, whichever command claims them, so
-that interruptions change no number. If a stack fails, its runs are trained one by one, so that one
-failure takes no other run with it.
+The cells are one, or several that differ only in learning rate. A stack that has begun keeps its
+members until all of them have results, whichever command claims them, so that interruptions change
+no number. If a stack fails, its runs are trained one by one, so that one failure takes no other run
+with it.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,250 +19,172 @@ from pathlib import Path
 from normexp.cells.assembly import can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
-from normexp.cells.finished import suggest_evaluation
-from normexp.cells.recorded import cache_entry, has_evaluations
 from normexp.cells.stack import Run, Stack, create_stack, record_failure, restore_stack
+from normexp.config.outcome import (
+    Outcome,
+    measured_versions,
+    missing_seeds,
+    recorded_outcome,
+    records_of,
+)
 from normexp.config.rules import validate
-from normexp.config.spec import CellSpec, CellStatus, Outcome, norm_and_data, one_line
+from normexp.config.spec import CellSpec, one_line
 from normexp.errors import UserError
 from normexp.records.files import (
     ensure_writable,
     file_lock,
     full_disk_message,
-    holder_of,
     remove_leftovers,
 )
-from normexp.records.history import AttemptEntry, CacheEntry, append_entries, read_history
+from normexp.records.history import AliasEntry, AttemptEntry, append_entries, read_history
 from normexp.records.identity import source_line_of
 from normexp.records.paths import LOCK_FILE, LOG_FILE
-from normexp.records.result import CellRecords, Result, read_records
-from normexp.records.stacks import StackRecord, end_stack, list_stacks
+from normexp.records.result import Status
+from normexp.records.stacks import Member, StackRecord, end_stack, list_stacks
 from normexp.training.stopping import Interrupted, TrainingControl
 
 logger = logging.getLogger(__name__)
 
-OnBegin = Callable[[StackRecord, Sequence[str]], None]
+OnBegin = Callable[[StackRecord], None]
+
+
+class Busy(Exception):
+    """Another process trains one of the cells."""
 
 
 def run_task(
-    specs: Sequence[CellSpec],
-    on_begin: OnBegin | None = None,
-    control: TrainingControl | None = None,
-) -> list[Outcome]:
-    """Trains the missing runs of a task; returns the outcome of each cell, in their order.
+    specs: Sequence[CellSpec], on_begin: OnBegin, control: TrainingControl
+) -> dict[str, str]:
+    """Claims cells, trains their missing runs, and records them.
 
-    Errors become outcomes: `refused` for a user's mistake, `failed` for any other error. If another
-    process trains one of the cells, nothing is trained and all are `busy`. If the cells turn out
-    not to stack, nothing is trained and all are `alone`: each must be a task of its own. Outcomes
-    carry no results; read those from the records.
+    In two cases it trains nothing, and the caller walks its list again. The norm turns out not to
+    mix samples: the history now says which other cells are the same training. Or the cells turn out
+    not to stack: each now has a stack, and may be claimed by itself.
 
     Args:
-        on_begin: called before a stack trains, with its record and the ids of the task's cells.
-        control: lets another thread request a stop and follow the steps. Ctrl-C is noticed while a
-            stack trains.
+        on_begin: called before a stack trains, with its record.
+
+    Returns:
+        The first error of each cell whose runs have failed, by id.
+
+    Raises:
+        Busy: another process trains one of the cells.
+        UserError: a cell that cannot be trained.
+        Interrupted: stopped, with a checkpoint.
+        Exception: any error of a user's code before a training.
     """
-    started = time.monotonic()
-    try:
-        cells = _prepare_together(specs) if len(specs) > 1 else [_prepare(specs[0])]
-        if cells:
-            runner = TaskRunner(cells, on_begin or (lambda *_: None), control or TrainingControl())
-            outcomes = runner.run()
-        else:
-            outcomes = [Outcome("alone", norm_and_data(spec)) for spec in specs]
-    except Exception as error:  # user code may raise anything, and the other cells go on
-        outcomes = _outcomes_of_error(error, specs)
-    for outcome in outcomes:
-        outcome.seconds = (time.monotonic() - started) / len(outcomes)
-    return outcomes
-
-
-def _outcomes_of_error(error: Exception, specs: Sequence[CellSpec]) -> list[Outcome]:
-    full = full_disk_message(error, specs[0].study_dir)
-    status, reason = "failed", full or one_line(error)
-    if not full and isinstance(error, UserError):
-        status, reason = "refused", str(error)
-    elif not full and not isinstance(error, RankDied):  # which has no traceback worth reading
-        logger.error("%s: %s", specs[0].title, "".join(traceback.format_exception(error)))
-    return [Outcome(status, norm_and_data(spec), error=reason, halts=bool(full)) for spec in specs]
-
-
-# --- The cells of a task -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class TaskCell:
-    """A prepared cell of a task, and the records of its requested seeds.
-
-    Attributes:
-        cache_entry: lets later commands skip the cell unprepared; None if they cannot.
-    """
-
-    cell: Cell
-    seeds: Sequence[int]
-    cache_entry: CacheEntry | None
-
-    def records(self) -> CellRecords:
-        return read_records(self.cell.directory, self.seeds)
-
-    def missing(self) -> list[int]:
-        cfg = self.cell.spec.composed
-        return self.records().missing(retry_failed=cfg.retry_failed, max_attempts=cfg.max_attempts)
-
-    def outcome(self, status: CellStatus, error: str = "") -> Outcome:
-        """The outcome by the present records; a cell with a failed run has failed."""
-        records, cell, ended = self.records(), self.cell, ("finished", "skipped")
-        if status in ended and records.failed:
-            status, error = "failed", error or self._last_failure(records.failed)
-        is_evaluated = has_evaluations(cell.directory, records.ended, cell.recipe.evaluations)
-        return Outcome(
-            *(status, cell.title, cell.id, cell.directory, cell.record),
-            error=error,
-            invalid=cell.invalid,
-            missing=self.missing(),
-            memory=cell.memory,
-            cache_entry=self.cache_entry if status in ended and is_evaluated else None,
-        )
-
-    def skipped(self) -> Outcome:
-        """The outcome of a cell whose runs were all recorded before."""
-        suggest_evaluation(self.cell, self.seeds)
-        return self.outcome("skipped")
-
-    def _last_failure(self, failed: Sequence[Result]) -> str:
-        """The error of a failed run that is not retried, and how to retry it."""
-        attempts = max(run.attempts for run in failed)
-        can_retry = self.cell.spec.composed.retry_failed
-        remedy = f"max_attempts={attempts + 1}" if can_retry else "retry_failed=true"
-        return f"{failed[0].error} (attempt {attempts}; {remedy} tries again)"
-
-
-def _prepare(spec: CellSpec) -> TaskCell:
-    if spec.cfg is None:
-        raise UserError(spec.error)
-    validate(spec.cfg)
-    cell = prepare_cell(spec)
-    entry = cache_entry(spec, cell.id, cell.files_digest, cell.recipe.evaluations)
-    return TaskCell(cell, spec.seeds, entry)
-
-
-def _prepare_together(specs: Sequence[CellSpec]) -> list[TaskCell]:
-    """Prepares cells to be stacked; none if they do not stack, or one cannot be prepared."""
-    with suppress(Exception):  # the cells are tried alone then, and the one at fault reports it
-        first = _prepare(specs[0])
-        if can_stack_rates(first.cell, sum(len(spec.seeds) for spec in specs)):
-            return [first, *map(_prepare, specs[1:])]
-    return []
+    study_dir, ids = specs[0].directory.parent, {spec.id for spec in specs}
+    begun = list_stacks(study_dir, ids)
+    members = {cell_id for record in begun for cell_id, _ in record.members}
+    with claimed([study_dir / cell_id for cell_id in ids | members]) as folders:
+        if list_stacks(study_dir, ids) != begun:  # changed before we had the locks
+            raise Busy
+        for folder in folders:  # temporary files of killed processes
+            for path in (folder, *folder.glob("seed-*")):
+                remove_leftovers(path)
+        return StackRunner(specs, on_begin, control).run(begun)
 
 
 @dataclass(frozen=True)
-class TaskRunner:
-    """Claims the cells of a task, trains their missing runs, and records them.
+class StackRunner:
+    """Trains the missing runs of cells whose locks this process holds, and records them.
 
     Attributes:
+        cells: those prepared so far, by id.
         errors: by cell id, the first failure of its runs.
     """
 
-    cells: Sequence[TaskCell]
+    specs: Sequence[CellSpec]
     on_begin: OnBegin
     control: TrainingControl
+    cells: dict[str, Cell] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
     @property
     def study_dir(self) -> Path:
-        return self.cells[0].cell.study_dir
+        return self.specs[0].directory.parent
 
-    def run(self) -> list[Outcome]:
-        """Claims the cells, trains what is missing, and returns the outcome of each."""
-        if self.cells[0].cell.spec.composed.dry_run:
-            return [each.outcome("planned") for each in self.cells]
-        is_missing = any(each.missing() for each in self.cells)
-        records = self._begun_records()
-        if not is_missing and not self._has_leftovers(records):
-            return [each.skipped() for each in self.cells]
-        cells = [each.cell for each in self.cells]
-        begun = [restore_stack(record, cells) for record in records]
-        cells += [cell for stack in begun for cell, _ in stack.runs]
-        with _claimed(cells) as busy:
-            if busy is None and self._begun_records() != records:  # changed before we had the locks
-                busy = self.cells[0].outcome("busy")
-            if busy is not None:
-                return [busy if is_missing else each.skipped() for each in self.cells]
-            for cell in cells:  # temporary files of killed processes
-                for folder in (cell.directory, *cell.directory.glob("seed-*")):
-                    remove_leftovers(folder)
-            return self._train_claimed(begun)
+    def run(self, begun: Sequence[StackRecord]) -> dict[str, str]:
+        """Trains first the begun stacks, unchanged, then all other runs; returns `errors`."""
+        missing = {(spec.id, seed) for spec in self.specs for seed in missing_seeds(spec)}
+        waiting: deque[Stack] = deque()
+        for record in begun:
+            members = set(record.members)
+            if all(record.has_ended(self.study_dir, member) for member in members):
+                end_stack(record)  # its process was killed before it could
+            elif missing & members:
+                known = [self._prepare(spec) for spec in self.specs if spec.id in record.rates]
+                waiting.append(restore_stack(record, known))
+            missing -= members
+        new = [spec for spec in self.specs if any(spec.id == cell_id for cell_id, _ in missing)]
+        if new and self._same_as_other_cells(new):
+            return {}
+        stacks = self._arrange(new, missing)
+        if len(new) > 1 and all(len(stack.record.rates) == 1 for stack in stacks):
+            return {}  # each cell may now be claimed by itself
+        waiting.extend(stacks)
+        with self.control.stop.listening():
+            while waiting:
+                waiting.extendleft(reversed(self._train(waiting.popleft())))
+        return self.errors
 
-    def _begun_records(self) -> list[StackRecord]:
-        return list_stacks(self.study_dir, [each.cell.id for each in self.cells])
+    def _prepare(self, spec: CellSpec) -> Cell:
+        if spec.id not in self.cells:
+            self.cells[spec.id] = prepare(spec)
+        return self.cells[spec.id]
 
-    def _has_leftovers(self, records: Iterable[StackRecord]) -> bool:
-        """True if a process was killed between its last result and cleaning up."""
-        return any((each.cell.directory / LOCK_FILE).exists() for each in self.cells) or any(
-            all(record.has_ended(self.study_dir, member) for member in record.members)
-            for record in records
-        )
+    def _same_as_other_cells(self, specs: Sequence[CellSpec]) -> bool:
+        """True if norm_batch_size has no effect on these cells; the history says so then."""
+        if specs[0].without_norm_batch_size.id == specs[0].id:
+            return False
+        mixes_samples = self._prepare(specs[0]).traits.mixes_samples
+        known, versions = read_history(self.study_dir), measured_versions()
+        if mixes_samples:  # an earlier answer is withdrawn
+            specs = [spec for spec in specs if known.same_as(spec.id) != spec.id]
+        targets = [None if mixes_samples else spec.without_norm_batch_size.id for spec in specs]
+        pairs = zip(specs, targets, strict=True)
+        aliases = [AliasEntry(spec.id, target, versions) for spec, target in pairs]
+        if aliases:
+            append_entries(self.study_dir, aliases)
+        return not mixes_samples
 
-    # --- Training: first the begun stacks, unchanged, then all other runs
-
-    def _train_claimed(self, begun: Sequence[Stack]) -> list[Outcome]:
-        """Trains what is still missing once the locks are held."""
-        missing = [each for each in self.cells if each.missing()]
-        try:
-            with self.control.stop.listening():
-                self._train_all(begun)
-        except Interrupted:
-            return [
-                each.outcome("stopped" if each.missing() else "finished") for each in self.cells
-            ]
-        return [
-            each.outcome("finished", self.errors.get(each.cell.id, ""))
-            if each in missing
-            else each.skipped()
-            for each in self.cells
-        ]
-
-    def _train_all(self, begun: Sequence[Stack]) -> None:
-        """Trains all missing runs; the runs of a stack that fails, one by one."""
-        waiting = deque(self._arrange(begun))
-        while waiting:
-            stack = waiting.popleft()
-            error = self._earlier_failure(stack.record) or self._train(stack)
-            if error is not None and len(stack.runs) > 1:
-                logger.warning(
-                    "each run of %s is now trained by itself: %s", stack.record.directory, error
-                )
-                apart = [create_stack([run], apart=error) for run in stack.open_runs()]
-                end_stack(stack.record)
-                waiting.extendleft(reversed(apart))
-            elif error is not None:
-                record_failure(stack, error)
-                where = f"{error} (see {stack.record.directory / LOG_FILE})"
-                self.errors.setdefault(stack.cell.id, where)
-
-    def _arrange(self, begun: Sequence[Stack]) -> list[Stack]:
-        """Begun stacks with a missing run; runs that failed or train alone; all others in one."""
+    def _arrange(self, specs: Sequence[CellSpec], missing: Collection[Member]) -> list[Stack]:
+        """New stacks: each run that failed or must train alone, and all others in as few as fit."""
         stacks: list[Stack] = []
-        new: list[Run] = []
-        missing = {(each.cell, seed) for each in self.cells for seed in each.missing()}
-        for stack in begun:
-            still_open = stack.open_runs()
-            if not still_open:
-                end_stack(stack.record)
-            elif missing & set(still_open):
-                stacks.append(stack)
-            missing -= set(stack.runs)
-        for each in self.cells:
-            failed = {run.seed: run for run in each.records().failed}
-            for seed in each.seeds:
-                if (run := (each.cell, seed)) not in missing:
-                    continue
+        together: list[list[Run]] = []
+        for cell, spec in [(self._prepare(spec), spec) for spec in specs]:
+            failed = {run.seed: run for run in records_of(spec).failed}
+            together.append([])
+            for seed in (seed for seed in spec.seeds if (cell.id, seed) in missing):
                 if (last := failed.get(seed)) is not None:
-                    stacks.append(create_stack([run], apart=last.apart, attempts=last.attempts))
-                elif each.cell.alone is not None:
-                    stacks.append(create_stack([run]))
+                    run = [(cell, seed)]
+                    stacks.append(create_stack(run, apart=last.apart, attempts=last.attempts))
+                elif cell.alone is not None:
+                    stacks.append(create_stack([(cell, seed)]))
                 else:
-                    new.append(run)
-        return [*stacks, create_stack(new)] if new else stacks
+                    together[-1].append((cell, seed))
+        if len(specs) > 1:
+            count = sum(len(spec.seeds) for spec in specs)
+            if can_stack_rates(self._prepare(specs[0]), count):
+                together = [[run for runs in together for run in runs]]
+        return [*stacks, *(create_stack(runs) for runs in together if runs)]
+
+    def _train(self, stack: Stack) -> list[Stack]:
+        """Trains and records a stack. If a stack of several runs fails, returns each by itself."""
+        error = self._earlier_failure(stack.record) or self._try(stack)
+        if error is None:
+            return []
+        if len(stack.runs) > 1:
+            logger.warning(
+                "each run of %s is now trained by itself: %s", stack.record.directory, error
+            )
+            apart = [create_stack([run], apart=error) for run in stack.open_runs()]
+            end_stack(stack.record)
+            return apart
+        record_failure(stack, error)
+        where = f"{error} (see {stack.record.directory / LOG_FILE})"
+        self.errors.setdefault(stack.cell.id, where)
+        return []
 
     def _earlier_failure(self, record: StackRecord) -> str | None:
         """Why a stack must not be tried again unchanged; None if it may.
@@ -271,17 +192,21 @@ class TaskRunner:
         It raised, or its process died without progress: once for a single run, twice for several.
         """
         attempts = [
-            each for each in read_history(self.study_dir).attempts if each.stack == record.id
+            attempt
+            for attempt in read_history(self.study_dir).attempts
+            if attempt.stack == record.id
         ]
-        deaths = [each for each in attempts if each.checkpointed_at == record.checkpointed_at]
-        has_raised = any(not each.died for each in attempts)
+        deaths = [
+            attempt for attempt in attempts if attempt.checkpointed_at == record.checkpointed_at
+        ]
+        has_raised = any(not attempt.died for attempt in attempts)
         is_lost = has_raised or len(deaths) >= min(2, len(record.members))
         return attempts[-1].error if is_lost else None
 
-    def _train(self, stack: Stack) -> str | None:
+    def _try(self, stack: Stack) -> str | None:
         """Trains and records a stack; returns why it failed, None if it did not."""
         record = stack.record
-        self.on_begin(record, [each.cell.id for each in self.cells])
+        self.on_begin(record)
         try:
             train_on_devices(stack, self.control)
         except UserError:
@@ -302,16 +227,51 @@ class TaskRunner:
         return None
 
 
+def prepare(spec: CellSpec) -> Cell:
+    """Prepares a cell, see `prepare_cell`. Raises UserError for one that cannot be trained."""
+    if spec.cfg is None:
+        raise UserError(spec.error)
+    validate(spec.cfg)
+    return prepare_cell(spec)
+
+
+def plan_cell(spec: CellSpec) -> Outcome:
+    """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare`."""
+    cell = prepare(spec)
+    if not cell.traits.mixes_samples and spec.without_norm_batch_size.id != spec.id:
+        spec = spec.without_norm_batch_size
+        cell = prepare(spec)
+    outcome = recorded_outcome(spec, Status.PLANNED)
+    outcome.record, outcome.invalid, outcome.memory = cell.record, cell.invalid, cell.memory
+    return outcome
+
+
 @contextmanager
-def _claimed(cells: Iterable[Cell]) -> Iterator[Outcome | None]:
-    """Yields None with the locks of all cells, or a `busy` outcome if one of them is taken."""
-    by_id = {cell.id: cell for cell in cells}
-    ensure_writable(next(iter(by_id.values())).study_dir)
+def claimed(folders: Iterable[Path]) -> Iterator[list[Path]]:
+    """Holds the locks of cells inside the block. Afterwards removes folders that are empty.
+
+    Args:
+        folders: of the cells, all of one study.
+
+    Raises:
+        Busy: another process holds one of the locks; then this one holds none.
+    """
+    ordered = sorted(folders)  # alike in all processes
+    ensure_writable(ordered[0].parent)
     with ExitStack() as held:
-        for _, cell in sorted(by_id.items()):  # one order for all processes
-            cell.directory.mkdir(parents=True, exist_ok=True)
-            lock = cell.directory / LOCK_FILE
-            if not held.enter_context(file_lock(lock)):
-                yield Outcome("busy", cell.title, cell.id, cell.directory, holder=holder_of(lock))
-                return
-        yield None
+        try:
+            for folder in ordered:
+                missing = [path for path in folder.parents if not path.exists()]
+                for path in [*reversed(missing), folder]:
+                    held.callback(_remove_if_empty, path)
+                    path.mkdir(exist_ok=True)
+                if not held.enter_context(file_lock(folder / LOCK_FILE)):
+                    raise Busy
+        except FileNotFoundError as error:  # another process has just removed an empty folder
+            raise Busy from error
+        yield ordered
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()

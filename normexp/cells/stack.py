@@ -37,7 +37,7 @@ from normexp.records.paths import (
     WEIGHTS_FILE,
     seed_dir,
 )
-from normexp.records.result import Result, write_result
+from normexp.records.result import Result, Status, write_result
 from normexp.records.samples import write_samples
 from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.callbacks import why_stopped
@@ -208,7 +208,7 @@ def record_failure(stack: Stack, reason: str) -> None:
     run_dir = seed_dir(cell.directory, seed)
     run_dir.mkdir(parents=True, exist_ok=True)
     failed = Result(
-        *(cell.id, seed, "failed", cell.record, {}, describe_environment()),
+        *(cell.id, seed, Status.FAILED, cell.record, {}, describe_environment()),
         error=reason,
         attempts=stack.record.attempts + 1,
         apart=stack.record.apart,
@@ -238,7 +238,7 @@ def _result_of(
     return Result(
         cell_id=cell.id,
         seed=seed,
-        status="finished" if diverged_at is None else "diverged",
+        status=Status.FINISHED if diverged_at is None else Status.DIVERGED,
         config=cell.record | {"stacked": module.replicas.is_stacked},
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         environment=environment,

@@ -1,4 +1,4 @@
-"""Questions about what a network is made of: norms that count, state that is saved, replicas."""
+"""Questions about a network's parts: does every norm matter, is state saved, can it be stacked?"""
 
 from __future__ import annotations
 

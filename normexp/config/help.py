@@ -144,6 +144,8 @@ In a test of your own: from normexp.checks import assert_contract; assert_contra
 GROUPS_FOOTER = """\
   A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.
   norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.
+  trainer.precision is 32-true, 64-true, or bf16-mixed, which trainer=gpu sets and every norm and
+  model takes; 16-mixed is refused, because losses are not scaled.
 """
 CHECK_KEYS = (
     ("norm=batch", "a norm, or several as a,b; its knobs as norm.num_groups=4"),
@@ -182,8 +184,8 @@ def config_lines(section: str = "", file: str = "config.yaml") -> Iterator[tuple
     text, indent = (conf_dir() / file).read_text(encoding="utf-8"), ""
     if section:
         text, indent = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0], "  "
-    for found in re.finditer(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE):
-        yield f"{found[1]}={found[2].replace('???', '')}", found[3]
+    for match in re.finditer(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE):
+        yield f"{match[1]}={match[2].replace('???', '')}", match[3]
 
 
 def option_defaults(entry: str) -> dict[str, Any]:

@@ -1,32 +1,25 @@
-"""A command, its cells, their names and outcomes. Imports neither torch nor Hydra."""
+"""A command and the cells that it asks for, with their ids. Imports neither torch nor Hydra."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from normexp.config.help import CUSTOM_GROUPS
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
-from normexp.records.identity import cell_id, differences
-from normexp.records.result import Result
+from normexp.records.content import reading_once
+from normexp.records.identity import cell_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from normexp.records.history import CacheEntry
-
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
-CellStatus = Literal[
-    "finished", "skipped", "refused", "failed", "stopped", "busy", "alone", "planned"
-]
 
 
 @dataclass(frozen=True)
@@ -139,31 +132,6 @@ class CellSpec:
         """
         return replace(self.with_values({"norm_batch_size": None}), mixes_samples=False)
 
-    @cached_property
-    def digest(self) -> str:
-        """A digest of what the config changes in the shipped one, without seeds and paths.
-
-        Known before the cell is built. A later knob at its default does not change it, so newer
-        code goes on with a study. One cell may have two digests: `batch_size=32` and
-        `batch_size=32 micro_batch_size=32`.
-        """
-        content: Any = self.title
-        if self.cfg is not None:
-            from omegaconf import OmegaConf
-
-            from normexp.config.compose import shipped_config, shipped_defaults
-
-            plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
-            named = {group: self.choices[group] for group in CUSTOM_GROUPS if group in self.choices}
-            defaults = shipped_config() | {"trainer": shipped_defaults("trainer", "auto")}
-            defaults |= {group: shipped_defaults(group, name) for group, name in named.items()}
-            changed = differences(plain, defaults)
-            content = [named, {key: changed[key] for key in changed if in_identity(key)}]
-            if sees_validations(self.cfg):
-                content.append(plain["val_every_epochs"])
-        text = json.dumps(content, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
     @property
     def composed(self) -> DictConfig:
         """The config of a cell that composes."""
@@ -182,9 +150,18 @@ class CellSpec:
         return None if self.cfg is None else Path(self.cfg.runs_dir) / self.cfg.study
 
     @property
-    def directory(self) -> Path | None:
-        """The folder of the cell in its study; None if the config does not compose."""
-        return None if self.study_dir is None else self.study_dir / self.id
+    def directory(self) -> Path:
+        """The folder of the cell in its study. The config must compose."""
+        assert self.study_dir is not None
+        return self.study_dir / self.id
+
+
+def identify(cells: Sequence[CellSpec]) -> None:
+    """Computes the ids of a command's cells at one time, so that each file is read once."""
+    with reading_once():
+        for cell in cells:
+            if cell.cfg is not None:
+                _ = cell.id, cell.without_norm_batch_size.id
 
 
 @dataclass(frozen=True)
@@ -193,40 +170,6 @@ class NormSpec:
 
     name: str
     config: DictConfig
-
-
-@dataclass
-class Outcome:
-    """The outcome of one cell of a command; plain values that travel between processes.
-
-    Attributes:
-        status: `finished`: runs were trained; `skipped`: none were missing; `busy`: another process
-            trains the cell; `stopped` before its end; `alone`: to be trained as a task of its own;
-            `planned` in a dry run.
-        title: norm and data, as in the closing table.
-        results: those of its recorded runs, in order of seeds.
-        missing: the seeds still to train.
-        seconds: wall-clock time of its training.
-        memory: the least bytes that it needs, besides those of torch itself.
-        holder: id of the process that trains it, if busy.
-        halts: no other cell can be trained either, because the disk is full.
-        cache_entry: lets the next command skip the cell, see `cells.recorded`.
-    """
-
-    status: CellStatus
-    title: str
-    cell_id: str = ""
-    directory: Path | None = None
-    record: dict[str, Any] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
-    error: str = ""
-    invalid: str | None = None
-    missing: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    memory: int = 0
-    holder: int | None = None
-    halts: bool = False
-    cache_entry: CacheEntry | None = None
 
 
 def rank_for(cells: Sequence[CellSpec]) -> int | None:
@@ -259,8 +202,8 @@ def title_of(cell: CellSpec) -> str:
     named = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
     typed = [text for text in cell.overrides if _key_of(text) not in named]
-    own = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
-    typed = [text for text in typed if _key_of(text) in own or not _is_left_out(text)]
+    counted = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
+    typed = [text for text in typed if _key_of(text) in counted or not _is_left_out(text)]
     return " ".join([*words, *typed])
 
 
@@ -284,8 +227,8 @@ def split_shared_words(titles: Sequence[str]) -> tuple[str, list[str]]:
         for word in rows[0]
         if not word.startswith("norm=") and all(word in row for row in rows)
     ]
-    own = [" ".join(word for word in row if word not in shared) for row in rows]
-    return " ".join(shared), [text or title for text, title in zip(own, titles, strict=True)]
+    rest = [" ".join(word for word in row if word not in shared) for row in rows]
+    return " ".join(shared), [text or title for text, title in zip(rest, titles, strict=True)]
 
 
 def format_duration(seconds: float) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from normexp.batching.draws import generator
 from normexp.data.dataset import Data, Examples
+from normexp.data.languages import read_own_strings
 from normexp.data.sources import TEST_SEED, split_off_test, split_off_val
 from normexp.errors import UserError
 
@@ -39,8 +37,8 @@ def load_langid(
     version = f"babel {babel.__version__}"
     if max_length < 1:
         raise UserError(f"data.max_length={max_length} must be positive; try data.max_length=32")
-    own = read_own_strings(languages, max_length)
-    texts, targets = _sample(own, samples_per_language, version)
+    strings = read_own_strings(languages, max_length)
+    texts, targets = _sample(strings, samples_per_language, version)
     rest, test = split_off_test(targets)
     train, val = (rest[part] for part in split_off_val(len(rest), val_fraction, split_seed))
     symbols = ("<pad>", "<unknown>", *sorted({c for i in rest.tolist() for c in texts[i]}))
@@ -49,7 +47,7 @@ def load_langid(
         "langid",
         "classification",
         *(Examples(inputs[part], targets[part], mask[part]) for part in (train, val, test)),
-        num_outputs=len(own),
+        num_outputs=len(strings),
         input_shape=(max_length,),
         vocab_size=len(symbols),
         symbols=symbols,
@@ -57,48 +55,21 @@ def load_langid(
     )
 
 
-def read_own_strings(languages: list[str], max_length: int) -> dict[str, list[str]]:
-    """For each language, the sorted strings that occur in no other language."""
-    strings = {language: set(_read_names(language, max_length)) - {""} for language in languages}
-    if len(strings) < 2:
-        raise UserError(f"data.languages={list(languages)} must name two languages or more")
-    num_languages = Counter(text for names in strings.values() for text in names)
-    return {
-        language: sorted(text for text in names if num_languages[text] == 1)
-        for language, names in strings.items()
-    }
-
-
-def _read_names(language: str, max_length: int) -> Iterator[str]:
-    from babel import Locale, UnknownLocaleError
-
-    try:
-        locale = Locale.parse(language)
-    except (UnknownLocaleError, ValueError) as error:
-        raise UserError(
-            f"data.languages has {language!r}, which Babel does not know; try a code such as de"
-        ) from error
-    for kind in ("territories", "languages", "scripts", "variants", "currencies"):
-        for name in getattr(locale, kind).values():
-            yield str(name)[:max_length].strip()
-    for forms in locale.unit_display_names.values():
-        if "long" in forms:
-            yield str(forms["long"])[:max_length].strip()
-
-
-def _sample(own: dict[str, list[str]], per_language: int, version: str) -> tuple[list[str], Tensor]:
+def _sample(
+    strings: dict[str, list[str]], per_language: int, version: str
+) -> tuple[list[str], Tensor]:
     """Draws `per_language` strings of each language with a fixed seed; returns them and targets."""
-    fewest = min(own, key=lambda language: len(own[language]))
-    if not 10 <= per_language <= len(own[fewest]):
+    fewest = min(strings, key=lambda language: len(strings[language]))
+    if not 10 <= per_language <= len(strings[fewest]):
         raise UserError(
-            f"data.samples_per_language={per_language} must be 10 to {len(own[fewest])}, the "
+            f"data.samples_per_language={per_language} must be 10 to {len(strings[fewest])}, the "
             f"number of strings that only {fewest!r} has in {version}"
         )
     texts: list[str] = []
-    for target, names in enumerate(own.values()):
+    for target, names in enumerate(strings.values()):
         order = torch.randperm(len(names), generator=generator(TEST_SEED, "split", target))
         texts += [names[i] for i in order[:per_language].tolist()]
-    return texts, torch.arange(len(own)).repeat_interleave(per_language)
+    return texts, torch.arange(len(strings)).repeat_interleave(per_language)
 
 
 def _encode(texts: list[str], symbols: tuple[str, ...], length: int) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,7 @@ class Site(nn.Module):
             return self._apply_in_view(self.norm, x, mask)
         num_groups, rest = divmod(len(x), size)
         ragged = [rest] if rest else []
+        # Each part comes through this forward again, and then divides evenly.
         if not isinstance(self.norm, NormOfGroups):
             return self._apply_in_parts(x, mask, [size] * num_groups + ragged)
         if ragged:

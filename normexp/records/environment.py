@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from normexp.records.identity import digest_of_source, is_installed
+from normexp.records.identity import digest_of_package, is_installed
 
 PACKAGE = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = ("normexp", "torch", "pytorch-lightning", "torchvision", "numpy", "hydra-core")
@@ -27,7 +27,7 @@ def describe_environment(gpu: str | None = None) -> dict[str, Any]:
     Args:
         gpu: name of the GPU; an argument because this package does not import torch.
     """
-    found = {
+    values = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_model(),
@@ -37,13 +37,13 @@ def describe_environment(gpu: str | None = None) -> dict[str, Any]:
         "git_commit": git_commit(),
         "code_version": code_version(),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 @cache
 def code_version() -> str:
     """Digest of normexp's own sources: runs with the same digest were made by the same code."""
-    return digest_of_source(PACKAGE)
+    return digest_of_package(PACKAGE)
 
 
 @cache
@@ -105,7 +105,7 @@ def visible_gpus() -> list[str]:
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    found = [line for line in run.stdout.splitlines() if line.startswith("GPU ")]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("GPU ")]
     if asked is None:
-        return [str(index) for index in range(len(found))]
+        return [str(index) for index in range(len(lines))]
     return [name.strip() for name in asked.split(",") if name.strip() not in ("", "-1")]

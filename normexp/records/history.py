@@ -1,6 +1,6 @@
-"""study.jsonl: the commands and cells of a study, one JSON object per line, append-only.
+"""study.jsonl: what was asked of a study and what came of it, one JSON object per line.
 
-Results do not depend on this file.
+Only ever appended to. Results do not depend on this file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import get_origin, get_type_hints
+from types import UnionType
+from typing import Any, get_origin, get_type_hints
 
 from normexp.errors import UserError
 from normexp.records.files import appending, read_lines, user_error_if_denied
@@ -27,14 +28,22 @@ class CommandEntry:
     """One command that was run for a study.
 
     Attributes:
+        id: names the command in `EndEntry`; two that are typed alike have two.
         command: the words that were typed, program first.
-        cells: the seeds asked for, by the digest of the cell.
+        max_attempts: how often it tries a run that fails.
+        cells: by cell id: the title and the seeds of each point of its grid that means this cell.
     """
 
     time: str = field(default_factory=_now, kw_only=True)
+    id: str
     command: list[str]
     code_version: str
-    cells: dict[str, list[int]]
+    max_attempts: int
+    cells: dict[str, list[tuple[str, list[int]]]]
+
+    def seeds_of(self, cell: str) -> set[int]:
+        """The seeds that the command asks of a cell."""
+        return {seed for _, seeds in self.cells.get(cell, []) for seed in seeds}
 
 
 @dataclass(frozen=True)
@@ -55,17 +64,37 @@ class AttemptEntry:
 
 
 @dataclass(frozen=True)
-class CellEntry:
-    """One line about a cell: a request for it, its id, or why it cannot be trained.
+class EndEntry:
+    """A cell that a command refused or failed to train, which it does not try again.
 
-    The latest line counts: a new request reopens a cell that could not be trained.
+    Attributes:
+        cell: its id.
+        command: id of the command; a later command tries again.
+        status: `refused` or `failed`.
     """
 
-    digest: str
+    cell: str
     title: str
     seeds: list[int]
-    cell_id: str = ""
-    error: str = ""
+    command: str
+    status: str
+    error: str
+
+
+@dataclass(frozen=True)
+class AliasEntry:
+    """A cell whose norm turned out not to mix samples, so that another cell is the same training.
+
+    Attributes:
+        cell: its id.
+        same_as: id of the cell with norm_batch_size=null and all else equal; None withdraws an
+            earlier entry.
+        versions: of what was asked of the norm, and of the choices; under others it is asked again.
+    """
+
+    cell: str
+    same_as: str | None
+    versions: str
 
 
 @dataclass(frozen=True)
@@ -86,88 +115,53 @@ class SearchEntry:
     points: list[str]
 
 
-@dataclass(frozen=True)
-class CacheEntry:
-    """The cache key of a recorded cell, see `cells.recorded`.
-
-    Attributes:
-        digest: of the cell, as in `CellEntry`.
-        key: a digest of everything that the results follow from.
-        sources: the user's own files and packages that are part of the key.
-        evaluated: what evaluation.json must hold, see `EvaluationPlan.kinds`.
-    """
-
-    digest: str
-    key: str
-    cell_id: str
-    sources: list[str]
-    evaluated: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class CellHistory:
-    """All entries of one cell: the union of its seeds, and the latest of every other value.
-
-    Attributes:
-        earlier_ids: the ids that the cell had before its source or data changed.
-    """
-
-    title: str
-    seeds: set[int] = field(default_factory=set)
-    cell_id: str = ""
-    error: str = ""
-    earlier_ids: set[str] = field(default_factory=set)
-
-    def add(self, entry: CellEntry) -> None:
-        self.title = entry.title
-        self.seeds |= set(entry.seeds)
-        if entry.cell_id:
-            self.earlier_ids = (self.earlier_ids | {self.cell_id}) - {entry.cell_id, ""}
-            self.cell_id = entry.cell_id
-        self.error = entry.error
-
-    def has(self, entry: CellEntry) -> bool:
-        """True if the entry says nothing new."""
-        is_same = entry.cell_id in ("", self.cell_id) and entry.error == self.error
-        return is_same and set(entry.seeds) <= self.seeds
-
-
-Entry = CommandEntry | AttemptEntry | CellEntry | SearchEntry | CacheEntry
+Entry = CommandEntry | AttemptEntry | EndEntry | AliasEntry | SearchEntry
 
 
 @dataclass
 class History:
-    """The content of study.jsonl; commands and attempts are sorted by time, oldest first."""
+    """The content of study.jsonl, in the order of its lines.
+
+    Attributes:
+        errors: why a cell cannot be trained; a later command that asks for it reopens it.
+        aliases: the last of each cell.
+        searches: the latest of each space.
+    """
 
     commands: list[CommandEntry] = field(default_factory=list)
     attempts: list[AttemptEntry] = field(default_factory=list)
-    cells: dict[str, CellHistory] = field(default_factory=dict)  # by digest
-    cache: dict[str, list[CacheEntry]] = field(default_factory=dict)  # by digest, oldest first
-    searches: dict[str, SearchEntry] = field(default_factory=dict)  # the latest of each space
+    ends: list[EndEntry] = field(default_factory=list)
+    errors: dict[str, EndEntry] = field(default_factory=dict)
+    aliases: dict[str, AliasEntry] = field(default_factory=dict)
+    searches: dict[str, SearchEntry] = field(default_factory=dict)
 
     def add(self, entry: Entry) -> None:
         match entry:
             case CommandEntry():
                 self.commands.append(entry)
+                for cell in entry.cells:
+                    if cell in self.errors and self.errors[cell].command != entry.id:
+                        del self.errors[cell]
             case AttemptEntry():
                 self.attempts.append(entry)
+            case EndEntry():
+                self.ends.append(entry)
+                self.errors[entry.cell] = entry
+            case AliasEntry():
+                self.aliases[entry.cell] = entry
             case SearchEntry():  # a longer search replaces the shorter one
                 self.searches[json.dumps([entry.words, entry.keys])] = entry
-            case CacheEntry():
-                self.cache.setdefault(entry.digest, []).append(entry)
-            case CellEntry():
-                self.cells.setdefault(entry.digest, CellHistory(entry.title)).add(entry)
 
-    def has(self, entry: Entry) -> bool:
-        """True if the entry says nothing new; commands and attempts always do."""
-        match entry:
-            case SearchEntry():
-                return entry in self.searches.values()
-            case CacheEntry():
-                return entry in self.cache.get(entry.digest, [])
-            case CellEntry():
-                return entry.digest in self.cells and self.cells[entry.digest].has(entry)
-        return False
+    def same_as(self, cell: str, versions: str | None = None) -> str:
+        """The id of the cell that is trained in place of a cell; its own if it is trained itself.
+
+        Args:
+            versions: those under which the alias must have been measured; None: any.
+        """
+        alias = self.aliases.get(cell)
+        if alias is None or alias.same_as is None or versions not in (None, alias.versions):
+            return cell
+        return alias.same_as
 
 
 def read_history(study_dir: Path) -> History:
@@ -192,24 +186,20 @@ def read_history(study_dir: Path) -> History:
 
 
 def append_entries(study_dir: Path, entries: Iterable[Entry]) -> None:
-    """Appends the entries that say something new. Needs no write access if none does.
+    """Appends entries.
 
     Raises:
         OSError: the file could not be written, and is unchanged.
     """
-    entries = list(entries)
-    history = read_history(study_dir)
-    if all(history.has(entry) for entry in entries):
-        return
     with appending(study_dir / STUDY_FILE) as lines:
-        history = read_history(study_dir)  # with the lock: others may have written meanwhile
-        for entry in entries:
-            if not history.has(entry):
-                history.add(entry)
-                lines.append(json.dumps(asdict(entry), allow_nan=False))
+        lines += [json.dumps(asdict(entry), allow_nan=False) for entry in entries]
 
 
-_KINDS = {"command": CommandEntry, "stack": AttemptEntry, "points": SearchEntry, "key": CacheEntry}
+# The key by which each kind of line is known.
+_KINDS = {
+    **{"max_attempts": CommandEntry, "stack": AttemptEntry, "same_as": AliasEntry},
+    **{"points": SearchEntry, "status": EndEntry},
+}
 
 
 def _parse(line: str) -> Entry:
@@ -217,10 +207,9 @@ def _parse(line: str) -> Entry:
     content = json.loads(line)
     if not isinstance(content, dict):
         raise TypeError
-    content.pop("grid", None)  # of commands, in earlier versions, as was a bool below
-    if isinstance(content.get("evaluated"), bool):
-        del content["evaluated"]
-    kind = next((kind for key, kind in _KINDS.items() if key in content), CellEntry)
+    kind = next((kind for key, kind in _KINDS.items() if key in content), None)
+    if kind is None:
+        raise TypeError
     entry = kind(**content)
     if not all(isinstance(getattr(entry, name), type_) for name, type_ in _types_of(kind).items()):
         raise TypeError
@@ -228,5 +217,6 @@ def _parse(line: str) -> Entry:
 
 
 @cache
-def _types_of(kind: type[Entry]) -> dict[str, type]:
-    return {name: get_origin(hint) or hint for name, hint in get_type_hints(kind).items()}
+def _types_of(kind: type[Entry]) -> dict[str, Any]:
+    hints = get_type_hints(kind).items()
+    return {n: h if isinstance(h, UnionType) else get_origin(h) or h for n, h in hints}

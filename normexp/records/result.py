@@ -5,15 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from normexp.errors import UserError
 from normexp.records.files import read_json, write_json
-from normexp.records.paths import RESULT_FILE, seed_dir, seed_of
+from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, list_seeds, seed_dir, seed_of
 
 SCHEMA = 1
-Status = Literal["finished", "diverged", "failed"]
+
+
+class Status(StrEnum):
+    """The state of a run, or the outcome of a cell for a command."""
+
+    FINISHED = "finished"  # as an outcome: runs were trained
+    DIVERGED = "diverged"  # finished, with a loss that is not finite
+    FAILED = "failed"
+    SKIPPED = "skipped"  # nothing was missing
+    REFUSED = "refused"  # a mistake of the user
+    STOPPED = "stopped"  # before its end
+    PLANNED = "planned"  # in a dry run
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"  # with a checkpoint
+    NOT_STARTED = "not started"
+    UNREADABLE = "unreadable"
+
+
+ENDED = (Status.FINISHED, Status.DIVERGED)  # runs that no command trains again
+RECORDED = (*ENDED, Status.FAILED)  # in a result.json
+DONE = (Status.FINISHED, Status.SKIPPED)  # cells with all of their results
 
 
 @dataclass(frozen=True)
@@ -54,9 +75,9 @@ class Result:
     stopped: str | None = None
 
     def __post_init__(self) -> None:
-        if self.status not in get_args(Status):
-            raise ValueError(f"status={self.status!r} is not one of {', '.join(get_args(Status))}")
-        for name, status in (("diverged_at_step", "diverged"), ("error", "failed")):
+        if self.status not in RECORDED:
+            raise ValueError(f"status={self.status!r} is not one of {', '.join(RECORDED)}")
+        for name, status in (("diverged_at_step", Status.DIVERGED), ("error", Status.FAILED)):
             if (getattr(self, name) is None) == (self.status == status):
                 raise ValueError(f"{name} must be set exactly if status={status}")
         for name in ("seed", "attempts"):
@@ -73,10 +94,10 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON: metrics sorted by name, missing values absent."""
         metrics = {name: float(self.metrics[name]) for name in sorted(self.metrics)}
-        content = {"schema": SCHEMA} | vars(self) | {"metrics": metrics}
+        content = {"schema": SCHEMA} | vars(self) | {"metrics": metrics, "status": str(self.status)}
         absent = {name for name, value in content.items() if value is None}
         absent |= {"timing"} if not self.timing else set()
-        absent |= {"attempts"} if self.status != "failed" else set()
+        absent |= {"attempts"} if self.status != Status.FAILED else set()
         return {name: value for name, value in content.items() if name not in absent}
 
 
@@ -104,6 +125,8 @@ def read_result(path: Path) -> Result:
             "or take another study=..."
         )
     try:
+        if (status := content.get("status")) in RECORDED:
+            content["status"] = Status(status)
         result = Result(**content)
     except (TypeError, ValueError) as error:  # TypeError: a key is missing or unknown
         raise UserError(f"{path} was edited by hand: {error}; remove it, and {again}") from error
@@ -151,10 +174,62 @@ def read_records(cell_dir: Path, seeds: Sequence[int]) -> CellRecords:
     results = {seed: read_if_ended(seed_dir(cell_dir, seed)) for seed in seeds}
     known = [result for result in results.values() if result is not None]
     return CellRecords(
-        ended=[result for result in known if result.status != "failed"],
-        failed=[result for result in known if result.status == "failed"],
+        ended=[result for result in known if result.status != Status.FAILED],
+        failed=[result for result in known if result.status == Status.FAILED],
         new=[seed for seed, result in results.items() if result is None],
     )
+
+
+def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
+    """Refuses to add runs to a cell whose recorded runs had other data or other source.
+
+    The id of a cell is of its config and files. What a process loads beyond them is compared here:
+    the loaded tensors, and modules that no import statement names.
+
+    Args:
+        config: of the new runs, as in their results.
+
+    Raises:
+        UserError: another digest, with what it is of and the remedy.
+    """
+    for seed in list_seeds(cell_dir) if cell_dir.is_dir() else []:
+        if not (seed_dir(cell_dir, seed) / RESULT_FILE).is_file():
+            continue
+        result = read_result(seed_dir(cell_dir, seed))
+        if result.status == Status.FAILED:  # will be replaced
+            continue
+        before, now = _loaded(result.config), _loaded(config)
+        for name in before.keys() & now.keys():
+            if before[name] != now[name]:
+                raise UserError(
+                    f"{name} is not what the recorded runs of {cell_dir} were trained with; "
+                    "train in a study of its own: study=..."
+                )
+
+
+def _loaded(config: Mapping[str, Any]) -> dict[str, str]:
+    """The recorded digests of what a training has loaded, by name."""
+    data = config.get("recipe", {}).get("data", {})
+    digests = dict(config.get("loaded_sources", {}))
+    return digests | ({"the data set": data["digest"]} if "digest" in data else {})
+
+
+def has_evaluations(cell_dir: Path, runs: Sequence[Result], asked: Mapping[str, int]) -> bool:
+    """True if evaluation.json of each finished run has these kinds of statistics.
+
+    Args:
+        asked: `precise` or `batch<k>` to its number of samples. A norm that does not mix samples
+            has no batch statistics.
+    """
+    for run in runs:
+        if not run.config.get("mixes_samples", True):
+            asked = {kind: count for kind, count in asked.items() if not kind.startswith("batch")}
+        if run.status != Status.FINISHED or not asked:
+            continue
+        file = seed_dir(cell_dir, run.seed) / EVALUATION_FILE
+        if not file.is_file() or not asked.items() <= read_json(file).get("asked", {}).items():
+            return False
+    return True
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from normexp.errors import UserError
 from normexp.records.files import write_json
 from normexp.records.paths import CHECKPOINT_FILE, MEMBERS_FILE, seed_dir
-from normexp.records.result import read_if_ended
+from normexp.records.result import Status, read_if_ended
 
 Member = tuple[str, int]  # cell id and seed
 
@@ -55,7 +55,9 @@ class StackRecord:
     def has_ended(self, study_dir: Path, member: Member) -> bool:
         """True if a member has its result of this stack, not of an earlier attempt."""
         result = read_if_ended(seed_dir(study_dir / member[0], member[1]))
-        return result is not None and (result.status != "failed" or result.attempts > self.attempts)
+        if result is None:
+            return False
+        return result.status != Status.FAILED or result.attempts > self.attempts
 
 
 def begin_stack(
@@ -99,13 +101,13 @@ def list_stacks(study_dir: Path, cell_ids: Iterable[str]) -> list[StackRecord]:
     """
     cell_ids = set(cell_ids)
     folders = [study_dir, *(study_dir / cell_id for cell_id in sorted(cell_ids))]
-    paths = [path for each in folders for path in sorted(each.glob(f"stacks/*/{MEMBERS_FILE}"))]
+    paths = [path for folder in folders for path in sorted(folder.glob(f"stacks/*/{MEMBERS_FILE}"))]
     records = [record for path in paths if (record := _read(path)) is not None]
     return [
-        each
-        for each in records
-        if cell_ids & {cell_id for cell_id, _ in each.members}
-        and each.directory == directory_of(study_dir, each.members)
+        record
+        for record in records
+        if cell_ids & {cell_id for cell_id, _ in record.members}
+        and record.directory == directory_of(study_dir, record.members)
     ]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from normexp.errors import UserError
 from normexp.records.files import holder_of, is_held
-from normexp.records.history import CellHistory, CommandEntry, History, read_history
+from normexp.records.history import CommandEntry, History, read_history
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import (
     LOCK_FILE,
@@ -21,13 +21,14 @@ from normexp.records.paths import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import read_result
+from normexp.records.result import ENDED, Status, read_result
 from normexp.records.stacks import Member, list_stacks
 
-ENDED = ("finished", "diverged")
-STATES = (*ENDED, "failed", "running", "interrupted", "not started", "unreadable")
-
-MAX_ATTEMPTS = 3  # as in conf/config.yaml, which only Hydra can read
+# The states of runs, in the order of the table.
+STATES = (
+    *(*ENDED, Status.FAILED, Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED),
+    Status.UNREADABLE,
+)
 
 
 @dataclass
@@ -35,30 +36,31 @@ class CellState:
     """One cell: the state of each of its runs.
 
     Attributes:
+        id: the name of its folder.
         title: norm, sizes and overrides; the cell's id if no command asked for it.
+        is_asked: a command, as it was last typed, asks for it.
         states: by seed.
-        digests: the digests of the cell in the commands that list it.
         refused: why the cell cannot be trained; empty if it can.
         attempts: how often each failed run was tried, by seed.
         notes: errors of failed runs; the training process and its progress.
     """
 
+    id: str
     title: str
-    states: dict[int, str] = field(default_factory=dict)
-    digests: set[str] = field(default_factory=set)
+    is_asked: bool
+    states: dict[int, Status] = field(default_factory=dict)
     refused: str = ""
     attempts: dict[int, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def lacking(self, max_attempts: int | None) -> set[tuple[str, int]]:
-        """(digest, seed) of the runs to train, without runs that have failed too often."""
-        seeds = [
-            seed
+    def lacking(self, max_attempts: int | None) -> set[Member]:
+        """The runs to train, without those that have failed too often."""
+        return {
+            (self.id, seed)
             for seed, state in self.states.items()
             if state not in ENDED
             and (max_attempts is None or self.attempts.get(seed, 0) < max_attempts)
-        ]
-        return {(digest, seed) for digest in self.digests for seed in seeds}
+        }
 
 
 @dataclass
@@ -67,10 +69,10 @@ class StudyStatus:
 
     root: Path
     cells: list[CellState]
-    commands: list[CommandEntry]
+    history: History
 
     @property
-    def runs(self) -> Counter[str]:
+    def runs(self) -> Counter[Status]:
         """The number of runs in each state, over all cells."""
         return Counter(state for cell in self.cells for state in cell.states.values())
 
@@ -85,14 +87,18 @@ class StudyStatus:
         Args:
             with_exhausted: include runs that have failed as often as the command allows.
         """
-        found = []
-        for command in self.commands:
-            limit = None if with_exhausted else max_attempts_of(command)
+        unfinished = []
+        for command in self.history.commands:
+            limit = None if with_exhausted else command.max_attempts
             lacking = set().union(*(cell.lacking(limit) for cell in self.cells))
-            asked = {(digest, seed) for digest in command.cells for seed in command.cells[digest]}
+            asked = {
+                (self.history.same_as(cell), seed)
+                for cell in command.cells
+                for seed in command.seeds_of(cell)
+            }
             if lacking and (asked & lacking or is_search(command)):
-                found.append(command)
-        return found
+                unfinished.append(command)
+        return unfinished
 
 
 def is_search(command: CommandEntry) -> bool:
@@ -100,90 +106,92 @@ def is_search(command: CommandEntry) -> bool:
     return command.command[:1] == ["normexp-tune"]
 
 
-def max_attempts_of(command: CommandEntry) -> int:
-    """How often a command tries a run that fails: as typed, otherwise the default."""
-    typed = dict(word.split("=", 1) for word in command.command if "=" in word)
-    if typed.get("retry_failed", "true").lower() == "false":
-        return 1
-    limit = typed.get("max_attempts", "")
-    return int(limit) if limit.isdecimal() else MAX_ATTEMPTS
-
-
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """Reads the status of a study, also while it runs. Raises UserError if there is no such study.
 
-    Commands whose sizes mean the same cell share a row. A command that was typed again, after an
-    edit of a YAML or of normexp, no longer asks for the cells that it meant before.
+    A cell that is the same as another shares its row. After an edit of a YAML or of a norm, the
+    same words ask for other cells; those that only an earlier such command named are not asked for.
     """
     root = find_study(runs_dir, name)
     history = read_history(root)
-    by_id: dict[str, dict[str, CellHistory]] = {}
-    never_begun = []
-    latest = {tuple(command.command): command.cells for command in history.commands}
-    replaced = {digest for command in history.commands for digest in command.cells}
-    replaced -= {digest for cells in latest.values() for digest in cells}
-    for digest, asked in history.cells.items():
-        if asked.cell_id:
-            by_id.setdefault(asked.cell_id, {})[digest] = asked
-        elif digest not in replaced:
-            states = {} if asked.error else dict.fromkeys(sorted(asked.seeds), "not started")
-            never_begun.append(CellState(asked.title, states, {digest}, asked.error))
-    for directory in list_cells(root):  # also cells that were copied here
-        by_id.setdefault(directory.name, {})
-    stacks = [stack for stack in list_stacks(root, by_id) if stack.checkpoint.is_file()]
+    latest = {tuple(command.command): command for command in history.commands}
+    asked = {cell for command in latest.values() for cell in command.cells}
+    asked |= history.errors.keys() - {
+        cell for command in history.commands for cell in command.cells
+    }
+    states: dict[str, CellState] = {}
+    titles: dict[str, list[str]] = {}
+    seeds: dict[str, set[int]] = {}
+    for cell, title, wanted in _requests(history):
+        key = history.same_as(cell)
+        titles.setdefault(key, []).append(title)
+        seeds.setdefault(key, set()).update(wanted)
+        state = states.setdefault(key, CellState(key, key, is_asked=False))
+        state.is_asked |= cell in asked
+        if (end := history.errors.get(cell)) is not None:
+            state.refused = f"{end.status}: {end.error}"
+    for key, state in states.items():
+        state.title = shared_words(titles[key])
+    on_disk = [directory.name for directory in list_cells(root)]  # also cells that were copied here
+    for cell_id in on_disk:
+        states.setdefault(cell_id, CellState(cell_id, cell_id, is_asked=False))
+    stacks = [stack for stack in list_stacks(root, states) if stack.checkpoint.is_file()]
     interrupted = {member for stack in stacks for member in stack.members}
-    begun = [
-        _status_of(root / cell_id, asked, history, interrupted) for cell_id, asked in by_id.items()
-    ]
-    return StudyStatus(root, [*begun, *never_begun], history.commands)
+    for key, state in states.items():
+        if key in on_disk:
+            state.refused = ""
+            if not state.is_asked and key in titles:
+                state.title += ", before its source changed"
+        if not state.refused:
+            _read_runs(root / key, state, seeds.get(key, set()), interrupted)
+    shown = [state for key, state in states.items() if state.is_asked or key in on_disk]
+    return StudyStatus(root, shown, history)
 
 
-def _status_of(
-    directory: Path,
-    asked: Mapping[str, CellHistory],
-    history: History,
-    interrupted: Collection[Member],
-) -> CellState:
-    status = CellState(_title_of(directory.name, asked, history), digests=set(asked))
+def _requests(history: History) -> Iterator[tuple[str, str, Sequence[int]]]:
+    """The cells, titles and seeds of all commands, and of refusals before a command began."""
+    for command in history.commands:
+        for cell, points in command.cells.items():
+            for title, seeds in points:
+                yield cell, title, seeds
+    for end in history.ends:
+        yield end.cell, end.title, end.seeds
+
+
+def _read_runs(
+    directory: Path, state: CellState, asked: Collection[int], interrupted: Collection[Member]
+) -> None:
+    """Adds the state of each run of a cell."""
     on_disk = list_seeds(directory) if directory.is_dir() else []
     is_running = is_held(directory / LOCK_FILE)
-    for seed in sorted({seed for cell in asked.values() for seed in cell.seeds} | set(on_disk)):
+    for seed in sorted({*asked, *on_disk}):
         run_dir = seed_dir(directory, seed)
         if (run_dir / RESULT_FILE).is_file():
-            state = _read_state(run_dir, seed, status)
+            ended = _read_state(run_dir, seed, state)
             # The process that holds the lock may be retrying a failed run.
-            status.states[seed] = "running" if state == "failed" and is_running else state
+            retries = ended is Status.FAILED and is_running
+            state.states[seed] = Status.RUNNING if retries else ended
         elif is_running and seed in on_disk:
-            status.states[seed] = "running"
+            state.states[seed] = Status.RUNNING
         else:
             is_cut = (directory.name, seed) in interrupted
-            status.states[seed] = "interrupted" if is_cut else "not started"
+            state.states[seed] = Status.INTERRUPTED if is_cut else Status.NOT_STARTED
     if is_running:
-        status.notes.append(_progress(directory, on_disk))
-    return status
+        state.notes.append(_progress(directory, on_disk))
 
 
-def _title_of(cell_id: str, asked: Mapping[str, CellHistory], history: History) -> str:
-    if asked:
-        return shared_words([cell.title for cell in asked.values()])
-    for cell in history.cells.values():
-        if cell_id in cell.earlier_ids:
-            return f"{cell.title}, before its source changed"
-    return cell_id
-
-
-def _read_state(run_dir: Path, seed: int, status: CellState) -> str:
-    """The state of an ended run; adds its error and attempts to `status`."""
+def _read_state(run_dir: Path, seed: int, cell: CellState) -> Status:
+    """The state of an ended run; adds its error and attempts to those of its cell."""
     try:
         result = read_result(run_dir)
     except UserError as error:
-        state, reason = "unreadable", str(error)
+        state, reason = Status.UNREADABLE, str(error)
     else:
         state, reason = result.status, result.error
-        if state == "failed":
-            status.attempts[seed] = result.attempts
-    if reason and reason not in status.notes:
-        status.notes.append(reason)
+        if state is Status.FAILED:
+            cell.attempts[seed] = result.attempts
+    if reason and reason not in cell.notes:
+        cell.notes.append(reason)
     return state
 
 

@@ -73,10 +73,11 @@ def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
     Derived from the last command that included the cell, with the cell's values in place of lists.
     """
     asked = [
-        (entry.command, one.title)
-        for digest, one in history.cells.items()
+        (entry.command, title)
         for entry in history.commands
-        if one.cell_id == cell.name and digest in entry.cells
+        for cell_id, points in entry.cells.items()
+        for title, _ in points
+        if history.same_as(cell_id) == cell.name
     ]
     if not asked:
         return ""

@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from normexp.config.outcome import Outcome
 from normexp.config.rules import format_count
-from normexp.config.spec import CellSpec, Outcome, format_duration
+from normexp.config.spec import CellSpec, format_duration
 from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, list_runs
-from normexp.records.result import Result, read_result, values_of
+from normexp.records.result import Result, Status, read_result, values_of
 from normexp.records.state import shared_words
 from normexp.reporting.cells import build_cells
 from normexp.reporting.metric import choose_metric, describe_metric
@@ -184,7 +185,7 @@ def family_size(planned: Sequence[Outcome]) -> int:
     """How many verdicts a report on the cells would have if every run finished."""
     records = {f"{one.cell_id} {one.record}": one.record for one in planned}
     runs = [
-        run_row("", Path(str(number), "seed-0"), Result("", 0, "finished", record, {}, {}))
+        run_row("", Path(str(number), "seed-0"), Result("", 0, Status.FINISHED, record, {}, {}))
         for number, record in enumerate(records.values())
     ]
     slices = build_slices(build_cells(StudyRecords(runs, {"": 1})), metric=None, tolerance=None)

@@ -31,15 +31,7 @@ from normexp.reporting.figures import draw_figures
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.sentences import Answer, Section
 from normexp.reporting.style import assign_styles, order_norms
-from normexp.reporting.tables import (
-    Table,
-    cell_table,
-    comparison_table,
-    run_table,
-    sensitivity_table,
-    size_table,
-    to_csv,
-)
+from normexp.reporting.tables import Table, tables_of, to_csv, write_tables
 from normexp.reporting.terminal import print_report
 from normexp.reporting.tuning import draw_tuning
 
@@ -79,15 +71,6 @@ class Drawing:
 
 def draw(report: Report) -> Drawing:
     """Draws every table and figure of a report."""
-    answers = [answer for section in report.sections for answer in section.answers]
-    answers = [answer for answer in answers if len(answer.parts) == 1]  # not over data sets
-    tables = [
-        *map(size_table, report.slices),
-        sensitivity_table(answers),
-        comparison_table(answers),
-        cell_table(report.cells, report.metric, report.tolerance),
-        run_table(report.cells),
-    ]
     styles = assign_styles(cell.norm for cell in report.cells)
 
     def figures_of(answer: Answer) -> list[Figure]:
@@ -99,7 +82,7 @@ def draw(report: Report) -> Drawing:
         for section in report.sections
     ]
     searched = [report.runs_dir / f"{name}{end}" for name in report.studies for end in SEARCHED]
-    return Drawing(report, tables, sections, draw_tuning(searched))
+    return Drawing(report, tables_of(report), sections, draw_tuning(searched))
 
 
 def publish(
@@ -186,15 +169,11 @@ def _write_report(drawing: Drawing, reload_seconds: int | None) -> None:
 
 
 def _write_into(folder: Path, drawing: Drawing, reload_seconds: int | None) -> None:
-    tables, figures = folder / "tables", folder / "figures"
-    tables.mkdir(parents=True)
+    figures = folder / "figures"
     (figures / "paper").mkdir(parents=True)
     content = json.dumps(to_json(drawing.report), indent=1, allow_nan=False)
     (folder / "report.json").write_text(content, encoding="utf-8")
-    for table in drawing.tables:
-        texts = {"csv": table.to_csv(), "md": table.to_markdown(), "tex": table.to_latex()}
-        for ending, text in texts.items():
-            (tables / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
+    write_tables(folder / "tables", drawing.tables)
     # Drawing and bundling release Python's lock, so threads use all cores.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         bundle = pool.submit(_bundle)

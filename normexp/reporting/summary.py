@@ -9,15 +9,19 @@ from collections import Counter
 from collections.abc import Sequence
 from shlex import join, quote
 
+from normexp.config.outcome import Outcome
 from normexp.config.rules import format_count
-from normexp.config.spec import CellSpec, Outcome, study_words
+from normexp.config.spec import CellSpec, study_words
 from normexp.records.paths import LOG_FILE
-from normexp.records.result import Result, values_of
+from normexp.records.result import DONE, Result, Status, values_of
 from normexp.records.state import shared_words
 from normexp.reporting.terminal import open_console, text_table
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
-STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped", "busy")
+STATUSES = (
+    *(Status.FINISHED, Status.SKIPPED, Status.DIVERGED, Status.REFUSED, Status.FAILED),
+    Status.STOPPED,
+)
 WIDE = 110  # terminal width from which the folder of each cell is shown
 # Norms to compare with: for images, and for language models (these do not read future tokens).
 OF_IMAGES = ("batch", "layer", "instance", "group")
@@ -31,12 +35,12 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
     Args:
         words: the typed command, program first.
     """
-    if outcome.status == "failed":
+    if outcome.status is Status.FAILED:
         print(f"failed: {outcome.error}", file=sys.stderr)
-    if outcome.status not in ("finished", "skipped"):
+    if outcome.status not in DONE:
         return
     console = open_console()
-    how = {"skipped": "already recorded", "finished": "trained"}
+    how = {Status.SKIPPED: "already recorded", Status.FINISHED: "trained"}
     count = format_count(len(outcome.results), "seed")
     console.out(f"\n{outcome.title}: {how[outcome.status]}, n = {count}")
     if outcome.invalid:
@@ -52,7 +56,7 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
         heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
         console.print(text_table(heads, rows))
     for result in outcome.results:
-        if result.status == "diverged":
+        if result.status == Status.DIVERGED:
             console.out(f"seed {result.seed} diverged at step {result.diverged_at_step}")
     for result in outcome.results:
         if result.stopped:
@@ -78,7 +82,7 @@ def notes_on(outcome: Outcome) -> list[str]:
             f"{told}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these runs "
             f"{statistics.mean(values):.4f}"
         )
-    if outcome.results and all(run.status == "diverged" for run in outcome.results):
+    if outcome.results and all(run.status == Status.DIVERGED for run in outcome.results):
         lr = outcome.record["lr"]
         notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={lr / 10:g}")
     return notes
@@ -170,7 +174,9 @@ def _shown(outcome: Outcome, *, in_header: str) -> str:
     spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
     told = [f"{label}{statistics.mean(values):.4f}{spread}"] if values else []
     told += [outcome.error] if outcome.error else []
-    diverged = [run.diverged_at_step or 0 for run in outcome.results if run.status == "diverged"]
+    diverged = [
+        run.diverged_at_step or 0 for run in outcome.results if run.status == Status.DIVERGED
+    ]
     stopped = [run.steps for run in outcome.results if run.stopped]
     for end, own, steps in (
         ("diverged", diverged, sorted(set(diverged))),
@@ -183,11 +189,11 @@ def _shown(outcome: Outcome, *, in_header: str) -> str:
     return f"INVALID {shown}" if outcome.invalid else shown
 
 
-def _status_of(outcome: Outcome) -> str:
+def _status_of(outcome: Outcome) -> Status:
     """The status of the outcome; `diverged` if all of its runs have diverged."""
-    ended = {run.status for run in outcome.results} - {"failed"}
-    is_lost = outcome.status in ("finished", "skipped") and ended == {"diverged"}
-    return "diverged" if is_lost else outcome.status
+    ended = {run.status for run in outcome.results} - {Status.FAILED}
+    is_lost = outcome.status in DONE and ended == {Status.DIVERGED}
+    return Status.DIVERGED if is_lost else outcome.status
 
 
 def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
@@ -195,10 +201,10 @@ def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
     logs = [
         f"less {quote(str(outcome.directory))}/stacks/*/{LOG_FILE}"
         for outcome in outcomes
-        if outcome.status == "failed" and outcome.directory is not None
+        if outcome.status is Status.FAILED and outcome.directory is not None
     ]
     studies = {outcome.directory.parent for outcome in outcomes if outcome.directory is not None}
     where = [join(study_words(study)) for study in sorted(studies)]
-    has_more = any(outcome.status not in ("finished", "skipped") for outcome in outcomes)
+    has_more = any(outcome.status not in DONE for outcome in outcomes)
     status = [f"python -m normexp.status {words}" for words in where] if has_more else []
     return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]

@@ -17,6 +17,7 @@ from rich.text import Text
 from normexp.config.rules import format_count
 from normexp.config.spec import split_shared_words, study_words
 from normexp.records.history import CommandEntry
+from normexp.records.result import Status
 from normexp.records.state import STATES, StudyStatus, is_search
 
 if TYPE_CHECKING:
@@ -133,9 +134,9 @@ def print_status(status: StudyStatus) -> None:
     num_runs, num_cells = sum(runs.values()), len(status.cells)
     total = f"{format_count(num_runs, 'run')} of {format_count(num_cells, 'cell')}"
     console.out(f"{status.root}: {total}: {counts}{refused}")
-    if status.commands:
+    if status.history.commands:
         console.out("commands so far:")
-    for each in status.commands:
+    for each in status.history.commands:
         console.out(f"  {each.time}  {_as_typed(each.command)}")
     for line in _next(status):
         console.out(line)
@@ -144,7 +145,7 @@ def print_status(status: StudyStatus) -> None:
 def _status_table(status: StudyStatus) -> Table:
     """A row per cell; what all titles share is the caption."""
     states = [state for state in STATES if status.runs[state]]
-    named = [cell.title for cell in status.cells if cell.digests and not cell.refused]
+    named = [cell.title for cell in status.cells if cell.is_asked and not cell.refused]
     shared, apart = split_shared_words(named)
     own = dict(zip(named, apart, strict=True))
     rows = []
@@ -185,12 +186,15 @@ def _next(status: StudyStatus) -> list[str]:
         return ["complete; next:", f"  python -m normexp.report {words}"]
     commands, purpose, tries = status.unfinished_commands(with_exhausted=False), "to finish", None
     most = max((n for cell in status.cells for n in cell.attempts.values()), default=0)
-    if status.runs["running"]:
+    if status.runs[Status.RUNNING]:
         purpose = "running now; if that stops"
     elif not commands and most:
         commands, tries = status.unfinished_commands(with_exhausted=True), most + 1
         purpose = "runs have failed as often as max_attempts allows; to try once more"
-    again = [_again(status.root, each, max_attempts=tries) for each in commands or status.commands]
+    again = [
+        _again(status.root, each, max_attempts=tries)
+        for each in commands or status.history.commands
+    ]
     if not again:
         return ["incomplete, and study.jsonl holds no command to type again"]
     return [f"{purpose}, type again:", *(f"  {line}" for line in dict.fromkeys(again))]

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from normexp.config.outcome import Outcome
 from normexp.config.process import is_under_agent
-from normexp.config.spec import CellSpec, Outcome
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE, seed_dir
-from normexp.records.result import Result, hyperparameters
+from normexp.records.result import DONE, Result, hyperparameters
 from normexp.reporting.metric import describe_metric
 
 
@@ -57,7 +58,7 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
             "seeds": [result.seed for result in outcome.results],
         },
     )
-    is_whole = outcome.status in ("finished", "skipped")
+    is_whole = outcome.status in DONE
     if is_whole:
         rows = mean_rows(outcome.directory, outcome.results)
         for step, row in rows.items():

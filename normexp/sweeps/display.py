@@ -12,12 +12,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from normexp.config.spec import Outcome, format_duration
+from normexp.config.outcome import Outcome
+from normexp.config.spec import format_duration
 from normexp.records.logs import OnceFilter, messages_to
+from normexp.records.result import Status
 from normexp.sweeps.worker_process import WorkerState
 
 SECONDS_BETWEEN_LINES = 60.0  # between progress lines without a terminal
-COUNTED = ("finished", "skipped", "failed", "refused", "stopped", "planned")
+COUNTED = (
+    *(Status.FINISHED, Status.SKIPPED, Status.FAILED, Status.REFUSED),
+    *(Status.STOPPED, Status.PLANNED),
+)
 
 
 class Display(logging.Handler):
@@ -26,7 +31,7 @@ class Display(logging.Handler):
     Inside its `with` block also prints normexp's log messages, each once.
 
     Args:
-        num_slots: how many tasks are trained at once.
+        num_slots: how many stacks are trained at once.
     """
 
     def __init__(self, titles: Sequence[str], num_slots: int = 1) -> None:
@@ -61,13 +66,15 @@ class Display(logging.Handler):
     def ended(self, title: str, outcome: Outcome) -> None:
         """Prints the outcome of a cell, its error, and how many cells have ended."""
         self.counts[outcome.status] += 1
-        if outcome.status == "finished" and outcome.seconds:
+        if outcome.status is Status.FINISHED and outcome.seconds:
             self.seconds.append(outcome.seconds)
-        if outcome.status == "planned" or len(self.titles) == 1:  # the summary shows it
+        if outcome.status is Status.PLANNED or len(self.titles) == 1:  # the summary shows it
             return
         done = sum(self.counts.values())
         count = f"[{done}/{len(self.titles)}]"
-        duration = f" in {format_duration(outcome.seconds)}" if outcome.status == "finished" else ""
+        duration = (
+            f" in {format_duration(outcome.seconds)}" if outcome.status is Status.FINISHED else ""
+        )
         word, _, rest = outcome.error.partition(": ")  # the refused word, perhaps in the title
         reason = rest if word in title.split() else outcome.error
         error = f": {reason}" if reason else ""
@@ -92,7 +99,7 @@ class Display(logging.Handler):
 
     def update(self, workers: Sequence[WorkerState], num_waiting: int) -> None:
         """Shows what the workers are doing now."""
-        busy = [worker for worker in workers if worker.task]
+        busy = [worker for worker in workers if worker.taken]
         if self.console.is_terminal:
             self._draw(busy, num_waiting)
         elif busy and time.monotonic() - self._line_at > SECONDS_BETWEEN_LINES:
@@ -116,7 +123,7 @@ class Display(logging.Handler):
         return ", ".join([*parts, f"{left} left"] if left else parts)
 
     def _row(self, worker: WorkerState) -> str:
-        first, *others = worker.task
+        first, *others = worker.taken
         more = f" and {len(others)} more" if others else ""
         done, total = worker.steps
         how_far = f"step {done}/{total}" if total else "starting"

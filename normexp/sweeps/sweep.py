@@ -6,42 +6,38 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 
-from normexp.cells.recorded import find_skippable
+from normexp.config.outcome import Outcome
 from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
-from normexp.config.spec import CellSpec, Outcome, norm_and_data
+from normexp.config.spec import CellSpec, identify
 from normexp.errors import Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
 from normexp.records.paths import LOG_FILE
-from normexp.records.result import read_records
+from normexp.records.result import Status
 from normexp.reporting.summary import print_closing_table, print_summary
 from normexp.reporting.wandb_runs import log_to_agent, refuse_many_cells
 from normexp.sweeps.display import Display
-from normexp.sweeps.log import StudyLog, cell_entry
-from normexp.sweeps.tasks import (
-    Task,
-    TaskBoard,
-    WorkerSlot,
-    group_cells,
-    own_slot,
-    shared_value,
-    worker_slots,
-)
+from normexp.sweeps.log import StudyLog
+from normexp.sweeps.machine import WorkerSlot, own_slot, shared_value, worker_slots
+from normexp.sweeps.walk import Positions, Walk
 from normexp.sweeps.worker import (
     Event,
-    RunTask,
     StackBegan,
+    StackEnded,
+    StackTaken,
     StepsDone,
-    TaskEnded,
-    TaskTaken,
-    importing_run_task,
+    WalkEnded,
+    WorkerReady,
+    WorkerWaits,
+    outcome_of_error,
+    ready_to_train,
     work,
 )
-from normexp.sweeps.worker_process import SPAWN, Worker, WorkerState
+from normexp.sweeps.worker_process import Worker, WorkerState
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -71,7 +67,7 @@ def print_outcomes(
     cells: Sequence[CellSpec], outcomes: Sequence[Outcome], words: Sequence[str]
 ) -> int:
     """Prints the outcomes of a command; returns the exit code. Raises as `run_cells`."""
-    reasons = {outcome.error if outcome.status == "refused" else "" for outcome in outcomes}
+    reasons = {o.error if o.status is Status.REFUSED else "" for o in outcomes}
     if len(reasons) == 1 and (reason := reasons.pop()):
         raise UserError(reason)
     cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
@@ -84,11 +80,11 @@ def print_outcomes(
     elif len(cells) > 1:
         print_closing_table(cells, outcomes)
     raise_if_stopped(cells, outcomes)
-    return 1 if any(outcome.status in ("refused", "failed") for outcome in outcomes) else 0
+    return 1 if any(o.status in (Status.REFUSED, Status.FAILED) for o in outcomes) else 0
 
 
 def raise_if_stopped(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """Raises unless a command has come to its end, or to a failure under `fail_fast`.
+    """Raises if a command was stopped before its end, unless a failure under `fail_fast` ended it.
 
     Raises:
         Halted: nothing more can be trained.
@@ -98,32 +94,52 @@ def raise_if_stopped(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> 
         raise Halted(halted[0])
     statuses = {outcome.status for outcome in outcomes}
     fails_fast = any(cell.cfg is not None and cell.cfg.fail_fast for cell in cells)
-    if "stopped" in statuses and not (fails_fast and "failed" in statuses):
+    if Status.STOPPED in statuses and not (fails_fast and Status.FAILED in statuses):
         has_begun = any(cell.study_dir is not None and cell.study_dir.is_dir() for cell in cells)
         begun = "stopped; the same command continues"
         raise KeyboardInterrupt(begun if has_begun else "stopped before anything was trained")
 
 
 def train_cells(
-    cells: Sequence[CellSpec], words: Sequence[str], *, workers: int | None = None
+    cells: Sequence[CellSpec],
+    words: Sequence[str],
+    *,
+    workers: int | None = None,
+    command_id: str | None = None,
 ) -> list[Outcome]:
     """Trains the missing runs of each cell; returns the outcomes in the order of the cells.
 
     Args:
-        words: the command, as study.jsonl records it.
-        workers: number of cells trained at once, 0 for this process; overrides the config.
+        words: the command, as study.jsonl records it; empty in a job of a launcher.
+        workers: number of stacks trained at once, 0 for this process; overrides the config.
+        command_id: of the command that a job belongs to.
     """
     cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
     for cfg in cfgs:
         validate_keys(cfg, COMMAND_KEYS)
     dry_run = bool(shared_value(cfgs, "dry_run"))
     fail_fast = bool(shared_value(cfgs, "fail_fast"))
-    known = find_skippable(cells)
-    slots, num_workers = worker_slots(cfgs, len(cells), workers)
+    identify(cells)
+    log = StudyLog(cells, words, command_id)
     if dry_run:
-        slots = [replace(slot, locks=()) for slot in slots]
-    log = StudyLog(cells, words, writes=not dry_run)
-    return Sweep(log, group_cells(cells), slots, num_workers, fail_fast, known).train()
+        return plan_cells(log)
+    slots, num_workers = worker_slots(cfgs, len(cells), workers)
+    return Sweep(log, slots, num_workers, fail_fast).train()
+
+
+def plan_cells(log: StudyLog) -> list[Outcome]:
+    """The outcomes of a dry run, which trains and writes nothing."""
+    outcomes = []
+    with Display([cell.title for cell in log.cells]), _training, ready_to_train():
+        log.check()
+        from normexp.cells.run import plan_cell
+
+        for cell in log.cells:
+            try:
+                outcomes.append(plan_cell(cell))
+            except Exception as error:  # user code may raise anything
+                outcomes.append(outcome_of_error(error, cell))
+    return outcomes
 
 
 @dataclass
@@ -133,28 +149,24 @@ class Sweep:
     Args:
         slots: for workers, or for this process; more than workers if there are spare GPUs.
         num_workers: processes that train at once; 0: this process trains.
-        known: outcomes of cells that need no training, by index.
-        run_task: trains a task; None: `cells.run.run_task`.
     """
 
     log: StudyLog
-    tasks: Sequence[Task]
     slots: Sequence[WorkerSlot]
     num_workers: int = 0
     fail_fast: bool = False
-    known: Mapping[int, Outcome] = field(default_factory=dict)
-    run_task: RunTask | None = None
 
     def __post_init__(self) -> None:
         self.cells = self.log.cells
+        self.walk = Walk(self.log)
         self.display = Display([cell.title for cell in self.cells], max(1, self.num_workers))
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, Outcome] = {}  # by position
         self.workers: list[Worker] = []
         self.num_started = 0
         self.request = StopRequest()
         self.stopping = False
         self._failed_starts = 0
-        self._early_deaths: Counter[Task] = Counter()  # of workers, before they began to train
+        self._early_deaths: Counter[Positions] = Counter()  # of workers, before they trained
 
     def train(self) -> list[Outcome]:
         """Trains until all has ended or is stopped; returns an outcome for each cell, in order.
@@ -163,32 +175,16 @@ class Sweep:
             KeyboardInterrupt: a second Ctrl-C; the workers are dead.
             Halted: no worker process starts.
         """
-        num_cells = len(self.cells)  # RawArrays have no lock, which a killed worker would keep
-        board = TaskBoard(
-            self.tasks, SPAWN.RawArray("i", num_cells), SPAWN.RawArray("b", num_cells)
-        )
         with self.display:
             self.log.check()
-            done = [task for task in self.tasks if self.known.keys() >= set(task)]
-            indices = tuple(index for task in done for index in task)  # before torch is imported
-            self._end(indices, [self.known[index] for index in indices])
-            board.end(indices)
-            if self.num_workers:
-                self._train_in_workers(board)
-            elif board.num_open:
-                self._train_here(board)
-            outcomes = [
-                self.outcomes.get(
-                    index, Outcome("stopped", norm_and_data(cell), missing=cell.seeds)
-                )
-                for index, cell in enumerate(self.cells)
-            ]
-            # Again for cells refused before any cell began: their study did not exist then.
-            ends = zip(self.cells, outcomes, strict=True)
-            self.log.record_outcomes(
-                [(cell, outcome) for cell, outcome in ends if not outcome.cell_id]
-            )
-        return outcomes
+            self._pass_over()  # before torch is imported
+            if self.walk.left and self.num_workers:
+                self._train_in_workers()
+            elif self.walk.left:
+                self._train_here()
+            self._end({position: self.walk.outcome(position) for position in self._left()})
+            self.log.write()
+        return [self.outcomes[position] for position in range(len(self.cells))]
 
     def stop(self) -> None:
         """Ends every training of this command at a checkpoint, and starts no other."""
@@ -196,83 +192,95 @@ class Sweep:
         for worker in self.workers:
             worker.process.terminate()  # the worker saves a checkpoint if it trains, and ends
 
-    def _train_here(self, board: TaskBoard) -> None:
-        report = partial(self._handle_event, WorkerState())
-        with (
-            _training,
-            importing_run_task(self.run_task) as run_task,
-            own_slot(self.slots) as slot,
-        ):
-            own = {"run_task": run_task, "shows_bar": True}
-            while board.num_open and not self.request.requested:
-                work(self.cells, board, slot, report, self.request, **own)
+    def _left(self) -> list[int]:
+        """The positions of the cells without an outcome."""
+        return [position for position in range(len(self.cells)) if position not in self.outcomes]
 
-    def _train_in_workers(self, board: TaskBoard) -> None:
+    def _pass_over(self) -> None:
+        """Ends the cells that need no training."""
+        for cell in self.cells:
+            if cell.cfg is None:
+                self.log.end(cell, Status.REFUSED, cell.error)
+        for _ in self.walk:  # drops them
+            pass
+        left = {position for group in self.walk.left for position in group}
+        done = [position for position in self._left() if position not in left]
+        self._end({position: self.walk.outcome(position) for position in done})
+
+    def _train_here(self) -> None:
+        report = partial(self._handle_event, WorkerState())
+        with _training, ready_to_train(), own_slot(self.slots) as slot:
+            while not self.request.requested:
+                if work(self.walk, slot, report, self.request, shows_bar=True):
+                    break
+
+    def _train_in_workers(self) -> None:
+        for group in self.walk.left:
+            self.log.begin(self.cells[group[0]].directory.parent)
+        to_start = min(self.num_workers, len(self.walk.left))
         try:
             with self.request.listening():
-                while self.workers or (board.num_open and not self.stopping):
+                while self.workers or (to_start and not self.stopping and not self.walk.is_over):
                     if self.request.requested and not self.stopping:
                         logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
                         self.stop()
-                    self._start_workers(board)
+                    to_start -= self._start_workers(to_start)
                     ready = wait([worker.connection for worker in self.workers], TICK)
-                    for worker in [each for each in self.workers if each.connection in ready]:
-                        self._receive(worker, board)
-                    self.display.update(self.workers, board.num_open)
+                    for worker in [worker for worker in self.workers if worker.connection in ready]:
+                        if not self._receive(worker):
+                            to_start += not worker.has_ended
+                    at_work = sum(len(worker.taken) for worker in self.workers)
+                    self.display.update(self.workers, len(self._left()) - at_work)
         finally:
             for worker in self.workers:
                 worker.close()
 
-    def _start_workers(self, board: TaskBoard) -> None:
-        """Starts workers in free slots, for the open tasks that exceed the idle workers."""
+    def _start_workers(self, number: int) -> int:
+        """Starts workers in free slots unless one is idle; returns how many."""
+        if self.stopping or any(worker.is_ready and not worker.taken for worker in self.workers):
+            return 0
         free = list(self.slots)
         for worker in self.workers:
             free.remove(worker.slot)
-        idle = sum(not worker.task for worker in self.workers)
-        wanted = min(len(board.open_tasks()) - idle, self.num_workers - len(self.workers))
-        if self.stopping or wanted <= 0:
-            return
         free.sort(key=lambda slot: slot.gpu is not None and slot.is_taken())
-        for slot in free[:wanted]:
+        for slot in free[:number]:
             self.num_started += 1
-            worker = Worker(self.num_started, slot, self.cells, board, self.run_task)
-            self.workers.append(worker)
+            self.workers.append(Worker(slot, Walk(self.log, self.walk.left)))
+        return len(free[:number])
 
-    def _receive(self, worker: Worker, board: TaskBoard) -> None:
+    def _receive(self, worker: Worker) -> bool:
+        """Handles the next event of a worker; returns False if the worker has ended."""
         event = worker.receive()
         if text := worker.new_output().rstrip():
             self.display.print(text)
         if event is None:
-            self._handle_death(worker, board)
+            self._handle_death(worker)
         else:
             self._handle_event(worker, event)
+        return event is not None
 
-    def _handle_death(self, worker: Worker, board: TaskBoard) -> None:
+    def _handle_death(self, worker: Worker) -> None:
         """Handles the end of a worker: orderly, by a signal, or before it was ready."""
         reason = worker.describe_death()
-        task = board.taken_by(worker.number) or worker.task
-        has_failed_to_start = not worker.is_ready or (not task and worker.process.exitcode != 0)
-        if has_failed_to_start and not self.stopping:  # its cells are not the cause
+        has_failed = not worker.is_ready or (not worker.taken and worker.process.exitcode != 0)
+        if has_failed and not self.stopping:  # its cells are not the cause
             self._failed_starts += 1
             if self._failed_starts == FAILED_STARTS:
                 raise Halted(f"no worker process starts: {reason}")
-        elif task and not self.stopping:
-            self._count_death(worker, task, reason)
-        still_open = tuple(index for index in task if index not in self.outcomes)
-        board.put_back(still_open, alone=self._early_deaths[task] > 1 and len(task) > 1)
-        for index in set(task) - {*still_open}:
-            board.end((index,))
+        elif worker.taken and not self.stopping:
+            self._count_death(worker, reason)
         self.workers.remove(worker)
         worker.close()
 
-    def _count_death(self, worker: Worker, task: Task, reason: str) -> None:
+    def _count_death(self, worker: Worker, reason: str) -> None:
         """Records a failed attempt of the stack that the worker trained, for the next worker.
 
-        A task whose worker dies before it trains is tried again unchanged, since the cause may lie
-        outside. After a second death its cells are tried one by one; a single cell has failed.
+        Cells whose worker dies before it trains are tried again unchanged, since the cause may lie
+        outside; after a second death they have failed.
         """
-        stack, study_dir = worker.stack, self.cells[task[0]].study_dir
-        if stack is not None and study_dir is not None:
+        positions = worker.taken
+        if worker.stack is not None:
+            stack, study_dir = worker.stack, self.cells[positions[0]].directory.parent
             logger.warning("%s: %s", stack.directory, reason)
             with open(stack.directory / LOG_FILE, "a", encoding="utf-8") as file:
                 file.write(f"{worker.last_output().rstrip()}\n{reason}\n".lstrip("\n"))
@@ -280,46 +288,39 @@ class Sweep:
             attempt = AttemptEntry(stack.id, reason, died=True, checkpointed_at=at)
             append_entries(study_dir, [attempt])
             return
-        self._early_deaths[task] += 1
-        if self._early_deaths[task] > 1 and len(task) == 1:
+        self._early_deaths[positions] += 1
+        if self._early_deaths[positions] > 1:
             error = f"{reason}, before it was trained"
-            self._end(task, [Outcome("failed", norm_and_data(self.cells[task[0]]), error=error)])
+            for position in positions:
+                self.log.end(self.walk.trained_as(position), Status.FAILED, error)
+            self._end({position: self.walk.outcome(position) for position in positions})
 
     def _handle_event(self, worker: WorkerState, event: Event) -> None:
         match event:
-            case TaskTaken(task):
+            case WorkerReady():
                 worker.is_ready = True
-                self._failed_starts = 0 if task else self._failed_starts
-                worker.take(task)
-            case StackBegan(stack, cell_ids):
-                worker.stack = stack
-                for index, cell_id in zip(worker.task, cell_ids, strict=True):
-                    cell = self.cells[index]
-                    assert cell.study_dir is not None
-                    self.log.begin(cell.study_dir)
-                    self.log.append([(cell, cell_entry(cell, cell_id))])
+            case StackTaken(positions):
+                self._failed_starts = 0
+                worker.take(positions)
+            case StackBegan(record):
+                worker.stack = record
             case StepsDone(done, total):
                 worker.steps = (done, total)
-            case TaskEnded(task, outcomes):
+            case StackEnded(outcomes):
                 worker.take(())
-                first = outcomes[0]
-                if first.status not in ("busy", "alone"):
-                    self._end(task, outcomes)
-                elif first.holder not in [None, *(each.process.pid for each in self.workers)]:
-                    logger.info(
-                        "waiting for process %s, which trains %s", *(first.holder, first.cell_id)
-                    )
+                self._end(outcomes)
+            case WorkerWaits(holder, cell_id):
+                if holder not in [process.process.pid for process in self.workers]:
+                    logger.info("waiting for process %s, which trains %s", holder, cell_id)
+            case WalkEnded():
+                worker.has_ended = True
             case logging.LogRecord():
                 logger.handle(event)
 
-    def _end(self, task: Task, outcomes: Sequence[Outcome]) -> None:
-        ends = [each for each in zip(task, outcomes, strict=True) if each[0] not in self.outcomes]
-        self.outcomes |= ends
-        self.log.record_outcomes([(self.cells[index], outcome) for index, outcome in ends])
-        for index, outcome in ends:
-            cell = self.cells[index]
-            if outcome.directory is not None and not outcome.results:
-                outcome.results = read_records(outcome.directory, cell.seeds).all
-            self.display.ended(cell.title, outcome)
-            if outcome.halts or (outcome.status == "failed" and self.fail_fast):
+    def _end(self, outcomes: Mapping[int, Outcome]) -> None:
+        new = {key: value for key, value in outcomes.items() if key not in self.outcomes}
+        self.outcomes |= new
+        for position, outcome in new.items():
+            self.display.ended(self.cells[position].title, outcome)
+            if outcome.halts or (outcome.status is Status.FAILED and self.fail_fast):
                 self.stop()

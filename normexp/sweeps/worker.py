@@ -1,7 +1,9 @@
-"""A worker: claims the open tasks of a command, one after another, and trains them.
+"""A worker: walks the cells of a command and trains each stack whose locks are free.
 
-Nothing is assigned. Every worker of every command walks the same list, skips what is recorded or
-busy, and trains what it can lock. A command without worker processes runs the same loop itself.
+Nothing is assigned. Every worker of every command walks the same list: it skips what is recorded,
+refused or busy, takes the first stack that it can lock, trains and records it, and walks again. A
+walk that finds nothing left to do is the last. A command without worker processes runs the same
+loop itself.
 """
 
 from __future__ import annotations
@@ -9,37 +11,45 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from normexp.config.outcome import Outcome, missing_seeds, recorded_outcome
 from normexp.config.process import importing_torch
-from normexp.config.spec import CellSpec, Outcome
-from normexp.records.files import is_held
+from normexp.config.spec import CellSpec, norm_and_data, one_line
+from normexp.errors import UserError
+from normexp.records.files import full_disk_message, holder_of, is_held
 from normexp.records.paths import LOCK_FILE
+from normexp.records.result import Status
 from normexp.records.stacks import StackRecord
-from normexp.sweeps.tasks import Task, TaskBoard, WorkerSlot
-from normexp.training.stopping import StopRequest, TrainingControl
+from normexp.sweeps.machine import WorkerSlot
+from normexp.sweeps.walk import Positions, Walk, failed_outcome
+from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.5  # seconds between attempts while all open tasks are busy, or this worker's slot is taken
+TICK = 0.5  # seconds between walks while other processes train, or this worker's slot is taken
 
 
 @dataclass(frozen=True)
-class TaskTaken:
-    """The worker has taken a task and prepares its cells; () means that its imports are done."""
+class WorkerReady:
+    """The worker has imported everything."""
 
-    task: Task
+
+@dataclass(frozen=True)
+class StackTaken:
+    """The worker prepares cells that may be one stack."""
+
+    positions: Positions
 
 
 @dataclass(frozen=True)
 class StackBegan:
-    """A stack of the task begins to train; `cell_ids` are the ids of the task's cells."""
+    """A stack of these cells begins to train."""
 
-    stack: StackRecord
-    cell_ids: Sequence[str]
+    record: StackRecord
 
 
 @dataclass(frozen=True)
@@ -51,82 +61,187 @@ class StepsDone:
 
 
 @dataclass(frozen=True)
-class TaskEnded:
-    """The outcomes of the task, one for each cell, without results.
+class StackEnded:
+    """The worker has left the cells that it took; the outcome of each that has one."""
 
-    If they are `busy` (another process trains one of the cells) or `alone`, the task is open again.
-    """
-
-    task: Task
-    outcomes: Sequence[Outcome]
+    outcomes: dict[int, Outcome]  # by position
 
 
-Event = TaskTaken | StackBegan | StepsDone | TaskEnded | logging.LogRecord
-RunTask = Callable[..., list[Outcome]]  # `cells.run.run_task`
+@dataclass(frozen=True)
+class WorkerWaits:
+    """Other processes train all that is left; one of them, and the cell that it trains."""
+
+    holder: int | None
+    cell_id: str
+
+
+@dataclass(frozen=True)
+class WalkEnded:
+    """The worker found nothing left to do."""
+
+
+Event = (
+    WorkerReady
+    | StackTaken
+    | StackBegan
+    | StepsDone
+    | StackEnded
+    | WorkerWaits
+    | WalkEnded
+    | logging.LogRecord
+)
+
+
+Report = Callable[[Event], None]
 
 
 def work(
-    cells: Sequence[CellSpec],
-    board: TaskBoard,
-    slot: WorkerSlot,
-    report: Callable[[Event], None],
-    stop: StopRequest,
-    *,
-    run_task: RunTask,
-    number: int = 1,
-    shows_bar: bool = False,
-) -> None:
-    """Trains open tasks until none is left, a stop is requested, or a failure may affect the next.
+    walk: Walk, slot: WorkerSlot, report: Report, stop: StopRequest, *, shows_bar: bool = False
+) -> bool:
+    """Walks until nothing is left to do, a stop is requested, or a failure may affect the next.
+
+    Returns:
+        True if nothing is left to do.
 
     Args:
         report: called with each event.
-        number: of the worker on the board.
         shows_bar: show a progress bar instead of reporting `StepsDone`.
     """
-    locks: dict[Task, Path] = {}  # of tasks that another process trains
     on_steps = None if shows_bar else lambda done, total: report(StepsDone(done, total))
     control = TrainingControl(stop, on_steps)
-    while board.num_open and not stop.requested:
+    was_busy: set[Positions] = set()  # during the last walk
+    while not stop.requested and not walk.is_over:
+        busy, has_taken = set(), False
         with slot.claim() as is_free:
-            busy = {task for task, lock in locks.items() if is_held(lock)}
-            task = board.take(number, busy) if is_free else None
-            if task is not None:
-                report(TaskTaken(task))
-                task_cells = [cells[index] for index in task]
-                outcomes = run_task(task_cells, lambda *begun: report(StackBegan(*begun)), control)
-                report(TaskEnded(task, outcomes))
-                status, directory = outcomes[0].status, outcomes[0].directory
-                if status == "busy" and directory is not None:
-                    locks[task] = directory / LOCK_FILE
-                if status in ("busy", "alone"):
-                    board.put_back(task, alone=status == "alone")
-                else:
-                    board.end(task)
-                if _may_affect_next(outcomes):
-                    return
-            elif not is_free:  # shown once in a command
+            if not is_free:  # shown once in a command
                 logger.info("waiting: other commands use every core or GPU of this machine")
-        if task is None:
+            for positions, cells in walk if is_free else ():
+                if _are_busy(cells):
+                    busy.add(positions)
+                elif (
+                    positions not in was_busy
+                ):  # else its process has just ended, and may yet record how
+                    has_taken = True
+                    report(StackTaken(positions))
+                    outcomes = _train(
+                        walk, dict(zip(positions, cells, strict=True)), report, control
+                    )
+                    report(StackEnded(outcomes))
+                    if _may_affect_next(outcomes.values()):
+                        return False
+                    break
+        was_busy = busy
+        if not has_taken:
+            _report_busy(walk, busy, report)
             time.sleep(TICK)
+    return walk.is_over
 
 
-def _may_affect_next(outcomes: Sequence[Outcome]) -> bool:
+def _are_busy(cells: Sequence[CellSpec]) -> bool:
+    """True if another process trains one of the cells."""
+    with suppress(UserError, OSError):  # a lock that cannot be read, which `run_task` refuses
+        return any(is_held(cell.directory / LOCK_FILE) for cell in cells)
+    return False
+
+
+def _report_busy(walk: Walk, busy: Collection[Positions], report: Report) -> None:
+    """Names one of the processes that train what is left."""
+    for position in (position for positions in busy for position in positions):
+        cell = walk.trained_as(position)
+        if (holder := holder_of(cell.directory / LOCK_FILE)) is not None:
+            report(WorkerWaits(holder, cell.id))
+            return
+
+
+def _train(
+    walk: Walk, cells: Mapping[int, CellSpec], report: Report, control: TrainingControl
+) -> dict[int, Outcome]:
+    """Trains cells as one stack if they can; returns the outcomes of those that have ended.
+
+    Args:
+        cells: by position.
+    """
+    from normexp.cells.run import Busy, run_task
+
+    def begin(record: StackRecord) -> None:
+        walk.log.begin(next(iter(cells.values())).directory.parent)
+        report(StackBegan(record))
+
+    started = time.monotonic()
+    missing = {position for position, cell in cells.items() if _lacks(cell)}
+    try:
+        errors = run_task([*cells.values()], begin, control)
+        status = Status.FINISHED
+    except Busy:  # another process was faster
+        return {}
+    except Interrupted:
+        errors, status = {}, Status.STOPPED
+    except Exception as error:  # user code may raise anything, and the other cells go on
+        if len(cells) > 1 and full_disk_message(error, None) is None:  # one of them is at fault
+            outcomes = {}
+            for position, cell in cells.items():
+                outcomes |= _train(walk, {position: cell}, report, control)
+            return outcomes
+        return {position: _record_error(error, cell, walk) for position, cell in cells.items()}
+    outcomes = {}
+    for position in missing:
+        cell = cells[position]
+        if (error := errors.get(cell.id)) is not None:
+            walk.log.end(cell, Status.FAILED, error)
+            outcomes[position] = recorded_outcome(cell, Status.FAILED, error)
+        elif not _lacks(cell):
+            outcomes[position] = recorded_outcome(cell, Status.FINISHED)
+        elif status is Status.STOPPED:
+            outcomes[position] = recorded_outcome(cell, status)
+    for outcome in outcomes.values():
+        outcome.seconds = (time.monotonic() - started) / len(outcomes)
+    return outcomes
+
+
+def _record_error(error: Exception, cell: CellSpec, walk: Walk) -> Outcome:
+    """Like `outcome_of_error`; tells the other workers, except of a full disk."""
+    outcome = outcome_of_error(error, cell)
+    if not outcome.halts:
+        walk.log.end(cell, outcome.status, outcome.error)
+    return outcome
+
+
+def outcome_of_error(error: Exception, cell: CellSpec) -> Outcome:
+    """The outcome of a cell that raised an error; logs the traceback of an unexpected one."""
+    from normexp.cells.devices import RankDied
+
+    folder = None if cell.cfg is None else cell.directory
+    if (full := full_disk_message(error, folder)) is not None:
+        return Outcome(Status.FAILED, norm_and_data(cell), error=full, halts=True)
+    if isinstance(error, UserError):
+        return Outcome(Status.REFUSED, norm_and_data(cell), error=str(error))
+    if not isinstance(error, RankDied):  # which has no traceback worth reading
+        logger.error("%s: %s", cell.title, "".join(traceback.format_exception(error)))
+    return failed_outcome(cell, Status.FAILED, one_line(error))
+
+
+def _lacks(cell: CellSpec) -> bool:
+    try:
+        return bool(missing_seeds(cell))
+    except UserError:  # an unreadable result, which `run_task` refuses
+        return True
+
+
+def _may_affect_next(outcomes: Iterable[Outcome]) -> bool:
     """True for a failure on a GPU, whose context may be broken, or for lack of memory."""
-    errors = [outcome.error.lower() for outcome in outcomes if outcome.status == "failed"]
+    errors = [outcome.error.lower() for outcome in outcomes if outcome.status is Status.FAILED]
     torch = sys.modules.get("torch")
     has_gpu = torch is not None and torch.cuda.is_initialized()
     return bool(errors) and (has_gpu or any("memory" in error for error in errors))
 
 
 @contextmanager
-def importing_run_task(run_task: RunTask | None) -> Iterator[RunTask]:
-    """Yields `run_task`, or imports torch and that of `cells.run`, and caches its data sets."""
-    if run_task is not None:
-        yield run_task
-        return
+def ready_to_train() -> Iterator[None]:
+    """Imports torch and what trains; caches data sets and answers of probes inside the block."""
     with importing_torch():
+        import normexp.cells.run  # noqa: F401
         from normexp.build import keeping_data
-        from normexp.cells.run import run_task as trains
+        from normexp.cells.cell import sharing_probes
 
-    with keeping_data():
-        yield trains
+    with keeping_data(), sharing_probes():
+        yield

@@ -10,18 +10,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from logging.handlers import QueueHandler
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from normexp.config.spec import CellSpec
 from normexp.errors import INTERRUPTED
 from normexp.records.stacks import StackRecord
-from normexp.sweeps.tasks import Task, TaskBoard, WorkerSlot
-from normexp.sweeps.worker import Event, RunTask, TaskTaken, importing_run_task, work
+from normexp.sweeps.machine import WorkerSlot
+from normexp.sweeps.walk import Positions, Walk
+from normexp.sweeps.worker import Event, WalkEnded, WorkerReady, ready_to_train, work
 from normexp.training.stopping import StopRequest
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threads and locks
@@ -32,47 +31,36 @@ class WorkerState:
 
     Attributes:
         is_ready: it has imported everything.
-        task: the task that it trains; () while idle.
-        stack: the last stack of the task that began to train.
+        has_ended: it found nothing left to do.
+        taken: the positions of the cells that it prepares or trains; () while idle.
+        stack: the last stack of these cells that began to train.
         steps: of that stack: done, and in all.
-        since: when it took the task.
+        since: when it took the cells.
     """
 
     def __init__(self) -> None:
-        self.is_ready = False
+        self.is_ready = self.has_ended = False
         self.take(())
 
-    def take(self, task: Task) -> None:
-        self.task = task
+    def take(self, positions: Positions) -> None:
+        self.taken = positions
         self.stack: StackRecord | None = None
         self.steps: tuple[int, int] = (0, 0)
         self.since = time.monotonic()
 
 
 class Worker(WorkerState):
-    """One worker process.
+    """One worker process."""
 
-    Args:
-        number: of the worker on the board, from 1; a command uses each number once.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        slot: WorkerSlot,
-        cells: Sequence[CellSpec],
-        board: TaskBoard,
-        run_task: RunTask | None = None,
-    ) -> None:
+    def __init__(self, slot: WorkerSlot, walk: Walk) -> None:
         super().__init__()
-        self.number = number
         self.slot = slot
         self._shown = 0
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the worker
         self.connection, theirs = SPAWN.Pipe(duplex=False)
         # A Connection, because multiprocessing can pass one; the worker uses only its descriptor.
         with theirs, Connection(os.dup(self._output.fileno()), readable=False) as output:
-            arguments = (theirs, output, cells, board, slot, number, run_task)
+            arguments = (theirs, output, walk, slot)
             self.process = SPAWN.Process(target=main, args=arguments)
             # The child inherits this block, so that Ctrl-C cannot reach it while it starts. The
             # start of the tracker unblocks signals, so it must not happen with the first worker's.
@@ -127,15 +115,7 @@ class Worker(WorkerState):
 # --- In the worker's process ----------------------------------------------------------------------
 
 
-def main(
-    end: Connection,
-    output: Connection,
-    cells: Sequence[CellSpec],
-    board: TaskBoard,
-    slot: WorkerSlot,
-    number: int,
-    run_task: RunTask | None,
-) -> None:
+def main(end: Connection, output: Connection, walk: Walk, slot: WorkerSlot) -> None:
     """Runs `work` in this process. If the parent dies, stops, with a checkpoint if it trains.
 
     Args:
@@ -155,11 +135,11 @@ def main(
     logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
-        with importing_run_task(run_task) as run_task:
-            if "torch" in sys.modules:
-                sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            sender.enqueue(TaskTaken(()))
-            work(cells, board, slot, sender.enqueue, stop, run_task=run_task, number=number)
+        with ready_to_train():
+            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            sender.enqueue(WorkerReady())
+            if work(walk, slot, sender.enqueue, stop):
+                sender.enqueue(WalkEnded())
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

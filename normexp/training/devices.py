@@ -132,7 +132,7 @@ def compiled_gradient(replicas: Replicas, sizes: Sizes, device: torch.device) ->
         if replays:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            losses = measure(batch, loss)
+            losses = backward(measure(batch, loss), weight)  # compiled with its backward
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -143,6 +143,6 @@ def compiled_gradient(replicas: Replicas, sizes: Sizes, device: torch.device) ->
                 "try compile=false"
             ) from error
         has_worked = True
-        return backward(losses, weight)
+        return losses
 
     return add_gradient

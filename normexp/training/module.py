@@ -134,8 +134,8 @@ class TrainingModule(pl.LightningModule):
         compiled = None
         if recipe.compile:
             compiled = compiled_gradient(replicas, recipe.sizes, self.device)
-        own = (replicas, self.criterion.loss, recipe.sizes, self.batches.seeds)
-        self._gradient = StepGradient(*own, self.processes, compiled)
+        loss, seeds = self.criterion.loss, self.batches.seeds
+        self._gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
@@ -147,6 +147,8 @@ class TrainingModule(pl.LightningModule):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         dtype = next(self.replicas.parameters()).dtype
         batches = self.batches.chunk(chunk.start, chunk.stop - chunk.start, dtype)
+        assert self._gradient is not None
+        self._gradient.draw(range(chunk.start, chunk.stop))
         for step, batch in enumerate(batches, start=chunk.start):
             for parameter in parameters:  # zero_grad without its profiling
                 parameter.grad = None
@@ -179,7 +181,7 @@ class TrainingModule(pl.LightningModule):
         if recipe.schedule.build is not None and recipe.schedule.monitor is None:
             self._scheduler().step()
         if self.averaged is not None:
-            self.averaged.update_parameters(self.replicas)
+            self.averaged.update(self.replicas, is_first=self.step == 1)
 
     def _scheduler(self) -> Any:
         return self.lr_schedulers()

@@ -42,13 +42,30 @@ def parameter_groups(
 class AveragedWeights(AveragedModel):
     """An exponential moving average of replicas' weights: w = decay w + (1 - decay) w_t.
 
-    `update_parameters` takes w_t after step t; w begins as w_1. Buffers are those of the last step.
+    `update` takes w_t after step t; w begins as w_1. Buffers are those of the last step.
     """
 
     module: Replicas
 
     def __init__(self, replicas: Replicas, decay: float) -> None:
         super().__init__(replicas, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self._average = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def update(self, replicas: Replicas, *, is_first: bool) -> None:
+        """Takes the weights after a step, as `update_parameters` does.
+
+        That method reads its counter from the device, twice, and so waits for each step.
+        """
+        averages: list[Tensor] = list(self.module.parameters())
+        weights: list[Tensor] = list(replicas.parameters())
+        buffers = zip(self.module.buffers(), replicas.buffers(), strict=True)
+        copied = [*zip(averages, weights, strict=True), *buffers] if is_first else list(buffers)
+        if not is_first:
+            self._average(averages, weights, self.n_averaged)
+        for own, new in copied:
+            own.copy_(new)
+        self.n_averaged += 1
 
 
 class ReplicaRates:
@@ -67,8 +84,8 @@ class ReplicaRates:
     def __init__(self, replicas: Replicas, scales: Sequence[float]) -> None:
         assert len(scales) == replicas.num_replicas and all(0 < scale <= 1 for scale in scales)
         device = next(replicas.parameters()).device
-        each = torch.tensor(scales, dtype=torch.float64, device=device)
-        trees = [each] if replicas.is_stacked else list(each)
+        factors = torch.tensor(scales, dtype=torch.float64, device=device)
+        trees = [factors] if replicas.is_stacked else list(factors)
         self._scaled = [  # with a scale () or (S, 1, ...)
             (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
             for tree, scale in zip(replicas.trees, trees, strict=True)
@@ -106,15 +123,15 @@ def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
     try:
         _train_on(optimizer, stack, gradients, 0.1, ReplicaRates(stack, scales))
         for index, network in enumerate(alone):
-            own = [gradient[:, index] for gradient in gradients]
-            _train_on(optimizer, network, own, 0.1 * scales[index])
+            replica_gradients = [gradient[:, index] for gradient in gradients]
+            _train_on(optimizer, network, replica_gradients, 0.1 * scales[index])
     except (
         Exception
     ) as error:  # user code may raise anything; cells.refusals tries it without a stack
         return first_line(error)
     for index, network in enumerate(alone):
-        for found, expected in zip(stack.parameters(), network.parameters(), strict=True):
-            if not torch.allclose(expected, found[index], rtol=1e-9, atol=1e-12):
+        for stacked, expected in zip(stack.parameters(), network.parameters(), strict=True):
+            if not torch.allclose(expected, stacked[index], rtol=1e-9, atol=1e-12):
                 return "its update of a value depends on other values"
     return None
 
@@ -132,8 +149,8 @@ def _train_on(
         {"params": parameters[:2], "weight_decay": 0.1},
         {"params": parameters[2:], "weight_decay": 0.0},
     ]
-    own = optimizer(groups, lr=lr)
+    built = optimizer(groups, lr=lr)
     for step in range(len(gradients[0])):
         for parameter, rows in zip(parameters, gradients, strict=True):
             parameter.grad = rows[step].clone()
-        own.step() if rates is None else rates.step(own)
+        built.step() if rates is None else rates.step(built)

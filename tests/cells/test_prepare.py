@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from normexp import build as building
+from normexp.cells import cell as cell_module
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.cli import parse_command
 from normexp.config.compose import compose_cell
+from normexp.config.grid import compose_cells
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
@@ -225,37 +228,68 @@ def test_a_slot_is_one_training_whoever_says_it():
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the data sets that are built, in order."""
-    names: list[str] = []
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """The data sets that are built, in order."""
+    built: list[object] = []
 
-    def build(cfg: DictConfig) -> object:
-        names.append(cfg.data.name)
-        return object()
+    def build(_: DictConfig) -> object:
+        built.append(object())
+        return built[-1]
 
     monkeypatch.setattr(building, "build_data", build)
     with building.keeping_data():
         pass
     with building.keeping_data():
-        yield names
+        yield built
 
 
-def load(name: str, folder: str = "here", digest: str | None = None) -> object:
-    data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
-    return building.load_data(OmegaConf.create({"data": data, "folder": folder}), digest)
+def load(*words: str) -> object:
+    (spec,) = compose_cells(parse_command(list(words)))
+    return building.load_data(spec)
 
 
-def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[str]):
-    first, second = load("a"), load("b")
-    assert (load("a"), load("b")) == (first, second)
+def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[object]):
+    a, b, c = ("data=digits",), ("data=langid",), ("data=manual",)
+    first, second = load(*a), load(*b)
+    assert (load(*a), load(*b, "norm=group")) == (first, second)
     with building.keeping_data():
-        load("c")  # `a` has waited longest
-        assert load("b") is second and load("a") is not first
-    assert load("b") is not second
-    assert loaded == ["a", "b", "c", "a", "b"]
+        load(*c)  # `a` has waited longest
+        assert load(*b) is second and load(*a) is not first
+    assert load(*b) is not second
+    assert len(loaded) == 5
 
 
-def test_other_values_and_files_are_other_data(loaded: list[str]):
-    assert load("a") is not load("a", folder="there")
-    assert load("a", digest="1") is not load("a", digest="2")
+def test_other_values_and_files_are_other_data(loaded: list[object], tmp_path: Path):
+    assert load("data=digits") is not load("data=digits", "data.limit_train=64")
+    file = tmp_path / "text.txt"
+    words = ["data=text_file", f"data.path={file}"]
+    file.write_text("before")
+    before = load(*words)
+    assert load(*words) is before
+    file.write_text("after")
+    assert load(*words) is not before
     assert len(loaded) == 4
+
+
+def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):
+    examined = []
+    examine = cell_module.examine
+    monkeypatch.setattr(
+        cell_module, "examine", lambda *args, **own: examined.append(1) or examine(*args, **own)
+    )
+
+    def probes(*words: str) -> int:
+        (spec,) = compose_cells(parse_command(list(words)))
+        before = len(examined)
+        prepare_cell(spec)
+        return len(examined) - before
+
+    with cell_module.sharing_probes():
+        assert probes() == 1
+        for words in (["lr=0.3"], ["seed=5"], ["epochs=2"], ["optim=adamw"]):
+            assert probes(*words) == 0, words
+        for words in (["norm_batch_size=4"], ["eps=1e-3"], ["allow_leak=true"], ["norm=group"]):
+            assert probes(*words) == 1, words
+        ramp = ["norm=batch_renorm"]
+        assert [probes(*ramp), probes(*ramp, "epochs=2"), probes(*ramp, "lr=1")] == [1, 1, 0]
+    assert probes() == 1

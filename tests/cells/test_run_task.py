@@ -10,20 +10,20 @@ import pytest
 
 from normexp.cells import assembly
 from normexp.cells import run as run_module
-from normexp.cells.cell import prepare_cell
-from normexp.cells.run import run_task
+from normexp.cells.run import Busy, run_task
 from normexp.cells.stack import Stack
 from normexp.cli import parse_command
+from normexp.config import outcome
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
-from normexp.records.files import file_lock, holder_of, is_held
-from normexp.records.history import AttemptEntry, append_entries, read_history
+from normexp.records.files import file_lock, is_held
+from normexp.records.history import AliasEntry, AttemptEntry, append_entries, read_history
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE, LOG_FILE, MEMBERS_FILE, seed_dir
-from normexp.records.result import Result, read_result, write_result
+from normexp.records.result import Result, Status, read_result, write_result
 from normexp.records.stacks import StackRecord, begin_stack, list_stacks
 from normexp.train import main
-from normexp.training.stopping import TrainingControl
+from normexp.training.stopping import Interrupted, TrainingControl
 
 RATES = ["lr=0.05,0.5"]
 QUICK = ["steps=6", "log_every=2", "save_weights=false"]
@@ -44,6 +44,14 @@ def results_of(tmp_path: Path, study: str = "s") -> dict[tuple[float, int], Resu
 def specs_of(tmp_path: Path, replicas: int = 2) -> list[CellSpec]:
     own = ["norm_batch_size=2", f"replicas={replicas}", f"runs_dir={tmp_path}", "study=s"]
     return compose_cells(parse_command(["-m", *QUICK, *RATES, *own]))
+
+
+def claim(specs: list[CellSpec], stop: bool = False) -> list[StackRecord]:
+    """Trains cells as a worker does; returns the stacks that began."""
+    begun, control = list[StackRecord](), TrainingControl()
+    control.stop.requested = stop
+    assert run_task(specs, begun.append, control) == {}
+    return begun
 
 
 def test_each_run_of_a_stack_of_rates_is_as_trained_alone(tmp_path: Path):
@@ -102,14 +110,11 @@ def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
     tmp_path: Path, deaths: list[int], apart: str | None
 ):
     (spec, _) = specs_of(tmp_path)
-    assert spec.cfg is not None
-    cell = prepare_cell(spec)
-    members = [(cell.id, 0), (cell.id, 1)]
-    stack = begin_stack(cell.study_dir, members, {cell.id: 0.05})
+    study, members = spec.directory.parent, [(spec.id, 0), (spec.id, 1)]
+    stack = begin_stack(study, members, {spec.id: 0.05})
     for at in deaths:
-        attempt = AttemptEntry(stack.id, "killed", died=True, checkpointed_at=at)
-        append_entries(cell.study_dir, [attempt])
-    assert [outcome.status for outcome in run_task([spec])] == ["finished"]
+        append_entries(study, [AttemptEntry(stack.id, "killed", died=True, checkpointed_at=at)])
+    claim([spec])
     results = results_of(tmp_path).values()
     assert {(run.apart, run.timing["stack_size"]) for run in results} == {
         (apart, 1 if apart else 2)
@@ -119,19 +124,15 @@ def test_stack_goes_on_until_its_process_has_died_twice_at_one_checkpoint(
 def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
     """Also if the new command asks for fewer or more seeds and rates."""
     specs = specs_of(tmp_path)
-    control = TrainingControl()
-    control.stop.requested = True
-    assert {outcome.status for outcome in run_task(specs, control=control)} == {"stopped"}
+    with pytest.raises(Interrupted):
+        claim(specs, stop=True)
     assert len(list(tmp_path.rglob("last.ckpt"))) == 1
-    begun: list[StackRecord] = []
     (later,) = [each for each in specs_of(tmp_path, replicas=3) if each.cfg and each.cfg.lr > 0.1]
-    (outcome,) = run_task([later], lambda stack, _: begun.append(stack))
-    assert outcome.status == "finished"
-    assert [len(stack.members) for stack in begun] == [4, 1]
+    assert [len(stack.members) for stack in claim([later])] == [4, 1]
     results = results_of(tmp_path)
     assert results.keys() == {(lr, seed) for lr in (0.05, 0.5) for seed in (0, 1)} | {(0.5, 2)}
     assert {run.apart for run in results.values()} == {None}
-    assert [outcome.status for outcome in run_task(specs)] == ["skipped", "skipped"]
+    assert claim(specs) == []
 
 
 @pytest.mark.slow
@@ -142,34 +143,60 @@ def test_cells_train_one_after_another_where_stacking_does_not_pay(tmp_path: Pat
     assert not (tmp_path / "s" / "stacks").exists()
 
 
-def test_task_is_busy_and_holds_nothing_while_another_process_trains_one_cell(tmp_path: Path):
+def test_busy_stack_holds_nothing_while_another_process_trains_one_cell(tmp_path: Path):
     specs = specs_of(tmp_path)
-    first, second = (prepare_cell(each).directory for each in specs if each.cfg)
+    first, second = (spec.directory for spec in specs)
     second.mkdir(parents=True)
     with file_lock(second / LOCK_FILE):
-        outcomes = run_task(specs)
-        assert [outcome.status for outcome in outcomes] == ["busy", "busy"]
-        holder = holder_of(second / LOCK_FILE)
-        assert {(each.cell_id, each.holder) for each in outcomes} == {(second.name, holder)}
-        assert not is_held(first / LOCK_FILE)
-        assert not results_of(tmp_path)
-    begun: list[tuple[list[tuple[str, int]], list[str]]] = []
-    outcomes = run_task(specs, lambda stack, ids: begun.append((list(stack.members), list(ids))))
-    assert [outcome.status for outcome in outcomes] == ["finished", "finished"]
-    ids = [first.name, second.name]
-    assert begun == [([(cell_id, seed) for cell_id in ids for seed in (0, 1)], ids)]
+        with pytest.raises(Busy):
+            claim(specs)
+        assert not first.exists()
+    (stack,) = claim(specs)
+    assert stack.members == [(spec.id, seed) for spec in specs for seed in (0, 1)]
     assert not is_held(first / LOCK_FILE) and not (first / LOCK_FILE).exists()
 
 
 def test_failed_runs_are_tried_again_one_by_one(tmp_path: Path):
     specs = specs_of(tmp_path)
-    first, _ = (prepare_cell(each) for each in specs if each.cfg)
-    run_dir = seed_dir(first.directory, 0)
+    run_dir = seed_dir(specs[0].directory, 0)
     run_dir.mkdir(parents=True)
-    write_result(run_dir, Result(first.id, 0, "failed", {}, {}, {}, error="no more"))
-    assert [outcome.status for outcome in run_task(specs)] == ["finished", "finished"]
+    failed = Result(specs[0].id, 0, Status.FAILED, {}, {}, {}, error="no more")
+    write_result(run_dir, failed)
+    claim(specs)
     sizes = [run.timing["stack_size"] for run in results_of(tmp_path).values()]
     assert sorted(sizes) == [1, 3, 3, 3]
+
+
+NORM_BATCH_SIZES = ["norm=group", "norm_batch_size=2,4", "replicas=1", "workers=0", "study=s"]
+
+
+def test_size_without_effect_is_remembered_until_the_questions_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    words = ["-m", *QUICK, *NORM_BATCH_SIZES, f"runs_dir={tmp_path}"]
+    assert main(words) == 0
+    (only,) = tmp_path.glob("s/group-*")
+    history = read_history(tmp_path / "s")
+    assert {alias.same_as for alias in history.aliases.values()} == {only.name}
+    assert len(history.aliases) == 2
+    lines = (tmp_path / "s" / "study.jsonl").read_text()
+    assert main(words) == 0
+    assert (tmp_path / "s" / "study.jsonl").read_text() == lines
+    monkeypatch.setattr(outcome, "QUESTIONS_VERSION", 99)
+    assert main(words) == 0  # measured again, with the same answer
+    assert len(list(tmp_path.glob("s/group-*"))) == 1
+    versions = {alias.versions for alias in read_history(tmp_path / "s").aliases.values()}
+    assert {version.partition("-")[0] for version in versions} == {"99"}
+
+
+def test_answer_that_has_changed_is_withdrawn_and_the_cell_is_trained(tmp_path: Path):
+    (spec, _) = specs_of(tmp_path)
+    study = spec.directory.parent
+    study.mkdir()
+    append_entries(study, [AliasEntry(spec.id, spec.without_norm_batch_size.id, "old")])
+    claim([spec])
+    assert read_history(study).aliases[spec.id].same_as is None
+    assert {result.cell_id for result in results_of(tmp_path).values()} == {spec.id}
 
 
 def train_one(tmp_path: Path, *words: str) -> Path:
@@ -203,7 +230,7 @@ def test_what_a_process_leaves_that_is_killed_at_its_end_is_removed_by_the_next_
 def test_run_of_a_stack_that_has_its_result_keeps_it(tmp_path: Path):
     """The state after a kill between the first and the last result.json of a stack."""
     specs = specs_of(tmp_path)
-    assert [outcome.status for outcome in run_task(specs)] == ["finished", "finished"]
+    claim(specs)
     whole = results_of(tmp_path)
     ids = list(dict.fromkeys(run.cell_id for run in whole.values()))
     study = tmp_path / "s"
@@ -212,7 +239,7 @@ def test_run_of_a_stack_that_has_its_result_keeps_it(tmp_path: Path):
     kept = {path: path.stat().st_ino for path in study.glob("*/seed-0/*")}
     for cell_id in ids:
         (study / cell_id / "seed-1" / "result.json").unlink()
-    assert [outcome.status for outcome in run_task(specs)] == ["finished", "finished"]
+    claim(specs)
     assert {path: path.stat().st_ino for path in study.glob("*/seed-0/*")} == kept
     assert {key: run.metrics for key, run in results_of(tmp_path).items()} == {
         key: run.metrics for key, run in whole.items()

@@ -1,10 +1,9 @@
-"""study.jsonl: commands and cells, merged from lines that are only ever appended."""
+"""study.jsonl: commands and what came of them, from lines that are only ever appended."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 from datetime import datetime
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -13,31 +12,25 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.history import (
+    AliasEntry,
     AttemptEntry,
-    CacheEntry,
-    CellEntry,
-    CellHistory,
     CommandEntry,
+    EndEntry,
     SearchEntry,
     append_entries,
     read_history,
 )
 
-COMMAND = CommandEntry(["normexp-train", "größer\u2028\x85", "line\nbreak"], "0123", {"d1": [0, 1]})
-ASKED = CellEntry("d1", "norm=batch", [0, 1])
+ASKED = {"batch-1": [("norm=batch", [0, 1]), ("norm=batch norm_batch_size=32", [2])]}
+COMMAND = CommandEntry("c1", ["normexp-train", "größer\u2028\x85", "line\nbreak"], "0123", 3, ASKED)
 ROUNDS = 40
-
-
-def only_cell(study: Path) -> CellHistory:
-    (cell,) = read_history(study).cells.values()
-    return cell
 
 
 def append_many(study: Path, name: str, barrier: Barrier) -> None:
     barrier.wait()
     for number in range(ROUNDS):
-        command = CommandEntry([name, "x" * 5000, str(number)], "0123", {})
-        append_entries(study, [command, CellEntry(f"{number}", "cell", [0], name)])
+        command = CommandEntry(f"{name}{number}", [name, "x" * 5000, str(number)], "0123", 3, {})
+        append_entries(study, [command, AliasEntry(f"{name}{number}", "other", "1")])
 
 
 def test_two_processes_append_without_tearing(tmp_path: Path):
@@ -53,75 +46,50 @@ def test_two_processes_append_without_tearing(tmp_path: Path):
         worker.join(timeout=600)
         assert worker.exitcode == 0
     history = read_history(tmp_path)
-    assert len(history.commands) == 2 * ROUNDS
+    assert len(history.commands) == len(history.aliases) == 2 * ROUNDS
     for name in names:
         numbers = [each.command[2] for each in history.commands if each.command[0] == name]
         assert numbers == [str(number) for number in range(ROUNDS)]
-    assert len(history.cells) == ROUNDS
 
 
 def test_entries_come_back_with_every_value(tmp_path: Path):
     attempt = AttemptEntry("s1", "no more", died=True, checkpointed_at=7)
-    key = CacheEntry("d1", "k", "a", ["/own"], {"precise": 64})
+    end = EndEntry("batch-1", "norm=batch", [0, 1], "c1", "failed", "no more")
     searches = [SearchEntry("s", ["x"], ["lr"], "val/loss", points) for points in (["a"], ["b"])]
-    append_entries(tmp_path, [COMMAND, attempt, key, *searches])
+    append_entries(tmp_path, [COMMAND, attempt, end, *searches])
     history = read_history(tmp_path)
-    assert (history.commands, history.attempts) == ([COMMAND], [attempt])
-    assert history.cache == {"d1": [key]}
+    (command,) = history.commands
+    assert command.command == COMMAND.command and command.seeds_of("batch-1") == {0, 1, 2}
+    assert datetime.fromisoformat(command.time).utcoffset() is not None
+    assert (history.attempts, history.ends) == ([attempt], [end])
     assert [*history.searches.values()] == searches[1:]  # the longer search of the same space
-    assert datetime.fromisoformat(history.commands[0].time).utcoffset() is not None
 
 
-def test_lines_of_an_earlier_version_are_read(tmp_path: Path):
-    key = {"digest": "d1", "key": "k", "cell_id": "a", "sources": [], "evaluated": True}
-    command = {"time": "t", "command": ["c"], "grid": {"lr": [1]}, "code_version": "0", "cells": {}}
-    lines = [json.dumps(line) + "\n" for line in (key, command)]
-    (tmp_path / "study.jsonl").write_text("".join(lines))
+def test_a_later_command_reopens_a_cell_that_an_earlier_one_could_not_train(tmp_path: Path):
+    end = EndEntry("batch-1", "norm=batch", [0], "c1", "refused", "5, 6\ndo not")
+    append_entries(tmp_path, [end, COMMAND])  # before its command, as by another process
+    assert read_history(tmp_path).errors == {"batch-1": end}
+    append_entries(tmp_path, [CommandEntry("c2", ["again"], "0123", 3, ASKED)])
+    assert read_history(tmp_path).errors == {}
+    assert read_history(tmp_path).ends == [end]
+
+
+def test_last_alias_of_a_cell_counts_for_the_versions_that_it_was_measured_with(tmp_path: Path):
+    append_entries(tmp_path, [AliasEntry("n2", "n32", "1"), AliasEntry("n4", "n32", "1")])
+    append_entries(tmp_path, [AliasEntry("n4", None, "2")])
     history = read_history(tmp_path)
-    assert history.cache["d1"][0].evaluated == {}
-    assert history.commands[0].command == ["c"]
-
-
-def test_entries_of_one_cell_add_up_and_the_latest_error_counts(tmp_path: Path):
-    append_entries(tmp_path, [ASKED, CellEntry("d1", "norm=batch", [0, 1], error="5, 6\ndo not")])
-    assert only_cell(tmp_path).error == "5, 6\ndo not"
-    append_entries(tmp_path, [CellEntry("d1", "norm=batch", [2], cell_id="batch-1")])
-    cell = only_cell(tmp_path)
-    assert (cell.seeds, cell.cell_id, cell.error) == ({0, 1, 2}, "batch-1", "")
-
-
-def test_ids_of_an_edited_cell_are_kept(tmp_path: Path):
-    for cell_id in ("own-1", "own-2", "own-2"):
-        append_entries(tmp_path, [CellEntry("d1", "norm=own", [0], cell_id=cell_id)])
-    assert (only_cell(tmp_path).cell_id, only_cell(tmp_path).earlier_ids) == ("own-2", {"own-1"})
-    append_entries(tmp_path, [CellEntry("d1", "norm=own", [0], cell_id="own-1")])  # edited back
-    assert (only_cell(tmp_path).cell_id, only_cell(tmp_path).earlier_ids) == ("own-1", {"own-2"})
-
-
-def test_known_entries_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    key = CacheEntry("d1", "k", "a", [])
-    entries = [ASKED, CellEntry("d1", "norm=batch", [0, 1], cell_id="batch-1"), key]
-    append_entries(tmp_path, entries)
-    before = (tmp_path / "study.jsonl").read_bytes()
-
-    def denied(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", denied)  # a study that is only read need not be writable
-        append_entries(tmp_path, [*entries, ASKED])
-        with pytest.raises(PermissionError):
-            append_entries(tmp_path, [CellEntry("d2", "norm=layer", [0])])
-    assert (tmp_path / "study.jsonl").read_bytes() == before
-    append_entries(tmp_path, [*entries, CellEntry("d0", "norm=none", [0])])
-    assert len((tmp_path / "study.jsonl").read_bytes().splitlines()) == len(entries) + 1
-
-
-TYPED = '{"time": "t", "command": ["c"], "code_version": 123, "cells": {}}'
+    assert [history.same_as(cell) for cell in ("n2", "n4", "n8")] == ["n32", "n4", "n8"]
+    assert [history.same_as("n2", version) for version in "12"] == ["n32", "n2"]
 
 
 @pytest.mark.parametrize(
-    "line", ["my own notes", "[1]", '{"command": 3}', '{"digest": "d"}', '{"a": 1}', "3", TYPED]
+    "line",
+    [
+        *("my own notes", "[1]", '{"command": 3}', '{"a": 1}', "3"),
+        '{"time": "t", "id": "1", "command": ["c"], "code_version": 1, "max_attempts": 1, '
+        '"cells": {}}',
+        '{"cell": "a", "same_as": 3, "versions": "1"}',
+    ],
 )
 def test_line_that_was_edited_by_hand_is_named(tmp_path: Path, line: str):
     append_entries(tmp_path, [COMMAND])
@@ -129,3 +97,9 @@ def test_line_that_was_edited_by_hand_is_named(tmp_path: Path, line: str):
         file.write(f"{line}\n")
     with pytest.raises(UserError, match=r"study\.jsonl line 2"):
         read_history(tmp_path)
+
+
+def test_lines_are_plain_json(tmp_path: Path):
+    append_entries(tmp_path, [AliasEntry("n2", "n32", "1")])
+    line = json.loads((tmp_path / "study.jsonl").read_text())
+    assert line == {"cell": "n2", "same_as": "n32", "versions": "1"}

@@ -111,7 +111,7 @@ def write_study(
         return dict(enumerate((level + effect + rng.normal(0, 0.004, num_seeds)).tolist()))
 
     (root / study).mkdir(parents=True)
-    append_entries(root / study, [CommandEntry(["normexp-train", "-m"], "one", {})])
+    append_entries(root / study, [CommandEntry("c", ["normexp-train", "-m"], "one", 3, {})])
     largest, smallest = max(sizes), min(sizes)
     place: dict[str, Any] = {"study": study, "with_history": True}
     for size in sizes:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from normexp.config.spec import CellSpec, Outcome
-from normexp.records.result import Result, write_result
+from normexp.config.outcome import Outcome
+from normexp.config.spec import CellSpec
+from normexp.records.result import Result, Status, write_result
 from normexp.reporting.dry_run import expected_seconds, family_size, power_words, print_plan
 from normexp.stats.family import seeds_for, smallest_difference
 
@@ -18,7 +19,7 @@ TIMING = {"step_ms": 8.0, "stack_size": 4}  # 2 s for each run of 1000 steps
 
 
 def planned_cell(folder: Path, name: str, missing: int, **record: object) -> Outcome:
-    planned = Outcome("planned", f"{name} on digits", name, folder / "new" / name)
+    planned = Outcome(Status.PLANNED, f"{name} on digits", name, folder / "new" / name)
     planned.record = RECORD | {"norm": name} | record
     planned.missing, planned.memory = list(range(missing)), 2500 * 2**20
     return planned
@@ -36,7 +37,7 @@ def test_a_plan_has_a_row_for_each_cell_and_the_totals(tmp_path: Path, capsys):
     )
     titles = ["norm=none norm_batch_size=2", "norm=none norm_batch_size=8", "norm=batch"]
     cells = [CellSpec(None, {}, title) for title in [*titles, "norm_batch_size=5"]]
-    refused = Outcome("refused", "", error="norm_batch_size=5 does not divide batch_size=32")
+    refused = Outcome(Status.REFUSED, "", error="norm_batch_size=5 does not divide batch_size=32")
     print_plan(cells, [norm, norm, other, refused], num_workers=2)
     header, *rows, reason, total = capsys.readouterr().out.splitlines()  # nothing to compare
     assert [row.split("  ")[0].strip() for row in rows] == ["norm=none", "norm=batch"]
@@ -119,5 +120,5 @@ def test_verdicts_of_one_norm_are_counted_by_size_and_budget(own: list[dict], co
     for number, one in enumerate(own):
         steps = one.get("num_steps", 640 // one.get("batch_size", 32))
         record = known | {"num_steps": steps, "epochs": steps / 20} | one
-        planned.append(Outcome("planned", "batch", str(number), record=record))
+        planned.append(Outcome(Status.PLANNED, "batch", str(number), record=record))
     assert family_size(planned) == count

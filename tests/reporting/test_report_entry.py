@@ -17,7 +17,7 @@ import pytest
 from synthetic_study import answers_of, report_of, write_cell, write_study
 
 import normexp
-from normexp.records.history import CellHistory, CommandEntry, History
+from normexp.records.history import CommandEntry, History
 from normexp.report import main
 from normexp.reporting import publish
 from normexp.reporting.details import repeat_command
@@ -162,9 +162,9 @@ SWEEP = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2,8", "lr=0
     ],
 )  # fmt: skip
 def test_the_command_of_a_cell_is_the_typed_one_with_its_own_values(typed, title, words):
-    history = History(cells={"d": CellHistory(title, {0, 1}, "cell")})
+    history = History()
     assert repeat_command(history, Path("runs/new/cell"), [0, 1]) == ""  # typed elsewhere
-    history.commands.append(CommandEntry(typed, "", {"d": [0, 1]}))
+    history.commands.append(CommandEntry("c", typed, "", 3, {"cell": [(title, [0, 1])]}))
     words = "experiment=zoo " if "experiment=zoo" in typed else words
     own = shlex.join(re.split(" (?=\\+?[a-z_.]+=)", title))
     expected = f"python -m normexp.train {words}{own} study=new seed=0 replicas=2"
@@ -323,3 +323,19 @@ def test_two_thousand_runs_take_half_a_minute_of_computing(tmp_path: Path):
     start = time.process_time()  # of all threads
     report(tmp_path)
     assert time.process_time() - start < 30
+
+
+@pytest.mark.parametrize("package", ["altair", "vl_convert"])
+def test_a_machine_that_cannot_draw_gets_the_tables(tmp_path: Path, package: str):
+    write_study(tmp_path, np.random.default_rng(0))
+    script = (  # an import of the package fails
+        f"import sys; sys.modules[{package!r}] = None; "
+        "from normexp.report import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, "study=synthetic", f"runs_dir={tmp_path}"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and "cells" in run.stdout
+    assert f"{package} is not installed" in run.stderr and "Traceback" not in run.stderr
+    folder = tmp_path / "synthetic" / "report"
+    assert (folder / "tables" / "cells.csv").is_file()
+    assert not (folder / "index.html").exists()

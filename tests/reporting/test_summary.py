@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from normexp.config.spec import CellSpec, Outcome
-from normexp.records.result import Result
+from normexp.config.outcome import Outcome
+from normexp.config.spec import CellSpec
+from normexp.records.result import Result, Status
 from normexp.reporting.summary import (
     commands_to_look,
     next_commands,
@@ -34,7 +35,7 @@ def run(seed: int, accuracy: float | None) -> Result:
 def outcome(cell_id: str, *accuracies: float | None, folder: Path | None = None) -> Outcome:
     results = [run(seed, accuracy) for seed, accuracy in enumerate(accuracies)]
     directory = (folder or Path("runs/try")) / cell_id
-    return Outcome("finished", "batch on digits", cell_id, directory, RECORD, results)
+    return Outcome(Status.FINISHED, "batch on digits", cell_id, directory, RECORD, results)
 
 
 def closing_table(
@@ -47,7 +48,7 @@ def closing_table(
     titles = [f"norm=batch lr={lr}" for lr in ("0.1", "1.0", "10.0")]
     titles += ["norm=none norm_batch_size=2", "norm=none norm_batch_size=8", "norm_batch_size=5"]
     outcomes = [outcome("a", 0.5, 0.7), outcome("b", 0.5, None), outcome("c", None, None)]
-    outcomes += [outcome("d", 0.5), outcome("d", 0.5), Outcome("refused", "", error=REFUSAL)]
+    outcomes += [outcome("d", 0.5), outcome("d", 0.5), Outcome(Status.REFUSED, "", error=REFUSAL)]
     print_closing_table([CellSpec(None, {}, title) for title in titles], outcomes)
     return capsys.readouterr().out
 
@@ -90,7 +91,7 @@ def test_at_80_columns_no_line_is_wider_and_no_word_is_cut(capsys, monkeypatch):
 
 def test_commands_name_the_study_and_quote_folders():
     one = outcome("a", 0.5, folder=Path("my runs/try"))
-    one.status = "failed"
+    one.status = Status.FAILED
     log, status, report = commands_to_look([one])
     assert log == "less 'my runs/try/a'/stacks/*/run.log"
     assert status == "python -m normexp.status study=try 'runs_dir=my runs'"
@@ -151,6 +152,6 @@ def test_next_sizes_are_those_that_the_training_can_be_split_into(sizes, values)
 def test_brackets_in_titles_and_errors_are_text(capsys):
     error = "ValueError: no such file [/data/x.bin]; [enforce fail at x]"
     cells = [CellSpec(None, {}, "evaluate_with=[running]"), CellSpec(None, {}, "lr=1")]
-    print_closing_table(cells, [Outcome("failed", "", error=error), outcome("a", 0.5)])
+    print_closing_table(cells, [Outcome(Status.FAILED, "", error=error), outcome("a", 0.5)])
     out = capsys.readouterr().out
     assert error in out and "evaluate_with=[running]" in out

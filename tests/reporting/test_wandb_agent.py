@@ -15,10 +15,11 @@ from train_cases import results, wandb_records
 
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
-from normexp.config.spec import CellSpec, CellStatus, Outcome
+from normexp.config.outcome import Outcome
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.metrics import MetricsWriter
-from normexp.records.result import Result
+from normexp.records.result import Result, Status
 from normexp.reporting.wandb_runs import (
     log_to_agent,
     mean_metrics,
@@ -89,9 +90,11 @@ def test_rows_are_means_by_step(tmp_path: Path):
     assert mean_rows(tmp_path, lost)[1] == {"train/loss": 2.0}
 
 
-@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("skipped", 0), ("failed", 1)])
+@pytest.mark.parametrize(
+    ("status", "code"), [(Status.FINISHED, 0), (Status.SKIPPED, 0), (Status.FAILED, 1)]
+)
 def test_cell_with_a_failed_seed_has_no_mean_and_an_exit_code(
-    status: CellStatus, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: Status, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = Mock()
     monkeypatch.setitem(sys.modules, "wandb", Mock(**{"init.return_value": run}))

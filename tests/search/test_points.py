@@ -35,7 +35,7 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
     assert search.cfg is not None and report.cfg is not None
     assert (search.cfg.study, search.seeds) == ("mine-search", [1000, 1001])
     assert (report.cfg.study, report.seeds) == ("mine", [0, 1, 2, 3, 4])
-    assert search.digest == report.digest
+    assert search.id == report.id
     assert search.cfg.lr == 0.02
 
 
@@ -46,7 +46,7 @@ def test_cell_of_a_point_is_the_cell_of_the_same_line(key: str):
     value, other = ("4", "2") if key in ("batch_size", "norm.num_groups") else (value, other)
     (search,) = searches_of(f"{key}=choice({other},{value})", "norm=group")
     (cell,) = compose_cells(parse_command([f"{key}={value}", "norm=group"]))
-    assert search.cell({key: value}, is_report=True).digest == cell.digest
+    assert search.cell({key: value}, is_report=True).id == cell.id
     assert search.cell({key: value}, is_report=True).choices == cell.choices
 
 

@@ -11,9 +11,10 @@ from typing import Literal
 import pytest
 
 import normexp
-from normexp.config.spec import CellSpec, Outcome
-from normexp.records.history import CellEntry, append_entries, read_history
-from normexp.records.result import Result
+from normexp.config.outcome import Outcome
+from normexp.config.spec import CellSpec
+from normexp.records.history import read_history
+from normexp.records.result import Result, Status
 from normexp.sweeps import sweep
 from normexp.tune import main
 
@@ -37,9 +38,9 @@ class Trainer:
         assert cell.cfg is not None and cell.study_dir is not None
         cell.study_dir.mkdir(parents=True, exist_ok=True)
         if cell.cfg.lr in self.statuses:
-            return Outcome(self.statuses[cell.cfg.lr], cell.title, error="it broke")
+            return Outcome(Status(self.statuses[cell.cfg.lr]), cell.title, error="it broke")
         results = [self.result(cell.cfg.lr, seed) for seed in cell.seeds]
-        return Outcome("finished", cell.title, cell.digest, cell.study_dir, results=results)
+        return Outcome(Status.FINISHED, cell.title, cell.id, cell.study_dir, results=results)
 
     def result(self, lr: float, seed: int) -> Result:
         value = self.accuracy(lr, seed)
@@ -123,7 +124,7 @@ def test_longer_search_adds_points_and_replaces_the_shorter_in_the_history(
     assert rates[1][:3] == rates[0] and len(set(rates[1])) == 7
     (search,) = read_history(tmp_path / "s-search").searches.values()
     assert (search.keys, search.metric) == (["lr"], "val/accuracy")
-    assert search.points == [cell.digest for cell in trainer.sweeps[2]]
+    assert search.points == [cell.id for cell in trainer.sweeps[2]]
 
 
 @pytest.mark.slow
@@ -137,7 +138,7 @@ def test_sizes_that_come_to_one_cell_share_a_search(tmp_path: Path, capsys):
 def test_stop_while_fresh_seeds_train_is_told_as_one(tmp_path: Path, trainer: Trainer, capsys):
     train = trainer.train
     trainer.train = lambda cell: (
-        Outcome("stopped", cell.title) if cell.seeds[0] == 0 else train(cell)
+        Outcome(Status.STOPPED, cell.title) if cell.seeds[0] == 0 else train(cell)
     )
     assert tune(tmp_path, "lr=choice(0.1,0.2)") == 130
     told = capsys.readouterr()
@@ -167,7 +168,7 @@ def test_runs_at_another_point_in_the_study_of_the_report_are_told_apart(
 ):
     assert tune(tmp_path, "lr=choice(0.01,0.03,0.3)") == 0
     cell = trainer.sweeps[-1][0]
-    append_entries(tmp_path / "s", [CellEntry(cell.digest, cell.title, cell.seeds, "a cell")])
+    cell.directory.mkdir(parents=True)
     assert "also has" not in capsys.readouterr().out
     assert tune(tmp_path, "lr=choice(0.01,0.03,0.1,0.3)") == 0
     assert "study=s also has runs at lr=0.3" in capsys.readouterr().out

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
-from normexp.config.spec import Outcome, format_duration, split_shared_words, title_of
+from normexp.config.outcome import Outcome
+from normexp.config.spec import format_duration, split_shared_words, title_of
+from normexp.records.result import Status
 from normexp.records.state import shared_words
 from normexp.sweeps import display as module
 from normexp.sweeps.display import Display
@@ -24,19 +26,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def seat(*task: int, steps: tuple[int, int] = (0, 0), since: float = 0.0) -> WorkerState:
+def seat(*positions: int, steps: tuple[int, int] = (0, 0), since: float = 0.0) -> WorkerState:
     seat = WorkerState()
-    seat.take(task)
+    seat.take(positions)
     seat.is_ready, seat.steps, seat.since = True, steps, since
     return seat
 
 
 def test_lines_count_the_cells_and_say_why_and_notes_are_told_once(capsys):
     with Display(["norm=a", "norm=b", "norm=c"]) as display:
-        display.ended("norm=a", Outcome("finished", "a", seconds=12.0))
+        display.ended("norm=a", Outcome(Status.FINISHED, "a", seconds=12.0))
         for _ in range(2):
             logging.getLogger("normexp.somewhere").info("drop_last leaves out %d", 14)
-        display.ended("norm=b", Outcome("failed", "b", error="killed by signal 9"))
+        display.ended("norm=b", Outcome(Status.FAILED, "b", error="killed by signal 9"))
         display.print("a [b]:\r\n 0%|  |\r50%|# |\r100%|##|\nend")  # a worker's progress bar
     assert capsys.readouterr().err.splitlines() == [
         "[1/3] finished norm=a in 12 s, 24 s left",
@@ -50,7 +52,7 @@ def test_lines_count_the_cells_and_say_why_and_notes_are_told_once(capsys):
 
 def test_time_left_follows_the_steps_of_what_runs(clock: list[float]):
     display = Display(["a", "b", "c", "d"], num_slots=2)
-    display.ended("a", Outcome("failed", "a", seconds=0.1))
+    display.ended("a", Outcome(Status.FAILED, "a", seconds=0.1))
     assert display.time_left(3) == ""  # no training was measured yet
     display.seconds = [100.0]
     clock[0] = 30.0
@@ -68,7 +70,7 @@ def test_live_view_has_a_row_per_worker():
     file = io.StringIO()
     display.console = Console(file=file, force_terminal=True, width=80)
     with display:
-        display.ended("norm=a", Outcome("skipped", "a"))
+        display.ended("norm=a", Outcome(Status.SKIPPED, "a"))
         display.update([seat(1, 2, steps=(5, 40)), seat(2)], num_waiting=0)
     for shown in (
         "1/3 cells, 1 skipped, 2 running",

@@ -18,9 +18,9 @@ from hydra.core.plugins import Plugins
 
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
-from normexp.config.spec import CellSpec, Outcome
+from normexp.config.spec import CellSpec
 from normexp.records.history import read_history
-from normexp.records.result import read_result
+from normexp.records.result import Status, read_result
 from normexp.sweeps import launch as launching
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.sweep import train_cells
@@ -91,9 +91,10 @@ def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
     for num_jobs, told in ((1, "1 finished, 1 failed"), (2, "1 finished, 1 skipped")):
 
         def train(*arguments: Any, num_jobs: int = num_jobs) -> str:
-            tasks: list[list[CellSpec]] = arguments[-1]
+            tasks: list[list[CellSpec]]
+            *_, tasks, command_id = arguments
             for task in tasks[:num_jobs]:
-                train_cells(task, [], workers=0)
+                train_cells(task, [], workers=0, command_id=command_id)
             return "one of them was killed" if num_jobs < len(tasks) else ""
 
         monkeypatch.setattr(launching, "_run_hydra", train)
@@ -107,8 +108,8 @@ def test_old_error_is_not_shown_for_a_job_that_died(tmp_path: Path, monkeypatch,
     cells = compose_cells(parse_command(words))
     log = StudyLog(cells, ["normexp-train", *words])
     log.begin(tmp_path / "default")
-    log.record_outcomes([(cell, Outcome("refused", "", error="an old mistake")) for cell in cells])
-    assert {outcome.error for outcome in launching.read_outcomes(cells)} == {"an old mistake"}
+    for cell in cells:
+        log.end(cell, Status.REFUSED, "an old mistake")
     monkeypatch.setattr(launching, "_run_hydra", lambda *_: "")
     assert main([*words, "hydra/launcher=submitit_local"]) == 1
     told = capsys.readouterr()

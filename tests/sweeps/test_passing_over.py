@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from normexp.cells import recorded
-from normexp.cells.recorded import find_skippable
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
+from normexp.config.outcome import Outcome
 from normexp.config.spec import CellSpec
 from normexp.evaluate import main as evaluate
-from normexp.records.history import read_history
-from normexp.records.identity import digest_of_data
+from normexp.records.logs import collected_messages, messages_to
+from normexp.records.result import Status
+from normexp.sweeps.log import StudyLog
+from normexp.sweeps.walk import Walk
 from normexp.train import main
 
 QUICK = ["steps=4", "replicas=2", "workers=0", "norm=none"]
@@ -54,8 +55,16 @@ def ids(tmp_path: Path) -> set[str]:
 
 
 def is_passed(tmp_path: Path, *words: str) -> bool:
+    """True if no cell of a command needs training, or an evaluation."""
     cells = specs(tmp_path, *words)
-    return find_skippable(cells).keys() == set(range(len(cells)))
+    with messages_to(logging.NullHandler()), collected_messages() as messages:
+        outcomes = outcomes_of(cells)
+    return {outcome.status for outcome in outcomes} == {Status.SKIPPED} and not messages
+
+
+def outcomes_of(cells: list[CellSpec]) -> list[Outcome]:
+    walk = Walk(StudyLog(cells, []))
+    return [walk.outcome(position) for position in range(len(cells))]
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +81,10 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
     assert not is_passed(tmp_path)
     shutil.copytree(trained, tmp_path / "runs")
     assert is_passed(tmp_path) and is_passed(tmp_path, "replicas=1", "workers=2", "study=default")
-    (outcome,) = find_skippable(specs(tmp_path)).values()
+    (outcome,) = outcomes_of(specs(tmp_path))
     assert [result.seed for result in outcome.results] == [0, 1]
     assert (outcome.status, outcome.title) == ("skipped", "none on digits")
-    for words in (["replicas=3"], ["seed=1"], ["lr=0.2"], ["study=other"], ["dry_run=true"]):
+    for words in (["replicas=3"], ["seed=1"], ["lr=0.2"], ["study=other"]):
         assert not is_passed(tmp_path, *words), words
     assert outcome.directory is not None
     lock = outcome.directory / ".lock"
@@ -88,20 +97,6 @@ def test_finished_cell_is_passed_over_until_a_seed_or_its_result_is_missing(
     assert not is_passed(tmp_path)
     result.unlink()
     assert not is_passed(tmp_path)
-
-
-def test_key_is_recorded_once_for_each_way_to_ask(
-    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
-):
-    shutil.copytree(trained, tmp_path / "runs")
-    for words in ([], ["log_every=3"], []):
-        assert train(tmp_path, *words) == 0
-    keys = read_history(tmp_path / "runs" / "default").cache
-    assert [len(entries) for entries in keys.values()] == [2]
-    read = Mock(side_effect=read_history)
-    monkeypatch.setattr(recorded, "read_history", read)
-    assert is_passed(tmp_path, "-m", "log_every=10,3")
-    read.assert_called_once()  # however many cells there are
 
 
 def test_finished_sweep_typed_again_ends_without_torch(tmp_path: Path, capsys):
@@ -198,16 +193,6 @@ def test_changed_text_is_trained_again(tmp_path: Path):
         assert train(tmp_path, *words) == 0
         assert is_passed(tmp_path, *words)
     assert len(ids(tmp_path)) == 2
-
-
-def test_digest_of_a_folder_changes_with_a_file_in_it(tmp_path: Path):
-    data = {"_target_": "normexp.data.image_folder.load_image_folder", "root": str(tmp_path)}
-    digests = {digest_of_data(data)}
-    for content in (b"1", b"22"):
-        (tmp_path / "a.png").write_bytes(content)
-        digests.add(digest_of_data(data))
-    assert len(digests) == 3 and None not in digests
-    assert digest_of_data({"_target_": "my_data.load", "root": str(tmp_path)}) is None
 
 
 # --- Evaluations ---------------------------------------------------------------------------------

@@ -15,24 +15,31 @@ import pytest
 import normexp
 from normexp.cli import read_options
 from normexp.config.compose import compose_config
-from normexp.config.help import conf_dir
 from normexp.records.files import file_lock
-from normexp.records.history import CellEntry, CommandEntry, append_entries
+from normexp.records.history import AliasEntry, CommandEntry, EndEntry, append_entries
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOCK_FILE, RESULT_FILE, seed_dir
 from normexp.records.result import Result, Status, write_result
 from normexp.records.stacks import begin_stack
-from normexp.records.state import MAX_ATTEMPTS, CellState, read_status
+from normexp.records.state import CellState, read_status
 from normexp.status import main
 
 WORDS = ["normexp-train", "-m", "norm=batch,group,bad", "study=s"]
 
 
-def command(words: list[str], cells: dict[str, list[int]]) -> CommandEntry:
-    return CommandEntry(words, "0" * 16, cells)
+def command(
+    words: list[str], cells: dict[str, list[int]], max_attempts: int = 3, **titles: str
+) -> CommandEntry:
+    """A command for some seeds of cells, whose titles are `norm=<first letters of the id>`."""
+    asked = {
+        cell: [(titles.get(cell, f"norm={cell.partition('-')[0]}"), seeds)]
+        for cell, seeds in cells.items()
+    }
+    return CommandEntry(str(len(words)), words, "0" * 16, max_attempts, asked)
 
 
-def write(study: Path, cell: str, seed: int, status: Status, attempts: int = 1) -> None:
+def write(study: Path, cell: str, seed: int, state: str, attempts: int = 1) -> None:
+    status = Status(state)
     run_dir = seed_dir(study / cell, seed)
     run_dir.mkdir(parents=True)
     error = "RuntimeError: no more" if status == "failed" else None
@@ -46,18 +53,14 @@ def study(tmp_path: Path) -> Path:
     """Three runs of `batch` have ended; `group` was interrupted; `layer` was never begun."""
     study, seeds = tmp_path / "s", [0, 1, 2]
     study.mkdir()
-    titles = ["batch", "batch again", "group", "layer", "bad"]
-    entries = [CellEntry(f"d-{title}", f"norm={title}", seeds) for title in titles]
-    for title, cell_id in {"batch": "b-1", "batch again": "b-1", "group": "g-1"}.items():
-        entries.append(CellEntry(f"d-{title}", f"norm={title}", seeds, cell_id))
-    entries.append(CellEntry("d-bad", "norm=bad", seeds, error="refused: no such norm"))
-    asked = {f"d-{title}": seeds for title in ("batch", "group", "bad")}
-    typed = [command(WORDS, asked), command(["normexp-train", "done"], {"d-batch": [0, 1]})]
-    append_entries(study, [*entries, *typed])
-    write(study, "b-1", 0, "finished")
-    write(study, "b-1", 1, "diverged")
-    write(study, "b-1", 2, "failed")
-    begin_stack(study, [("g-1", 0), ("g-1", 1)], {"g-1": 0.1}).checkpoint.touch()
+    asked = {name: seeds for name in ("batch-1", "group-1", "layer-1", "bad-1")}
+    refused = EndEntry("bad-1", "norm=bad", seeds, str(len(WORDS)), "refused", "no such norm")
+    done = command(["normexp-train", "done"], {"batch-1": [0, 1]})
+    append_entries(study, [command(WORDS, asked), refused, done])
+    write(study, "batch-1", 0, "finished")
+    write(study, "batch-1", 1, "diverged")
+    write(study, "batch-1", 2, "failed")
+    begin_stack(study, [("group-1", 0), ("group-1", 1)], {"group-1": 0.1}).checkpoint.touch()
     return study
 
 
@@ -68,7 +71,7 @@ def cell_of(study: Path, title: str) -> CellState:
 
 def test_every_run_that_was_asked_for_has_a_state(study: Path):
     write(study, "copied", 0, "finished")  # which no command asked for
-    shutil.copytree(study / "g-1" / "stacks" / "0-1", study / "g-1" / "stacks" / "0-1.bak")
+    shutil.copytree(study / "group-1" / "stacks" / "0-1", study / "group-1" / "stacks" / "0-1.bak")
     states = {cell.title: [*cell.states.values()] for cell in read_status(study.parent, "s").cells}
     assert states == {
         "norm=batch": ["finished", "diverged", "failed"],
@@ -83,28 +86,35 @@ def test_every_run_that_was_asked_for_has_a_state(study: Path):
 
 
 def test_a_command_typed_again_asks_for_the_cells_that_it_means_now(study: Path):
-    """As after an edit of a YAML that one of its cells had begun with, or would have."""
-    append_entries(study, [CellEntry("d-new", "norm=bad", [0])])
-    append_entries(study, [command(WORDS, {"d-batch": [0], "d-new": [0]})])
+    """As after an edit of a norm that one of its cells had begun with, or would have."""
+    append_entries(study, [command(WORDS, {"batch-2": [0], "bad-2": [0]})])
     cells = {cell.title: cell for cell in read_status(study.parent, "s").cells}
-    assert cells.keys() == {"norm=batch", "norm=group", "norm=layer", "norm=bad"}
-    assert not cells["norm=bad"].refused and cells["norm=bad"].digests == {"d-new"}
+    assert "norm=batch, before its source changed" not in cells  # the other command asks for it
+    assert "norm=layer" not in cells  # which had not begun
+    assert not cells["norm=bad"].refused and cells["norm=bad"].id == "bad-2"
 
 
-def test_cell_of_an_edited_source_keeps_its_title(study: Path):
-    for cell_id in ("o-1", "o-2"):
-        append_entries(study, [CellEntry("d-own", "norm=own", [0], cell_id=cell_id)])
-    write(study, "o-1", 0, "finished")
-    titles = {cell.title for cell in read_status(study.parent, "s").cells}
-    assert {"norm=own", "norm=own, before its source changed"} <= titles and "o-1" not in titles
+def test_cell_that_is_the_same_as_another_shares_its_row_until_that_is_withdrawn(study: Path):
+    sizes = {"group-2": "norm=group norm_batch_size=2", "group-1": "norm=group"}
+    words = ["normexp-train", "norm=group", "norm_batch_size=2,null"]
+    append_entries(study, [command(words, dict.fromkeys(sizes, [0, 3]), **sizes)])
+    append_entries(study, [AliasEntry("group-2", "group-1", "1")])
+    cell = cell_of(study, "norm=group")
+    assert cell.states == {
+        **dict.fromkeys((0, 1), "interrupted"),
+        2: "not started",
+        3: "not started",
+    }
+    append_entries(study, [AliasEntry("group-2", None, "2")])
+    assert cell_of(study, sizes["group-2"]).states == {0: "not started", 3: "not started"}
 
 
 def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
-    run_dir = seed_dir(study / "g-1", 0)
+    run_dir = seed_dir(study / "group-1", 0)
     run_dir.mkdir()
     with MetricsWriter(run_dir / "metrics.csv") as writer:
         writer.add(40, 1, 1280, {"train/loss": 0.5})
-    with file_lock(study / "g-1" / LOCK_FILE), file_lock(study / "b-1" / LOCK_FILE):
+    with file_lock(study / "group-1" / LOCK_FILE), file_lock(study / "batch-1" / LOCK_FILE):
         cell = cell_of(study, "norm=group")
         again = cell_of(study, "norm=batch").states
     assert [*cell.states.values()] == ["running", "interrupted", "not started"]
@@ -113,16 +123,16 @@ def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
 
 
 def test_result_that_cannot_be_read_or_was_copied_is_a_state(study: Path):
-    shutil.copy(seed_dir(study / "b-1", 0) / RESULT_FILE, seed_dir(study / "b-1", 1))
-    (seed_dir(study / "b-1", 0) / RESULT_FILE).write_text('{"schema": 99}')
+    shutil.copy(seed_dir(study / "batch-1", 0) / RESULT_FILE, seed_dir(study / "batch-1", 1))
+    (seed_dir(study / "batch-1", 0) / RESULT_FILE).write_text('{"schema": 99}')
     cell = cell_of(study, "norm=batch")
     assert [*cell.states.values()] == ["unreadable", "unreadable", "failed"]
     assert "schema=99" in cell.notes[0]
 
 
 def test_only_commands_that_lack_something_are_to_be_typed_again(study: Path):
-    more = [command(["normexp-train", "norm=batch"], {"d-batch": [2]})]
-    more.append(command(["normexp-tune", "x"], {"d-batch": [0]}))  # asks for more
+    more = [command(["normexp-train", "norm=batch"], {"batch-1": [2]})]
+    more.append(command(["normexp-tune", "x"], {"batch-1": [0]}))  # asks for more
     append_entries(study, more)
     unfinished = read_status(study.parent, "s").unfinished_commands(with_exhausted=True)
     assert [each.command[-1] for each in unfinished] == ["study=s", "norm=batch", "x"]
@@ -151,15 +161,15 @@ def told(study: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_all_cells_share_is_told_once(tmp_path: Path, capsys):
-    titles = [f"norm=batch norm_batch_size={size} steps=5" for size in (2, 8)]
+    titles = {f"b-{size}": f"norm=batch norm_batch_size={size} steps=5" for size in (2, 8)}
     (tmp_path / "s").mkdir()
-    append_entries(tmp_path / "s", [CellEntry(title, title, [0]) for title in titles])
+    append_entries(tmp_path / "s", [command(["x"], dict.fromkeys(titles, [0]), **titles)])
     assert told(tmp_path / "s", capsys).count("steps=5") == 1
 
 
 def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     study = tmp_path / "it's (2)" / "s"
-    write(study, "b-1", 0, "finished")
+    write(study, "batch-1", 0, "finished")
     out = told(study, capsys)
     assert "1 run of 1 cell: 1 finished" in out
     (line,) = out.partition("complete; next:\n")[2].splitlines()
@@ -173,24 +183,27 @@ def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.Capt
 def failing(tmp_path: Path) -> Path:
     """A study of one cell, whose only run has failed three times."""
     study = tmp_path / "s"
-    write(study, "b-1", 0, "failed", attempts=3)
-    append_entries(study, [CellEntry("d", "norm=batch evaluate_with=[running]", [0], "b-1")])
+    write(study, "batch-1", 0, "failed", attempts=3)
     return study
 
 
+TITLE = {"batch-1": "norm=batch evaluate_with=[running]"}
+
+
 @pytest.mark.parametrize(
-    ("typed", "next_line"),
+    ("typed", "max_attempts", "next_line"),
     [
-        (["norm=batch"], "max_attempts"),
-        (["norm=batch", "max_attempts=4"], "to finish"),
-        (["max_attempts=9", "retry_failed=false"], "max_attempts"),
+        (["norm=batch"], 3, "max_attempts"),
+        (["norm=batch", "max_attempts=4"], 4, "to finish"),
+        (["max_attempts=9", "retry_failed=false"], 1, "max_attempts"),
     ],
 )
 def test_command_that_would_not_try_again_is_shown_as_one_that_does(
-    failing: Path, capsys, typed: list[str], next_line: str
+    failing: Path, capsys, typed: list[str], max_attempts: int, next_line: str
 ):
-    append_entries(failing, [command(["normexp-train", *typed], {"d": [0]})])
-    result = seed_dir(failing / "b-1", 0) / RESULT_FILE
+    line = command(["normexp-train", *typed], {"batch-1": [0]}, max_attempts, **TITLE)
+    append_entries(failing, [line])
+    result = seed_dir(failing / "batch-1", 0) / RESULT_FILE
     result.write_text(result.read_text().replace("no more", "no more [/data/x]"))
     out = told(failing, capsys)
     *_, first, line, end = out.split("\n")
@@ -199,21 +212,16 @@ def test_command_that_would_not_try_again_is_shown_as_one_that_does(
     assert "no more [/data/x]" in out and "evaluate_with=[running]" in out  # brackets are text
 
 
-def test_attempts_that_are_allowed_are_those_of_the_config():
-    text = (conf_dir() / "config.yaml").read_text()
-    assert f"\nmax_attempts: {MAX_ATTEMPTS} " in text and "\nretry_failed: true " in text
-
-
 def test_running_study_has_nothing_to_type(failing: Path, capsys):
-    append_entries(failing, [command(["normexp-train"], {"d": [0]})])
-    with file_lock(failing / "b-1" / LOCK_FILE):
+    append_entries(failing, [command(["normexp-train"], {"batch-1": [0]})])
+    with file_lock(failing / "batch-1" / LOCK_FILE):
         assert "running now" in told(failing, capsys)
 
 
 def test_moved_study_is_told_where_it_lies_now(failing: Path, capsys):
     words = ["normexp-train", "x", "study=s", "runs_dir=/old"]
-    more = [command(words, {"d": [1]}), command(["normexp-tune", "y", "study=s"], {})]
-    append_entries(failing, [*more, CellEntry("d", "norm=batch", [1], "b-1")])
+    more = [command(words, {"batch-1": [1]}), command(["normexp-tune", "y", "study=s"], {})]
+    append_entries(failing, more)
     moved = failing.rename(failing.parent / "t-search")
     _, _, again = told(moved, capsys).partition("to finish, type again:\n")
     place = f"runs_dir={moved.parent}"
@@ -225,7 +233,7 @@ def test_moved_study_is_told_where_it_lies_now(failing: Path, capsys):
 
 @pytest.mark.slow
 def test_five_thousand_results_take_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    study, entries = tmp_path / "s", []
+    study, titles = tmp_path / "s", {}
     metrics = {f"{part}/{name}": 0.5 for part in ("val", "test") for name in ("loss", "accuracy")}
     for number in range(1250):
         config = {"norm": "batch", "batch_size": 32, "lr": 0.1 + number, "num_steps": 600}
@@ -233,10 +241,10 @@ def test_five_thousand_results_take_seconds(tmp_path: Path, capsys: pytest.Captu
         for seed in range(4):
             run_dir = seed_dir(study / cell_id, seed)
             run_dir.mkdir(parents=True)
-            write_result(run_dir, Result(cell_id, seed, "finished", config, metrics, {}))
+            write_result(run_dir, Result(cell_id, seed, Status.FINISHED, config, metrics, {}))
         (study / cell_id / "stacks" / "0-3").mkdir(parents=True)
-        entries.append(CellEntry(f"{number:016}", f"norm=batch lr={number}", [0, 1, 2, 3], cell_id))
-    append_entries(study, [*entries, command(WORDS, {each.digest: each.seeds for each in entries})])
+        titles[cell_id] = f"norm=batch lr={number}"
+    append_entries(study, [command(WORDS, dict.fromkeys(titles, [0, 1, 2, 3]), **titles)])
     began = time.process_time()  # on one core 4 seconds and 3
     assert "5000 runs of 1250 cells: 5000 finished" in told(study, capsys)
     listed = time.process_time()

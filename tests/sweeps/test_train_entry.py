@@ -19,13 +19,16 @@ from omegaconf import OmegaConf
 from train_cases import QUICK, cells, files, train
 
 from normexp.cells import run
-from normexp.config.spec import CellSpec, Outcome
+from normexp.cli import parse_command
+from normexp.config.grid import compose_cells
+from normexp.config.outcome import Outcome
+from normexp.config.spec import CellSpec
 from normexp.errors import Halted, UserError
 from normexp.records.files import file_lock
 from normexp.records.history import CommandEntry, append_entries, read_history
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE
-from normexp.records.result import read_result
+from normexp.records.result import Status, read_result
 from normexp.sweeps import log as log_module
 from normexp.sweeps import sweep as runner
 from normexp.sweeps.log import StudyLog
@@ -146,11 +149,12 @@ def test_cell_that_does_not_compose_is_a_row_and_recorded_with_its_reason(tmp_pa
     assert train(tmp_path, "-m", "norm=group,gruop") == 1
     captured = capsys.readouterr()
     assert "1 finished, 1 refused" in captured.out
-    assert "[2/2] refused  norm=gruop" in captured.err
-    good, bad = read_history(tmp_path / "runs" / "default").cells.values()
-    assert good.title.startswith("norm=group batch_size=32") and bad.title.startswith("norm=gruop")
-    assert good.cell_id.startswith("group-") and not good.error
-    assert bad.error.startswith("refused: norm=gruop: no such norm")
+    assert "[1/2] refused  norm=gruop" in captured.err
+    history = read_history(tmp_path / "runs" / "default")
+    (command,), (bad,) = history.commands, history.ends
+    (good, _), *_ = (points[0] for points in command.cells.values())
+    assert good.startswith("norm=group batch_size=32") and bad.title.startswith("norm=gruop")
+    assert bad.status == "refused" and bad.error.startswith("norm=gruop: no such norm")
 
 
 def test_cell_that_another_process_trains_is_waited_for_and_other_code_is_told_once(
@@ -158,7 +162,7 @@ def test_cell_that_another_process_trains_is_waited_for_and_other_code_is_told_o
 ):
     study = tmp_path / "runs" / "default"
     study.mkdir(parents=True)
-    append_entries(study, [CommandEntry(["normexp-train"], "0123456789abcdef", {})])
+    append_entries(study, [CommandEntry("c", ["normexp-train"], "0123456789abcdef", 3, {})])
     assert train(tmp_path, "norm=none") == 0
     assert capsys.readouterr().err.count("0123456") == 1
     (cell,) = cells(tmp_path)
@@ -214,26 +218,22 @@ def test_history_that_cannot_be_written_costs_no_result(tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise errors.pop(0)
 
+    cells = compose_cells(parse_command(["norm=none", f"runs_dir={tmp_path}", "study=s"]))
     (tmp_path / "s").mkdir()
     monkeypatch.setattr(log_module, "append_entries", refuse)
-    keys = ("batch_size", "micro_batch_size", "norm_batch_size")
-    place = {"runs_dir": str(tmp_path), "study": "s", "seed": 0, "replicas": 1}
-    cfg = OmegaConf.create({**place, **dict.fromkeys(keys)})
-    spec = CellSpec(cfg, {"norm": "batch"}, "norm=batch")
-    log = StudyLog([spec], ["normexp-train"])
-    log.record_outcomes(
-        [(spec, Outcome("refused", "", error="permission is not needed to read a study"))]
-    )
+    log = StudyLog(cells, ["normexp-train"])
+    log.end(cells[0], Status.REFUSED, "permission is not needed to read a study")
+    assert log.end_of(cells[0])  # which this process does not try again
     with pytest.raises(OSError, match="No space"):
-        log.record_outcomes([(spec, Outcome("refused", "", error="a full disk is told"))])
+        log.end(cells[0], Status.REFUSED, "a full disk is told")
 
 
 # --- How a command ends --------------------------------------------------------------------------
 
-STOPPED, FINISHED = Outcome("stopped", "a"), Outcome("finished", "b")
-FAILED = Outcome("failed", "b", error="no more")
-FULL = Outcome("failed", "a", error="the disk is full", halts=True)
-NO_GPU, SMALL = (Outcome("refused", "a", error=error) for error in ("no GPU", "too small"))
+STOPPED, FINISHED = Outcome(Status.STOPPED, "a"), Outcome(Status.FINISHED, "b")
+FAILED = Outcome(Status.FAILED, "b", error="no more")
+FULL = Outcome(Status.FAILED, "a", error="the disk is full", halts=True)
+NO_GPU, SMALL = (Outcome(Status.REFUSED, "a", error=error) for error in ("no GPU", "too small"))
 
 
 @pytest.mark.parametrize(

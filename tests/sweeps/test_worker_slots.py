@@ -1,4 +1,4 @@
-"""Splitting a command into tasks: workers, their cores and GPUs, the cells of a task."""
+"""Workers, their cores and GPUs, and the cells that may be one stack."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from normexp.config.spec import CellSpec
 from normexp.records import environment
 from normexp.records.environment import usable_cores, visible_gpus
-from normexp.sweeps import tasks
-from normexp.sweeps.tasks import WorkerSlot, group_cells, own_slot, worker_slots
+from normexp.sweeps import machine
+from normexp.sweeps.machine import WorkerSlot, own_slot, worker_slots
+from normexp.sweeps.walk import group_cells
 
 
 def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
@@ -23,7 +24,7 @@ def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "usable_cores", lambda: 8)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +54,14 @@ def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, t
 def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
     monkeypatch, num_cells, cfgs, gpus, num_workers
 ):
-    monkeypatch.setattr(tasks, "visible_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1", "2"])
     slots, count = worker_slots(cfgs, num_cells)
     assert ([slot.gpu for slot in slots], count) == (gpus, num_workers)
 
 
 def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(tasks, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
     slots, _ = worker_slots([cfg(accelerator="auto")], 1)
     with own_slot(slots) as first, first.claim():
         assert os.environ["CUDA_VISIBLE_DEVICES"] == first.gpu == "0"
@@ -135,7 +136,7 @@ def test_gpus_are_named_as_the_environment_names_them(
     assert visible_gpus() == gpus
 
 
-# --- Tasks ---------------------------------------------------------------------------------------
+# --- Groups --------------------------------------------------------------------------------------
 
 CONFIG = {
     **{"lr": 0.1, "seed": 0, "replicas": 2, "batch_size": 32, "stack": "auto", "dry_run": False},
@@ -155,7 +156,7 @@ MIXED += [cell(3.0, batch_size=16), cell(3.0)]
 
 
 @pytest.mark.parametrize(
-    ("cells", "tasks"),
+    ("cells", "groups"),
     [
         (MIXED, [(0, 3, 6), (1,), (2, 4), (5,)]),
         ([cell(0.1 + i, replicas=8) for i in range(5)], [(0, 1), (2, 3), (4,)]),  # 16 runs at most
@@ -172,5 +173,5 @@ MIXED += [cell(3.0, batch_size=16), cell(3.0)]
         ),
     ],
 )
-def test_cells_that_differ_in_lr_alone_are_one_task(cells: list[CellSpec], tasks: list[object]):
-    assert group_cells(cells) == tasks
+def test_cells_that_differ_in_lr_alone_are_one_group(cells: list[CellSpec], groups: list[object]):
+    assert group_cells(cells) == groups

@@ -1,125 +1,22 @@
-"""The tasks of a command, the board on which its workers take them, and the workers' slots.
-
-A task is one cell, or several that may be one stack. A slot is what one worker may use: CPU
-threads, and a GPU. Imports no torch.
-"""
+"""The slots of a machine: what one worker may use, CPU threads and a GPU. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.environment import usable_cores, visible_gpus
 from normexp.records.files import file_lock
-
-Task = tuple[int, ...]  # indices of cells
-
-# The most runs in a task: on a CPU larger stacks gain little, and a grid of learning rates still
-# keeps several workers busy. Counts requested runs, not missing ones, so that after an interruption
-# the same command makes the same tasks.
-MOST_RUNS = 16
-
-
-def group_cells(cells: Sequence[CellSpec]) -> list[Task]:
-    """Groups cells that differ only in `lr`, and may be stacked; ordered by their first cells."""
-    tasks: list[list[int]] = []
-    open_tasks: dict[str, list[int]] = {}  # the last task with this shared config
-    for index, cell in enumerate(cells):
-        shared = _config_without_lr(cell)
-        task = open_tasks.get(shared or "")
-        if task is not None and _has_room_for([cells[i] for i in task], cell):
-            task.append(index)
-            continue
-        tasks.append([index])
-        if shared is not None:
-            open_tasks[shared] = tasks[-1]
-    return [tuple(task) for task in tasks]
-
-
-def _has_room_for(task: Sequence[CellSpec], cell: CellSpec) -> bool:
-    assert cell.cfg is not None
-    rates = [other.cfg.lr for other in task if other.cfg is not None]
-    return cell.cfg.lr not in rates and (len(task) + 1) * len(cell.seeds) <= MOST_RUNS
-
-
-def _config_without_lr(cell: CellSpec) -> str | None:
-    """The config without `lr`, equal for cells that may be stacked; None for one that may not."""
-    cfg = cell.cfg
-    if cfg is None or not isinstance(cfg.lr, int | float) or cfg.lr <= 0:
-        return None
-    if cfg.get("stack") is False or cfg.get("dry_run") or needs_whole_machine(cfg):
-        return None
-    if "tensorboard" in (cfg.get("logger") or {}):  # its curves are means over the stack
-        return None
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    del plain["lr"]
-    return json.dumps([plain, dict(cell.choices)], sort_keys=True, default=str)
-
-
-OPEN, ENDED = 0, -1  # of a cell; a positive number is the worker that has it
-
-
-@dataclass
-class TaskBoard:
-    """Who trains which cell of a command, in memory that its workers share.
-
-    Only spares workers from preparing the same cell: two may take a task at the same instant, and
-    then the locks of its cells decide.
-
-    Attributes:
-        holders: of each cell: OPEN, ENDED, or the number of the worker that has it.
-        is_alone: of each cell: 1 once it has become a task of its own.
-    """
-
-    tasks: Sequence[Task]
-    holders: MutableSequence[int]
-    is_alone: MutableSequence[int]
-
-    def open_tasks(self) -> list[Task]:
-        alone = [[(i,) for i in task] if self.is_alone[task[0]] else [task] for task in self.tasks]
-        return [part for parts in alone for part in parts if self.holders[part[0]] == OPEN]
-
-    def take(self, worker: int, busy: Collection[Task]) -> Task | None:
-        """Gives the worker the first open task that is not busy; None if there is none."""
-        task = next((task for task in self.open_tasks() if task not in busy), None)
-        self._mark(task or (), worker)
-        return task
-
-    def put_back(self, task: Task, *, alone: bool) -> None:
-        """Reopens a task; if `alone`, as one task per cell."""
-        for index in task:
-            self.is_alone[index] |= alone
-        self._mark(task, OPEN)
-
-    def end(self, task: Task) -> None:
-        self._mark(task, ENDED)
-
-    def taken_by(self, worker: int) -> Task:
-        return tuple(i for i, holder in enumerate(self.holders) if holder == worker)
-
-    @property
-    def num_open(self) -> int:
-        """The number of open cells (not tasks)."""
-        return sum(holder == OPEN for holder in self.holders)
-
-    def _mark(self, task: Task, state: int) -> None:
-        for index in task:
-            self.holders[index] = state
-
-
-# --- Slots ----------------------------------------------------------------------------------------
 
 _own_gpu: str | None = None  # the GPU that this process has trained on
 
@@ -145,10 +42,10 @@ class WorkerSlot:
         asked = os.environ.get("OMP_NUM_THREADS", "")
         is_set = asked.isdecimal() and int(asked)
         threads = min(self.threads, int(asked)) if is_set else self.threads
-        own = {"OMP_NUM_THREADS": str(threads)}
+        variables = {"OMP_NUM_THREADS": str(threads)}
         if self.gpu is not None:
-            own["CUDA_VISIBLE_DEVICES"] = self.gpu
-        return environment(own)
+            variables["CUDA_VISIBLE_DEVICES"] = self.gpu
+        return environment(variables)
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
@@ -167,14 +64,14 @@ class WorkerSlot:
 
 
 @contextmanager
-def environment(own: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables inside the block."""
-    before = {name: os.environ[name] for name in own if name in os.environ}
-    os.environ.update(own)
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in own:
+        for name in variables:
             del os.environ[name]
         os.environ.update(before)
 
@@ -221,7 +118,7 @@ def own_slot(slots: Sequence[WorkerSlot]) -> Iterator[WorkerSlot]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         slots = [slot for slot in slots if slot.gpu == _own_gpu] or slots[:1]
-    slot = next((each for each in slots if not each.is_taken()), slots[0])
+    slot = next((slot for slot in slots if not slot.is_taken()), slots[0])
     _own_gpu = slot.gpu
     with environment({} if slot.gpu is None else {"CUDA_VISIBLE_DEVICES": slot.gpu}):
         yield slot

@@ -1,0 +1,167 @@
+"""What came of a cell of a command, and what its folder already holds. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+from normexp.config.help import option_defaults
+from normexp.config.identity import VERSIONS, sizes_of
+from normexp.config.rules import as_typed
+from normexp.config.spec import CellSpec, norm_and_data
+from normexp.records.files import is_held
+from normexp.records.history import History
+from normexp.records.identity import QUESTIONS_VERSION
+from normexp.records.paths import LOCK_FILE, WEIGHTS_FILE, seed_dir
+from normexp.records.result import (
+    DONE,
+    CellRecords,
+    Result,
+    Status,
+    has_evaluations,
+    read_records,
+)
+from normexp.records.stacks import list_stacks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Outcome:
+    """The outcome of one cell of a command; plain values that travel between processes.
+
+    Attributes:
+        title: norm and data, as in the closing table.
+        cell_id: of the cell that was trained, see `History.same_as`.
+        record: the config in its results; {} without one.
+        results: those of its recorded runs, in order of seeds.
+        missing: the seeds still to train.
+        seconds: wall-clock time of its training.
+        memory: the least bytes that it needs, besides those of torch itself; of a planned cell.
+        halts: no other cell can be trained either, because the disk is full.
+    """
+
+    status: Status
+    title: str
+    cell_id: str = ""
+    directory: Path | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    error: str = ""
+    invalid: str | None = None
+    missing: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    memory: int = 0
+    halts: bool = False
+
+
+def recorded_outcome(spec: CellSpec, status: Status, error: str = "") -> Outcome:
+    """The outcome of a cell, with its results. It has failed if one of its runs has.
+
+    Raises:
+        UserError: a result that cannot be read.
+    """
+    records = records_of(spec)
+    if status in DONE and records.failed:
+        status, error = Status.FAILED, error or _last_failure(spec, records)
+    outcome = Outcome(status, norm_and_data(spec), spec.id, spec.directory, error=error)
+    outcome.results, outcome.missing = records.all, missing_seeds(spec)
+    if records.all:
+        outcome.record, outcome.invalid = records.all[0].config, records.all[0].invalid
+    return outcome
+
+
+def records_of(spec: CellSpec) -> CellRecords:
+    """The results of the seeds of a cell. Raises UserError for one that cannot be read."""
+    return read_records(spec.directory, spec.seeds)
+
+
+def missing_seeds(spec: CellSpec) -> list[int]:
+    """The seeds to train: without a result, or failed less often than the command tries."""
+    assert spec.cfg is not None
+    return records_of(spec).missing(
+        retry_failed=spec.cfg.retry_failed, max_attempts=spec.cfg.max_attempts
+    )
+
+
+def is_recorded(spec: CellSpec) -> bool:
+    """True if no seed is missing, and nothing has to be tidied that a killed process left.
+
+    Raises:
+        UserError: a result that cannot be read.
+    """
+    if missing_seeds(spec):
+        return False
+    lock = spec.directory / LOCK_FILE
+    if lock.exists():
+        return is_held(lock)
+    study_dir = spec.directory.parent
+    return not any(
+        all(stack.has_ended(study_dir, member) for member in stack.members)
+        for stack in list_stacks(study_dir, [spec.id])
+    )
+
+
+def _last_failure(spec: CellSpec, records: CellRecords) -> str:
+    """The error of a failed run that is not retried, and how to retry it."""
+    assert spec.cfg is not None
+    attempts = max(run.attempts for run in records.failed)
+    remedy = f"max_attempts={attempts + 1}" if spec.cfg.retry_failed else "retry_failed=true"
+    return f"{records.failed[0].error} (attempt {attempts}; {remedy} tries again)"
+
+
+# --- Norms that do not mix samples ---------------------------------------------------------------
+
+
+def measured_versions() -> str:
+    """What an alias holds for: the questions that a norm was asked, and the meaning of choices."""
+    choices = hashlib.sha256(json.dumps(VERSIONS, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{QUESTIONS_VERSION}-{choices}"
+
+
+def trained_as(spec: CellSpec, history: History) -> CellSpec:
+    """The cell that is trained in place of a cell, see `AliasEntry`; usually the cell itself."""
+    same_as = history.same_as(spec.id, measured_versions())
+    if same_as == spec.id:
+        return spec
+    other = spec.without_norm_batch_size
+    return other if other.id == same_as else spec
+
+
+# --- Evaluations ---------------------------------------------------------------------------------
+
+
+def evaluations_of(spec: CellSpec) -> dict[str, int]:
+    """What evaluation.json must hold as `asked`, see `has_evaluations`."""
+    cfg = spec.cfg
+    assert cfg is not None
+    asked = {"precise": cfg.precise_samples} if "precise" in cfg.evaluate_with else {}
+    if "batch" not in cfg.evaluate_with:
+        return asked
+    sizes = sizes_of(cfg, mixes_samples=True)
+    norm = sizes["norm_batch_size"] or sizes["micro_batch_size"] or sizes["batch_size"]
+    return asked | {f"batch{size}": size for size in cfg.evaluate_batch_sizes or [norm]}
+
+
+def suggest_evaluation(spec: CellSpec) -> None:
+    """If recorded runs lack requested evaluations, logs the command that adds them."""
+    cfg, directory = spec.cfg, spec.directory
+    assert cfg is not None
+    if has_evaluations(directory, records_of(spec).ended, evaluations_of(spec)):
+        return
+    if not any((seed_dir(directory, seed) / WEIGHTS_FILE).is_file() for seed in spec.seeds):
+        logger.info("recorded without these statistics, and without weights to measure them from")
+        return
+    words = [f"run={directory}", f"evaluate_with={as_typed(cfg.evaluate_with)}"]
+    for key in ("precise_samples", "evaluate_batch_sizes"):
+        if cfg[key] != option_defaults("evaluate")[key]:
+            words.append(f"{key}={as_typed(cfg[key])}")
+    logger.info(
+        "recorded without these statistics; to add them: python -m normexp.evaluate %s",
+        join(words),
+    )

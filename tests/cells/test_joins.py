@@ -1,0 +1,60 @@
+"""Runs of other data, or of other source than the id counts, do not join under one id."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from normexp.train import main
+
+DATA = """
+from pathlib import Path
+from normexp.data.images import load_digits
+
+def load():
+    seed = int(Path(__file__).with_name("state.txt").read_text())
+    return load_digits(val_fraction=0.1, split_seed=seed, augmentation=None)
+"""
+NORM = """
+import importlib
+from torch import nn
+
+class Scale(nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+        self.factor = importlib.import_module("_".join(["plugin", "of", "joins"])).factor
+    def forward(self, x):
+        return self.factor * x
+"""
+OWN = ["data=custom", "data._target_=data_of_joins.load"]
+OWN += ["norm=custom", "norm._target_=norm_of_joins.Scale"]
+
+
+@pytest.mark.parametrize(("file", "edit"), [("state.txt", "1"), ("plugin_of_joins.py", "factor=2")])
+def test_runs_of_other_data_or_source_do_not_join(
+    file: str, edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    files = {"data_of_joins.py": DATA, "norm_of_joins.py": NORM}
+    files |= {"plugin_of_joins.py": "factor = 1", "state.txt": "0"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*OWN, "steps=2", "workers=0", f"runs_dir={tmp_path / 'runs'}"]
+
+    def train(*more: str) -> int:  # as another process would
+        importlib.invalidate_caches()
+        for name in [name for name in sys.modules if name.endswith("_of_joins")]:
+            del sys.modules[name]
+        return main([*words, *more])
+
+    assert train("replicas=1") == 0
+    assert train("replicas=2") == 0
+    (tmp_path / file).write_text(edit)
+    assert train("replicas=3") != 0
+    shown = capsys.readouterr().err
+    assert "is not what the recorded runs" in shown and "study=..." in shown
+    assert len(list(tmp_path.glob("runs/default/*/seed-*/result.json"))) == 2
+    assert train("replicas=1", "study=other") == 0
