@@ -105,7 +105,7 @@ def where_samples_mix(network: BuiltNetwork, training: bool) -> str | None:
     if not mixes_samples(network.whole(network.many_samples), training):
         return None
     bare = network.bare
-    return _blame(network, mixes_samples(bare.whole(bare.many_samples), training))
+    return _blame(network, mixes_samples(bare.whole(bare.many_samples), training) is not None)
 
 
 def _blame(network: BuiltNetwork, bare_does: bool) -> str:
@@ -259,7 +259,7 @@ def where_future_leaks(network: BuiltNetwork, training: bool) -> str | None:
         return name_some([name for site in sites for name in site.names])
     if not leaks_future(network.whole(network.batch), training):
         return None
-    return _blame(network, bool(leaks_future(network.bare.whole(network.batch), training)))
+    return _blame(network, leaks_future(network.bare.whole(network.batch), training) is not None)
 
 
 def _sites_of_texts(network: BuiltNetwork) -> list[EnteredSite]:

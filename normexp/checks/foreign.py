@@ -285,8 +285,9 @@ def _states_after(model: nn.Module, network: BuiltNetwork, seed: int) -> dict[st
     with fixed_draws(seed), torch.no_grad():
         model(*model_arguments(network.short))
         torch_state = torch.get_rng_state().tolist()
+    numpy: Any = np.random.get_state()
     return {
         "torch": torch_state,
         "Python": random.getstate(),
-        "NumPy": np.random.get_state()[1].tolist(),
+        "NumPy": [numpy[1].tolist(), *numpy[2:]],
     }

@@ -403,7 +403,7 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
     Foreign code is asked with three replicas of different parameters, inputs and state, in float64
     if it computes so; gradients and state are compared as well as outputs.
     """
-    foreign = is_foreign(network)
+    foreign = is_foreign(*network.modules())
     wide = in_float64(network, batch["inputs"]) if foreign and "mask" not in batch else None
     module, (inputs, *_) = wide or (network, (batch["inputs"],))
     networks = [copy.deepcopy(module).train() for _ in range(3 if foreign else 2)]

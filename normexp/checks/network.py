@@ -139,12 +139,13 @@ class BuiltNetwork:
     @cached_property
     def has_foreign_model(self) -> bool:
         """True if a module outside of the norms is neither torch's nor ours."""
-        return is_foreign(without_norms(self.network))
+        norms = {id(m) for _, site in named_sites(self.network) for m in site.norm.modules()}
+        return is_foreign(*(m for m in self.network.modules() if id(m) not in norms))
 
     @cached_property
     def is_foreign(self) -> bool:
         """True if any module is neither torch's nor ours."""
-        return is_foreign(self.network)
+        return is_foreign(*self.network.modules())
 
     @cached_property
     def bare(self) -> BuiltNetwork:

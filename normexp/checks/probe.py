@@ -358,9 +358,9 @@ class Probe:
         return difference(plain, after, real, state=True, tolerance=tolerance) is not None
 
 
-def is_foreign(module: nn.Module) -> bool:
-    """True if any class inside is neither torch's nor ours."""
-    roots = {type(inner).__module__.partition(".")[0] for inner in module.modules()}
+def is_foreign(*modules: nn.Module) -> bool:
+    """True if the class of any of these is neither torch's nor ours."""
+    roots = {type(module).__module__.partition(".")[0] for module in modules}
     return not roots <= {"torch", "normexp"}
 
 

@@ -105,7 +105,7 @@ class EnteredSite:
     @property
     def is_foreign(self) -> bool:
         """True if the norm is neither torch's nor ours: its probes are finer, and slower."""
-        return is_foreign(self.module)
+        return is_foreign(*self.module.modules())
 
     def to_save(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """A copy in training mode, and its inputs."""
