@@ -28,6 +28,7 @@ from normexp.reporting.charts import Figure
 from normexp.reporting.curves import seed_chart
 from normexp.reporting.details import cell_details
 from normexp.reporting.figures import draw_figures
+from normexp.reporting.read import SEARCHED
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.sentences import Answer, Section
 from normexp.reporting.style import assign_styles, order_norms
@@ -43,7 +44,6 @@ POLICY = (
     "img-src data: blob:"
 )
 SHOWN_ROWS = 3000
-SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
 
 
 @dataclass(frozen=True)

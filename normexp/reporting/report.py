@@ -153,6 +153,7 @@ def _cell_values(cell: CellRow) -> dict[str, Any]:
         "invalid": cell.invalid,
         "seeds": {run.seed: run.result.status for run in cell.runs},
         "expected_seeds": cell.expected,
+        "declared_seeds": sorted(cell.declared),
     }
 
 
@@ -184,6 +185,8 @@ def _comparison_values(comparison: Comparison, ids: dict[CellRow, str]) -> dict[
         "n": comparison.gap.n,
         "difference": _interval_values(comparison.gap),
         "test_samples": comparison.num_samples,  # 0: the interval is over seeds alone
+        "rates": [fit and len(fit.shares) for fit in comparison.tuned],  # cross-fitted
+        "round": comparison.round,  # of commands that declared cells; each has its own family
         "seeds_apart": comparison.assessment.num_apart,
         "margin": comparison.margin,
         "verdict": comparison.verdict,

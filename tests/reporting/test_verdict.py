@@ -310,14 +310,14 @@ def test_samples_of_some_runs_alone_or_of_another_metric_are_not_used(tmp_path: 
         assert loss.comparison.num_samples == 0 and "on these test samples" in loss.text
 
 
-def test_rates_that_differ_are_said(tmp_path: Path):
+def test_one_rate_each_is_said_and_two_rates_are_not_compared(tmp_path: Path):
     accuracies = {0: 0.90, 1: 0.91, 2: 0.92}
     write_cell(tmp_path, "batch", accuracies, lr=0.05)
     write_cell(tmp_path, "group", accuracies, lr=0.1)
     write_cell(tmp_path, "layer", accuracies, lr=0.05)
     found = comparisons_of(tmp_path)
-    assert "learning rate 0.1 of group, 0.05 of batch" in found["group"].text
-    assert "learning rate" not in found["layer"].text
+    assert "not compared, their recipes differ: lr=0.1 and 0.05 (" in found["group"].text
+    assert found["layer"].kind == "open" and "learning rate" not in found["layer"].text
 
 
 def test_a_learning_rate_chosen_on_the_same_seeds_is_said_with_its_optimism(tmp_path: Path):
