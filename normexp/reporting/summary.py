@@ -79,8 +79,8 @@ def notes_on(outcome: Outcome) -> list[str]:
     if values and chance is not None and statistics.mean(values) <= chance:
         reason = "the test split has one class" if chance == 1 else "no better than chance"
         notes.append(
-            f"{reason}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these runs "
-            f"{statistics.mean(values):.4f}"
+            f"{reason}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these "
+            f"runs {statistics.mean(values):.4f}"
         )
     if outcome.results and all(run.status == Status.DIVERGED for run in outcome.results):
         lr = outcome.record["lr"]
