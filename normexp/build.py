@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from normexp.batching.sizes import Sizes
 from normexp.config import identity
 from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
 from normexp.config.rules import INDEX, as_typed, check_value
+from normexp.config.spec import CellSpec
 from normexp.config.target import Target, plain, read_target
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
@@ -67,18 +69,17 @@ def build_data(cfg: DictConfig) -> Data:
     return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
 
 
-def load_data(cfg: DictConfig, files_digest: str | None) -> Data:
-    """The data set of a config, see `build_data`; cached, so do not write to its tensors.
+def load_data(spec: CellSpec) -> Data:
+    """The data set of a cell, see `build_data`; cached, so do not write to its tensors.
 
-    Args:
-        files_digest: part of the cache key, so that changed files are read again. Computed before
-            the call: a file that changes meanwhile then has another digest the next time.
+    Files that have changed since another cell read them are read again.
     """
-    return _load_data(OmegaConf.to_yaml(cfg.data, resolve=True, sort_keys=True), files_digest)
+    config = OmegaConf.to_yaml(spec.composed.data, resolve=True, sort_keys=True)
+    return _load_data(config, json.dumps(spec.identity["data"], default=str))
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _load_data(config: str, _files_digest: str | None) -> Data:
+def _load_data(config: str, _content: str) -> Data:
     return build_data(OmegaConf.create({"data": OmegaConf.create(config)}))
 
 

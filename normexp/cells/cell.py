@@ -25,12 +25,12 @@ from normexp.cells.refusals import (
     check_outputs,
     check_placement,
     check_slots,
+    evaluation_limit,
     why_alone,
 )
 from normexp.checks.preflight import Traits, examine
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
-from normexp.records.identity import digest_of_data, digest_with_weights
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
 from normexp.records.sources import loaded_files, refuse_edited
@@ -120,7 +120,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
     cfg, loaded_before = spec.composed, loaded_files()
     with collected_messages() as messages:
         check_devices(devices_of(cfg))
-        data = load_data(cfg, digest_with_weights(digest_of_data(cfg.data), cfg.model))
+        data = load_data(spec)
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(cfg.seed)
@@ -149,6 +149,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
         recipe = recipe.for_norm(
             mixes_samples=traits.mixes_samples,
             mixes_in_evaluation=traits.mixes_samples_in_evaluation,
+            evaluation_limit=evaluation_limit(recipe, data, traits),
         )
         may_show_more = not traits.mixes_samples or data.task == "language_modeling"
         if is_foreign(spec) and may_show_more:

@@ -75,7 +75,7 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
     cell_dir, seed = find_run(run_dir)
     record = read_result(seed_dir(cell_dir, seed)).config
     spec = recorded_spec(cell_dir, record, WITHOUT_TRAINING)
-    data = load_data(spec.composed, None)
+    data = load_data(spec)
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
     file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE

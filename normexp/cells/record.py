@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
-
-from hydra.utils import get_object
 
 from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder
@@ -21,7 +16,8 @@ from normexp.config.spec import CellSpec
 from normexp.config.target import plain
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS, changed
-from normexp.records.identity import canonical_sizes, digest_of_source, source_root
+from normexp.records.identity import canonical_sizes
+from normexp.records.sources import source_digest
 from normexp.training.recipe import Recipe
 
 RECORDED_TRAITS = (
@@ -101,11 +97,8 @@ def _describe_training(
 def _add_sources(values: dict[str, Any]) -> None:
     """Adds to each part of a recipe the digest of the user's own source that its target is from."""
     for part in parts_with_target(values):
-        with suppress(TypeError):  # a builtin has no file
-            file = inspect.getsourcefile(get_object(part["_target_"]))
-            root = None if file is None else source_root(Path(file))
-            if root is not None:
-                part["source_digest"] = digest_of_source(root)
+        if digest := source_digest(part["_target_"]):
+            part["source_digest"] = digest
 
 
 def _slots(build: NetworkBuilder) -> dict[str, Any]:

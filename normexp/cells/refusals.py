@@ -184,6 +184,21 @@ def check_memory(recipe: Recipe, replicas: int, num_parameters: int, traits: Tra
     return needed
 
 
+def evaluation_limit(recipe: Recipe, data: Data, traits: Traits) -> int | None:
+    """The samples of all replicas that a GPU evaluates at once in an eighth of its memory.
+
+    Counts the inputs of all sites, and outputs with their log-probabilities and a copy. An eighth,
+    because attention may need more, and several workers may share the GPU. None on a CPU.
+    """
+    device = recipe.devices.type
+    if device != "cuda":
+        return None
+    positions = 1 if data.task == "classification" else data.input_shape[0]
+    elements = traits.elements_per_sample + 3 * data.num_outputs * positions
+    size = 8 if recipe.devices.precision == "64-true" else 4
+    return memory_of(device) // (8 * size * elements)
+
+
 def memory_of(device: str) -> int:
     """The total memory of a device, in bytes."""
     if device == "cuda":

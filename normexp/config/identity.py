@@ -7,6 +7,7 @@ a shipped class by its choice, so that a new key or a moved class does not chang
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -180,8 +181,8 @@ def _with_content(values: Any, config: Mapping[str, Any]) -> Any:
         for key in keys:
             value = (config.get(group) or {}).get(key)
             if isinstance(value, str):
-                counts = _is_image if _is_shipped(values[group], "image_folder") else _is_any
-                content = digest_of_path(Path(value), counts)
+                is_folder = _is_shipped(values[group], "image_folder")
+                content = digest_of_path(Path(value), *([_is_image] if is_folder else []))
                 if content is not None or "source_digest" in values[group]:
                     values[group][f"{key}_content"] = content or value
     data = values.get("data")
@@ -190,18 +191,18 @@ def _with_content(values: Any, config: Mapping[str, Any]) -> Any:
         paths = {text for text in _texts(arguments) if _is_data_path(text)}
         if content := {text: digest_of_path(Path(text)) for text in sorted(paths)}:
             data["content"] = content
-    if isinstance(data, dict) and _is_shipped(data, "manual"):
-        data["text_digest"] = _digest_of_manual()
+    if isinstance(data, dict):
+        if _is_shipped(data, "manual"):
+            data["text_digest"] = _digest_of_manual()
+        elif _is_shipped(data, "langid"):
+            languages = data.get("languages"), data.get("max_length")
+            data["text_digest"] = _digest_of_langid(json.dumps(languages))
     return values
 
 
 def _is_shipped(data: Mapping[str, Any], choice: str) -> bool:
     """True if a data set is read by the function of a shipped choice."""
     return data.get("_target_") == (shipped_defaults("data", choice) or {}).get("_target_")
-
-
-def _is_any(_: Path) -> bool:
-    return True
 
 
 def _is_image(path: Path) -> bool:
@@ -236,6 +237,22 @@ def _digest_of_manual() -> str | None:
         return None
     text = "\n\n".join(topics[title] for title in sorted(topics))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _digest_of_langid(arguments: str) -> str | None:
+    """Digest of the strings of data=langid, which are part of Babel and may change with it.
+
+    Args:
+        arguments: languages and max_length, as JSON.
+    """
+    from normexp.data.languages import read_own_strings
+
+    try:
+        strings = read_own_strings(*json.loads(arguments))
+    except Exception:  # bad values, or no Babel: refused when the data are loaded
+        return None
+    return hashlib.sha256(json.dumps(strings).encode()).hexdigest()[:16]
 
 
 def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:

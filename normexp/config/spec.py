@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
+from normexp.records.content import reading_once
 from normexp.records.identity import cell_id
 
 if TYPE_CHECKING:
@@ -153,6 +154,14 @@ class CellSpec:
         """The folder of the cell in its study. The config must compose."""
         assert self.study_dir is not None
         return self.study_dir / self.id
+
+
+def identify(cells: Sequence[CellSpec]) -> None:
+    """Computes the ids of a command's cells at one time, so that each file is read once."""
+    with reading_once():
+        for cell in cells:
+            if cell.cfg is not None:
+                _ = cell.id, cell.without_norm_batch_size.id
 
 
 @dataclass(frozen=True)

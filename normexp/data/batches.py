@@ -28,7 +28,8 @@ class TrainingBatches:
     """The batches of each optimizer step; replica r draws order and augmentation from `seeds[r]`.
 
     An epoch is one pass over the training samples in batches of `batch_size`; `drop_last` drops a
-    shorter last batch. Every tensor of a batch leads with the axes (S, N).
+    shorter last batch. Every tensor of a batch leads with the axes (S, N), and is contiguous: its
+    strides do not depend on the chunk, so that a compiled step is compiled once.
     """
 
     def __init__(self, data: Data, seeds: list[int], batch_size: int, *, drop_last: bool) -> None:
@@ -61,15 +62,34 @@ class TrainingBatches:
         self._enter(epoch)
         first = position * self.batch_size
         last = min(first + num_steps * self.batch_size, self.samples_per_epoch)
-        batch = self.data.train.gather(self._order[:, first:last], self._offset)  # (S, K*N, ...)
+        num_whole = (last - first) // self.batch_size  # all but a shorter last batch
+        middle = first + num_whole * self.batch_size
+        batches: list[Batch] = []
+        if num_whole:
+            batches += self._batches(first_step, num_whole, self._order[:, first:middle], dtype)
+        if middle < last:
+            rest = first_step + num_whole
+            batches += self._batches(rest, 1, self._order[:, middle:last], dtype)
+        return batches
+
+    def _batches(
+        self, first_step: int, num_steps: int, indices: Tensor, dtype: torch.dtype
+    ) -> list[Batch]:
+        """The batches of steps of equal size: of the samples at `indices` (S, K * N)."""
+        indices = indices.unflatten(1, (num_steps, -1)).transpose(0, 1).contiguous()  # (K, S, N)
+        batch = self.data.train.gather(indices, self._offset)  # (K, S, N, ...)
         at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MAX_AT_ONCE
         if at_once:
             batch["inputs"] = self.data.model_inputs(batch["inputs"], dtype)
-        parts = {name: value.split(self.batch_size, dim=1) for name, value in batch.items()}
-        batches = [{name: value[k] for name, value in parts.items()} for k in range(num_steps)]
+        batches = [{name: value[k] for name, value in batch.items()} for k in range(num_steps)]
         if not at_once:
-            for step, one in enumerate(batches, start=first_step):
-                one["inputs"] = self.data.model_inputs(self._augmented(one["inputs"], step), dtype)
+            draws = self._augmentation_draws(first_step, num_steps, indices.shape[2])
+            for k, one in enumerate(batches):
+                images = one["inputs"]
+                if self.data.augmentation is not None:
+                    own = {name: draw[k] for name, draw in draws.items()}
+                    images = self.data.augmentation.apply(images, own)
+                one["inputs"] = self.data.model_inputs(images, dtype)
         return batches
 
     def num_samples_before(self, step: int) -> int:
@@ -90,11 +110,20 @@ class TrainingBatches:
             self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
         self._epoch = epoch
 
-    def _augmented(self, images: Tensor, step: int) -> Tensor:
-        """The images (S, N, ...) of a step; sample i of a step gets the draws of index i."""
+    def _augmentation_draws(
+        self, first_step: int, num_steps: int, num_samples: int
+    ) -> dict[str, Tensor]:
+        """The draws of all samples of some steps (K, S, N); those of a step depend on it alone.
+
+        On the device of the data: a copy in each step would make the CPU wait for the GPU.
+        """
         augmentation = self.data.augmentation
         if augmentation is None:
-            return images
-        rows = [augmentation.draw(seed, step, images.shape[1]) for seed in self.seeds]
-        draws = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        return augmentation.apply(images, draws)
+            return {}
+        steps = range(first_step, first_step + num_steps)
+        rows = [augmentation.draw(seed, k, num_samples) for k in steps for seed in self.seeds]
+        shape, device = (num_steps, len(self.seeds)), self.data.train.tensors[0].device
+        return {
+            name: torch.stack([row[name] for row in rows]).unflatten(0, shape).to(device)
+            for name in rows[0]
+        }

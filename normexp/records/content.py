@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from normexp.records.files import write_text
@@ -27,7 +27,25 @@ IMAGE_SUFFIXES = frozenset(
 Entry = tuple[int, int, str]  # size, modification time in ns, digest
 
 
-def digest_of_path(path: Path, counts: Callable[[Path], bool] = lambda _: True) -> str | None:
+_digests_read: dict[tuple[Path, Callable[[Path], bool]], str | None] | None = None
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """Inside the block, the files below a path are looked at once, however many cells name them."""
+    global _digests_read
+    _digests_read = {}
+    try:
+        yield
+    finally:
+        _digests_read = None
+
+
+def _is_any(_: Path) -> bool:
+    return True
+
+
+def digest_of_path(path: Path, counts: Callable[[Path], bool] = _is_any) -> str | None:
     """16 hex digits of sha256: of a file's bytes, or of the names and bytes below a folder.
 
     Hidden files and folders do not count. None if there is no such file or folder.
@@ -35,6 +53,15 @@ def digest_of_path(path: Path, counts: Callable[[Path], bool] = lambda _: True) 
     Args:
         counts: of a file, relative to the folder: whether it counts.
     """
+    if _digests_read is None:
+        return _read_digest(path, counts)
+    key = path.resolve(), counts
+    if key not in _digests_read:
+        _digests_read[key] = _read_digest(path, counts)
+    return _digests_read[key]
+
+
+def _read_digest(path: Path, counts: Callable[[Path], bool]) -> str | None:
     root = path.resolve()
     if not root.exists():
         return None

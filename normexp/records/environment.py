@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from normexp.records.identity import digest_of_source, is_installed
+from normexp.records.identity import digest_of_package, is_installed
 
 PACKAGE = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = ("normexp", "torch", "pytorch-lightning", "torchvision", "numpy", "hydra-core")
@@ -43,7 +43,7 @@ def describe_environment(gpu: str | None = None) -> dict[str, Any]:
 @cache
 def code_version() -> str:
     """Digest of normexp's own sources: runs with the same digest were made by the same code."""
-    return digest_of_source(PACKAGE)
+    return digest_of_package(PACKAGE)
 
 
 @cache

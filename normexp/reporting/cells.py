@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
+import yaml
+
+from normexp.config.help import conf_dir
 from normexp.norms.slots import SLOTS, Slots
-from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared
+from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
 from normexp.reporting.read import SIZES, StudyRecords
 from normexp.reporting.style import order_norms
 
@@ -169,6 +174,57 @@ def _setting_keys(cells: Sequence[CellRow], budget: str) -> list[str]:
         if key in keys and _norms_that_vary(cells, _value_of(key), _place_by(chosen)):
             chosen.append(key)
     return sorted(chosen)
+
+
+def disagreements(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]:
+    """By key, the values for which two cells must not be compared.
+
+    These are all differences but those of the norm (with the slots of its YAML), of the sizes (with
+    what follows from the batch size) and of searched keys.
+    """
+    has_one_norm = first.name == second.name
+    searched = first.searched | second.searched
+
+    def may_differ(key: str) -> bool:
+        if key in (*SIZES, *searched):
+            return True
+        if key in SLOTS:
+            return all(_slot_of(cell, key) == _slot_of_yaml(cell.name, key) for cell in cells)
+        if _is_norm_key(key):
+            is_knob = has_one_norm and first.norm == second.norm
+            return not is_knob or (key == "norm.momentum" and _has_one_half_life(first, second))
+        if first.batch_size == second.batch_size:
+            return False
+        if key in BUDGET:
+            return any(key in first.config and key not in different for key in BUDGET)
+        rules = {cell.config.get("lr_rule") for cell in cells}
+        return key == "optim.momentum" and rules == {"momentum_aware"}
+
+    cells = (first, second)
+    different = differences(
+        *(replace(cell, config={**UNRECORDED, **cell.config}) for cell in cells)
+    )
+    return {key: values for key, values in different.items() if not may_differ(key)}
+
+
+def _has_one_half_life(first: CellRow, second: CellRow) -> bool:
+    """True if the running averages forget equally many samples at two batch sizes."""
+    values = [(cell.config.get("norm.momentum"), cell.batch_size) for cell in (first, second)]
+    rates = [math.log1p(-m) / size for m, size in values if isinstance(m, float) and 0 < m < 1]
+    return len(rates) == 2 and math.isclose(*rates, rel_tol=1e-6)
+
+
+def _slot_of(cell: CellRow, slot: str) -> Any:
+    return cell.config.get(slot, UNRECORDED[slot])
+
+
+@cache
+def _slot_of_yaml(norm: str, slot: str) -> Any:
+    """The slot that a shipped norm's YAML sets, or its default."""
+    path = conf_dir() / "norm" / f"{norm}.yaml"
+    written = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    value = written.get(slot)
+    return UNRECORDED[slot] if value is None else value
 
 
 def _is_norm_key(key: str) -> bool:

@@ -29,6 +29,7 @@ PREFERRED = (
 )
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 MAX_DIGITS = 4
+SHARE_OF_ERROR = 0.25  # an accuracy near 100 % has little error left: 1 point may be all of it
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
 
@@ -39,7 +40,9 @@ class Metric:
     label: axis title, with the unit
     unit: unit of a difference
     scale: factor from recorded to shown values
-    tolerance: smaller differences, in `unit`, are called ties
+    tolerance: smaller differences, in `unit`, count as none
+    share_of_error: and so do differences below this share of the reference's error
+    is_tolerance_given: the tolerance is not the default of the metric
     digits: minimum number of decimals
     """
 
@@ -50,6 +53,8 @@ class Metric:
     higher_is_better: bool
     tolerance: float
     digits: int
+    share_of_error: float = 0.0
+    is_tolerance_given: bool = False
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -64,8 +69,12 @@ class Metric:
     @property
     def tolerance_words(self) -> str:
         """`1 point`, `0.05 nats`."""
-        unit = self.unit.removesuffix("s") if self.tolerance == 1 else self.unit
-        return f"{self.tolerance:g} {unit}".strip()
+        return self.amount_words(self.tolerance)
+
+    def amount_words(self, amount: float) -> str:
+        """`1 point`, `0.62 points`."""
+        unit = self.unit.removesuffix("s") if amount == 1 else self.unit
+        return f"{amount:.2g} {unit}".strip()
 
     @property
     def worst(self) -> float:
@@ -104,7 +113,9 @@ def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     }
     label, unit, scale, default, digits = known.get(kind, (words, "", 1.0, 0.0, 3))
     limit = default if tolerance is None else tolerance
-    return Metric(name, label + suffix, unit, scale, higher, limit, digits)
+    share = SHARE_OF_ERROR if unit == "points" and tolerance is None else 0.0
+    is_given = tolerance is not None
+    return Metric(name, label + suffix, unit, scale, higher, limit, digits, share, is_given)
 
 
 def choose_metric(available: Collection[str], wanted: str | None) -> str | None:

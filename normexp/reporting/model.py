@@ -98,6 +98,7 @@ class CellRow:
     setting: how the settings differ from those of other cells, in words
     title: model, data and `setting`
     budget: `epochs=12`; empty if none is recorded
+    searched: keys whose values a search may have chosen, besides the norm's own
     """
 
     study: str
@@ -121,6 +122,7 @@ class CellRow:
     title: str = ""
     budget: str = ""
     budget_keys: frozenset[str] = frozenset()
+    searched: frozenset[str] = frozenset({"lr"})
 
     @property
     def protocol(self) -> str:
@@ -198,6 +200,7 @@ class Slice:
     independent: the norms that do not mix samples, along norm_batch_size
     rates: by norm and size, cells that differ in learning rate alone, where there are several
     values: the metric of every cell of `lines` and `rates`, by seed
+    is_metric_given: the user chose the metric of the report, and not the one that comes first
     """
 
     title: str
@@ -210,6 +213,7 @@ class Slice:
     independent: frozenset[str]
     rates: Mapping[tuple[str, int], Sequence[CellRow]]
     values: Mapping[CellRow, Values]
+    is_metric_given: bool = False
 
     @property
     def heading(self) -> str:
@@ -288,6 +292,28 @@ class Slice:
             cell: dict(sorted((self.values[cell] | _diverged(cell, worst)).items()))
             for cell in cells
         }
+
+    def samples_of(self, cell: CellRow) -> Mapping[int, np.ndarray]:
+        """The metric of each test sample, by seed; a diverged run has those of the worst run."""
+        if cell not in self._samples:
+            runs = {run.seed: run.samples(self.metric) for run in cell.runs}
+            lost = _diverged(cell, 0.0)
+            self._samples[cell] = runs | dict.fromkeys(lost, self._samples_of_worst)
+        return self._samples[cell]
+
+    @cached_property
+    def _samples(self) -> dict[CellRow, Mapping[int, np.ndarray]]:
+        return {}  # of the cells that were asked for
+
+    @cached_property
+    def _samples_of_worst(self) -> np.ndarray:
+        cells = dict.fromkeys(cell for _, cell in self.points)
+        known = [(run, run.value(self.metric)) for cell in cells for run in cell.runs]
+        values = [(value, run) for run, value in known if value is not None]
+        if not values:
+            return np.empty(0)
+        pick = min if self.metric.higher_is_better else max
+        return pick(values, key=lambda pair: pair[0])[1].samples(self.metric)
 
     def sensitivity(self, norm: str) -> Sensitivity:
         """What a norm of two or more sizes loses between them; without sizes that have no run."""

@@ -15,10 +15,10 @@ from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.read import StudyRecords, read_studies
 from normexp.reporting.sentences import Section, answer_slices, group_by_budget, headline_of
 from normexp.reporting.slices import build_slices
-from normexp.reporting.verdict import Comparison, compare
+from normexp.reporting.verdict import Change, Comparison, compare
 from normexp.stats.interval import Interval
 
-SCHEMA = 1  # of report.json
+SCHEMA = 2  # of report.json
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def _comparison_values(comparison: Comparison, ids: dict[CellRow, str]) -> dict[
         "lr": [comparison.first.lr, comparison.second.lr],
         "n": comparison.gap.n,
         "difference": _interval_values(comparison.gap),
-        "difference_over_samples": comparison.over_samples
-        and _interval_values(comparison.over_samples),
+        "test_samples": comparison.num_samples,  # 0: the interval is over seeds alone
+        "seeds_apart": comparison.assessment.num_apart,
         "margin": comparison.margin,
         "verdict": comparison.verdict,
         "why_no_verdict": comparison.why_no_verdict,
@@ -192,6 +192,17 @@ def _comparison_values(comparison: Comparison, ids: dict[CellRow, str]) -> dict[
         "family_size": comparison.family_size,
         "p": comparison.p,
         "recipes_differ_in": sorted(differences(comparison.first, comparison.second)),
+        "not_compared_for": sorted(comparison.unlike),
+        "change": comparison.change and _change_values(comparison.change),
+    }
+
+
+def _change_values(change: Change) -> dict[str, Any]:
+    return {
+        "budgets": list(change.budgets),
+        "difference": _interval_values(change.gap),
+        "margin": change.margin,
+        "verdict": change.kind,
     }
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 from normexp.reporting.metric import Metric, format_interval
 from normexp.reporting.model import CellRow, Values, mean_of, step_of
 from normexp.stats.interval import Interval
+from normexp.stats.outliers import lies_apart
 
 Row = dict[Any, Any]  # column to plain value
 
@@ -54,10 +55,13 @@ def _mean_row(cell: CellRow, values: Values, metric: Metric, step: float) -> Row
         "model": cell.model,
         "data": cell.data,
         **interval_row(interval, metric.digits),
+        "worst seed": (min if metric.higher_is_better else max)(values.values(), default=None),
+        "seeds apart": int(lies_apart(list(values.values()), step=step).sum()),
         "expected": cell.expected,
         "diverged": cell.diverged,
         "failed": cell.failed,
         "missing": cell.missing,
+        "digits": metric.digits,
         "count": _count_words(cell, interval.n),
         "seeds": shown or "none finished",
         "directory": str(cell.directory),

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
-from normexp.reporting.metric import format_signed
+from normexp.reporting.metric import Metric, describe_metric, format_signed
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice
-from normexp.reporting.verdict import DECIDED, Comparison, at_other_budgets, survives
+from normexp.reporting.verdict import DECIDED, Change, Comparison, at_other_budgets, margin_at
 from normexp.stats.interval import Interval
 
-STILL_FALLING = 0.01  # share of the first training loss, from one fifth of the steps to the next
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
 DIRECTED = ("loses", "gains", "better", "worse")
 # The headline of an answer is a claim of the first of these kinds that occurs.
-HEADLINES = (*DECIDED, "open", "interval", "no interval", "one size", "invalid", "no data")
+HEADLINES = (
+    *(*DECIDED, "open", "apart", "interval", "no interval", "one size", "unlike", "invalid"),
+    "no data",
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Section:
     """The answers about slices that differ only in their budget, and the sentence above them all.
 
     heading: what the slices have in common
-    headline: what survives at every budget; else what holds at one budget, and what at the others
+    headline: a verdict that is the same at every budget; else one, and what others say
     """
 
     heading: str
@@ -137,9 +140,10 @@ def _common_heading(answers: Sequence[Answer]) -> str:
 
 
 def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) -> Claim | None:
-    """The first verdict that survives at every budget, else the first verdict, else a claim.
+    """The first verdict that is the same at every budget, else the first verdict, else a claim.
 
-    Where a verdict was tried at several budgets, the sentence says what it is at each.
+    Where a difference was tried at several budgets, the sentence says what it is at each, and
+    whether it changes.
     """
     claims = [claim for answer in answers for claim in answer.sentences]
     budgets = {claim.comparison.budget for claim in claims if claim.comparison is not None}
@@ -149,21 +153,26 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
         comparison = claim.comparison
         if comparison is None or comparison.verdict is None:
             return ranks.get(claim.kind, len(HEADLINES) + 2)
-        others = {other.budget for other in at_other_budgets(comparison, comparisons)}
-        is_everywhere = {comparison.budget, *others} >= budgets and survives(
-            comparison, comparisons
-        )
-        return 0 if len(budgets) == 1 or is_everywhere else 1
+        same = {
+            other.budget
+            for other in at_other_budgets(comparison, comparisons)
+            if other.kind == comparison.kind
+        }
+        return 0 if {comparison.budget, *same} >= budgets else 1
 
     claim = min(claims, key=rank, default=None)
     if claim is None or claim.comparison is None or len(budgets) == 1:
         return claim
     comparison = claim.comparison
     kind = "interval" if comparison.kind == "open" else comparison.kind
-    words = f"{_words(comparison, kind)} at {comparison.budget}"
+    words = f"{_words(comparison, kind)} at {comparison.budget}{_rate_scope(comparison)}"
     words += ", undecided" if comparison.kind == "open" else ""
-    others = [_at_budget(comparison, other) for other in at_other_budgets(comparison, comparisons)]
-    return replace(claim, claim=words + "".join(others))
+    words += "".join(
+        _at_budget(comparison, other) for other in at_other_budgets(comparison, comparisons)
+    )
+    if comparison.change is not None:
+        words += f"; {_change_words(comparison, comparison.change)}"
+    return replace(claim, claim=words)
 
 
 def _at_budget(comparison: Comparison, other: Comparison) -> str:
@@ -221,6 +230,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
     kind, along = comparison.kind, comparison.is_along_sizes
+    cells = list(dict.fromkeys(cell for one in comparisons for cell in one.part.values))
     lost = lost_words(comparison.second, comparison.part)
     details = [
         _count_words(
@@ -228,23 +238,26 @@ def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
         ),
         f"{comparison.second.norm} at {comparison.sizes[1]}: {lost}" if lost else "",
         _diverged_words(comparison),
-        _over_samples_words(comparison),
+        _basis_words(comparison),
         _seed_words(comparison),
         _rate_words(comparison),
         _optimism_words(comparison),
-        _training_words(comparison) if comparison.verdict else "",
+        _training_words(comparison, cells) if comparison.verdict else "",
     ]
-    budget = f" ({comparison.budget})" if comparison.budget else ""
-    is_scoped = comparison.verdict is not None and not survives(comparison, comparisons)
-    scope = f", at this budget{budget}" if is_scoped else ""
+    budget = f", at {comparison.budget}" if comparison.budget else ""
+    scope = budget + _rate_scope(comparison) if comparison.verdict else ""
+    elsewhere = [
+        _budget_words(comparison, other) for other in at_other_budgets(comparison, comparisons)
+    ]
+    if comparison.change is not None:
+        words = _change_words(comparison, comparison.change)
+        elsewhere.append(f" {words[0].upper()}{words[1:]}.")
     return Claim(
         [comparison.first.norm],
         kind,
         _words(comparison, kind) + scope,
         "; ".join(filter(None, details)),
-        "".join(
-            _budget_words(comparison, other) for other in at_other_budgets(comparison, comparisons)
-        ),
+        "".join(elsewhere),
         sizes=sorted(set(comparison.sizes)),
         reference="" if along else comparison.second.norm,
         comparison=comparison,
@@ -259,10 +272,18 @@ def _words(comparison: Comparison, kind: str) -> str:
         comparison.second.norm,
         comparison.sizes,
     )
-    shown, limit = _shown(comparison, kind, comparison.gap), metric.tolerance_words
+    shown, limit = _shown(comparison, kind, comparison.gap), _margin_words(comparison)
     missing = "too few seeds for an" if comparison.gap.n < 2 else "the same for every seed, so no"
-    end = {"no interval": f"; {missing} interval", "open": "; undecided"}.get(kind, "")
+    apart, n = comparison.assessment.num_apart, comparison.gap.n
+    lie = "seeds lie" if apart > 1 else "seeds lies"
+    end = {
+        "no interval": f"; {missing} interval",
+        "open": "; undecided",
+        "apart": f"; undecided: {apart} of {n} {lie} apart",
+    }.get(kind, "")
     least = f"at least {shown}" if comparison.has_diverged else shown  # of a verdict
+    if comparison.unlike:
+        return _unlike_words(comparison)
     loses, gains = ("loses", "gains") if metric.higher_is_better else ("worsens by", "improves by")
     if comparison.is_along_sizes:
         where = f"from {axis} {large} to {small}"
@@ -288,27 +309,78 @@ def _shown(comparison: Comparison, kind: str, gap: Interval) -> str:
     return comparison.part.metric.format(-gap if is_negated else gap)
 
 
-def _over_samples_words(comparison: Comparison) -> str:
-    if comparison.over_samples is None:
-        return ""
-    words = _shown(comparison, comparison.kind, comparison.over_samples)
-    is_same = words == _shown(comparison, comparison.kind, comparison.gap)
-    return "the same over test samples too" if is_same else f"over test samples too {words}"
+def _unlike_words(comparison: Comparison) -> str:
+    """`batch and group are not compared: num_steps=200 and 800 differ`."""
+    ends = [f"{cell.norm} {name}" for name, cell in _ends(comparison)]
+    if not comparison.is_along_sizes:
+        ends = [comparison.first.norm, comparison.second.norm]
+    values = [f"{key}={a} and {b}" for key, (a, b) in sorted(comparison.unlike.items())]
+    return f"{' and '.join(ends)} are not compared, their recipes differ: {', '.join(values)}"
+
+
+def _margin_words(comparison: Comparison) -> str:
+    """`a quarter of batch's error (0.62 points)`, or `1 point`."""
+    metric, margin = comparison.part.metric, comparison.margin
+    words = metric.amount_words(margin)
+    is_share = metric.share_of_error and margin < metric.tolerance
+    norm = comparison.second.norm
+    whose = "its" if comparison.is_along_sizes else f"{norm}'s"
+    return f"a quarter of {whose} error ({words})" if is_share else words
+
+
+def _basis_words(comparison: Comparison) -> str:
+    """What the interval does not allow for, and choices that were made after the data."""
+    metric = comparison.part.metric
+    return "; ".join(
+        filter(
+            None,
+            (
+                "" if comparison.num_samples else "on these test samples",
+                f"tolerance={metric.tolerance:g} given to the report" * metric.is_tolerance_given,
+                f"metric={metric.name} given to the report" * comparison.part.is_metric_given,
+            ),
+        )
+    )
+
+
+def _rate_scope(comparison: Comparison) -> str:
+    """` and lr=0.1` where each cell was trained at one rate."""
+    cells = (comparison.first, comparison.second)
+    rates = list(dict.fromkeys(f"{cell.lr:g}" for cell in cells if cell.lr is not None))
+    is_searched = any(comparison.part.alternatives(cell) for cell in cells)
+    return f" and lr={' and '.join(rates)}" if rates and not is_searched else ""
 
 
 def _budget_words(comparison: Comparison, other: Comparison) -> str:
-    """` At epochs=48: 0.8 [0.3, 1.3] points the other way: the verdict does not survive.`"""
+    """` At epochs=48: 0.8 [0.3, 1.3] points the other way.`"""
+    if other.unlike:
+        return ""
     if other.gap.estimate is None or comparison.gap.estimate is None:
         return f" {other.budget}: no result."
-    turns = comparison.kind in DIRECTED and other.gap.estimate * comparison.gap.estimate < 0
-    words = (
-        f" At {other.budget}: {_shown(other, comparison.kind, -other.gap if turns else other.gap)}"
-    )
-    words += " the other way" * turns
-    if comparison.verdict is None:
-        return f"{words}."
-    end = "survives" if other.kind == comparison.kind else "does not survive"
-    return f"{words}: the verdict {end}."
+    turns = _side(comparison.gap) * _side(other.gap) < 0 and comparison.kind in DIRECTED
+    shown = _shown(other, comparison.kind, -other.gap if turns else other.gap)
+    return f" At {other.budget}: {shown}{' the other way' * turns}."
+
+
+def _side(gap: Interval) -> int:
+    """The sign of an interval that excludes 0, else 0."""
+    if gap.low is None or gap.high is None:
+        return 0
+    return int(gap.low > 0) - int(gap.high < 0)
+
+
+def _change_words(comparison: Comparison, change: Change) -> str:
+    """`from epochs=12 to epochs=48 the difference changes by 2.9 [2.1, 3.7] points`."""
+    metric = comparison.part.metric
+    gap = change.gap if metric.higher_is_better else -change.gap
+    where, shown = " to ".join(change.budgets), metric.format(gap)
+    amount = metric.amount_words(change.margin)
+    return f"from {where} " + {
+        "changes": f"the difference changes by {shown}",
+        "does not change": f"the difference does not change by more than {amount}: {shown}",
+        "no data": "no seed has a result at both",
+        "apart": f"it is undecided whether the difference changes: {shown}, and seeds lie apart",
+    }.get(change.kind, f"it is undecided whether the difference changes: {shown}")
 
 
 def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> str:
@@ -324,13 +396,17 @@ def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> s
         members.append("each norm that mixes samples, from its largest to its smallest size")
     if references:
         members.append(f"each norm against {_listed(list(references))} at the smallest size")
-    count = ": ".join([str(len(judged)), *filter(None, [", and ".join(members)])])
+    if any(comparison.change is not None for comparison in judged):
+        members.append("its change from the shortest to the longest budget")
+    size = judged[0].family_size if judged else 0
+    count = ": ".join([str(size), *filter(None, [", and ".join(members)])])
     return (
-        "Intervals are 95 % each, for new seeds on the same test samples, paired by seed. The "
-        f"number of differences that this report gives a verdict on is {count}. The probability "
-        "that any of these verdicts is false is at most 5 %, so a difference may be undecided "
-        "although its own interval excludes 0. Training counts as converged where its loss changed "
-        "by less than 1 % of its first value over the last fifth of the steps."
+        "Intervals of differences are 95 % each, paired by seed, for new seeds and new test "
+        "samples; for new seeds alone where it says 'on these test samples'. The number of "
+        f"differences that this report tests is {count}. The probability that any verdict on them "
+        "is false is at most 5 %, so a difference may be undecided although its own interval "
+        "excludes 0. Training counts as converged where a budget at least twice as long moved "
+        "neither its loss nor the metric by the margin."
     )
 
 
@@ -410,39 +486,64 @@ def _optimism_words(comparison: Comparison) -> str:
     return f"learning rates chosen on these seeds: optimism {', '.join(amounts)}" if amounts else ""
 
 
-def _training_words(comparison: Comparison) -> str:
-    """`train loss at 2: 0.67 (still falling), at 128: 0.05 (converged)`."""
-    ends = [(name, _training_end(cell)) for name, cell in _ends(comparison)]
+def _training_words(comparison: Comparison, cells: Sequence[CellRow]) -> str:
+    """`train loss at 2: 0.67 (not known to have converged), at 128: 0.05 (converged)`."""
+    part = comparison.part
+    ends = [(name, _training_end(cell, part, cells)) for name, cell in _ends(comparison)]
     known = [f"{name}: {words}" for name, words in ends if words]
     return f"train loss {', '.join(known)}" if known else "train loss not recorded"
 
 
-def _training_end(cell: CellRow) -> str:
-    """`0.67 (still falling)`: the loss over the last fifth of the steps, averaged over seeds.
+def _training_end(cell: CellRow, part: Slice, cells: Sequence[CellRow]) -> str:
+    """`0.67 (not known to have converged)`: the loss over the last fifth of the steps.
 
-    Still falling: lower than over the fifth before by more than STILL_FALLING of the first loss.
-    Empty without a recorded loss.
+    Converged: a budget at least twice as long moved neither this loss nor the metric by as much as
+    the margin. Empty without a recorded loss.
+
+    cells: all cells of the report
     """
-    levels, falls = [], []
+    level = _last_loss(cell)
+    if level is None:
+        return ""
+    margin = describe_metric("train/loss").tolerance
+    is_converged = any(
+        (other_level := _last_loss(other)) is not None
+        and abs(other_level - level) < margin
+        and _moves_less_than_margin(cell, other, part.metric)
+        for other in _longer(cell, cells)
+    )
+    return f"{level:.2g} ({'converged' if is_converged else 'not known to have converged'})"
+
+
+def _longer(cell: CellRow, cells: Sequence[CellRow]) -> Iterator[CellRow]:
+    """The same cell at budgets that are at least twice as long."""
+    for other in cells:
+        is_same = (other.base, other.lr, other.place) == (cell.base, cell.lr, cell.place)
+        sizes = [(c.batch_size, c.micro_batch_size, c.norm_batch_size) for c in (cell, other)]
+        lengths = [c.budget.partition("=")[::2] for c in (cell, other)]
+        (unit, short), (other_unit, long) = lengths
+        is_same = is_same and sizes[0] == sizes[1] and unit == other_unit
+        if is_same and short and float(long) >= 2 * float(short):
+            yield other
+
+
+def _moves_less_than_margin(cell: CellRow, other: CellRow, metric: Metric) -> bool:
+    means = [np.mean([*values.values()]) for c in (cell, other) if (values := c.values(metric))]
+    if len(means) < 2:
+        return False
+    return bool(abs(means[1] - means[0]) < margin_at(metric, float(means[1])))
+
+
+@cache
+def _last_loss(cell: CellRow) -> float | None:
+    """The training loss over the last fifth of the steps, averaged over seeds."""
+    levels = []
     for run in cell.runs:
         curve = [row for row in run.history() if row.name == "train/loss"]
-        if run.result.status != "finished" or not curve:
-            continue
-        samples, values = (
-            np.array(column)
-            for column in zip(*((r.samples_seen, r.value) for r in curve), strict=True)
-        )
-        fifth = np.ceil(5 * samples / samples[-1])
-        last, before = values[fifth == 5], values[fifth == 4]
-        levels.append(last.mean())
-        if len(before):
-            falls.append((before.mean() - last.mean()) / values[0])
-    if not levels:
-        return ""
-    end = "converged" if falls else "slope unknown"
-    if falls and abs(np.mean(falls)) > STILL_FALLING:
-        end = "still falling" if np.mean(falls) > 0 else "rising"
-    return f"{np.mean(levels):.2g} ({end})"
+        if run.result.status == "finished" and curve:
+            end = curve[-1].samples_seen
+            levels.append(np.mean([row.value for row in curve if row.samples_seen > 0.8 * end]))
+    return float(np.mean(levels)) if levels else None
 
 
 def _place_words(run: RunRow) -> str:

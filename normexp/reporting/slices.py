@@ -29,7 +29,11 @@ def build_slices(
         if not available:  # all diverged or failed, which is worth reporting too
             name = metric or PREFERRED[0]
         if name is not None:
-            slices += _slices_of(panel, describe_metric(name, tolerance))
+            is_given = name != (choose_metric(available, None) or name)
+            described = describe_metric(name, tolerance)
+            slices += [
+                replace(part, is_metric_given=is_given) for part in _slices_of(panel, described)
+            ]
     return _with_slugs(slices)
 
 

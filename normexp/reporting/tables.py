@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from normexp.reporting.cells import disagreements
 from normexp.reporting.metric import (
     PREFERRED,
     Metric,
@@ -194,7 +195,18 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
         rows |= _rows_of(same, describe_metric(name, tolerance))
     columns = [
         *("norm", "model", "data", "setting", "batch size", "norm batch size", "lr", "metric"),
-        *(MEAN, "n", "seeds", "diverged", "failed", "missing", "note", "directory"),
+        *(
+            MEAN,
+            "worst seed",
+            "seeds apart",
+            "n",
+            "seeds",
+            "diverged",
+            "failed",
+            "missing",
+            "note",
+            "directory",
+        ),
     ]
     frame = frame_of([rows[cell] for cell in cells], [*columns, *NUMBERS, "count"])
     return Table("cells", "Cells", columns, frame, NUMBERS, ["seeds", "directory"])
@@ -252,7 +264,8 @@ def size_table(part: Slice) -> Table:
     count = _range_words(row["n"] for row in shown.values())
     note = (
         f"{metric.label}, mean and 95 % interval over the seeds that finished, "
-        f"n = {count}. Bold: the best mean of each size, and those that a t "
+        f"n = {count}; the worst seed, and the number of seeds that lie apart. "
+        "Bold: the best mean of each size, and those that a t "
         f"test paired by seed{common} does not tell from it at the 5 % level (Bonferroni over the "
         "norms at that size)."
     )
@@ -267,7 +280,12 @@ def size_table(part: Slice) -> Table:
 
 
 def _size_text(row: Row) -> str:
-    return row["text"] + (f" ({row['count']})" if "/" in row["count"] else "")
+    """`97.9 [97.4, 98.4], worst 96.4, 1 apart (7/8 ×1)`."""
+    words = [row["text"]]
+    if row["n"] > 1:
+        words.append(f"worst {row['worst seed']:.{row['digits']}f}")
+        words += [f"{row['seeds apart']} apart"] if row["seeds apart"] else []
+    return ", ".join(words) + (f" ({row['count']})" if "/" in row["count"] else "")
 
 
 def _range_words(counts: Iterable[int]) -> str:
@@ -280,7 +298,8 @@ def best_norms(part: Slice, size: int) -> dict[str, int]:
     """The norm with the best mean at a size, then all that a t test does not tell from it.
 
     By norm, the number of seeds in common with the best. Norms with fewer than two are left out,
-    because they can be tested neither way; empty if fewer than two norms are left.
+    because they can be tested neither way; empty if fewer than two norms are left, or if the
+    recipes differ in more than the norm.
     """
     cells = {
         norm: line[size]
@@ -292,6 +311,8 @@ def best_norms(part: Slice, size: int) -> dict[str, int]:
     means = {norm: sign * np.mean(list(part.values[cell].values())) for norm, cell in known.items()}
     best = max(means, key=lambda norm: means[norm], default=None)
     if best is None or len(known) < 2:
+        return {}
+    if any(disagreements(cells[best], cell) for cell in known.values()):
         return {}
     tied = {best: len(part.values[known[best]])}
     for norm, cell in known.items():
@@ -306,7 +327,7 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
     """A row per norm and slice: the loss between two sizes, regret, threshold and slope."""
     columns = [
         *("norm", "setting", "size", "metric", "verdict", "from", "to", "worse by"),
-        *("worse by, over test samples too", "best size", "regret at the smallest size"),
+        *("best size", "regret at the smallest size"),
         *("threshold", "passed at size", "worse by, per halving", "n", "seeds"),
     ]
     rows = []
@@ -328,15 +349,14 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
 
 
 def _sensitivity_row(sensitivity: Sensitivity, comparison: Comparison) -> Row:
-    metric, over = comparison.part.metric, comparison.over_samples
+    metric = comparison.part.metric
     smallest, largest = sensitivity.sizes[0], sensitivity.sizes[-1]
     slope = format_interval(sensitivity.slope, metric.digits + 1)
     known = [size for size, loss in sensitivity.losses.items() if loss.estimate is not None]
     return {
         "from": largest,
         "to": smallest,
-        "worse by": format_interval(sensitivity.drop, metric.digits),
-        "worse by, over test samples too": over and format_interval(-over, metric.digits),
+        "worse by": format_interval(-comparison.gap, metric.digits),
         "best size": sensitivity.best_size,
         "regret at the smallest size": format_interval(sensitivity.regret, metric.digits),
         "threshold": metric.tolerance_words,
@@ -360,7 +380,7 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
     """A row per norm, slice and reference; p is multiplied by the size of the family."""
     columns = [
         *("norm", "reference", "setting", "at", "difference (positive: better)"),
-        *("over test samples too", "unit", "probability of improvement", "p in the family"),
+        *("test samples", "unit", "probability of improvement", "p in the family"),
         *("n", "verdict"),
     ]
     rows = []
@@ -370,19 +390,20 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
             comparison = claim.comparison
             if comparison is None:
                 continue
-            gap, over = comparison.gap, comparison.over_samples
+            gap = comparison.gap
             values = (
                 *(claim.norm, claim.reference, answer.heading),
                 f"{AXIS_WORDS[part.axis]} {part.sizes[0]}",
                 format_interval(gap, metric.digits),
-                over and format_interval(over, metric.digits),
+                comparison.num_samples or None,
                 metric.unit,
                 format_interval(comparison.improvement, 2),
                 *(comparison.p, gap.n, claim.kind),
             )
             rows.append(dict(zip(columns, values, strict=True)))
     note = (
-        "p in the family: of a t test paired by seed, times the number of verdicts of the report. "
+        "Test samples: that the interval allows for; without, it is for these samples. p in the "
+        "family: of a t test paired by seed, times the number of tests of the report. "
         "Diverged runs count as the worst run; a difference that they could turn is open, "
         "whatever its p."
     )

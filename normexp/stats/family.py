@@ -1,8 +1,9 @@
 """One family of verdicts with one error rate, and the number of seeds that a verdict takes.
 
-A member is a difference d with a t interval. Three sentences are possible: d > 0, d < 0, and
-|d| < margin ("holds its level"). If each test is made at level a, a false sentence is said with
-probability at most a, whatever the true d:
+A member is a difference d with a t interval, between two norms, two sizes or two budgets. Three
+sentences are possible: d > 0, d < 0, and |d| < margin ("holds its level", "does not change"). If
+each test is made at level a, a false sentence is said with probability at most a, whatever the true
+d:
 
 - d = 0: only the two directions are false; a two-sided test at level a says one of them.
 - 0 < |d| < margin: only the wrong direction is false, probability a / 2.
@@ -14,12 +15,20 @@ both (Goeman, Solari and Stijnen 2010, "Three-sided hypothesis testing"; equival
 1987 two one-sided tests). Over m members a = 5 % / m keeps the probability of any false sentence in
 the report at 5 %, however the members depend on each other (Bonferroni). Holm's steps down would be
 wrong here: a member whose difference is shown may still have a false "within" or a false direction,
-so by the closure principle it never leaves the family.
+so by the closure principle it never leaves the family. m counts the members that were declared, not
+those that have results so far.
+
+A margin may be estimated, such as a quarter of the reference's error. Then "within" is that every
+distance from d to a margin is positive, each shown by its own one-sided test at level a, with the
+noise of the reference inside (intersection-union test, Berger 1982: no correction for their
+number). See normexp.stats.contrast.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from scipy.special import nctdtrinc, stdtr, stdtrit
@@ -33,34 +42,48 @@ MAX_SEEDS = 1000
 Verdict = Literal["above", "below", "within", "open"]
 
 
-def decide(interval: Interval, *, margin: float, family_size: int) -> Verdict:
+def decide(gap: Interval, *, distances: Sequence[Interval], family_size: int) -> Verdict:
     """The verdict on one member; `open` if undecided or without bounds.
 
     A difference takes precedence over `within`. A family of one tests `within` at half the level,
     so that the 95 % interval lies within the margin too.
+
+    distances: from the gap to each margin, positive within; see `distances_to`
     """
-    if interval.estimate is None:
+    if gap.estimate is None:
         return "open"
-    if family_size * p_value(interval) <= ALPHA:
-        return "above" if interval.estimate > 0 else "below"
-    is_within = max(family_size, 2) * equivalence_p(interval, margin) <= ALPHA
+    if family_size * p_value(gap) <= ALPHA:
+        return "above" if gap.estimate > 0 else "below"
+    is_within = max(family_size, 2) * equivalence_p(distances) <= ALPHA
     return "within" if is_within else "open"
+
+
+def distances_to(margin: float, gap: Interval) -> list[Interval]:
+    """margin - gap and margin + gap, for a margin that is a constant."""
+    if gap.estimate is None:
+        return []
+    # The bounds and p of a shifted mean differ from those of the mean by the shift alone.
+    return [_shifted(-gap, margin), _shifted(gap, margin)]
 
 
 def p_value(interval: Interval) -> float:
     """Two-sided p of "the mean is 0" for a t interval; 1 without bounds."""
     if interval.estimate is None or interval.low is None:
         return 1.0
-    df, error = _t_of(interval)
-    return float(2 * stdtr(df, -abs(interval.estimate) / error))
+    return max(
+        float(2 * stdtr(df, -abs(interval.estimate) / error)) for df, error in _t_of(interval)
+    )
 
 
-def equivalence_p(interval: Interval, margin: float) -> float:
-    """p of "the mean is not within -+ margin" by two one-sided t tests; 1 without bounds."""
+def equivalence_p(distances: Sequence[Interval]) -> float:
+    """p of "not all of these means are positive", by one-sided t tests; 1 without bounds."""
+    return max((_p_of_positive(distance) for distance in distances), default=1.0)
+
+
+def _p_of_positive(interval: Interval) -> float:
     if interval.estimate is None or interval.low is None:
         return 1.0
-    df, error = _t_of(interval)
-    return float(stdtr(df, -(margin - abs(interval.estimate)) / error))
+    return max(float(stdtr(df, -interval.estimate / error)) for df, error in _t_of(interval))
 
 
 def smallest_difference(n: int, sd: float, family_size: int) -> float:
@@ -82,7 +105,17 @@ def seeds_for(difference: float, sd: float, family_size: int) -> int | None:
     return next(needed, None)
 
 
-def _t_of(interval: Interval) -> tuple[float, float]:
+def _t_of(interval: Interval) -> list[tuple[float, float]]:
+    """Degrees of freedom and standard error of each t test that a verdict must pass."""
     if interval.df is None or interval.error is None:
         raise ValueError("only a t interval has the p value of a t test")
-    return interval.df, interval.error
+    alone = [] if interval.over_seeds is None else [interval.over_seeds]
+    return [(interval.df, interval.error), *alone]
+
+
+def _shifted(interval: Interval, shift: float) -> Interval:
+    estimate, low, high = (
+        None if value is None else value + shift
+        for value in (interval.estimate, interval.low, interval.high)
+    )
+    return replace(interval, estimate=estimate, low=low, high=high)

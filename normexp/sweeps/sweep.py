@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from normexp.config.outcome import Outcome
 from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
-from normexp.config.spec import CellSpec
+from normexp.config.spec import CellSpec, identify
 from normexp.errors import Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
 from normexp.records.paths import LOG_FILE
@@ -119,6 +119,7 @@ def train_cells(
         validate_keys(cfg, COMMAND_KEYS)
     dry_run = bool(shared_value(cfgs, "dry_run"))
     fail_fast = bool(shared_value(cfgs, "fail_fast"))
+    identify(cells)
     log = StudyLog(cells, words, command_id)
     if dry_run:
         return plan_cells(log)

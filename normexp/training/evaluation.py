@@ -183,7 +183,11 @@ class Evaluator:
     def _measure_population(self, replicas: Replicas) -> Population | None:
         num_samples, group_size = self.recipe.precise_samples, self.recipe.sizes.norm
         return measure_population(
-            replicas, self.data, num_samples=num_samples, group_size=group_size
+            replicas,
+            self.data,
+            num_samples=num_samples,
+            group_size=group_size,
+            limit=self.recipe.evaluation_limit,
         )
 
     @torch.no_grad()
@@ -206,7 +210,8 @@ class Evaluator:
         each: list[Tensor] = []  # (S, block) each
         order: list[Tensor] = []
         num_targets = 0
-        num_samples = num_samples or block_size(replicas, group_size or 1)
+        limit = self.recipe.evaluation_limit
+        num_samples = num_samples or block_size(replicas, group_size or 1, limit)
         for indices, num_counted in evaluation_blocks(self.data, split, num_samples, group_size):
 
             def measure(output: Tensor, own: Batch, num: int = num_counted) -> Measurements:

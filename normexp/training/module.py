@@ -148,6 +148,8 @@ class TrainingModule(pl.LightningModule):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         dtype = next(self.replicas.parameters()).dtype
         batches = self.batches.chunk(chunk.start, chunk.stop - chunk.start, dtype)
+        assert self._gradient is not None
+        self._gradient.draw(range(chunk.start, chunk.stop))
         for step, batch in enumerate(batches, start=chunk.start):
             for parameter in parameters:  # zero_grad without its profiling
                 parameter.grad = None
@@ -180,7 +182,7 @@ class TrainingModule(pl.LightningModule):
         if recipe.schedule.build is not None and recipe.schedule.monitor is None:
             self._scheduler().step()
         if self.averaged is not None:
-            self.averaged.update_parameters(self.replicas)
+            self.averaged.update(self.replicas, is_first=self.step == 1)
 
     def _scheduler(self) -> Any:
         return self.lr_schedulers()

@@ -42,13 +42,30 @@ def parameter_groups(
 class AveragedWeights(AveragedModel):
     """An exponential moving average of replicas' weights: w = decay w + (1 - decay) w_t.
 
-    `update_parameters` takes w_t after step t; w begins as w_1. Buffers are those of the last step.
+    `update` takes w_t after step t; w begins as w_1. Buffers are those of the last step.
     """
 
     module: Replicas
 
     def __init__(self, replicas: Replicas, decay: float) -> None:
         super().__init__(replicas, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self._average = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def update(self, replicas: Replicas, *, is_first: bool) -> None:
+        """Takes the weights after a step, as `update_parameters` does.
+
+        That method reads its counter from the device, twice, and so waits for each step.
+        """
+        averages: list[Tensor] = list(self.module.parameters())
+        weights: list[Tensor] = list(replicas.parameters())
+        buffers = zip(self.module.buffers(), replicas.buffers(), strict=True)
+        copied = [*zip(averages, weights, strict=True), *buffers] if is_first else list(buffers)
+        if not is_first:
+            self._average(averages, weights, self.n_averaged)
+        for own, new in copied:
+            own.copy_(new)
+        self.n_averaged += 1
 
 
 class ReplicaRates:

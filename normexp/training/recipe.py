@@ -62,6 +62,7 @@ class Recipe:
     watched_steps: tuple[int, ...] = ()  # before which a chunk ends, so that a callback can act
     lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
     mixed_in_evaluation: int | None = None  # samples that the norm mixes there; None if it does not
+    evaluation_limit: int | None = None  # samples of all replicas that fit on a GPU; None on a CPU
 
     @property
     def num_steps(self) -> int:
@@ -77,12 +78,15 @@ class Recipe:
         precise = {"precise": self.precise_samples} if "precise" in self.statistics else {}
         return precise | {f"batch{size}": size for size in self.evaluation_batch_sizes}
 
-    def for_norm(self, *, mixes_samples: bool, mixes_in_evaluation: bool) -> Recipe:
+    def for_norm(
+        self, *, mixes_samples: bool, mixes_in_evaluation: bool, evaluation_limit: int | None
+    ) -> Recipe:
         """The recipe for a norm that was probed: what does not depend on batches is left out."""
         return replace(
             self,
             evaluation_batch_sizes=self.evaluation_batch_sizes if mixes_samples else (),
             mixed_in_evaluation=self.sizes.norm if mixes_in_evaluation else None,
+            evaluation_limit=evaluation_limit,
         )
 
     def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:

@@ -46,6 +46,21 @@ class StepGradient:
         self.processes = processes
         self.share = processes.share if processes else WHOLE
         self._add_gradient = add_gradient or replicas.add_gradient
+        self._dropout_keys: dict[int, Tensor] = {}  # (num_dropouts, S) of each drawn step
+
+    def draw(self, steps: range) -> None:
+        """Draws the dropout keys of steps at once: a copy per step would wait for the device."""
+        count = self.replicas.num_dropouts
+        if not count:
+            return
+        keys = [
+            [derive_seed(seed, "dropout", step * count + i) for seed in self.seeds]
+            for step in steps
+            for i in range(count)
+        ]
+        device = next(self.replicas.parameters()).device
+        drawn = torch.tensor(keys, device=device).unflatten(0, (len(steps), count))
+        self._dropout_keys = dict(zip(steps, drawn, strict=True))
 
     def add(self, step: int, batch: Batch) -> Tensor:
         """Adds the gradient of `step`, counted from 0, to the parameters and updates the buffers.
@@ -95,14 +110,11 @@ class StepGradient:
 
     def _set_draws(self, step: int, first_sample: int) -> None:
         """Makes all randomness of the next forward a function of (seed, step, sample)."""
-        replicas, num_dropouts = self.replicas, self.replicas.num_dropouts
-        if num_dropouts:
-            keys = [
-                [derive_seed(seed, "dropout", step * num_dropouts + i) for seed in self.seeds]
-                for i in range(num_dropouts)
-            ]
-            device = next(replicas.parameters()).device
-            replicas.set_dropout(torch.tensor(keys, device=device), first_sample)
+        replicas = self.replicas
+        if replicas.num_dropouts:
+            if step not in self._dropout_keys:
+                self.draw(range(step, step + 1))
+            replicas.set_dropout(self._dropout_keys[step], first_sample)
         if isinstance(replicas, InTurn) and replicas.has_foreign_draws:
             index = step * self.sizes.batch_size + first_sample
             replicas.seed_foreign_draws([derive_seed(s, "foreign", index) for s in self.seeds])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from normexp import build as building
 from normexp.cells import cell as cell_module
@@ -228,39 +228,46 @@ def test_a_slot_is_one_training_whoever_says_it():
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the data sets that are built, in order."""
-    names: list[str] = []
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """The data sets that are built, in order."""
+    built: list[object] = []
 
-    def build(cfg: DictConfig) -> object:
-        names.append(cfg.data.name)
-        return object()
+    def build(_: DictConfig) -> object:
+        built.append(object())
+        return built[-1]
 
     monkeypatch.setattr(building, "build_data", build)
     with building.keeping_data():
         pass
     with building.keeping_data():
-        yield names
+        yield built
 
 
-def load(name: str, folder: str = "here", digest: str | None = None) -> object:
-    data = {"_target_": "normexp.data.mine", "name": name, "dir": "${folder}"}
-    return building.load_data(OmegaConf.create({"data": data, "folder": folder}), digest)
+def load(*words: str) -> object:
+    (spec,) = compose_cells(parse_command(list(words)))
+    return building.load_data(spec)
 
 
-def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[str]):
-    first, second = load("a"), load("b")
-    assert (load("a"), load("b")) == (first, second)
+def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[object]):
+    a, b, c = ("data=digits",), ("data=langid",), ("data=manual",)
+    first, second = load(*a), load(*b)
+    assert (load(*a), load(*b, "norm=group")) == (first, second)
     with building.keeping_data():
-        load("c")  # `a` has waited longest
-        assert load("b") is second and load("a") is not first
-    assert load("b") is not second
-    assert loaded == ["a", "b", "c", "a", "b"]
+        load(*c)  # `a` has waited longest
+        assert load(*b) is second and load(*a) is not first
+    assert load(*b) is not second
+    assert len(loaded) == 5
 
 
-def test_other_values_and_files_are_other_data(loaded: list[str]):
-    assert load("a") is not load("a", folder="there")
-    assert load("a", digest="1") is not load("a", digest="2")
+def test_other_values_and_files_are_other_data(loaded: list[object], tmp_path: Path):
+    assert load("data=digits") is not load("data=digits", "data.limit_train=64")
+    file = tmp_path / "text.txt"
+    words = ["data=text_file", f"data.path={file}"]
+    file.write_text("before")
+    before = load(*words)
+    assert load(*words) is before
+    file.write_text("after")
+    assert load(*words) is not before
     assert len(loaded) == 4
 
 

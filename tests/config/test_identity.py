@@ -157,7 +157,7 @@ def test_a_raised_number_changes_the_ids_of_its_choice_alone(monkeypatch: pytest
 @pytest.mark.slow
 def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
     """A new knob, or a class that moves, does not change recorded ids."""
-    own = ("custom", "text_file", "image_folder", "manual")
+    own = ("custom", "text_file", "image_folder", "manual", "langid")
     choices = {
         group: [
             name

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from normexp.records import content
-from normexp.records.content import digest_of_path
+from normexp.records.content import digest_of_path, reading_once
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +68,13 @@ def test_a_torn_or_unwritable_cache_is_computed_again(torn: str, folder: Path, c
     file.parent.rmdir()
     file.parent.write_text("a file where the cache should be")
     assert digest_of_path(folder) == before
+
+
+def test_inside_a_block_a_file_is_looked_at_once(tmp_path: Path):
+    file = tmp_path / "text.txt"
+    file.write_text("before")
+    with reading_once():
+        before = digest_of_path(file)
+        file.write_text("after")
+        assert digest_of_path(file) == before
+    assert digest_of_path(file) != before

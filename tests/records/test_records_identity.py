@@ -7,20 +7,18 @@ import platform
 import re
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import normexp
-from normexp.records import environment, identity
+from normexp.records import environment
 from normexp.records.environment import describe_environment, git_commit
 from normexp.records.identity import (
     canonical_sizes,
     cell_id,
     differences,
-    digest_of_data,
-    digest_of_source,
     source_root,
 )
 
@@ -78,36 +76,19 @@ def test_a_slug_is_safe_and_short(part: str):
 # --- Sources -------------------------------------------------------------------------------------
 
 
-def source_digest(module_file: Path) -> str | None:
-    root = source_root(module_file)
-    return None if root is None else digest_of_source(root)
-
-
-def test_a_source_digest_follows_an_edit_of_its_file_or_of_a_helper_in_its_package(tmp_path: Path):
+def test_source_begins_at_the_outermost_package_and_not_in_installed_ones(tmp_path: Path):
     package = tmp_path / "my_pkg"
     (package / "norms").mkdir(parents=True)
-    for file in ("__init__.py", "norms/__init__.py", "norms/mine.py", "helper.py", "notes.txt"):
-        (package / file).write_text("x = 1\n")
-    (tmp_path / "alone.py").write_text("x = 1\n")
-    alone, mine = tmp_path / "alone.py", package / "norms" / "mine.py"
-    digests = [source_digest(alone), source_digest(mine)]
-    (package / "notes.txt").write_text("not source")
-    (tmp_path / "unrelated.py").touch()
-    assert [source_digest(alone), source_digest(mine)] == digests
-    (package / "helper.py").write_text("x = 2\n")
-    digests.append(source_digest(mine))
-    (package / "helper.py").rename(package / "renamed.py")
-    digests.append(source_digest(mine))
-    alone.write_text("x = 2\n")
-    assert len({*digests, source_digest(alone)}) == 5
-
-
-def test_normexp_and_installed_packages_have_no_source_digest(tmp_path: Path):
     installed = tmp_path / "site-packages" / "foreign.py"
     installed.parent.mkdir()
-    installed.touch()
+    for file in ("my_pkg/__init__.py", "my_pkg/norms/__init__.py", "my_pkg/norms/mine.py"):
+        (tmp_path / file).touch()
+    for file in (tmp_path / "alone.py", installed):
+        file.touch()
+    assert source_root(package / "norms" / "mine.py") == package
+    assert source_root(tmp_path / "alone.py") == tmp_path / "alone.py"
     group = Path(normexp.__file__).parent / "norms" / "group.py"
-    assert [source_digest(file) for file in (group, Path(pytest.__file__), installed)] == [None] * 3
+    assert [source_root(file) for file in (group, Path(pytest.__file__), installed)] == [None] * 3
 
 
 # --- The environment -----------------------------------------------------------------------------
@@ -147,15 +128,3 @@ def test_commit_is_of_the_checkout_around_the_code(package: Path, monkeypatch, c
     monkeypatch.setenv("PATH", "")
     assert git_commit() is None
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_data_set_needs_no_package_of_another_one(monkeypatch: pytest.MonkeyPatch):
-    def only_scikit_learn(package: str) -> str:
-        if package == "babel":
-            raise PackageNotFoundError(package)
-        return version(package)
-
-    data = {"_target_": "normexp.data.load_digits"}
-    whole = digest_of_data(data)
-    monkeypatch.setattr(identity, "version", only_scikit_learn)
-    assert digest_of_data(data) not in (whole, None)

@@ -60,10 +60,8 @@ def test_comparisons_are_those_of_scipy_and_name_what_differs(report: Report):
         assert one.gap.n == 4 and one.gap.estimate == pytest.approx((first - second).mean())
         test = scipy_stats.ttest_rel(first, second)
         low, high = test.confidence_interval(0.95)
-        assert low - 0.3 < one.gap.low <= low + 1e-9  # wider only where counts are equal
-        assert one.over_samples is not None
-        assert one.over_samples.estimate == pytest.approx(one.gap.estimate, abs=1e-4)
-        assert one.over_samples.low <= one.gap.low + 1e-9
+        assert one.gap.low <= low + 1e-9  # wider: over test samples too
+        assert one.num_samples > 100
         assert (one.verdict is None) != (one.why_no_verdict is None)
         changed = {key for key in differences(one.first, one.second) if key != "norm_batch_size"}
         assert all(key.partition(".")[0] == "norm" for key in changed)

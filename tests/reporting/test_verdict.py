@@ -22,10 +22,12 @@ from synthetic_study import (
 from normexp.records.metrics import MetricsWriter
 from normexp.records.samples import write_samples
 from normexp.reporting.model import Slice
+from normexp.reporting.publish import draw
 from normexp.reporting.report import Report
 from normexp.reporting.sentences import Answer, Claim
-from normexp.reporting.tables import comparison_table
+from normexp.reporting.tables import best_norms, comparison_table
 from normexp.reporting.verdict import DECIDED, compare
+from normexp.stats.interval import paired_difference
 
 ACCURACIES = {"digits": (0.80, 0.81, 0.79, 0.804), "cifar10": (0.60, 0.62, 0.61, 0.605)}
 VERBS = re.compile(r"\b(better|worse|loses|gains|holds|tied)\b")
@@ -64,8 +66,8 @@ def comparisons_of(root: Path, tolerance: float | None = None) -> dict[str, Clai
             {0: 0.881, 1: 0.879, 2: 0.880},
             {0: 0.9, 1: 0.901, 2: 0.902},
             "loses",
-            "batch loses 2.1 [1.7, 2.5] points from norm batch size 128 to 2, at this budget "
-            "(epochs=3) (n = 3 seeds",
+            "batch loses 2.1 [1.7, 2.5] points from norm batch size 128 to 2, at epochs=3 and "
+            "lr=0.1 (n = 3 seeds; on these test samples",
         ),
     ],
 )
@@ -233,7 +235,7 @@ def test_the_family_is_the_whole_report(tmp_path: Path):
     answers = answers_of(tmp_path)
     assert len(answers) == 2
     for answer in answers:  # a drop and a comparison on each data set
-        assert "gives a verdict on is 4:" in answer.note
+        assert "this report tests is 4:" in answer.note
 
 
 @pytest.mark.parametrize(
@@ -289,25 +291,23 @@ def write_with_samples(root: Path, rng: np.random.Generator, *, recorded: float 
             write_samples(cell / f"seed-{seed}", {"running": own})
 
 
-def test_the_interval_over_test_samples_stands_beside_that_over_seeds(tmp_path: Path):
+def test_a_verdict_is_for_new_test_samples_where_they_are_recorded(tmp_path: Path):
     write_with_samples(tmp_path, np.random.default_rng(0))
     loss = loss_of(tmp_path)
-    assert loss.comparison.over_samples.estimate == pytest.approx(loss.comparison.gap.estimate)
-    assert loss.comparison.over_samples.low < loss.comparison.gap.low
-    low, high = re.search(r"over test samples too .*\[(.*), (.*)\]", loss.text).groups()
-    assert float(low) == pytest.approx(-loss.comparison.over_samples.high, abs=0.06)
-    assert "new seeds on the same test samples" in answer_of(tmp_path).note
+    gap, (first, second) = loss.comparison.gap, loss.comparison.pairs
+    over_seeds = paired_difference(first, second)
+    assert loss.comparison.num_samples == 60 and "on these test samples" not in loss.text
+    assert gap.estimate == pytest.approx(over_seeds.estimate)
+    assert gap.low < over_seeds.low and gap.high > over_seeds.high
 
 
 def test_samples_of_some_runs_alone_or_of_another_metric_are_not_used(tmp_path: Path):
     write_with_samples(tmp_path / "other", np.random.default_rng(0), recorded=0.01)
     write_with_samples(tmp_path / "some", np.random.default_rng(0))
     next((tmp_path / "some" / "synthetic").glob("*/seed-3/samples.npz")).unlink()
-    assert (
-        loss_of(tmp_path / "other").comparison.over_samples
-        is loss_of(tmp_path / "some").comparison.over_samples
-        is None
-    )
+    for name in ("other", "some"):
+        loss = loss_of(tmp_path / name)
+        assert loss.comparison.num_samples == 0 and "on these test samples" in loss.text
 
 
 def test_rates_that_differ_are_said(tmp_path: Path):
@@ -344,16 +344,35 @@ LEVEL = [2.3, 0.9, 0.3, 0.1, 0.06, 0.055, 0.053, 0.051, 0.05, 0.05]
 @pytest.mark.parametrize(
     ("smallest", "largest", "words"),
     [
-        (FALLING, LEVEL, "train loss at 2: 0.67 (still falling), at 128: 0.05 (converged)"),
-        ([*LEVEL[::-1]], [2.0], "at 2: 1.6 (rising), at 128: 2 (slope unknown)"),
+        (FALLING, LEVEL, "train loss at 2: 0.67 (not known to have converged), at 128: 0.05 ("),
         ([], [], "train loss not recorded"),
     ],
 )
-def test_a_verdict_says_whether_training_had_converged(tmp_path: Path, smallest, largest, words):
+def test_a_flat_end_is_not_known_to_have_converged(tmp_path: Path, smallest, largest, words):
     ends = {2: {0: 0.85, 1: 0.8511, 2: 0.8544}, 128: {0: 0.9, 1: 0.9011, 2: 0.9088}}
     for cell, losses in zip(write_sizes(tmp_path, ends), (smallest, largest), strict=True):
         write_curves(cell, losses)
-    assert words in loss_of(tmp_path).text
+    text = loss_of(tmp_path).text
+    assert words in text and "(converged)" not in text
+
+
+@pytest.mark.parametrize(
+    ("epochs", "last", "drop", "is_converged"),
+    [(6, 0.02, 0, True), (5, 0.02, 0, False), (6, -0.06, 0, False), (6, 0.02, 0.03, False)],
+)
+def test_converged_is_what_a_budget_twice_as_long_hardly_moves(
+    tmp_path: Path, epochs: int, last: float, drop: float, is_converged: bool
+):
+    """last: change of the train loss, drop: of the accuracy at every size."""
+    ends = {2: {0: 0.85, 1: 0.8511, 2: 0.8544}, 128: {0: 0.9, 1: 0.9011, 2: 0.9088}}
+    for cell in write_sizes(tmp_path, ends):
+        write_curves(cell, FALLING)
+    ends = {size: {k: x - drop for k, x in values.items()} for size, values in ends.items()}
+    for cell in write_sizes(tmp_path, ends, epochs=epochs):
+        write_curves(cell, [*FALLING[:-2], *(x + last for x in FALLING[-2:])])
+    text = next(one.losses[0].text for one in answers_of(tmp_path) if "epochs=3" in one.heading)
+    end = "converged" if is_converged else "not known to have converged"
+    assert f"at 2: 0.67 ({end}), at 128: 0.67 ({end})" in text
 
 
 def write_budgets(root: Path, drops: Mapping[int, float], *, studies: bool = False) -> None:
@@ -366,33 +385,35 @@ def write_budgets(root: Path, drops: Mapping[int, float], *, studies: bool = Fal
 
 
 @pytest.mark.parametrize("studies", [False, True])
-def test_another_budget_is_said_to_turn_or_to_confirm_a_verdict(tmp_path: Path, studies: bool):
+def test_another_budget_and_the_change_to_it_are_said(tmp_path: Path, studies: bool):
     write_budgets(tmp_path / "turns", {12: 0.02, 48: -0.02}, studies=studies)
     write_budgets(tmp_path / "stays", {12: 0.02, 48: 0.03}, studies=studies)
     names = ("e12", "e48") if studies else ()
     turned, kept = (report_of(tmp_path / name, *names) for name in ("turns", "stays"))
     for text in (one.text for answer in answers_in(turned) for one in answer.losses):
-        assert re.search(r"at this budget \(epochs=(12|48)\)", text)
+        assert re.search(r"at epochs=(12|48) and lr=0.1 \(", text)
         assert re.search(
-            r"loses 2\.0 .* 1\.9 \[1.8, 2.0\] points the other way: the verdict does not survive"
-            r"|gains 1\.9 .* 2\.0 \[1.9, 2.1\] points the other way: the verdict does not survive",
+            r"loses 2\.0 .* 1\.9 \[1.8, 2.0\] points the other way\."
+            r"|gains 1\.9 .* 2\.0 \[1.9, 2.1\] points the other way\.",
             text,
         )
+        assert "From epochs=12 to epochs=48 the difference changes by 3.9 [" in text
     for text in (one.text for answer in answers_in(kept) for one in answer.losses):
-        assert "at this budget" not in text and ": the verdict survives" in text
+        assert "the other way" not in text and "the difference changes by -1.1 [" in text
     headlines = [report.sections[0].headline for report in (turned, kept)]
     turns, stays = (one.claim.replace(" · e12", "") for one in headlines if one)
-    end = "from norm batch size 128 to 2 at epochs=12"
+    end = "from norm batch size 128 to 2 at epochs=12 and lr=0.1"
     assert re.fullmatch(
-        rf"batch loses 2.0 \[.*\] points {end}; at epochs=48 it gains 1.9 \[1.8, 2.0\] points",
+        rf"batch loses 2.0 \[.*\] points {end}; at epochs=48 it gains 1.9 \[1.8, 2.0\] points; .*",
         turns,
     )
     assert re.fullmatch(
-        rf"batch loses 2.0 \[.*\] points {end}, and 3.1 \[3.0, 3.2\] points at epochs=48", stays
+        rf"batch loses 2.0 \[.*\] points {end}, and 3.1 \[3.0, 3.2\] points at epochs=48; .*",
+        stays,
     )
 
 
-def test_the_headline_is_what_survives_at_every_budget(tmp_path: Path):
+def test_the_headline_is_the_same_at_every_budget(tmp_path: Path):
     write_budgets(tmp_path, {12: 0.02, 48: 0.0})
     rng = np.random.default_rng(1)
     for epochs in (12.0, 48.0):
@@ -402,8 +423,9 @@ def test_the_headline_is_what_survives_at_every_budget(tmp_path: Path):
     assert "epochs" not in section.heading and section.headline is not None
     write_cell(tmp_path, "layer", drawn(rng, 0.96), epochs=12.0)  # better, at one budget alone
     assert report_of(tmp_path).sections[0].headline.norms == ["group"]
-    words = r"At norm batch size 2, group is better than batch by .* points at epochs=12, and .* "
-    assert re.fullmatch(words + r"points at epochs=48", section.headline.claim)
+    words = r"At norm batch size 2, group is better than batch by .* points at epochs=12 and lr=0.1"
+    words += ", and .* "
+    assert re.fullmatch(words + r"points at epochs=48; .* changes by .*", section.headline.claim)
 
 
 def test_an_undecided_headline_says_so_at_each_budget(tmp_path: Path):
@@ -411,8 +433,78 @@ def test_an_undecided_headline_says_so_at_each_budget(tmp_path: Path):
         ends = {2: {0: 0.8, 1: 0.95, 2: 0.9}, 128: {0: 0.9, 1: 0.9, 2: 0.901}}
         write_sizes(tmp_path, ends, epochs=epochs)
     (section,) = report_of(tmp_path).sections
-    words = r"batch, .*: (.* points) at epochs=12, undecided; \1 at epochs=48, undecided"
+    words = r"batch, .*: (.* points) at epochs=12 and lr=0.1, undecided; \1 at epochs=48, undecided"
+    words += "; from epochs=12 to epochs=48 the difference does not change by more than 1 point: .*"
     assert section.headline is not None and re.fullmatch(words, section.headline.claim)
+
+
+def test_equal_drops_do_not_change_and_noise_is_undecided(tmp_path: Path):
+    write_budgets(tmp_path / "equal", {12: 0.02, 48: 0.02})
+    change = loss_at(tmp_path / "equal", "epochs=12").comparison.change
+    assert change.kind == "does not change" and change.family_size == 3
+    rng = np.random.default_rng(3)
+    for epochs in (12.0, 48.0):
+        ends = {2: drawn(rng, 0.88, 0.02), 128: drawn(rng, 0.9, 0.02)}
+        write_sizes(tmp_path / "noise", ends, epochs=epochs)
+    loss = loss_at(tmp_path / "noise", "epochs=12")
+    assert loss.comparison.change.kind == "open"
+    assert "it is undecided whether the difference changes: " in loss.elsewhere
+    assert "the other way" not in loss.elsewhere
+
+
+def loss_at(root: Path, budget: str) -> Claim:
+    return next(one.losses[0] for one in answers_of(root) if budget in one.heading)
+
+
+@pytest.mark.parametrize(
+    ("of_batch", "of_group", "words"),
+    [
+        ({"epochs": 12}, {"epochs": 3}, "epochs=3 and 12"),
+        ({}, {"act": "gelu"}, "act=gelu and relu"),
+        ({}, {"conv": "weight_standardized"}, "conv=weight_standardized and plain"),
+    ],
+)
+def test_cells_that_differ_in_more_than_the_norm_are_not_compared(
+    tmp_path: Path, of_batch: dict, of_group: dict, words: str
+):
+    write_cell(tmp_path, "batch", {k: 0.9 + 0.001 * k**2 for k in range(5)}, **of_batch)
+    write_cell(tmp_path, "group", {k: 0.5 + 0.001 * k for k in range(5)}, **of_group)
+    one = comparisons_of(tmp_path)["group"]
+    assert one.kind == "unlike" and not one.comparison.verdict and "points" not in one.claim
+    assert one.text.startswith(f"group and batch are not compared, their recipes differ: {words}")
+    assert not any(best_norms(part, part.sizes[0]) for part in slices_of(tmp_path))
+
+
+def test_a_slot_that_the_yaml_of_the_norm_sets_is_part_of_the_norm(tmp_path: Path):
+    write_cell(tmp_path, "batch", {k: 0.9 + 0.001 * k**2 for k in range(5)})
+    values: dict = {k: 0.5 + 0.001 * k for k in range(5)}
+    write_cell(tmp_path, "group_ws", values, conv="weight_standardized")
+    assert comparisons_of(tmp_path)["group_ws"].kind == "worse"
+
+
+def test_a_verdict_that_outlying_seeds_decide_is_undecided(tmp_path: Path):
+    level = [0.9, 0.9013, 0.8991, 0.9005, 0.8984, 0.9021, 0.9009, 0.8996]
+    ahead = [-0.0021, 0.0033, 0.0014, -0.0037, 0.0026, -0.0018, 0.0029, 0.0005]
+    group = [a + b for a, b in zip(level, ahead, strict=True)]
+    write_cell(tmp_path, "batch", dict(enumerate([*level[:7], 0.7])))
+    write_cell(tmp_path, "group", dict(enumerate(group)))
+    one = comparisons_of(tmp_path)["group"]
+    assert one.kind == "apart" and "; undecided: 1 of 8 seeds lies apart (" in one.text
+    (row,) = [row for row in draw(report_of(tmp_path)).cells.rows if row["norm"] == "batch"]
+    assert row["worst seed"] == pytest.approx(70.0) and row["seeds apart"] == 1
+
+
+def test_close_to_100_percent_the_margin_is_a_share_of_the_error(tmp_path: Path):
+    values = {k: 0.991 + 0.0001 * k**2 for k in range(6)}
+    write_cell(tmp_path, "batch", values)
+    write_cell(tmp_path, "group", {k: x - 0.006 + 1e-5 * k for k, x in values.items()})
+    one = comparisons_of(tmp_path)["group"]
+    assert one.kind == "worse" and one.comparison.margin == pytest.approx(0.2, abs=0.03)
+    write_cell(tmp_path, "layer", {k: x - 1e-4 * (-1) ** k for k, x in values.items()})
+    layer = comparisons_of(tmp_path)["layer"]
+    assert layer.kind == "tie" and "within a quarter of batch's error (0.2 points)" in layer.text
+    given = comparisons_of(tmp_path, tolerance=2.0)["layer"]
+    assert given.comparison.margin == 2.0 and "tolerance=2 given to the report" in given.text
 
 
 def answers_in(report: Report) -> list[Answer]:
@@ -433,7 +525,7 @@ def test_budgets_in_samples_are_followed_along_the_batch_size(tmp_path: Path):
     assert "samples=16000," in short.heading and "steps" not in short.heading
     assert "samples=64000," in long.heading
     text = answers[0].losses[0].text
-    assert "batch loses 2" in text and "at this budget (samples=16000)" in text
+    assert "batch loses 2" in text and "at samples=16000 and lr=0.1" in text
     assert "At samples=64000: 1.9" in text and "points the other way" in text
 
 

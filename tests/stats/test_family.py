@@ -6,8 +6,19 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats.family import decide, equivalence_p, p_value, seeds_for, smallest_difference
+from normexp.stats.family import (
+    decide,
+    distances_to,
+    equivalence_p,
+    p_value,
+    seeds_for,
+    smallest_difference,
+)
 from normexp.stats.interval import Interval, mean, t_interval
+
+
+def verdict(gap: Interval, margin: float, family_size: int) -> str:
+    return decide(gap, distances=distances_to(margin, gap), family_size=family_size)
 
 
 def member(estimate: float, error: float = 0.1, n: int = 8) -> Interval:
@@ -18,11 +29,11 @@ def test_equivalence_p_equals_two_one_sided_tests_of_scipy():
     values = np.random.default_rng(0).normal(0.3, 0.5, 8)
     lower = scipy_stats.ttest_1samp(values, -1, alternative="greater").pvalue
     upper = scipy_stats.ttest_1samp(values, 1, alternative="less").pvalue
-    assert equivalence_p(mean(values), 1.0) == pytest.approx(max(lower, upper))
+    assert equivalence_p(distances_to(1.0, mean(values))) == pytest.approx(max(lower, upper))
 
 
 @pytest.mark.parametrize(
-    ("estimate", "family_size", "verdict"),
+    ("estimate", "family_size", "expected"),
     [
         (1.5, 1, "above"),
         (-1.5, 1, "below"),
@@ -34,14 +45,14 @@ def test_equivalence_p_equals_two_one_sided_tests_of_scipy():
         (0.3, 1000, "open"),
     ],
 )
-def test_verdicts(estimate, family_size, verdict):
-    assert decide(member(estimate), margin=1.0, family_size=family_size) == verdict
+def test_verdicts(estimate, family_size, expected):
+    assert verdict(member(estimate), 1.0, family_size) == expected
 
 
 def test_no_bounds_and_no_margin_give_no_verdict():
-    assert decide(mean([1.0]), margin=1.0, family_size=1) == "open"
-    assert decide(mean([]), margin=1.0, family_size=1) == "open"
-    assert decide(member(0.0), margin=0.0, family_size=1) == "open"
+    assert verdict(mean([1.0]), 1.0, 1) == "open"
+    assert verdict(mean([]), 1.0, 1) == "open"
+    assert verdict(member(0.0), 0.0, 1) == "open"
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.5, 1.0, -1.0, 3.0])
@@ -53,10 +64,10 @@ def test_one_member_errs_in_at_most_its_level_whatever_the_truth(truth, error):
     wrong = {"within"} if abs(truth) >= 1 else set()
     wrong |= ({"above"} if truth <= 0 else set()) | ({"below"} if truth >= 0 else set())
     found = [
-        decide(member(truth + error * z, error * np.sqrt(c / 7)), margin=1.0, family_size=2)
+        verdict(member(truth + error * z, error * np.sqrt(c / 7)), 1.0, 2)
         for z, c in zip(noise, chi, strict=True)
     ]
-    assert np.mean([verdict in wrong for verdict in found]) <= 0.025 + 3 * 0.0025
+    assert np.mean([one in wrong for one in found]) <= 0.025 + 3 * 0.0025
 
 
 def test_smallest_difference_has_a_power_of_four_fifths():
@@ -79,3 +90,11 @@ def test_only_a_t_interval_has_a_p():
     with pytest.raises(ValueError, match="t interval"):
         p_value(Interval(0.5, 0.2, 0.8, 0.95, 8))
     assert p_value(Interval(0.5, None, None, 0.95, 1)) == 1
+
+
+def test_a_verdict_over_test_samples_holds_over_seeds_alone_too():
+    # At 95 % the interval over both is wider; far out the seeds' 2 degrees of freedom decide.
+    alone = (2.0, 0.1)
+    both = Interval(1.0, 0.7, 1.3, 0.95, 3, df=100.0, error=0.13, over_seeds=alone)
+    assert p_value(both) == pytest.approx(2 * scipy_stats.t.sf(1 / 0.1, 2))
+    assert equivalence_p([both]) == pytest.approx(scipy_stats.t.sf(1 / 0.1, 2))

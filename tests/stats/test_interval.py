@@ -163,8 +163,10 @@ def test_crossed_mean_equals_the_analysis_of_variance(rng):
     got = crossed_mean(table)
     assert got.error**2 == pytest.approx(squares[0] + squares[1] - squares[2])
     total = squares[0] + squares[1] - squares[2]
-    expected = total**2 / (squares[0] ** 2 / 8 + squares[1] ** 2 / 29 + squares[2] ** 2 / 232)
-    assert got.df == pytest.approx(max(expected, 8))
+    centred = columns - columns.mean()
+    df = 2 * 30 / (30 * (centred**4).sum() / (centred**2).sum() ** 2 - 1)
+    spread = squares[0] ** 2 / 8 + squares[1] ** 2 / min(df, 29) + squares[2] ** 2 / 232
+    assert got.df == pytest.approx(total**2 / spread)
 
 
 def test_test_samples_never_narrow_the_interval_over_seeds(rng):
@@ -172,6 +174,26 @@ def test_test_samples_never_narrow_the_interval_over_seeds(rng):
         table = rng.normal(size=(3, 1)) + spread * rng.normal(size=(1, 30))
         both, seeds = crossed_mean(table), mean(table.mean(axis=1))
         assert both.high - both.low >= (seeds.high - seeds.low) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 8, 32])
+def test_equal_answers_to_all_samples_are_as_uncertain_as_the_rule_of_three_says(n):
+    # 0 of N samples differ: up to -log(.025) = 3.7 of N new ones may, for either norm
+    got = crossed_mean(np.zeros((n, 400)), step=0.25)
+    assert 3.7 * 0.25 <= got.high == -got.low <= (4.0 if n > 2 else 13) * 0.25
+
+
+def test_few_samples_that_differ_leave_few_degrees_of_freedom():
+    table = np.zeros((32, 400))
+    table[:, :5] = 100 + np.random.default_rng(0).normal(size=(32, 1))
+    assert crossed_mean(table).df == pytest.approx(2 * 5, rel=0.1)
+
+
+def test_no_level_makes_test_samples_narrow_the_interval(rng):
+    table = rng.normal(size=(3, 1)) + 0.3 * rng.normal(size=(1, 30)) + 1
+    for far in (0, 20):
+        both, alone = crossed_mean(table + far), mean(table.mean(axis=1) + far)
+        assert p_value(both) >= p_value(alone) * (1 - 1e-9)
 
 
 def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):

@@ -34,7 +34,13 @@ from normexp.norms.state import write_state
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 from normexp.training import statistics
 from normexp.training.module import TrainingModule
-from normexp.training.statistics import Population, gather, measure_population, shuffled
+from normexp.training.statistics import (
+    Population,
+    block_size,
+    gather,
+    measure_population,
+    shuffled,
+)
 
 FORMS = {
     "one": {"seeds": (0,)},
@@ -473,3 +479,12 @@ def test_norm_without_running_state_has_averaged_weights_too(tmp_path: Path):
     module = train(build_module(ema=DECAY, make_norm=group_norm), tmp_path / "a.ckpt")
     assert module.metrics["test/loss@ema"] != module.metrics["test/loss"]
     assert set(module.evaluator.samples) == {"running", "ema"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "per_replica"), [(None, 32), (100, 32), (2048, 128), (10**6, 512)]
+)
+def test_a_gpu_scores_as_many_samples_of_each_replica_as_its_memory_allows(limit, per_replica):
+    replicas = build_module(seeds=tuple(range(16))).replicas
+    assert block_size(replicas, 1, limit) == per_replica
+    assert block_size(replicas, 12, limit) == per_replica // 12 * 12

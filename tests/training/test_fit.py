@@ -10,12 +10,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
-from training_cases import CPU, assert_same_state, build_module, train
+from training_cases import CPU, assert_same_state, build_module, image_data, train
 
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
 from normexp.models.convnet import ConvNet
 from normexp.training import devices
+from normexp.training.chunks import ChunkLoader
 from normexp.training.devices import set_matmul_precision, trainer_options
 from normexp.training.stopping import StopRequest
 
@@ -178,3 +179,30 @@ def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
         )
         train(module, tmp_path / f"{index}.ckpt")
         assert len(compiled) > before, index
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)], ids=["one", "stacked"])
+def test_a_step_is_compiled_once_whatever_the_chunks(tmp_path: Path, monkeypatch, seeds):
+    graphs = []
+
+    def backend(graph, inputs):
+        del inputs
+        graphs.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(devices.torch, "compile", lambda run, **_: compile_(run, backend=backend))
+    monkeypatch.setattr(ChunkLoader, "target_seconds", 1e9)  # 1, 2, 4, 8 and 5 steps
+    module = build_module(
+        data=image_data(4 * 20 + 2),
+        sizes=Sizes(4),
+        seeds=seeds,
+        stacked=len(seeds) > 1,
+        drop_last=False,
+        max_chunk=8,
+        compile=True,
+    )
+    train(module, tmp_path / "a.ckpt")
+    assert module.step == 42
+    assert 1 <= len(graphs) <= 2  # one for the shorter last batch of an epoch

@@ -1,0 +1,97 @@
+"""The outcome of "tune, then train", from a complete grid of rates and seeds.
+
+What is estimated: train every rate with k seeds, choose the rate with the best mean on validation,
+train one fresh seed at that rate, and test it. The luck of the choice belongs to this procedure, so
+it belongs in the interval. The estimate is the mean outcome over all splits of the seeds into k
+that choose and n - k that report (Stone 1974, "Cross-validatory choice and assessment";
+Chernozhukov et al. 2018, "Double/debiased machine learning"). It is a U-statistic of order k + 1,
+smooth although the choice of one split is not. The validation data are taken as given.
+
+Its error comes from deleting seeds. theta(-j) is the same mean without seed j, again with k seeds
+that choose, and the pseudo-value of seed j is n theta - (n - 1) theta(-j) (Tukey 1958). The mean of
+the pseudo-values is theta, and their squared standard error is the jackknife's, on average no
+smaller than the truth (Efron and Stein 1981). So pseudo-values replace the values of seeds wherever
+a mean over seeds is wanted: `mean`, `crossed_mean`, differences between norms, between budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from normexp.stats.interval import Array
+
+MAX_SPLITS = 13_000  # all splits up to n = 16; for more seeds as many are drawn
+
+
+@dataclass(frozen=True)
+class CrossFit:
+    """Outcomes of a norm whose rate is tuned.
+
+    values: pseudo-values over seeds, (n,) or (n, N) with test samples; see the top of this file
+    shares: how often each rate was chosen, (num_rates,), sum 1
+    num_choosing: k, the seeds that choose
+    """
+
+    values: Array
+    shares: Array
+    num_choosing: int
+
+    @property
+    def share_at_edges(self) -> float:
+        """How often the lowest or the highest rate was chosen: a better one may lie outside."""
+        return float(self.shares[0] + self.shares[-1]) if len(self.shares) > 1 else 0.0
+
+
+def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
+    """Cross-fitted outcomes of one norm from a complete grid.
+
+    Norms are compared by the difference of their values: every norm with the same n has the same
+    splits. Half of the seeds choose, k = n // 2. Of equal rates the first is chosen.
+
+    scores: (num_rates, n), by which a rate is chosen, on validation data; higher is better, and
+        -inf for a diverged run: its rate is chosen only where every rate has one
+    outcomes: (num_rates, n), or (num_rates, n, N) with test samples
+
+    Raises:
+        ValueError: fewer than 3 seeds, or a missing value.
+    """
+    chosen_by, reported = (np.asarray(array, dtype=np.float64) for array in (scores, outcomes))
+    num_rates, n = chosen_by.shape
+    if n < 3:
+        raise ValueError(f"{n} seeds: with two that report and one that chooses, it takes 3")
+    is_missing = np.isnan(chosen_by).any() or not np.isfinite(reported).all()
+    if reported.shape[:2] != chosen_by.shape or is_missing:
+        raise ValueError("the grid of rates and seeds is incomplete")
+    k = n // 2
+    chooses = _splits(n, k)  # (num_splits, n)
+    reports = 1.0 - chooses
+    is_lost = np.isneginf(chosen_by)
+    sums = chooses @ np.where(is_lost, 0.0, chosen_by).T  # (num_splits, num_rates)
+    rates = np.where(chooses @ is_lost.T > 0, -np.inf, sums).argmax(axis=1)
+    by_rate = [reports[rates == rate] for rate in range(num_rates)]
+    # [r, j, s]: number of splits that choose rate r, where neither seed j nor seed s chooses
+    pairs = np.stack([rows.T @ rows for rows in by_rate])
+    weights = np.einsum("rss->rs", pairs) / (len(chooses) * (n - k))
+    others = pairs * (1 - np.eye(n)) / (reports.sum(axis=0)[:, None] * (n - k - 1))
+    theta = np.tensordot(weights, reported, 2)
+    without = np.tensordot(others.swapaxes(0, 1), reported, 2)  # (n, ...), row j without seed j
+    values = theta + (n - 1) * (without.mean(axis=0) - without)
+    shares = np.array([len(rows) for rows in by_rate]) / len(chooses)
+    return CrossFit(values, shares, k)
+
+
+def _splits(n: int, k: int) -> Array:
+    """1 where a seed chooses, (num_splits, n): every split, or MAX_SPLITS drawn ones."""
+    if comb(n, k) <= MAX_SPLITS:
+        places = np.array(list(combinations(range(n), k)))
+    else:
+        draws = np.random.default_rng(0).random((MAX_SPLITS, n))
+        places = draws.argsort(axis=1)[:, :k]
+    splits = np.zeros((len(places), n))
+    np.put_along_axis(splits, places, 1.0, axis=1)
+    return splits

@@ -1,0 +1,83 @@
+"""Cross-fitting against a plain enumeration of splits."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from normexp.stats.crossfit import cross_fit
+from normexp.stats.interval import crossed_mean, mean
+
+
+def plain(scores: np.ndarray, outcomes: np.ndarray, k: int) -> float:
+    """The mean over splits, one split at a time."""
+    n, found = scores.shape[1], []
+    for choose in map(list, combinations(range(n), k)):
+        rate = scores[:, choose].mean(axis=1).argmax()
+        found.append(np.delete(outcomes[rate], choose).mean())
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("n", [3, 4, 7, 8])
+def test_estimate_and_error_equal_the_jackknife_of_the_enumeration(n):
+    rng = np.random.default_rng(n)
+    scores, outcomes = rng.normal(size=(2, 5, n))
+    got = mean(cross_fit(scores, outcomes).values)
+    k = n // 2
+    without = [
+        plain(np.delete(scores, seed, 1), np.delete(outcomes, seed, 1), k) for seed in range(n)
+    ]
+    assert got.estimate == pytest.approx(plain(scores, outcomes, k))
+    assert got.error**2 == pytest.approx((n - 1) * np.var(without))
+    assert got.df == n - 1
+
+
+def test_a_rate_that_always_wins_leaves_the_outcomes_as_they_are():
+    scores, outcomes = (
+        np.array([[0.0] * 6, [1.0] * 6]),
+        np.random.default_rng(0).normal(size=(2, 6)),
+    )
+    fit = cross_fit(scores, outcomes)
+    np.testing.assert_allclose(fit.values, outcomes[1])
+    assert (fit.shares.tolist(), fit.num_choosing) == ([0.0, 1.0], 3)
+    assert fit.share_at_edges == 1.0
+
+
+def test_with_test_samples_seeds_have_the_same_values():
+    rng = np.random.default_rng(0)
+    scores, tables = rng.normal(size=(3, 8)), rng.normal(size=(3, 8, 50))
+    fit, means = cross_fit(scores, tables), cross_fit(scores, tables.mean(axis=2))
+    np.testing.assert_allclose(fit.values.mean(axis=1), means.values)
+    over_seeds = crossed_mean(fit.values).over_seeds
+    assert over_seeds == (7, pytest.approx(mean(means.values, step=0.0).error))
+
+
+def test_splits_are_drawn_for_many_seeds():
+    rng = np.random.default_rng(1)
+    outcomes = rng.normal(size=(2, 20))
+    scores = np.array([[0.0] * 20, [1.0] * 20])
+    got, expected = mean(cross_fit(scores, outcomes).values), mean(outcomes[1])
+    assert got.estimate == pytest.approx(expected.estimate, abs=0.01 * expected.error)
+    assert got.error == pytest.approx(expected.error, rel=0.05)
+
+
+def test_a_rate_is_not_chosen_by_seeds_that_diverged_at_it():
+    scores, outcomes = np.zeros((2, 4)), np.array([[1.0] * 4, [2.0] * 4])
+    scores[1] = 1.0, 1.0, 1.0, -np.inf
+    fit = cross_fit(scores, outcomes)  # 3 of the 6 pairs of seeds include the last one
+    assert fit.shares.tolist() == [0.5, 0.5]
+    assert fit.values.mean() == pytest.approx(1.5)
+
+
+def test_incomplete_grids_and_two_seeds_are_refused():
+    grid = np.zeros((2, 4))
+    with pytest.raises(ValueError, match="incomplete"):
+        cross_fit(np.full((2, 4), np.nan), grid)
+    with pytest.raises(ValueError, match="incomplete"):
+        cross_fit(grid, np.full((2, 4), np.nan))
+    with pytest.raises(ValueError, match="incomplete"):
+        cross_fit(grid, grid[:, :3])
+    with pytest.raises(ValueError, match="it takes 3"):
+        cross_fit(grid[:, :2], grid[:, :2])
