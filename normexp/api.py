@@ -53,8 +53,8 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     refused = [outcome.error for outcome in outcomes if outcome.status == "refused"]
     if refused:
         raise UserError(refused[0])
-    found = {(result.cell_id, result.seed): result for end in outcomes for result in end.results}
-    return list(found.values())
+    results = {(result.cell_id, result.seed): result for end in outcomes for result in end.results}
+    return list(results.values())
 
 
 def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:

@@ -21,8 +21,8 @@ PIPE_WIDTH = 120  # characters per line without a terminal
 @entry("check")
 def main(words: list[str]) -> int:
     """Exit code: 0, 1 if the contract fails, 2 the user's mistake, 130 interrupted."""
-    own, overrides = split_options("check", words)
-    options = read_options("check", own)
+    option_words, overrides = split_options("check", words)
+    options = read_options("check", option_words)
     from normexp.config.grid import compose_norms
 
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported

@@ -146,8 +146,8 @@ def _show(config: DictConfig) -> None:
 
 def split_options(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that set an option of an entry, and all other words."""
-    own = [word for word in words if word.partition("=")[0] in OPTIONS[name]]
-    return own, [word for word in words if word not in own]
+    options = [word for word in words if word.partition("=")[0] in OPTIONS[name]]
+    return options, [word for word in words if word not in options]
 
 
 def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:

@@ -33,10 +33,10 @@ LINE = re.compile(rf"(?:normexp[.-]|scripts/)({'|'.join(USAGE)})\s+(.*)$", re.DO
 
 def complete(line: str) -> list[str]:
     """The completions of a command line's last word; the values of a list one by one."""
-    found = LINE.search(line)
-    if found is None:
+    match = LINE.search(line)
+    if match is None:
         return []
-    command, words = found[1], re.split(r"\s+", found[2])
+    command, words = match[1], re.split(r"\s+", match[2])
     *before, word = words
     key, equals, text = word.partition("=")
     if not equals:
@@ -52,8 +52,10 @@ def complete(line: str) -> list[str]:
 def _keys(entry: str, before: Sequence[str], *, is_deep: bool) -> Iterable[str]:
     """The keys that an entry takes and the line lacks; with `is_deep`, the knobs of groups too."""
     if entry in ("train", "tune"):
-        own = (key for key in KEYS if "." not in key or entry == "tune" and key[:5] == "tune.")
-        known, groups = {*GROUPS, *own}, (*CUSTOM_GROUPS, "trainer")
+        top_level = (
+            key for key in KEYS if "." not in key or entry == "tune" and key[:5] == "tune."
+        )
+        known, groups = {*GROUPS, *top_level}, (*CUSTOM_GROUPS, "trainer")
     elif entry == "check":
         known, groups = {"norm", "eps", *OPTIONS[entry]}, ("norm",)
     else:

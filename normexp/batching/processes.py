@@ -69,13 +69,13 @@ class Processes:
 
         Norms that span devices are left alone: they have seen all samples already.
         """
-        own = read_state(replicas)
-        ends = self._gather(own)
+        state = read_state(replicas)
+        ends = self._gather(state)
         present = [index for index, count in enumerate(counts) if count]
         total = sum(counts)
         shares = [counts[index] / total for index in present]
         merged = merge_state(replicas, start, [ends[index] for index in present], shares)
-        write_state(replicas, {**merged, **_of_spanning(replicas, own)})
+        write_state(replicas, {**merged, **_of_spanning(replicas, state)})
 
     def _gather(self, state: State) -> list[State]:
         """Returns the buffers of each process."""

@@ -69,8 +69,10 @@ class Replicas(nn.Module, ABC):
     def state_of(self, index: int, state: State) -> State:
         """The state of replica `index` within that of all, by the names in its own network."""
         prefix = "trees.0." if self.is_stacked else f"trees.{index}."
-        own = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
-        return {name: value[index] for name, value in own.items()} if self.is_stacked else own
+        of_tree = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+        return (
+            {name: value[index] for name, value in of_tree.items()} if self.is_stacked else of_tree
+        )
 
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> None:
@@ -134,10 +136,10 @@ class InTurn(Replicas):
         self, index: int, batch: Batch, function: Measure[T], *, shared: bool = False
     ) -> T:
         network = self.trees[index]
-        own = batch if shared else {name: value[index] for name, value in batch.items()}
+        replica_batch = batch if shared else {name: value[index] for name, value in batch.items()}
         if self._foreign_seeds is not None and network.training:
             torch.manual_seed(self._foreign_seeds[index])
-        return function(network(*model_arguments(own)), own)
+        return function(network(*model_arguments(replica_batch)), replica_batch)
 
     def seed_foreign_draws(self, seeds: Sequence[int]) -> None:
         """Seeds torch's global generator before each training forward of replica r by seeds[r]."""
@@ -151,7 +153,7 @@ class InTurn(Replicas):
             nn.utils.clip_grad_norm_(network.parameters(), max_norm)
 
     def gradient_norms(self) -> Tensor:
-        return torch.stack([nn.utils.get_total_norm(_gradients(own)) for own in self.trees])
+        return torch.stack([nn.utils.get_total_norm(_gradients(network)) for network in self.trees])
 
 
 class Stacked(Replicas):
@@ -171,11 +173,15 @@ class Stacked(Replicas):
         buffers = dict(network.named_buffers())
         tensors = {**dict(network.named_parameters()), **buffers}
 
-        def run_one(own: dict[str, Tensor], own_batch: Batch) -> tuple[T, State]:
-            before = {name: own[name] for name in buffers}
-            output = functional_call(network, own, model_arguments(own_batch))
-            replaced = {name: own[name] for name in buffers if own[name] is not before[name]}
-            return function(output, own_batch), replaced
+        def run_one(replica_tensors: dict[str, Tensor], replica_batch: Batch) -> tuple[T, State]:
+            before = {name: replica_tensors[name] for name in buffers}
+            output = functional_call(network, replica_tensors, model_arguments(replica_batch))
+            replaced = {
+                name: replica_tensors[name]
+                for name in buffers
+                if replica_tensors[name] is not before[name]
+            }
+            return function(output, replica_batch), replaced
 
         run = vmap(run_one, in_dims=(0, None if shared else 0))
         measured, replaced = run(tensors, batch)
@@ -184,10 +190,10 @@ class Stacked(Replicas):
         return measured
 
     def replica(self, index: int) -> nn.Module:
-        own = copy.deepcopy(self.network)
-        for _, tensor in _named_tensors(own):
+        copied = copy.deepcopy(self.network)
+        for _, tensor in _named_tensors(copied):
             tensor.data = tensor.detach()[index].clone()
-        return own
+        return copied
 
     def clip_gradients(self, max_norm: float) -> None:
         # The formula of clip_grad_norm_.

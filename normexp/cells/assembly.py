@@ -118,14 +118,14 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
         return arrange_replicas(cell, networks)
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        own = content["normexp"]
-        replicas = arrange_replicas(cell, networks, is_stacked=own["is_stacked"])
+        state = content["normexp"]
+        replicas = arrange_replicas(cell, networks, is_stacked=state["is_stacked"])
         trained = {k: v for k, v in content["state_dict"].items() if not k.startswith("averaged.")}
         if _shapes(trained) != _shapes(replicas.state_dict(prefix="replicas.")):
             raise ValueError("it belongs to other networks")
         optimizer = cell.recipe.build_optimizer(replicas)
         optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit
-        step = own["losses"]["num_steps"]
+        step = state["losses"]["num_steps"]
     except Exception as error:  # torch raises many kinds
         with suppress(FileNotFoundError):  # another process of this training was faster
             aside = checkpoint.replace(checkpoint.with_suffix(".unreadable"))

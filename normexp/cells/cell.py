@@ -59,6 +59,7 @@ class Cell:
     Attributes:
         record: plain values that go into result.json, see `record_of`.
         build: builds the network of a seed.
+        traits: what its network was measured to mix and to leak.
         memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
         messages: what was logged while the cell was prepared.

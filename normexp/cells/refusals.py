@@ -116,7 +116,7 @@ def why_alone(recipe: Recipe) -> str | None:
     if schedule.monitor is not None:
         watching = f"{schedule.name} looks at {schedule.monitor}"
     if watching is not None:
-        return f"{watching}, which would be a mean over a stack"
+        return f"{watching}, of which a stack has only the mean over its seeds"
     obstacle = stacking_obstacle_of(recipe.optimizer)
     name = recipe.optimizer_target.rpartition(".")[2]
     return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"

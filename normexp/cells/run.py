@@ -1,4 +1,4 @@
-"""Trains one stack: claims its cells, trains their missing runs, and records them.
+"""Trains cells that may be one stack: claims them, trains their missing runs, and records them.
 
 The cells are one, or several that differ only in learning rate. A stack that has begun keeps its
 members until all of them have results, whichever command claims them, so that interruptions change
@@ -58,9 +58,9 @@ def run_task(
 ) -> dict[str, str]:
     """Claims cells, trains their missing runs, and records them.
 
-    Trains nothing if the norm turns out not to mix samples, and other cells are the same training,
-    or if the cells turn out not to stack: then the history, or the stacks of the cells, say so, and
-    the caller looks again.
+    In two cases it trains nothing, and the caller walks its list again. The norm turns out not to
+    mix samples: the history now says which other cells are the same training. Or the cells turn out
+    not to stack: each now has a stack, and may be claimed by itself.
 
     Args:
         on_begin: called before a stack trains, with its record.
@@ -126,7 +126,7 @@ class StackRunner:
         waiting.extend(stacks)
         with self.control.stop.listening():
             while waiting:
-                waiting.extendleft(self._train(waiting.popleft()))
+                waiting.extendleft(reversed(self._train(waiting.popleft())))
         return self.errors
 
     def _prepare(self, spec: CellSpec) -> Cell:
@@ -181,7 +181,7 @@ class StackRunner:
             )
             apart = [create_stack([run], apart=error) for run in stack.open_runs()]
             end_stack(stack.record)
-            return apart[::-1]  # which extendleft reverses
+            return apart
         record_failure(stack, error)
         where = f"{error} (see {stack.record.directory / LOG_FILE})"
         self.errors.setdefault(stack.cell.id, where)
@@ -197,7 +197,9 @@ class StackRunner:
             for attempt in read_history(self.study_dir).attempts
             if attempt.stack == record.id
         ]
-        deaths = [each for each in attempts if each.checkpointed_at == record.checkpointed_at]
+        deaths = [
+            attempt for attempt in attempts if attempt.checkpointed_at == record.checkpointed_at
+        ]
         has_raised = any(not attempt.died for attempt in attempts)
         is_lost = has_raised or len(deaths) >= min(2, len(record.members))
         return attempts[-1].error if is_lost else None

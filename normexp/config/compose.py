@@ -103,8 +103,8 @@ def _names_of(config: DictConfig, choices: Mapping[str, str | None]) -> dict[str
     for group, name in names.items():
         if name == "custom":
             target = str(config[group].get("_target_", "custom"))
-            own = target.rpartition(".")[2].removeprefix("load_")
-            names[group] = target if own in group_choices(group) else own
+            name_of_target = target.rpartition(".")[2].removeprefix("load_")
+            names[group] = target if name_of_target in group_choices(group) else name_of_target
     return names
 
 
@@ -202,10 +202,12 @@ class ComposedChoices:
 
 def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ()) -> ComposedChoices:
     """Composes the choices among the words, without those that are swept. Raises UserError."""
-    chosen = [each for each in parsed if _is_choice(each) and not each.is_sweep_override()]
+    chosen = [
+        override for override in parsed if _is_choice(override) and not override.is_sweep_override()
+    ]
     for override in chosen:
         _check_choice(override, config_dirs)
-    words = tuple(str(each.input_line) for each in chosen)
+    words = tuple(str(override.input_line) for override in chosen)
     base = _compose(words, tuple(config_dirs), _modified_at(config_dirs))
     if base.launcher is not None:
         return base
@@ -238,15 +240,15 @@ def _compose(
             config = hydra.compose("config", [*search, *choices], return_hydra_config=True)
     except (HydraException, YAMLError, ValueError) as error:
         raise _explain(error, config_dirs) from error
-    own = config.hydra
-    chosen = dict(own.runtime.choices)
+    hydra_config = config.hydra
+    chosen = dict(hydra_config.runtime.choices)
     for group in GROUPS:  # Hydra reads norm=group.yaml and norm=../norm/group as well
         name = chosen.get(group)
         if isinstance(name, str) and name not in group_choices(group, config_dirs):
             raise _unknown_choice(f"{group}/{name}", config_dirs)
     with open_dict(config):
         del config["hydra"]
-    return ComposedChoices(config, own, chosen)
+    return ComposedChoices(config, hydra_config, chosen)
 
 
 @lru_cache(maxsize=1)
@@ -282,12 +284,12 @@ def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
 @lru_cache(maxsize=8)
 def shipped_targets(group: str) -> dict[str, str]:
     """Maps each class in the shipped YAMLs of a group to its choice."""
-    found: dict[str, str] = {}
+    choices: dict[str, str] = {}
     for choice in group_choices(group):
         values = shipped_defaults(group, choice)
         if values is not None:  # the first of several choices of one class
-            found.setdefault(values["_target_"], f"{group}/{choice}")
-    return found
+            choices.setdefault(values["_target_"], f"{group}/{choice}")
+    return choices
 
 
 @lru_cache(maxsize=1)

@@ -56,7 +56,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
 def list_cells(command: Command) -> list[list[str]]:
     """The overrides of each cell of a command.
 
-    It is one cell without -m, unless the line or its experiment lists `cells` or sets
+    Without -m there is one, unless the line or its experiment lists `cells`, or its experiment sets
     hydra.mode=MULTIRUN.
 
     Raises:

@@ -184,8 +184,8 @@ def config_lines(section: str = "", file: str = "config.yaml") -> Iterator[tuple
     text, indent = (conf_dir() / file).read_text(encoding="utf-8"), ""
     if section:
         text, indent = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0], "  "
-    for found in re.finditer(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE):
-        yield f"{found[1]}={found[2].replace('???', '')}", found[3]
+    for match in re.finditer(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE):
+        yield f"{match[1]}={match[2].replace('???', '')}", match[3]
 
 
 def option_defaults(entry: str) -> dict[str, Any]:

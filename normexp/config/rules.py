@@ -102,9 +102,9 @@ NAME = Rule(
 def _lists_cells(value: Any) -> bool:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         return False
-    mappings = [each for each in value if isinstance(each, Mapping) and each]
-    values = [own for each in mappings for own in each.values()]
-    return len(mappings) == len(value) and not any(isinstance(own, Mapping) for own in values)
+    mappings = [cell for cell in value if isinstance(cell, Mapping) and cell]
+    values = [entry for cell in mappings for entry in cell.values()]
+    return len(mappings) == len(value) and not any(isinstance(entry, Mapping) for entry in values)
 
 
 CELLS = Rule(
@@ -231,7 +231,10 @@ FOREIGN_KEYS = {
     **dict.fromkeys(
         ("limit_train_batches", "overfit_batches"), "set steps=... or data.limit_train=..."
     ),
-    **dict.fromkeys(("limit_val_batches", "limit_test_batches"), "both are always whole"),
+    **dict.fromkeys(
+        ("limit_val_batches", "limit_test_batches"),
+        "the val and test splits are always evaluated whole",
+    ),
     **dict.fromkeys(("gradient_clip_val", "grad_clip", "clip"), "set max_grad_norm=..."),
     **dict.fromkeys(("accumulate_grad_batches", "grad_accum"), "set micro_batch_size=..."),
     **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval"), "set val_every_epochs=..."),

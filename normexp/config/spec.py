@@ -1,4 +1,4 @@
-"""A command, its cells, their names and outcomes. Imports neither torch nor Hydra."""
+"""A command and the cells that it asks for, with their ids. Imports neither torch nor Hydra."""
 
 from __future__ import annotations
 
@@ -202,8 +202,8 @@ def title_of(cell: CellSpec) -> str:
     named = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
     typed = [text for text in cell.overrides if _key_of(text) not in named]
-    own = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
-    typed = [text for text in typed if _key_of(text) in own or not _is_left_out(text)]
+    counted = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
+    typed = [text for text in typed if _key_of(text) in counted or not _is_left_out(text)]
     return " ".join([*words, *typed])
 
 
@@ -227,8 +227,8 @@ def split_shared_words(titles: Sequence[str]) -> tuple[str, list[str]]:
         for word in rows[0]
         if not word.startswith("norm=") and all(word in row for row in rows)
     ]
-    own = [" ".join(word for word in row if word not in shared) for row in rows]
-    return " ".join(shared), [text or title for text, title in zip(own, titles, strict=True)]
+    rest = [" ".join(word for word in row if word not in shared) for row in rows]
+    return " ".join(shared), [text or title for text, title in zip(rest, titles, strict=True)]
 
 
 def format_duration(seconds: float) -> str:

@@ -47,17 +47,17 @@ class Target:
     @property
     def unwrapped(self) -> Any:
         """The class or function itself, without knobs."""
-        own = self.call
-        while isinstance(own, partial):  # nested: Hydra's partial does not merge with ours
-            own = own.func
-        return own
+        call = self.call
+        while isinstance(call, partial):  # nested: Hydra's partial does not merge with ours
+            call = call.func
+        return call
 
     @property
     def arguments(self) -> set[str]:
         """The names of its arguments; `**` if it takes any other."""
         try:
-            found = inspect.signature(self.unwrapped).parameters
-            return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in found.items()}
+            parameters = inspect.signature(self.unwrapped).parameters
+            return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in parameters.items()}
         except (TypeError, ValueError):  # not callable, or written in C
             return set()
 

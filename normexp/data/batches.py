@@ -84,12 +84,12 @@ class TrainingBatches:
         batches = [{name: value[k] for name, value in batch.items()} for k in range(num_steps)]
         if not at_once:
             draws = self._augmentation_draws(first_step, num_steps, indices.shape[2])
-            for k, one in enumerate(batches):
-                images = one["inputs"]
+            for k, step_batch in enumerate(batches):
+                images = step_batch["inputs"]
                 if self.data.augmentation is not None:
-                    own = {name: draw[k] for name, draw in draws.items()}
-                    images = self.data.augmentation.apply(images, own)
-                one["inputs"] = self.data.model_inputs(images, dtype)
+                    step_draws = {name: draw[k] for name, draw in draws.items()}
+                    images = self.data.augmentation.apply(images, step_draws)
+                step_batch["inputs"] = self.data.model_inputs(images, dtype)
         return batches
 
     def num_samples_before(self, step: int) -> int:

@@ -50,7 +50,7 @@ def load_image_folder(
     check_same_classes(root, listing)
     files = [list(chain.from_iterable(by_class.values())) for by_class in listing.values()]
     images = _load_or_decode(Path(root), files[0] + files[1], size, Path(data_dir))
-    parts = images.split([len(found) for found in files])
+    parts = images.split([len(paths) for paths in files])
     counts = [torch.tensor([len(f) for f in by_class.values()]) for by_class in listing.values()]
     classes = torch.arange(len(listing["train"]))
     train, test = (
@@ -74,16 +74,16 @@ def list_images(root: Path, split: str) -> dict[str, list[Path]]:
     classes = sorted(p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
     if not classes:
         raise UserError(f"data.root={root} has no images in {split}/; it needs {folder}/<class>/")
-    found = {
+    by_class = {
         path.name: sorted(file for file in path.rglob("*") if _is_image(file)) for path in classes
     }
-    for name, files in found.items():
+    for name, files in by_class.items():
         if not files:
             raise UserError(
                 f"data.root={root}: {folder / name} has no images ({' '.join(sorted(SUFFIXES))}); "
                 "add some or remove the folder"
             )
-    return found
+    return by_class
 
 
 def check_same_classes(root: str, listing: dict[str, dict[str, list[Path]]]) -> None:

@@ -39,8 +39,8 @@ def build_image_data(
         UserError: train images of another dtype or shape; a fraction that empties train or val.
     """
     if train.inputs.ndim != 4 or train.inputs.dtype != torch.uint8:
-        found = f"{train.inputs.dtype} {tuple(train.inputs.shape)}"
-        raise UserError(f"data={name}: train.inputs is {found}, must be torch.uint8 (N, C, H, W)")
+        given = f"{train.inputs.dtype} {tuple(train.inputs.shape)}"
+        raise UserError(f"data={name}: train.inputs is {given}, must be torch.uint8 (N, C, H, W)")
     if len(train.inputs) != len(train.targets):
         lengths = f"{len(train.inputs)} images and {len(train.targets)} targets"
         raise UserError(f"data={name}: train has {lengths}")
@@ -88,9 +88,9 @@ def load_digits(*, val_fraction: float, split_seed: int, augmentation: Augmentat
     Grey values 0..16 become 0..255, rounded. Alpaydin & Kaynak 1998, UCI "Optical Recognition of
     Handwritten Digits" (its test part).
     """
-    found = find_spec("sklearn")  # importing it takes two seconds
-    assert found is not None and found.submodule_search_locations is not None
-    file = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    spec = find_spec("sklearn")  # importing it takes two seconds
+    assert spec is not None and spec.submodule_search_locations is not None
+    file = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     table = torch.from_numpy(np.loadtxt(file, delimiter=","))  # float64 (1797, 65)
     grey = table[:, :-1].reshape(-1, 1, 8, 8)  # in 0..16
     images = (grey * (255 / 16)).round().to(torch.uint8)

@@ -37,8 +37,8 @@ def load_langid(
     version = f"babel {babel.__version__}"
     if max_length < 1:
         raise UserError(f"data.max_length={max_length} must be positive; try data.max_length=32")
-    own = read_own_strings(languages, max_length)
-    texts, targets = _sample(own, samples_per_language, version)
+    strings = read_own_strings(languages, max_length)
+    texts, targets = _sample(strings, samples_per_language, version)
     rest, test = split_off_test(targets)
     train, val = (rest[part] for part in split_off_val(len(rest), val_fraction, split_seed))
     symbols = ("<pad>", "<unknown>", *sorted({c for i in rest.tolist() for c in texts[i]}))
@@ -47,7 +47,7 @@ def load_langid(
         "langid",
         "classification",
         *(Examples(inputs[part], targets[part], mask[part]) for part in (train, val, test)),
-        num_outputs=len(own),
+        num_outputs=len(strings),
         input_shape=(max_length,),
         vocab_size=len(symbols),
         symbols=symbols,
@@ -55,19 +55,21 @@ def load_langid(
     )
 
 
-def _sample(own: dict[str, list[str]], per_language: int, version: str) -> tuple[list[str], Tensor]:
+def _sample(
+    strings: dict[str, list[str]], per_language: int, version: str
+) -> tuple[list[str], Tensor]:
     """Draws `per_language` strings of each language with a fixed seed; returns them and targets."""
-    fewest = min(own, key=lambda language: len(own[language]))
-    if not 10 <= per_language <= len(own[fewest]):
+    fewest = min(strings, key=lambda language: len(strings[language]))
+    if not 10 <= per_language <= len(strings[fewest]):
         raise UserError(
-            f"data.samples_per_language={per_language} must be 10 to {len(own[fewest])}, the "
+            f"data.samples_per_language={per_language} must be 10 to {len(strings[fewest])}, the "
             f"number of strings that only {fewest!r} has in {version}"
         )
     texts: list[str] = []
-    for target, names in enumerate(own.values()):
+    for target, names in enumerate(strings.values()):
         order = torch.randperm(len(names), generator=generator(TEST_SEED, "split", target))
         texts += [names[i] for i in order[:per_language].tolist()]
-    return texts, torch.arange(len(own)).repeat_interleave(per_language)
+    return texts, torch.arange(len(strings)).repeat_interleave(per_language)
 
 
 def _encode(texts: list[str], symbols: tuple[str, ...], length: int) -> tuple[Tensor, Tensor]:

@@ -82,17 +82,17 @@ class ForeignNorm:
         """True if the norm multiplies by 1 + weight: at weight zero its output is not zero."""
         if isinstance(self.module, (*CHANNELS_FIRST, *CHANNELS_LAST)):
             return False
-        own = copy.deepcopy(self.module).eval()
+        copied = copy.deepcopy(self.module).eval()
         for child in self.kept:
-            setattr(own, child, nn.Identity())
+            setattr(copied, child, nn.Identity())
         sizes = [2] * (self.layout.num_dims[-1] - 1)
         sizes.insert(len(sizes) if self.layout.channels_last else 1, self.num_features)
         x = torch.linspace(-1, 2, torch.Size(sizes).numel()).view(sizes)
         with torch.no_grad():
-            for name, value in _own_tensors(own).items():
+            for name, value in _own_tensors(copied).items():
                 if name == weight or ROLES.get(name) == "bias":
                     value.zero_()
-            return bool(own(x).any())
+            return bool(copied(x).any())
 
 
 Layouts = dict[tuple[Any, ...], Layout | str]  # a cache; a string says why there is no layout
@@ -178,10 +178,10 @@ def _layout_of(module: nn.Module, num_features: int, known: Layouts) -> Layout |
     target = type(module).__name__
     if kind not in known:
         try:
-            found = find_layout(lambda _: copy.deepcopy(module).cpu(), num_features, target=target)
+            layout = find_layout(lambda _: copy.deepcopy(module).cpu(), num_features, target=target)
         except UserError as error:
-            found = str(error).removeprefix(f"norm._target_={target} ")
-        known[kind] = found
+            layout = str(error).removeprefix(f"norm._target_={target} ")
+        known[kind] = layout
     return known[kind]
 
 
@@ -237,18 +237,22 @@ class Surgery:
         self.settings[", ".join(f"{k}={v}".lower() for k, v in sorted(old.settings.items()))] += 1
         ((inner, _),) = named_sites(new)
         prefix = ".".join(filter(None, (name, inner, "norm")))
-        self.carried |= {f"{prefix}.{key}": f"{name}.{own}" for key, own in carried.items()}
-        for role, own, value in old.values():
-            if own not in carried.values():
-                self.dropped.append(f"{name}.{own}")
+        self.carried |= {
+            f"{prefix}.{key}": f"{name}.{old_name}" for key, old_name in carried.items()
+        }
+        for role, old_name, value in old.values():
+            if old_name not in carried.values():
+                self.dropped.append(f"{name}.{old_name}")
                 if role != COUNT and bool((value != STARTS[role]).any()):
-                    self.lost.append(f"{name}.{own}")
+                    self.lost.append(f"{name}.{old_name}")
 
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
         classes = ", ".join(f"{n} {name}" for name, n in Counter(self.classes.values()).items())
         yield f"{_sites(len(self.classes))} in place of {classes}: {', '.join(self.classes)}"
-        settings = ", ".join(f"{each} at {_sites(count)}" for each, count in self.settings.items())
+        settings = ", ".join(
+            f"{setting} at {_sites(count)}" for setting, count in self.settings.items()
+        )
         yield f"sites keep settings of the old norms that the config leaves at default: {settings}"
         if self.left:
             left = ", ".join(f"{name} ({why})" for name, why in self.left.items())
@@ -272,12 +276,12 @@ def replace_norms(
     Raises:
         UserError: no norm, or no module of a class in `only`.
     """
-    found, left = _find_norms(network, only)
+    norms, left = _find_norms(network, only)
     surgery = Surgery(left=left)
     new: dict[nn.Module, nn.Module] = {}
     for name, old in list(network.named_modules(remove_duplicate=False)):
-        if old in found and old not in new:
-            norm = found[old]
+        if old in norms and old not in new:
+            norm = norms[old]
             build = factory.tokens if norm.layout.channels_last else factory
             site = build(norm.num_features, **norm.settings)
             new[old] = ChannelsLast(site) if norm.layout.channels_last else site
@@ -299,7 +303,7 @@ def _find_norms(
 ) -> tuple[dict[nn.Module, ForeignNorm], dict[str, str]]:
     """The norms to replace, and why other classes are left alone, by class name."""
     known: Layouts = {}
-    found: dict[nn.Module, ForeignNorm] = {}
+    norms: dict[nn.Module, ForeignNorm] = {}
     left: dict[str, str] = {}
     for module in modules_outside_sites(network):
         name, norm = type(module).__name__, None
@@ -310,16 +314,16 @@ def _find_norms(
             if isinstance(norm, str):
                 raise UserError(f"model.replace=[{name}]: {norm}")
         if isinstance(norm, ForeignNorm):
-            found[module] = norm
+            norms[module] = norm
         elif norm is not None:
             left[name] = norm
     if only is None:  # do not half-replace a class that is recognised only in some places
-        whole = {type(m).__name__ for m in found if type(m).__module__.startswith("torch.nn.")}
-        found = {m: n for m, n in found.items() if type(m).__name__ not in set(left) - whole}
-    missing = sorted(set(only or ()) - {type(module).__name__ for module in found})
-    if missing or not found:
+        whole = {type(m).__name__ for m in norms if type(m).__module__.startswith("torch.nn.")}
+        norms = {m: n for m, n in norms.items() if type(m).__name__ not in set(left) - whole}
+    missing = sorted(set(only or ()) - {type(module).__name__ for module in norms})
+    if missing or not norms:
         raise UserError(_why_nothing(network, missing, left))
-    return found, left
+    return norms, left
 
 
 def _why_nothing(network: nn.Module, missing: Sequence[str], left: Mapping[str, str]) -> str:
@@ -347,7 +351,7 @@ def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
     if isinstance(site.norm, HasRamp):
         tensors.pop(COUNT, None)
     carried = {}
-    for role, own, value in old.values():
+    for role, old_name, value in old.values():
         fitting = [
             name
             for name, tensor in tensors.items()
@@ -357,7 +361,7 @@ def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
         ]
         if len(fitting) == 1:
             tensors[fitting[0]].copy_(value)
-            carried[fitting[0]] = own
+            carried[fitting[0]] = old_name
     return carried
 
 

@@ -75,7 +75,7 @@ def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
     """The tag of the model's pretrained weights, and a function that downloads them."""
     timm = import_timm(name)
     base, _, tag = name.partition(".")
-    tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{base}.*")]
+    tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{base}.*")]
     check_weights("timm", base, weights, tags)
     default = tag or timm.get_pretrained_cfg(base).tag
     tag = default if weights == "DEFAULT" else weights

@@ -80,7 +80,7 @@ def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
 
     find_builder(name)
     known = models.get_model_weights(name)
-    check_weights("torchvision", name, weights, [each.name for each in known])
+    check_weights("torchvision", name, weights, [member.name for member in known])
     chosen = known[weights]
     get = partial(chosen.get_state_dict, progress=False, check_hash=True)
     return chosen.name, partial(download, get, weights, chosen.url)

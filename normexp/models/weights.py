@@ -62,19 +62,19 @@ class Loading:
     @torch.no_grad()
     def into(self, network: nn.Module) -> None:
         """Copies every value that fits a tensor of the same name."""
-        for name, own in network.state_dict().items():
+        for name, tensor in network.state_dict().items():
             value = self.values.get(name)
             if value is None or name in self.used:
                 continue
-            if value.ndim == own.ndim == 4 and (value.shape[1], own.shape[1]) == (3, 1):
+            if value.ndim == tensor.ndim == 4 and (value.shape[1], tensor.shape[1]) == (3, 1):
                 value = value.sum(dim=1, keepdim=True)  # a grey image is three equal colours
-            if value.shape == own.shape:
-                own.copy_(value)
+            if value.shape == tensor.shape:
+                tensor.copy_(value)
                 self.taken.add(name)
                 self.used.add(name)
                 self.unfit.pop(name, None)
             else:
-                self.unfit[name] = f"{name} is {_size(own)}, in the file {_size(value)}"
+                self.unfit[name] = f"{name} is {_size(tensor)}, in the file {_size(value)}"
 
     def follow(self, surgery: Surgery) -> None:
         """Updates `taken` and `used` after norms were replaced."""
@@ -84,18 +84,18 @@ class Loading:
 
     def check(self, network: nn.Module) -> None:
         """Raises UserError if no parameter of the network has a value of the file."""
-        own = dict(network.named_parameters())
-        if not self.taken & set(own):
+        parameters = dict(network.named_parameters())
+        if not self.taken & set(parameters):
             reason = next(iter(self.unfit.values()), "")
-            theirs, ours = (", ".join([*names][:2]) for names in (self.values, own))
+            theirs, ours = (", ".join([*names][:2]) for names in (self.values, parameters))
             example = reason or f"it has {theirs}, and the model {ours}"
             raise UserError(f"model.weights={self.weights.name} does not fit the model: {example}")
 
     def notes(self, network: nn.Module) -> Iterator[str]:
         """Yields log lines: what was loaded, what was not, and what the file has in excess."""
-        own = dict(network.named_parameters())
-        loaded = sum(p.numel() for name, p in own.items() if name in self.taken)
-        total = sum(p.numel() for p in own.values())
+        parameters = dict(network.named_parameters())
+        loaded = sum(p.numel() for name, p in parameters.items() if name in self.taken)
+        total = sum(p.numel() for p in parameters.values())
         yield f"model.weights={self.weights.name}: {loaded:,} of {total:,} parameters are loaded"
         if self.unfit:
             yield f"other shapes, not loaded: {', '.join(self.unfit.values())}"
@@ -105,7 +105,7 @@ class Loading:
         beyond = [name for name in self.values if name not in self.used and name not in self.unfit]
         if beyond:
             yield f"in the file, but not in the model: {shorten(beyond)}"
-        drawn = [name for name in own if name not in self.taken]
+        drawn = [name for name in parameters if name not in self.taken]
         rest = f", and the first values of {shorten(drawn)}" if drawn else ""
         yield (
             "every seed starts from these weights; a seed draws the order of the data, "
@@ -163,11 +163,13 @@ def read_values(path: Path) -> Values:
     return values
 
 
-def _without_prefix(values: Values, own: Mapping[str, Tensor]) -> Values:
+def _without_prefix(values: Values, network_state: Mapping[str, Tensor]) -> Values:
     """Strips a common prefix, such as `module.`, if more names then match the network's."""
-    first = next(iter(own), "")
+    first = next(iter(network_state), "")
     ends = sorted({name.removesuffix(first) for name in values if name.endswith(f".{first}")})
-    best = max(["", *ends], key=lambda prefix: sum(prefix + name in values for name in own))
+    best = max(
+        ["", *ends], key=lambda prefix: sum(prefix + name in values for name in network_state)
+    )
     return {name.removeprefix(best): value for name, value in values.items()}
 
 

@@ -32,7 +32,7 @@ class NormFactory:
         slots: what surrounds a norm.
 
     Attributes:
-        used: the slots that models have asked for.
+        used: the slots that models have asked for; setting any other is refused.
     """
 
     def __init__(

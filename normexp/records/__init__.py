@@ -1,1 +1,1 @@
-"""What a run leaves behind: identity, writing, reading. Standard library only."""
+"""What a run leaves behind: identity, writing, reading. Standard library; numpy for samples."""

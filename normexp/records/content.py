@@ -104,8 +104,8 @@ def _digests(folder: Path, names: list[str]) -> dict[str, str]:
     digests = {name: entry[2] for name, entry in known.items()}
     if unknown:
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-            found = pool.map(lambda item: _digest_of_file(folder / item[0]), unknown)
-            for (name, stat), digest in zip(unknown, found, strict=True):
+            computed = pool.map(lambda item: _digest_of_file(folder / item[0]), unknown)
+            for (name, stat), digest in zip(unknown, computed, strict=True):
                 if digest is None:
                     continue
                 digests[name] = digest

@@ -27,7 +27,7 @@ def describe_environment(gpu: str | None = None) -> dict[str, Any]:
     Args:
         gpu: name of the GPU; an argument because this package does not import torch.
     """
-    found = {
+    values = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_model(),
@@ -37,7 +37,7 @@ def describe_environment(gpu: str | None = None) -> dict[str, Any]:
         "git_commit": git_commit(),
         "code_version": code_version(),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 @cache
@@ -105,7 +105,7 @@ def visible_gpus() -> list[str]:
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    found = [line for line in run.stdout.splitlines() if line.startswith("GPU ")]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("GPU ")]
     if asked is None:
-        return [str(index) for index in range(len(found))]
+        return [str(index) for index in range(len(lines))]
     return [name.strip() for name in asked.split(",") if name.strip() not in ("", "-1")]

@@ -256,6 +256,6 @@ def full_disk_message(error: BaseException, directory: Path | None) -> str | Non
             return message
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, RuntimeError) and directory is not None:
-        existing = next(each for each in (directory, *directory.parents) if each.exists())
+        existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
         return message if shutil.disk_usage(existing).free < LEAST_FREE else None
     return None

@@ -20,7 +20,7 @@ HASH_DIGITS = 10
 NAME_LENGTH = 16
 # Of the questions in checks/ whose answers a study keeps. Raised when a question may answer
 # otherwise for the same norm, so that kept answers are measured again.
-QUESTIONS_VERSION = 1
+QUESTIONS_VERSION = 2
 
 
 def canonical_sizes(
@@ -44,15 +44,15 @@ def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
 
     Numbers are compared by value (1 is 1.0), and a list as a whole.
     """
-    found: dict[str, Any] = {f"~{key}": None for key in defaults if key not in values}
+    differing: dict[str, Any] = {f"~{key}": None for key in defaults if key not in values}
     for key, value in values.items():
         default = defaults.get(key)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             if inner := differences(value, default):
-                found[key] = inner
+                differing[key] = inner
         elif key not in defaults or _plain(value) != _plain(default):
-            found[key] = value
-    return found
+            differing[key] = value
+    return differing
 
 
 def cell_id(content: Mapping[str, Any], slug: Sequence[str]) -> str:
@@ -70,8 +70,12 @@ def cell_id(content: Mapping[str, Any], slug: Sequence[str]) -> str:
 def source_line_of(error: Exception) -> str:
     """`" (file.py, line 3)"`, the line of the user's own code that raised; empty if none did."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if source_root(Path(frame.filename)) is not None]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if source_root(Path(frame.filename)) is not None]
+    return (
+        f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})"
+        if user_frames
+        else ""
+    )
 
 
 def source_root(module_file: Path) -> Path | None:

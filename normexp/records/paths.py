@@ -94,8 +94,8 @@ def find_run(run_dir: Path) -> tuple[Path, int]:
     cell_dir = find_cell(run_dir)
     seeds = list_seeds(cell_dir)
     if len(seeds) != 1:
-        found = _some([f"seed-{seed}" for seed in seeds]) or "none"
-        raise UserError(f"{cell_dir} is a cell, not one run; give one of its seeds: {found}")
+        names = _some([f"seed-{seed}" for seed in seeds]) or "none"
+        raise UserError(f"{cell_dir} is a cell, not one run; give one of its seeds: {names}")
     return cell_dir, seeds[0]
 
 

@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -59,10 +59,10 @@ def refuse_without_file(key: str, target: str) -> None:
     file = getattr(module, "__file__", None)
     has_file = file is not None and Path(file).is_file()
     if not has_file and (name == "__main__" or getattr(module, "__spec__", None) is None):
-        own = target.rpartition(".")[2]
+        class_name = target.rpartition(".")[2]
         raise UserError(
             f"{key}._target_={target}: {name} has no file, so results could not be told from those "
-            f"of an edit; put the class in a file, as {key}._target_=my_file.{own}"
+            f"of an edit; put the class in a file, as {key}._target_=my_file.{class_name}"
         )
 
 
@@ -102,10 +102,19 @@ def loaded_files() -> dict[str, str]:
             continue
         if name in _seen and _seen[name][0] is spec:
             continue
-        path = Path(file).resolve()
-        if path.is_file() and source_root(path) is not None:
+        if (path := _user_file(file)) is not None:
             _seen[name] = spec, str(path), _digest(_read(path))
     return {path: digest for name, (_, path, digest) in _seen.items() if name in sys.modules}
+
+
+@cache
+def _user_file(file: str) -> Path | None:
+    """The path of a module's file if it is the user's own; asked of thousands of modules."""
+    path = Path(file)
+    if is_installed(path):  # before links are followed, which takes time
+        return None
+    path = path.resolve()
+    return path if path.is_file() and source_root(path) is not None else None
 
 
 def refuse_edited(hashed: Mapping[str, str]) -> None:
@@ -168,7 +177,7 @@ def _find(name: str) -> ModuleSpec | None:
         top = f"{top}.{part}"
         places = spec.submodule_search_locations
         specs = (finder.find_spec(top, places) for finder in sys.meta_path)
-        spec = next((found for found in specs if found is not None), None)
+        spec = next((spec for spec in specs if spec is not None), None)
     return spec
 
 
@@ -194,15 +203,15 @@ def _import_statements(content: bytes) -> tuple[tuple[int, str], ...]:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):  # raised again by the import
         return ()
-    found: dict[tuple[int, str], None] = {}
+    imports: dict[tuple[int, str], None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= dict.fromkeys((0, alias.name) for alias in node.names)
+            imports |= dict.fromkeys((0, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             names = [f"{base}.{alias.name}".lstrip(".") for alias in node.names]  # may be modules
-            found |= dict.fromkeys((node.level, name) for name in (base, *names))
-    return tuple(found)
+            imports |= dict.fromkeys((node.level, name) for name in (base, *names))
+    return tuple(imports)
 
 
 def _with_parents(name: str) -> Iterator[str]:

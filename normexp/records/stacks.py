@@ -101,13 +101,13 @@ def list_stacks(study_dir: Path, cell_ids: Iterable[str]) -> list[StackRecord]:
     """
     cell_ids = set(cell_ids)
     folders = [study_dir, *(study_dir / cell_id for cell_id in sorted(cell_ids))]
-    paths = [path for each in folders for path in sorted(each.glob(f"stacks/*/{MEMBERS_FILE}"))]
+    paths = [path for folder in folders for path in sorted(folder.glob(f"stacks/*/{MEMBERS_FILE}"))]
     records = [record for path in paths if (record := _read(path)) is not None]
     return [
-        each
-        for each in records
-        if cell_ids & {cell_id for cell_id, _ in each.members}
-        and each.directory == directory_of(study_dir, each.members)
+        record
+        for record in records
+        if cell_ids & {cell_id for cell_id, _ in record.members}
+        and record.directory == directory_of(study_dir, record.members)
     ]
 
 

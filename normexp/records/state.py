@@ -109,14 +109,16 @@ def is_search(command: CommandEntry) -> bool:
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """Reads the status of a study, also while it runs. Raises UserError if there is no such study.
 
-    A cell that is the same as another shares its row. A command that was typed again, after an edit
-    of a YAML or of a norm, no longer asks for the cells that it meant before.
+    A cell that is the same as another shares its row. After an edit of a YAML or of a norm, the
+    same words ask for other cells; those that only an earlier such command named are not asked for.
     """
     root = find_study(runs_dir, name)
     history = read_history(root)
     latest = {tuple(command.command): command for command in history.commands}
     asked = {cell for command in latest.values() for cell in command.cells}
-    asked |= history.errors.keys() - {cell for each in history.commands for cell in each.cells}
+    asked |= history.errors.keys() - {
+        cell for command in history.commands for cell in command.cells
+    }
     states: dict[str, CellState] = {}
     titles: dict[str, list[str]] = {}
     seeds: dict[str, set[int]] = {}

@@ -102,8 +102,8 @@ def plan_searches(command: Command) -> list[Search]:
     for line in lines:
         base = compose_config([*line, *words_of(space.first)], command.config_dirs)
         check_settings(base)
-        own = tuple(word for word in line if word not in shared)
-        search = Search(tuple(line), own, space, base, tuple(command.config_dirs))
+        grid_words = tuple(word for word in line if word not in shared)
+        search = Search(tuple(line), grid_words, space, base, tuple(command.config_dirs))
         searches.append(search)
     _check_values(searches[0])
     return searches

@@ -59,14 +59,14 @@ class SearchResult:
 
         None if no point has converged.
         """
-        found = [
+        values = [
             (point, self.metric.mean_over(outcome.results))
             for point, outcome in zip(self.search.points, self.outcomes, strict=True)
             if outcome.status in DONE
         ]
-        known = [(point, value) for point, value in found if value != self.metric.worst]
+        known = [(point, value) for point, value in values if value != self.metric.worst]
         choose = max if self.metric.higher_is_better else min
-        return choose(known, key=lambda one: one[1], default=None)
+        return choose(known, key=lambda pair: pair[1], default=None)
 
 
 Train = Callable[[Sequence[CellSpec], Sequence[str]], list[Outcome]]
@@ -83,7 +83,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         Halted, KeyboardInterrupt: as `raise_if_stopped`.
     """
     points = [[search.cell(p, is_report=False) for p in search.points] for search in searches]
-    flat = [cell for own in points for cell in own]
+    flat = [cell for cells_of_search in points for cell in cells_of_search]
     if searches[0].base.dry_run:
         return run_cells(flat, words)
     outcomes = _train(flat, words, train)
@@ -91,21 +91,23 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         raise UserError(outcomes[0].error)
     ends = iter(outcomes)
     results = _distinct(
-        SearchResult(search, own, [next(ends) for _ in own])
-        for search, own in zip(searches, points, strict=True)
+        SearchResult(search, cells_of_search, [next(ends) for _ in cells_of_search])
+        for search, cells_of_search in zip(searches, points, strict=True)
     )
     lost = any(outcome.status not in DONE for outcome in outcomes)
     if lost and searches[0].base.fail_fast:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
         _record(results)
-        chosen = [each for each in results if each.best]
-        cells = [each.search.cell(each.best[0], is_report=True) for each in chosen if each.best]
+        chosen = [result for result in results if result.best]
+        cells = [
+            result.search.cell(result.best[0], is_report=True) for result in chosen if result.best
+        ]
         fresh = _train(cells, words, train) if cells else []
-        for each, outcome in zip(chosen, fresh, strict=True):
-            each.fresh = outcome
+        for result, outcome in zip(chosen, fresh, strict=True):
+            result.fresh = outcome
     print_table(results)
-    reported = [each.fresh is not None and each.fresh.status in DONE for each in results]
+    reported = [result.fresh is not None and result.fresh.status in DONE for result in results]
     return 1 if lost or not all(reported) else 0
 
 
@@ -117,21 +119,21 @@ def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> lis
 
 def _distinct(results: Iterable[SearchResult]) -> list[SearchResult]:
     """Drops results with the same cells as an earlier one, as for sizes without effect."""
-    found: dict[tuple[str, ...], SearchResult] = {}
-    for each in results:
-        ids = [outcome.cell_id or each.search.title for outcome in each.outcomes]
-        found.setdefault(tuple(ids), each)
-    return list(found.values())
+    distinct: dict[tuple[str, ...], SearchResult] = {}
+    for result in results:
+        ids = [outcome.cell_id or result.search.title for outcome in result.outcomes]
+        distinct.setdefault(tuple(ids), result)
+    return list(distinct.values())
 
 
 def _record(results: Sequence[SearchResult]) -> None:
     """Writes to the history which cells belong to a search, for the tuning curve of the report."""
-    for each in results:
-        base, search = each.search.base, each.search
+    for result in results:
+        base, search = result.search.base, result.search
         keys = {word: re.split("[/@=]", word.lstrip("+~"))[0] for word in search.fixed}
         words = [w for w, key in keys.items() if in_identity(key) or key == "experiment"]
-        cells = [outcome.cell_id for outcome in each.outcomes if outcome.status in DONE]
-        entry = SearchEntry(search.title, words, list(search.space.keys), each.metric.name, cells)
+        cells = [outcome.cell_id for outcome in result.outcomes if outcome.status in DONE]
+        entry = SearchEntry(search.title, words, list(search.space.keys), result.metric.name, cells)
         study_dir = Path(base.runs_dir) / search.study
         if cells and entry not in read_history(study_dir).searches.values():
             append_entries(study_dir, [entry])
@@ -140,13 +142,13 @@ def _record(results: Sequence[SearchResult]) -> None:
 def print_table(results: Sequence[SearchResult]) -> None:
     """Prints the best point of each search, warnings, and commands that repeat the best."""
     console = open_console()
-    labels = dict.fromkeys(each.metric.label for each in results)
+    labels = dict.fromkeys(result.metric.label for result in results)
     heads = ["search", "best", "points", f"{' or '.join(labels)}, search seeds"]
     heads += ["fresh seeds, mean [95 % interval]", "n"]
-    rows = [[each.search.title, *_cells(each)] for each in results]
+    rows = [[result.search.title, *_cells(result)] for result in results]
     console.print(text_table(heads, rows))
-    warnings = [line for each in results for line in _warnings(each)]
-    best = [f"  {each.search.command(each.best[0])}" for each in results if each.best]
+    warnings = [line for result in results for line in _warnings(result)]
+    best = [f"  {result.search.command(result.best[0])}" for result in results if result.best]
     for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
         console.out(line)
 
@@ -194,8 +196,8 @@ def _warnings(result: SearchResult) -> list[str]:
         if other != point and outcome.cell_id and (folder / outcome.cell_id).is_dir()
     ]
     return others + [
-        f"{search.title}: the best {each.key}={point[each.key]} lies at the edge of what "
+        f"{search.title}: the best {dimension.key}={point[dimension.key]} lies at the edge of what "
         "was searched; a wider range may be better"
-        for each in search.space.dimensions
-        if each.is_at_edge(point[each.key])
+        for dimension in search.space.dimensions
+        if dimension.is_at_edge(point[dimension.key])
     ]

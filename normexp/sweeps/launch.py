@@ -86,13 +86,13 @@ def _run_hydra(
     Returns the error of the launcher in one line, empty without one.
     """
     # Only the words that configure Hydra: jobs read their composed cells by the number of the task.
-    own = [word for word in command.overrides if re.match(LAUNCHER_WORDS, word)]
+    hydra_words = [word for word in command.overrides if re.match(LAUNCHER_WORDS, word)]
     numbers = ",".join(map(str, range(len(tasks))))
-    overrides = [*own, f"+task={numbers}", f"hydra.sweep.dir={quoted(str(folder))}"]
+    overrides = [*hydra_words, f"+task={numbers}", f"hydra.sweep.dir={quoted(str(folder))}"]
     overrides.append("hydra.sweeper.params=null")  # of an experiment
     if launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
-    folders = [quoted(f"file://{Path(each).resolve()}") for each in command.config_dirs]
+    folders = [quoted(f"file://{Path(path).resolve()}") for path in command.config_dirs]
     search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
     cwd = Path.cwd()
     file = folder / f"tasks-{secrets.token_hex(8)}.pickle"

@@ -42,10 +42,10 @@ class WorkerSlot:
         asked = os.environ.get("OMP_NUM_THREADS", "")
         is_set = asked.isdecimal() and int(asked)
         threads = min(self.threads, int(asked)) if is_set else self.threads
-        own = {"OMP_NUM_THREADS": str(threads)}
+        variables = {"OMP_NUM_THREADS": str(threads)}
         if self.gpu is not None:
-            own["CUDA_VISIBLE_DEVICES"] = self.gpu
-        return environment(own)
+            variables["CUDA_VISIBLE_DEVICES"] = self.gpu
+        return environment(variables)
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
@@ -64,14 +64,14 @@ class WorkerSlot:
 
 
 @contextmanager
-def environment(own: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables inside the block."""
-    before = {name: os.environ[name] for name in own if name in os.environ}
-    os.environ.update(own)
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in own:
+        for name in variables:
             del os.environ[name]
         os.environ.update(before)
 
@@ -118,7 +118,7 @@ def own_slot(slots: Sequence[WorkerSlot]) -> Iterator[WorkerSlot]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         slots = [slot for slot in slots if slot.gpu == _own_gpu] or slots[:1]
-    slot = next((each for each in slots if not each.is_taken()), slots[0])
+    slot = next((slot for slot in slots if not slot.is_taken()), slots[0])
     _own_gpu = slot.gpu
     with environment({} if slot.gpu is None else {"CUDA_VISIBLE_DEVICES": slot.gpu}):
         yield slot

@@ -84,7 +84,7 @@ def print_outcomes(
 
 
 def raise_if_stopped(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """Raises unless a command has come to its end, or to a failure under `fail_fast`.
+    """Raises if a command was stopped before its end, unless a failure under `fail_fast` ended it.
 
     Raises:
         Halted: nothing more can be trained.
@@ -226,7 +226,7 @@ class Sweep:
                         self.stop()
                     to_start -= self._start_workers(to_start)
                     ready = wait([worker.connection for worker in self.workers], TICK)
-                    for worker in [each for each in self.workers if each.connection in ready]:
+                    for worker in [worker for worker in self.workers if worker.connection in ready]:
                         if not self._receive(worker):
                             to_start += not worker.has_ended
                     at_work = sum(len(worker.taken) for worker in self.workers)

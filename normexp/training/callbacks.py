@@ -94,8 +94,10 @@ def why_stopped(trainer: pl.Trainer) -> str | None:
 
 def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
     """The hooks that a callback defines, in its class or on the instance."""
-    found = {hook: getattr(getattr(callback, hook), "__func__", None) for hook in hooks}
-    return [hook for hook, own in found.items() if own is not getattr(pl.Callback, hook)]
+    functions = {hook: getattr(getattr(callback, hook), "__func__", None) for hook in hooks}
+    return [
+        hook for hook, function in functions.items() if function is not getattr(pl.Callback, hook)
+    ]
 
 
 class StepReports(pl.Callback):

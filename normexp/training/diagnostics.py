@@ -96,18 +96,18 @@ def measure_sites(
     (loss(output, batch) / batch["targets"].numel()).backward()
     for hook in hooks:
         hook.remove()
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for name, site in sites.items():
         rows = _describe_parameters(site)
         if name in calls:
             rows |= _describe_values(site, calls[name], states[name])
             if elementwise:
                 rows["saturated"] = _share_of_flat(site, calls[name])
-        found |= {f"{name}/{key}": value for key, value in rows.items()}
-    if not found:  # a model without norms
+        values |= {f"{name}/{key}": value for key, value in rows.items()}
+    if not values:  # a model without norms
         return {}
-    numbers = torch.stack([value.double() for value in found.values()]).tolist()
-    return dict(zip(found, numbers, strict=True))
+    numbers = torch.stack([value.double() for value in values.values()]).tolist()
+    return dict(zip(values, numbers, strict=True))
 
 
 class _Call(NamedTuple):
@@ -164,9 +164,9 @@ def _share_of_flat(site: Site, call: _Call) -> Tensor:
         (gradient,) = torch.autograd.grad(site(x, mask).sum(), x)
         return as_maps(widen(gradient), site).abs()
 
-    own, at_zero = slopes(call.x, call.mask), slopes(torch.zeros_like(call.x[:1]), None)
-    steepest = torch.cat([s.amax(dim=2).amax(dim=0, keepdim=True) for s in (own, at_zero)])
-    flat = own < FLAT * steepest.amax(dim=0)[:, None]
+    at_values, at_zero = slopes(call.x, call.mask), slopes(torch.zeros_like(call.x[:1]), None)
+    steepest = torch.cat([s.amax(dim=2).amax(dim=0, keepdim=True) for s in (at_values, at_zero)])
+    flat = at_values < FLAT * steepest.amax(dim=0)[:, None]
     if call.mask is None:
         return flat.double().mean()
     real = call.mask[:, None]

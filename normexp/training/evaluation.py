@@ -48,11 +48,11 @@ class Criterion(ABC):
 
     @abstractmethod
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
-        """Returns `loss`, and `each`: what samples.npz keeps of each sample (N,)."""
+        """Returns `loss`, and `per_sample`: what samples.npz keeps of each sample (N,)."""
 
     @abstractmethod
-    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
-        """Returns metrics (S,) from the mean loss over targets (S,) and `each` (S, N)."""
+    def summarise(self, split: str, loss: Tensor, per_sample: Tensor) -> Measurements:
+        """Returns metrics (S,) from the mean loss over targets (S,) and `per_sample` (S, N)."""
 
 
 class Classification(Criterion):
@@ -68,13 +68,13 @@ class Classification(Criterion):
         """Each sample is right or not, bool."""
         return {
             "loss": self.loss(output, batch),
-            "each": output.argmax(dim=-1) == batch["targets"],
+            "per_sample": output.argmax(dim=-1) == batch["targets"],
         }
 
-    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
+    def summarise(self, split: str, loss: Tensor, per_sample: Tensor) -> Measurements:
         del split
         # argmax of NaN is class 0
-        accuracy = torch.where(loss.isfinite(), each.double().mean(dim=1), torch.nan)
+        accuracy = torch.where(loss.isfinite(), per_sample.double().mean(dim=1), torch.nan)
         return {"loss": loss, "accuracy": accuracy}
 
 
@@ -98,10 +98,13 @@ class LanguageModeling(Criterion):
         """Each sample is a sequence's mean loss per token, in nats."""
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()
         losses = functional.cross_entropy(logits, targets, reduction="none")  # (N*T,)
-        return {"loss": losses.sum(), "each": losses.unflatten(0, output.shape[:2]).mean(dim=1)}
+        return {
+            "loss": losses.sum(),
+            "per_sample": losses.unflatten(0, output.shape[:2]).mean(dim=1),
+        }
 
-    def summarise(self, split: str, loss: Tensor, each: Tensor) -> Measurements:
-        del each
+    def summarise(self, split: str, loss: Tensor, per_sample: Tensor) -> Measurements:
+        del per_sample
         return {"loss": loss, "bits_per_byte": loss / math.log(2) / self.bytes_per_token[split]}
 
 
@@ -169,15 +172,15 @@ class Evaluator:
                 for split in splits:
                     metrics |= self._score(self.replicas, f"batch{size}", split, size)
         if self.averaged is not None and self.averaged.n_averaged > 0:
-            own, group = self.averaged.module, self.recipe.mixed_in_evaluation
+            averaged, group = self.averaged.module, self.recipe.mixed_in_evaluation
             # Averaged weights keep this newly measured running state. What cannot be measured stays
             # as after the last step.
-            population = self._measure_population(own)
+            population = self._measure_population(averaged)
             if population is not None:
-                write_state(own, population.state)
-            with evaluation_mode(own):
+                write_state(averaged, population.state)
+            with evaluation_mode(averaged):
                 for split in splits:
-                    metrics |= self._score(own, "ema", split, group, group)
+                    metrics |= self._score(averaged, "ema", split, group, group)
         return metrics
 
     def _measure_population(self, replicas: Replicas) -> Population | None:
@@ -207,24 +210,24 @@ class Evaluator:
             num_samples: per forward; None: as many as fit.
         """
         loss = torch.zeros((), dtype=torch.float64)  # (S,) from the first block on
-        each: list[Tensor] = []  # (S, block) each
+        per_sample: list[Tensor] = []  # (S, block) each
         order: list[Tensor] = []
         num_targets = 0
         limit = self.recipe.evaluation_limit
         num_samples = num_samples or block_size(replicas, group_size or 1, limit)
         for indices, num_counted in evaluation_blocks(self.data, split, num_samples, group_size):
 
-            def measure(output: Tensor, own: Batch, num: int = num_counted) -> Measurements:
-                output, own = output[:num], {name: value[:num] for name, value in own.items()}
-                return self.criterion.measure(output, own)
+            def measure(output: Tensor, block: Batch, num: int = num_counted) -> Measurements:
+                output, block = output[:num], {name: value[:num] for name, value in block.items()}
+                return self.criterion.measure(output, block)
 
             batch = gather(replicas, self.data, split, indices)
             measured = replicas.measure(batch, measure, shared=True)
             loss = loss + measured["loss"].double()
-            each.append(measured["each"])
+            per_sample.append(measured["per_sample"])
             order.append(indices[:num_counted])
             num_targets += batch["targets"][:num_counted].numel()
-        samples = torch.cat(each, dim=1)
+        samples = torch.cat(per_sample, dim=1)
         if split == "test":
             self.samples[kind] = samples.cpu()[:, torch.cat(order).argsort()]
         summary = self.criterion.summarise(split, loss / num_targets, samples)
@@ -237,16 +240,16 @@ class Evaluator:
         `precise` also has num_samples, `gap` compares running averages with it, by site, and
         `asked` names what was evaluated, also where the norm or its numbers gave nothing.
         """
-        found: dict[str, Any] = {"asked": self.recipe.evaluations}
+        content: dict[str, Any] = {"asked": self.recipe.evaluations}
         for name, column in metrics.items():
             metric, _, suffix = name.partition("@")
             kind = "batch" if suffix.startswith("batch") else suffix or "running"
             if kind in (*self.recipe.statistics, "ema") and math.isfinite(column[index]):
-                found.setdefault(suffix or "running", {})[metric] = column[index]
-        if self.population is not None and "precise" in found:
-            found["precise"]["num_samples"] = self.population.num_samples
-            found["gap"] = self.population.gaps[index]
-        return found
+                content.setdefault(suffix or "running", {})[metric] = column[index]
+        if self.population is not None and "precise" in content:
+            content["precise"]["num_samples"] = self.population.num_samples
+            content["gap"] = self.population.gaps[index]
+        return content
 
     def samples_of(self, metrics: Columns, index: int) -> dict[str, np.ndarray]:
         """Returns samples.npz of replica `index`: kinds whose test loss is finite."""
@@ -259,13 +262,13 @@ class Evaluator:
     def log_gaps(self) -> None:
         """Logs one line per site: running averages against the population, means over runs."""
         gaps = [] if self.population is None else self.population.gaps
-        for site in dict.fromkeys(site for own in gaps for site in own):
-            found = [own[site] for own in gaps if site in own]
+        for site in dict.fromkeys(site for replica_gaps in gaps for site in replica_gaps):
+            site_gaps = [replica_gaps[site] for replica_gaps in gaps if site in replica_gaps]
             logger.info(
                 "running averages at %s: mean off by %.2f sd, log2 of variance off by %+.2f",
                 site,
-                finite_mean([gap["mean_shift"]["mean"] for gap in found]),
-                finite_mean([gap["log2_var_ratio"]["mean"] for gap in found]),
+                finite_mean([gap["mean_shift"]["mean"] for gap in site_gaps]),
+                finite_mean([gap["log2_var_ratio"]["mean"] for gap in site_gaps]),
             )
 
 

@@ -135,8 +135,8 @@ class TrainingModule(pl.LightningModule):
         compiled = None
         if recipe.compile:
             compiled = compiled_gradient(replicas, recipe.sizes, self.device)
-        own = (replicas, self.criterion.loss, recipe.sizes, self.batches.seeds)
-        self._gradient = StepGradient(*own, self.processes, compiled)
+        loss, seeds = self.criterion.loss, self.batches.seeds
+        self._gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""

@@ -63,8 +63,8 @@ class AveragedWeights(AveragedModel):
         copied = [*zip(averages, weights, strict=True), *buffers] if is_first else list(buffers)
         if not is_first:
             self._average(averages, weights, self.n_averaged)
-        for own, new in copied:
-            own.copy_(new)
+        for average, new in copied:
+            average.copy_(new)
         self.n_averaged += 1
 
 
@@ -84,8 +84,8 @@ class ReplicaRates:
     def __init__(self, replicas: Replicas, scales: Sequence[float]) -> None:
         assert len(scales) == replicas.num_replicas and all(0 < scale <= 1 for scale in scales)
         device = next(replicas.parameters()).device
-        each = torch.tensor(scales, dtype=torch.float64, device=device)
-        trees = [each] if replicas.is_stacked else list(each)
+        factors = torch.tensor(scales, dtype=torch.float64, device=device)
+        trees = [factors] if replicas.is_stacked else list(factors)
         self._scaled = [  # with a scale () or (S, 1, ...)
             (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
             for tree, scale in zip(replicas.trees, trees, strict=True)
@@ -123,15 +123,15 @@ def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
     try:
         _train_on(optimizer, stack, gradients, 0.1, ReplicaRates(stack, scales))
         for index, network in enumerate(alone):
-            own = [gradient[:, index] for gradient in gradients]
-            _train_on(optimizer, network, own, 0.1 * scales[index])
+            replica_gradients = [gradient[:, index] for gradient in gradients]
+            _train_on(optimizer, network, replica_gradients, 0.1 * scales[index])
     except (
         Exception
     ) as error:  # user code may raise anything; cells.refusals tries it without a stack
         return first_line(error)
     for index, network in enumerate(alone):
-        for found, expected in zip(stack.parameters(), network.parameters(), strict=True):
-            if not torch.allclose(expected, found[index], rtol=1e-9, atol=1e-12):
+        for stacked, expected in zip(stack.parameters(), network.parameters(), strict=True):
+            if not torch.allclose(expected, stacked[index], rtol=1e-9, atol=1e-12):
                 return "its update of a value depends on other values"
     return None
 
@@ -149,8 +149,8 @@ def _train_on(
         {"params": parameters[:2], "weight_decay": 0.1},
         {"params": parameters[2:], "weight_decay": 0.0},
     ]
-    own = optimizer(groups, lr=lr)
+    built = optimizer(groups, lr=lr)
     for step in range(len(gradients[0])):
         for parameter, rows in zip(parameters, gradients, strict=True):
             parameter.grad = rows[step].clone()
-        own.step() if rates is None else rates.step(own)
+        built.step() if rates is None else rates.step(built)

@@ -87,7 +87,9 @@ class Recorder:
         trackers: Sequence[Sequence[RunSink]] | None = None,
     ) -> None:
         self.trackers = trackers or [[] for _ in sinks]
-        self.sinks = [[*own, *more] for own, more in zip(sinks, self.trackers, strict=True)]
+        self.sinks = [
+            [*sinks_of_run, *more] for sinks_of_run, more in zip(sinks, self.trackers, strict=True)
+        ]
         self.loggers = loggers
 
     @property
@@ -178,22 +180,22 @@ class WandbRun:
 class LoggerRun:
     """A sink that passes one run to a Lightning logger."""
 
-    def __init__(self, own: Logger, params: Mapping[str, Any]) -> None:
-        self.own = own
-        own.log_hyperparams(dict(params))
+    def __init__(self, logger: Logger, params: Mapping[str, Any]) -> None:
+        self.logger = logger
+        logger.log_hyperparams(dict(params))
 
     def add(self, step: int, epoch: int, samples_seen: int, metrics: Mapping[str, float]) -> None:
         del samples_seen
-        self.own.log_metrics({**metrics, "epoch": epoch}, step=step)
+        self.logger.log_metrics({**metrics, "epoch": epoch}, step=step)
 
     def flush(self) -> None:
-        self.own.save()
+        self.logger.save()
 
     def truncate_after(self, step: int) -> None:
         """A Lightning logger cannot take rows back: those after the checkpoint appear twice."""
 
     def finish(self, *, failed: bool) -> None:
-        self.own.finalize("failed" if failed else "success")
+        self.logger.finalize("failed" if failed else "success")
 
 
 def tensorboard(folder: Path, version: str) -> Logger:
@@ -208,10 +210,10 @@ def tensorboard(folder: Path, version: str) -> Logger:
         raise UserError(
             "logger=tensorboard needs the package tensorboard; pip install 'normexp[tensorboard]'"
         )
-    own = TensorBoardLogger(folder, "tensorboard", version, default_hp_metric=False)
+    tensorboard_logger = TensorBoardLogger(folder, "tensorboard", version, default_hp_metric=False)
     charts = {title: ["Multiline", names] for title, names in LAYOUT.items()}
-    own.experiment.add_custom_scalars({"normexp": charts})
-    return own
+    tensorboard_logger.experiment.add_custom_scalars({"normexp": charts})
+    return tensorboard_logger
 
 
 def resolve_mode(mode: str) -> str:

@@ -320,18 +320,18 @@ def moment_gaps(replicas: Replicas, population: State) -> list[SiteGaps]:
     Sites without running_mean and running_var are absent.
     """
     whole = read_state(replicas)
-    found: list[SiteGaps] = []
+    gaps_of_replicas: list[SiteGaps] = []
     for index in range(replicas.num_replicas):
-        running, own = replicas.state_of(index, whole), replicas.state_of(index, population)
+        running, moments = replicas.state_of(index, whole), replicas.state_of(index, population)
         gaps: SiteGaps = {}
-        for owner in (name.removesuffix(".running_mean") for name in own):
+        for owner in (name.removesuffix(".running_mean") for name in moments):
             names = (f"{owner}.running_mean", f"{owner}.running_var")
-            if all(name in own for name in names):
-                gap = _gap(*(running[name] for name in names), *(own[name] for name in names))
+            if all(name in moments for name in names):
+                gap = _gap(*(running[name] for name in names), *(moments[name] for name in names))
                 if gap is not None:
                     gaps[re.sub(r"(\.norm)+$", "", owner)] = gap  # the name of the site
-        found.append(gaps)
-    return found
+        gaps_of_replicas.append(gaps)
+    return gaps_of_replicas
 
 
 def _gap(

@@ -1,4 +1,4 @@
-"""The gradient of one optimizer step: parts, their draws, merged buffers, several processes."""
+"""The gradient of one optimizer step, taken part by part and in several processes if need be."""
 
 from __future__ import annotations
 

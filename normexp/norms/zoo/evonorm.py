@@ -28,20 +28,20 @@ class EvoNormB0(RunningMomentsNorm):
         self.v = nn.Parameter(torch.ones(self.num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        own = measure_samples(x, real)
-        batch = pool(own, dim=1)
+        per_sample = measure_samples(x, real)
+        batch = pool(per_sample, dim=1)
         self.advance(batch)
-        return self._divide(x, own.var, batch.var, affine)
+        return self._divide(x, per_sample.var, batch.var, affine)
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        own = measure_samples(x, real)
-        return self._divide(x, own.var, over_channels(self.running_var, x, axis=2), affine)
+        per_sample = measure_samples(x, real)
+        return self._divide(x, per_sample.var, over_channels(self.running_var, x, axis=2), affine)
 
-    def _divide(self, x: Tensor, own_var: Tensor, batch_var: Tensor, affine: Affine) -> Tensor:
-        own = over_channels(self.v, x, axis=2) * x + torch.sqrt(own_var + self.eps)
+    def _divide(self, x: Tensor, sample_var: Tensor, batch_var: Tensor, affine: Affine) -> Tensor:
+        of_sample = over_channels(self.v, x, axis=2) * x + torch.sqrt(sample_var + self.eps)
         of_batch = torch.sqrt(batch_var + self.eps)
         # Not torch.maximum: its backward, which halves ties, takes several times as long.
-        return affine.apply(x / torch.where(own < of_batch, of_batch, own), axis=2)
+        return affine.apply(x / torch.where(of_sample < of_batch, of_batch, of_sample), axis=2)
 
 
 class EvoNormS0(ChannelGroupsNorm):

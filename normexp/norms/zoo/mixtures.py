@@ -32,24 +32,24 @@ class SwitchableNorm(RunningMomentsNorm):
         self.var_weight = nn.Parameter(torch.ones(3))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        own = measure_samples(x, real)
-        batch = pool(own, dim=1)
+        per_sample = measure_samples(x, real)
+        batch = pool(per_sample, dim=1)
         self.advance(batch)
-        return self._mix(x, own, batch.mean, batch.var, affine)
+        return self._mix(x, per_sample, batch.mean, batch.var, affine)
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        own = measure_samples(x, real)
+        per_sample = measure_samples(x, real)
         mean, var = self.averages_like(x)
-        return self._mix(x, own, mean, var, affine)
+        return self._mix(x, per_sample, mean, var, affine)
 
     def _mix(
-        self, x: Tensor, own: Moments, batch_mean: Tensor, batch_var: Tensor, affine: Affine
+        self, x: Tensor, per_sample: Moments, batch_mean: Tensor, batch_var: Tensor, affine: Affine
     ) -> Tensor:
-        layer_mean = own.mean.mean(dim=2, keepdim=True)
-        between = (own.mean - layer_mean).square()
-        layer_var = (own.var + between).mean(dim=2, keepdim=True)
-        means = [own.mean, layer_mean, batch_mean]
-        variances = [own.var, layer_var, batch_var]
+        layer_mean = per_sample.mean.mean(dim=2, keepdim=True)
+        between = (per_sample.mean - layer_mean).square()
+        layer_var = (per_sample.var + between).mean(dim=2, keepdim=True)
+        means = [per_sample.mean, layer_mean, batch_mean]
+        variances = [per_sample.var, layer_var, batch_var]
         first = 1 if x.shape[3:].numel() == 1 else 0
         mean = _mixture(self.mean_weight[first:].to(x.dtype), means[first:])
         var = _mixture(self.var_weight[first:].to(x.dtype), variances[first:])
@@ -157,10 +157,12 @@ class ModeNorm(RunningNorm):
         self.register_buffer("mode_var", start.repeat(1, num_features))
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        own, gates = self._gate(x, real)
-        weights = gates * own.count.flatten(2) if isinstance(own.count, Tensor) else gates
+        per_sample, gates = self._gate(x, real)
+        weights = (
+            gates * per_sample.count.flatten(2) if isinstance(per_sample.count, Tensor) else gates
+        )
         shares = weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-        means, variances = own.mean.flatten(2), own.var.flatten(2)  # (G, N, C)
+        means, variances = per_sample.mean.flatten(2), per_sample.var.flatten(2)  # (G, N, C)
         # Sums, because autocast would compute matrix products in half precision.
         means, shares = means.unsqueeze(2), shares.unsqueeze(3)
         mean = (shares * means).sum(dim=1)  # (G, K, C)
@@ -169,28 +171,34 @@ class ModeNorm(RunningNorm):
         count = count_values(x, real, group_dims(x))
         count = count.flatten(2) if isinstance(count, Tensor) else count  # (G, 1, 1)
         self.move_averages(count, mode_mean=mean, mode_var=var)
-        return self._standardize(x, own.mean, gates, mean, var, affine)
+        return self._standardize(x, per_sample.mean, gates, mean, var, affine)
 
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        own, gates = self._gate(x, real)
+        per_sample, gates = self._gate(x, real)
         mean, var = (v.to(x.dtype)[None] for v in (self.mode_mean, self.mode_var))
-        return self._standardize(x, own.mean, gates, mean, var, affine)
+        return self._standardize(x, per_sample.mean, gates, mean, var, affine)
 
     def _gate(self, x: Tensor, real: Tensor | None) -> tuple[Moments, Tensor]:
         """Returns the moments of each sample's channels, and its gates (G, N, K)."""
-        own = measure_samples(x, real)
+        per_sample = measure_samples(x, real)
         weight, bias = self.gates.weight.to(x.dtype), self.gates.bias.to(x.dtype)
-        logits = (own.mean.flatten(2).unsqueeze(2) * weight).sum(dim=3) + bias
-        return own, logits.softmax(dim=-1)
+        logits = (per_sample.mean.flatten(2).unsqueeze(2) * weight).sum(dim=3) + bias
+        return per_sample, logits.softmax(dim=-1)
 
     def _standardize(
-        self, x: Tensor, own: Tensor, gates: Tensor, mean: Tensor, var: Tensor, affine: Affine
+        self,
+        x: Tensor,
+        sample_mean: Tensor,
+        gates: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        affine: Affine,
     ) -> Tensor:
-        """Returns the output by the moments (G, K, C) of the modes; `own` is a sample's mean.
+        """Returns the output by the moments (G, K, C) of the modes.
 
-        x - own is scaled once by the sum over modes, which needs no K copies of x.
+        x - sample_mean is scaled once by the sum over modes, which needs no K copies of x.
         """
         scales = gates.unsqueeze(-1) * torch.rsqrt(var + self.eps).unsqueeze(1)  # (G, N, K, C)
-        offsets = own.flatten(2).unsqueeze(2) - mean.unsqueeze(1)
-        scale, offset = (v.sum(dim=2).view(own.shape) for v in (scales, scales * offsets))
-        return affine.apply(torch.addcmul(offset, x - own, scale), axis=2)
+        offsets = sample_mean.flatten(2).unsqueeze(2) - mean.unsqueeze(1)
+        scale, offset = (v.sum(dim=2).view(sample_mean.shape) for v in (scales, scales * offsets))
+        return affine.apply(torch.addcmul(offset, x - sample_mean, scale), axis=2)

@@ -1,0 +1,168 @@
+"""Networks and data for the checks of a GPU; every check runs on the CPU too where that is cheap.
+
+On a CPU a check proves little about a GPU, but it proves that the check itself is not broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_cases import CPU, MemorySink, recipe_for
+
+from normexp.batching.replicas import InTurn, Replicas, Stacked
+from normexp.batching.sizes import Sizes
+from normexp.build import build_network, build_norm
+from normexp.config.compose import compose_config
+from normexp.data.augment import Augmentation
+from normexp.data.batches import TrainingBatches
+from normexp.data.dataset import Data, Examples, Windows
+from normexp.training.devices import set_matmul_precision
+from normexp.training.module import TrainingModule
+from normexp.training.recorder import Recorder
+from normexp.training.step import StepGradient
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+ON_GPU = pytest.param("cuda", marks=NEEDS_GPU)
+on_each_device = pytest.mark.parametrize("device", ["cpu", ON_GPU])
+on_gpu = pytest.mark.parametrize("device", [ON_GPU])
+NUM_REPLICAS = 2
+
+
+def images(augmentation: Augmentation | None = None) -> Data:
+    """Noise of 3 x 8 x 8 pixels."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples(count: int) -> Examples:
+        shape = (count, 3, 8, 8)
+        inputs = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        return Examples(inputs, torch.randint(0, 4, (count,), generator=generator))
+
+    splits = [examples(count) for count in (48, 16, 16)]
+    facts = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "augmentation": augmentation}
+    return Data("noise", "classification", *splits, 4, (3, 8, 8), **facts)
+
+
+def strings() -> Data:
+    """Padded strings of 12 tokens, with masks."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples(count: int) -> Examples:
+        tokens = torch.randint(1, 20, (count, 12), generator=generator)
+        mask = torch.arange(12) < torch.randint(2, 13, (count, 1), generator=generator)
+        return Examples(tokens * mask, torch.randint(0, 5, (count,), generator=generator), mask)
+
+    splits = [examples(count) for count in (48, 16, 16)]
+    return Data("strings", "classification", *splits, 5, (12,), vocab_size=20)
+
+
+def text() -> Data:
+    """Random tokens in windows of 16."""
+    generator = torch.Generator().manual_seed(0)
+    splits = [
+        Windows(torch.randint(0, 30, (length,), generator=generator), 16)
+        for length in (900, 300, 300)
+    ]
+    per_token = dict.fromkeys(("train", "val", "test"), 1.0)
+    facts = {"vocab_size": 30, "bytes_per_token": per_token}
+    return Data("text", "language_modeling", *splits, 30, (16,), **facts)
+
+
+DATA = {
+    **dict.fromkeys(("convnet", "small_resnet", "resnet20", "vit"), images),
+    "gpt": text,
+    "text_encoder": strings,
+}
+
+
+@cache
+def data_for(model: str) -> Data:
+    return DATA[model]()
+
+
+def build(
+    model: str, norm: str, *words: str, stacked: bool, sizes: Sizes | None = None, **choices: Any
+) -> TrainingModule:
+    """The module of a shipped model and norm in float32, on the CPU."""
+    data, sizes = data_for(model), sizes or Sizes(16)
+    cfg = compose_config([f"norm={norm}", f"model={model}", *words])
+    make = build_network(cfg, build_norm(cfg, sizes, data, num_steps=20), data)
+    networks = [make(seed) for seed in range(NUM_REPLICAS)]
+    replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)
+    recipe = recipe_for(data, sizes, **choices)
+    seeds = list(range(NUM_REPLICAS))
+    batches = TrainingBatches(data, seeds, sizes.batch_size, drop_last=recipe.drop_last)
+    return TrainingModule(replicas, batches, recipe, Recorder([[MemorySink()] for _ in seeds]))
+
+
+def place(module: TrainingModule, device: str) -> None:
+    """Moves networks and data, with the settings of matmul_precision=highest."""
+    set_matmul_precision(replace(CPU, accelerator=device))
+    module.replicas.to(device)
+    module.batches = module.batches.to(device)
+    module.evaluator = module.evaluator.on(module.batches.data)
+    if module.averaged is not None:
+        module.averaged.to(device)
+
+
+def first_step(module: TrainingModule, device: str) -> dict[str, Tensor]:
+    """Losses, gradients and buffers after the first forward and backward, on the CPU."""
+    place(module, device)
+    module.replicas.train()
+    seeds = module.batches.seeds
+    gradient = StepGradient(module.replicas, module.criterion.loss, module.recipe.sizes, seeds)
+    (batch,) = module.batches.chunk(0, 1)
+    values = {"loss": gradient.add(0, batch)}
+    replicas = module.replicas
+    state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
+    state |= dict(replicas.named_buffers())
+    for index in range(NUM_REPLICAS):
+        own = replicas.state_of(index, state)
+        values |= {f"{index} {name}": value for name, value in own.items()}
+    return {name: value.detach().cpu() for name, value in values.items()}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
+    """Each tensor differs by at most `rtol` of the largest value of the network's gradients.
+
+    Not of its own values: the gradient of a bias before a norm is only rounding.
+    """
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = max(1.0, float(value.abs().max())) if value.numel() else 1.0
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=rtol * scale, msg=name)
+
+
+class NoReads(TorchDispatchMode):
+    """Fails where the CPU would wait for a GPU to know a value; a copy to it passes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+        name = func.name().removeprefix("aten::").split(".")[0]
+        if name in ("_local_scalar_dense", "nonzero", "equal", "masked_select"):
+            raise RuntimeError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """Fails if the CPU waits for the device inside the block."""
+    if device != "cuda":
+        with NoReads():
+            yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
