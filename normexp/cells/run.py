@@ -20,6 +20,7 @@ from normexp.cells.assembly import can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.stack import Run, Stack, create_stack, record_failure, restore_stack
+from normexp.cells.watch import has_mixed
 from normexp.config.outcome import (
     Outcome,
     measured_versions,
@@ -232,7 +233,7 @@ def prepare(spec: CellSpec) -> Cell:
     if spec.cfg is None:
         raise UserError(spec.error)
     validate(spec.cfg)
-    return prepare_cell(spec)
+    return prepare_cell(spec, has_mixed=has_mixed(spec))
 
 
 def plan_cell(spec: CellSpec, planned: dict[str, Outcome]) -> Outcome:
