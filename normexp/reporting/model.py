@@ -399,8 +399,11 @@ def compared(config: Config) -> Config:
 
 def differences(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]:
     """By key, the two values in which the recipes of two cells differ."""
-    one, other = compared(first.config), compared(second.config)
-    both = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    first_recipe, second_recipe = compared(first.config), compared(second.config)
+    both = {
+        key: (first_recipe.get(key), second_recipe.get(key))
+        for key in sorted({*first_recipe, *second_recipe})
+    }
     return {key: pair for key, pair in both.items() if not _all_equal(pair)}
 
 

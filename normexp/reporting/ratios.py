@@ -43,8 +43,8 @@ def answer_over_data(slices: Sequence[Slice], comparisons: Sequence[Comparison])
             for part in parts
         )
         claims = [
-            _claim([one, *(other[ends] for other in others)])
-            for ends, one in first.items()
+            _claim([comparison, *(other[ends] for other in others)])
+            for ends, comparison in first.items()
             if all(ends in other for other in others)
         ]
         names = ", ".join(part.data for part in parts)

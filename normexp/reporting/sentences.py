@@ -252,7 +252,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
     kind, along = comparison.kind, comparison.is_along_sizes
-    cells = list(dict.fromkeys(cell for one in comparisons for cell in one.part.values))
+    cells = list(dict.fromkeys(cell for other in comparisons for cell in other.part.values))
     lost = lost_words(comparison.second, comparison.part)
     details = [
         _count_words(
