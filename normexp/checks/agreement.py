@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from normexp.batching.replicas import InTurn, Stacked
-from normexp.checks.asking import Answer, Found, failed, measured, mode_name, show, skipped
-from normexp.checks.lone_norm import SMALL_STEP, LoneNorm, NormCase, Shape, values
+from normexp.checks.asking import Answer, Found, measured, mode_name, show, skipped
+from normexp.checks.lone_norm import LoneNorm, NormCase, Shape, values
 from normexp.checks.probe import EVERYWHERE, TOLERANCE, Probe, change, changes, moved_state, moves
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
@@ -23,6 +23,9 @@ DRAWS = "draws random numbers, different ones in each dtype"
 
 HALF_MEAN = 30.0  # squares in bfloat16 then keep no digit of a variance of 1
 HALF_TOLERANCE = 0.03  # half precision may round the output, 2^-8 in bfloat16, not the statistics
+# A norm that always returns half precision: steps of the input at this mean, which bfloat16 and
+# float16 round to 2 and 0.25, must move outputs evenly.
+STAIRS_MEAN, STAIRS_STEP, NUM_STAIRS, UNEVEN = 300.0, 0.05, 8, 0.06
 
 
 def keeps_digits_in_half(case: NormCase) -> Found:
@@ -30,13 +33,10 @@ def keeps_digits_in_half(case: NormCase) -> Found:
 
     Parameters stay in float32, as in mixed precision, if the norm supports that.
     """
-    if case.lone.computes_in_half:
-        return failed(
-            f"float64 inputs {SMALL_STEP:g} apart have one output, as if computed in half "
-            f"precision, {show(case.lone.largest.shape)}"
-        )
     if case.lone.draws:
         return skipped(DRAWS)
+    if case.lone.computes_in_half:
+        return _climbs_evenly(case)
     x = (HALF_MEAN + case.values()).to(torch.bfloat16)
     try:
         try:
@@ -49,6 +49,20 @@ def keeps_digits_in_half(case: NormCase) -> Found:
     if moved <= HALF_TOLERANCE:
         return None
     return f"off by {moved:.2g} of the largest output at mean 30"
+
+
+@torch.no_grad()
+def _climbs_evenly(case: NormCase) -> Found:
+    """Do equal steps of a float64 input move outputs equally, up to the outputs' own rounding?"""
+    x, norm = STAIRS_MEAN + case.values(torch.float64), case.build(torch.float64)
+    step = STAIRS_STEP * case.values(torch.float64, 1)
+    outs = torch.stack([norm(x + index * step) for index in range(NUM_STAIRS)])
+    if not outs.isfinite().all():
+        return f"float64 inputs at mean {STAIRS_MEAN:g} overflow, as if computed in half precision"
+    uneven = outs.diff(n=2, dim=0).abs().amax() / outs.abs().amax().clamp(min=1e-6)
+    if uneven > UNEVEN:
+        return f"float64 inputs at mean {STAIRS_MEAN:g} round, as if computed in half precision"
+    return Answer(detail="the output is rounded to half precision")
 
 
 # ---------------------------------------------------------------- slope
@@ -234,8 +248,10 @@ def _reason(error: Exception) -> str:
 # ---------------------------------------------------------------- replicas and parts of a step
 
 
-def stacks(case: NormCase) -> str | None:
+def stacks(case: NormCase) -> Found:
     """Do two replicas under vmap get the outputs, gradients and state of each alone?"""
+    if case.lone.draws:
+        return skipped("draws random numbers, so each seed trains by itself")
     sites = []
     for seed in (1, 2):
         sites.append(_site(case))

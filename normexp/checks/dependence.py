@@ -12,10 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normexp.batching.replicas import Batch
 from normexp.checks.asking import Answer, measured, show, skipped
 from normexp.checks.lone_norm import LoneNorm, NormCase, Shape, accepts
 from normexp.checks.network import BuiltNetwork, Case, places_where
-from normexp.checks.probe import MODES, TOLERANCE, Probe, changes, moved_state, moves, normal
+from normexp.checks.probe import (
+    EVERYWHERE,
+    MODES,
+    TOLERANCE,
+    Probe,
+    changes,
+    difference,
+    in_float64,
+    moves,
+    normal,
+)
 from normexp.checks.sites import EnteredSite, SiteOnMaps, enter_sites, name_some
 from normexp.errors import UserError
 from normexp.norms.adapt import EPS_NAMES
@@ -91,8 +102,20 @@ def where_samples_mix(network: BuiltNetwork, training: bool) -> str | None:
     site = next(ask(network.stages), None) or next(ask(network.crowded_stages), None)
     if site is not None:
         return name_some(site.names)
-    mixes = mixes_samples(network.whole(network.many_samples), training)
-    return OUTSIDE if mixes else None
+    if not mixes_samples(network.whole(network.many_samples), training):
+        return None
+    bare = network.bare
+    return _blame(network, mixes_samples(bare.whole(bare.many_samples), training) is not None)
+
+
+def _blame(network: BuiltNetwork, bare_does: bool) -> str:
+    """Where a fault of the whole network lies that no site shows by itself.
+
+    Args:
+        bare_does: the network without its norms has the fault as well.
+    """
+    names = [name for site in network.sites for name in site.names]
+    return OUTSIDE if bare_does or not names else name_some(names)
 
 
 def samples_mix(network: BuiltNetwork) -> bool:
@@ -222,7 +245,7 @@ def statistics_over_few_values(network: BuiltNetwork) -> str | None:
 
 
 def leaks_future(case: Case, training: bool) -> str | None:
-    """Do later positions of a text (N, C, T) move an earlier output?"""
+    """Do later positions of a text (N, C, T) move an earlier output, or its gradients?"""
     probes = case.probes(training)
     return "output" if any(probe.reads_later() is not None for probe in probes) else None
 
@@ -234,7 +257,9 @@ def where_future_leaks(network: BuiltNetwork, training: bool) -> str | None:
     sites = list(places_where(leaks_future, _sites_of_texts(network), training=training))
     if sites:
         return name_some([name for site in sites for name in site.names])
-    return OUTSIDE if leaks_future(network.whole(network.batch), training) else None
+    if not leaks_future(network.whole(network.batch), training):
+        return None
+    return _blame(network, leaks_future(network.bare.whole(network.batch), training) is not None)
 
 
 def _sites_of_texts(network: BuiltNetwork) -> list[EnteredSite]:
@@ -311,14 +336,22 @@ def reads_masked(case: NormCase, training: bool) -> Answer | str | None:
 def reads_padding(site: EnteredSite, training: bool) -> bool:
     """Do the values or amount of padding move real outputs or the state?"""
     mask = site.mask
-    return mask is not None and site.probe(training, mask).reads_padding(EXTRA_POSITIONS)
+    if mask is None:
+        return False
+    return any(probe.reads_padding(EXTRA_POSITIONS) for probe in site.probes(training, mask))
 
 
 def padding_is_read(network: BuiltNetwork) -> str | None:
     """Does padding move a real output, a gradient or a running state?"""
-    batch = network.padded_batch
-    if batch is None:
-        return None
+    for batch in network.padded_batches:
+        fault = _padding_of(network, batch)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _padding_of(network: BuiltNetwork, batch: Batch) -> str | None:
+    """The message about padding that is read in a batch; None if none is."""
     sites = enter_sites(network.exposed, batch)
     for site in sites:
         norm_site = site.module.site
@@ -334,41 +367,47 @@ def padding_is_read(network: BuiltNetwork) -> str | None:
                 "norm.view=token, or add `mask`"
             )
     in_any_mode = lambda site, _: any(reads_padding(site, mode) for mode in MODES)  # noqa: E731
-    names = [n for site in places_where(in_any_mode, sites, training=True) for n in site.names]
-    if names:
-        return (
-            f"norm reads padding at {name_some(names)}: it moves real positions or the running "
-            "state; its forward must leave out values where its argument `mask` is false"
-        )
-    if model_reads_padding(network):
+    at_sites = list(places_where(in_any_mode, sites, training=True))
+    where = name_some([n for site in at_sites for n in site.names])
+    if not where and model_reads_padding(network, batch):
+        where = _blame(network, model_reads_padding(network.bare, batch))
+    if not where:
+        return None
+    if where == OUTSIDE:
         return (
             "model reads padding: its content or amount moves the output, and no norm does; use "
             "`mask` in attention and pooling, and pass it to each site"
         )
-    return None
+    return (
+        f"norm reads padding at {where}: it moves real positions or the running "
+        "state; its forward must leave out values where its argument `mask` is false"
+    )
 
 
-def model_reads_padding(network: BuiltNetwork) -> bool:
+def model_reads_padding(network: BuiltNetwork, batch: Batch) -> bool:
     """Does padding move a network's outputs, with norms in either mode and dropout off?
 
     Tries less padding instead of more, because learned positions end at the longest text.
     """
-    batch, model = network.padded_batch, network.exposed
-    assert batch is not None
-    inputs, mask = batch["inputs"], batch["mask"]
+    model, mask = network.exposed, batch["mask"]
     longest = int(mask.any(dim=0).nonzero().max()) + 1
     for training in MODES:
         for _, site in named_sites(model.eval()):
             site.train(training)
-        probe = Probe(model, inputs, mask, vocab_size=network.data.vocab_size, ways=1)
+        wide = in_float64(model, batch["inputs"], mask) if network.has_foreign_model else None
+        module, (inputs, _) = wide or (model, (batch["inputs"], mask))
+        probe = Probe(module, inputs, mask, vocab_size=network.data.vocab_size, ways=1)
         before = probe.observe()
-        others = [(torch.where(mask, inputs, probe.replacement(inputs, w)), mask) for w in (0, 1)]
-        try:
-            others_shorter = [probe.observe(inputs[:, :longest], mask[:, :longest])]
-        except (ValueError, RuntimeError):  # a model for one length
-            others_shorter = []
-        for after in [*(probe.observe(*other) for other in others), *others_shorter]:
-            if moves(before.output, after.output) or moved_state(before.state, after.state):
+        others = [
+            probe.observe(torch.where(mask, inputs, probe.replacement(inputs, way)), mask)
+            for way in (0, 1)
+        ]
+        tolerances = [probe.tolerance] * len(others)
+        with suppress(ValueError, RuntimeError):  # a model for one length
+            others.append(probe.observe(inputs[:, :longest], mask[:, :longest]))
+            tolerances.append(probe.tolerance_across_shapes)
+        for after, tolerance in zip(others, tolerances, strict=True):
+            if difference(before, after, EVERYWHERE, state=True, tolerance=tolerance) is not None:
                 return True
     return False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -16,13 +15,23 @@ from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.checks.network import BuiltNetwork, Case, places_where
-from normexp.checks.probe import MANY_STEPS, Snapshot, differ, fixed_draws, moves, normal
+from normexp.checks.probe import (
+    MANY_STEPS,
+    Snapshot,
+    differ,
+    fixed_draws,
+    in_float64,
+    is_foreign,
+    moves,
+    normal,
+)
 from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
 from normexp.norms.state import is_sequential as declares_order
 from normexp.records.identity import source_line_of
 
+MIN_GRADIENT = 1e-3  # the scale on which gradients and state are compared
 NETWORK_STEPS, NORM_STEPS = 1, 20  # training steps in which hidden state may show
 
 
@@ -361,10 +370,10 @@ def is_sequential(site: EnteredSite) -> bool:
     """True if the norm declares that its state is, or writes parameters in its forward."""
     if declares_order(site.module):
         return True
-    module = site.probe(training=True).module
+    module, inputs = site.to_save()
     with fixed_draws(), torch.no_grad():
         before = [parameter.clone() for parameter in module.parameters()]
-        module(site.values())
+        module(*inputs)
         return not all(map(torch.equal, before, module.parameters()))
 
 
@@ -389,19 +398,75 @@ def stacking_obstacle(network: BuiltNetwork) -> str | None:
 
 
 def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
-    """Says why two replicas cannot run under vmap; None if they can and agree."""
-    networks = [copy.deepcopy(network).train() for _ in range(2)]
-    pair = {name: torch.stack([value, value]) for name, value in batch.items()}
-    outputs: Callable[[Tensor, Batch], Tensor] = lambda output, _: output  # noqa: E731
+    """Says why replicas cannot run under vmap; None if they can and agree with each alone.
+
+    Foreign code is asked with three replicas of different parameters, inputs and state, in float64
+    if it computes so; gradients and state are compared as well as outputs.
+    """
+    foreign = is_foreign(*network.modules())
+    wide = in_float64(network, batch["inputs"]) if foreign and "mask" not in batch else None
+    module, (inputs, *_) = wide or (network, (batch["inputs"],))
+    networks = [copy.deepcopy(module).train() for _ in range(3 if foreign else 2)]
+    every = {n: torch.stack([v] * len(networks)) for n, v in {**batch, "inputs": inputs}.items()}
+    if foreign:
+        for seed, own in enumerate(networks):
+            _shift(own, every["inputs"][seed], seed)
     try:
-        with torch.no_grad():
-            replicas = Stacked(networks)
-            stacked = replicas.measure(pair, outputs)
-            alone = InTurn(networks).measure(pair, outputs)
+        alone, stacked = (
+            _training_step(form([*map(copy.deepcopy, networks)]), every, with_backward=foreign)
+            for form in (InTurn, Stacked)
+        )
     except Exception as error:  # foreign modules may raise anything; the fallback is exact
         return first_line(error)
+    if stacked is None or alone is None:
+        return "a module keeps a tensor of its forward outside its buffers"
+    scales = {"outputs": 1e-2}
+    for name, value in alone.items():
+        other = stacked.get(name)
+        if other is None or moves(value, other, scale=scales.get(name, MIN_GRADIENT)):
+            verb = "differ" if name.endswith("s") else "differs"
+            return f"its {name} under vmap {verb}"
+    return None
+
+
+@torch.no_grad()
+def _shift(network: nn.Module, inputs: Tensor, seed: int) -> None:
+    """Moves parameters, averages and inputs, for each seed by other amounts."""
+    for index, parameter in enumerate(network.parameters()):
+        step = 0.1 * normal(parameter.shape, 100 * seed + index)
+        parameter += step.to(parameter.dtype)
+    for buffer in network.buffers():
+        if buffer.is_floating_point():
+            buffer *= 1 + 0.1 * seed
+    inputs.copy_(_other(inputs, seed))
+
+
+def _training_step(
+    replicas: InTurn | Stacked, batch: Batch, *, with_backward: bool
+) -> dict[str, Tensor] | None:
+    """Outputs and, with a backward, gradients and state, all (S, ...); None without a copy after.
+
+    A tensor from inside vmap cannot be used outside, so a module that keeps one cannot be copied.
+    """
+    with fixed_draws(), torch.set_grad_enabled(with_backward):
+        outputs = replicas.measure(batch, lambda output, _: output)
+        found = {"outputs": outputs.detach()}
+        if with_backward and outputs.requires_grad:
+            (outputs * normal(outputs.shape, 1).to(outputs.dtype)).sum().backward()
     try:
         copy.deepcopy(replicas)
-    except Exception:  # a tensor from inside vmap cannot be used outside
-        return "a module keeps a tensor of its forward outside its buffers"
-    return "its outputs under vmap differ" if moves(alone, stacked, scale=1e-2) else None
+    except Exception:  # foreign code, or a tensor of vmap
+        return None
+    if not with_backward:
+        return found
+    trees = [dict(tree.named_parameters()) for tree in replicas.trees]
+    states = [dict(tree.named_buffers()) for tree in replicas.trees]
+    for name in trees[0]:
+        slopes = [p.grad for p in (tree[name] for tree in trees) if p.grad is not None]
+        if slopes:
+            own = slopes[0] if replicas.is_stacked else torch.stack(slopes)
+            found[f"gradient of {name}"] = own.detach().clone()
+    for name in states[0]:
+        own = [state[name] for state in states]
+        found[f"buffer {name}"] = (own[0] if replicas.is_stacked else torch.stack(own)).clone()
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
-from normexp.checks.probe import Probe
+from normexp.checks.probe import Probe, in_float64, is_foreign
 from normexp.checks.sites import (
     PROBE_SAMPLES,
     EnteredSite,
@@ -26,6 +26,7 @@ from normexp.data.dataset import Data
 from normexp.norms.site import named_sites
 
 MAX_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
+MANY_SAMPLES = 12  # of foreign code, which may treat more than 8 otherwise
 NETWORK_CUTS = 4  # of a text, into before and after
 
 Value = TypeVar("Value")
@@ -50,11 +51,15 @@ class WholeNetwork:
     module: nn.Module
     batch: Batch
     vocab_size: int | None
+    is_foreign: bool = False
 
     def probes(self, training: bool) -> Iterator[Probe]:
+        module, inputs = self.module.train(training), model_arguments(self.batch)
+        if self.is_foreign:
+            module, inputs = in_float64(module, *inputs) or (module, inputs)
         yield Probe(
-            self.module.train(training),
-            *model_arguments(self.batch),
+            module,
+            *inputs,
             vocab_size=self.vocab_size,
             ways=1,
             position_axis=1,
@@ -129,7 +134,23 @@ class BuiltNetwork:
         return sum(len(e.names) * e.shape.numel() for e in sites) // len(batch["targets"])
 
     def whole(self, batch: Batch) -> WholeNetwork:
-        return WholeNetwork(self.exposed, batch, self.data.vocab_size)
+        return WholeNetwork(self.exposed, batch, self.data.vocab_size, self.has_foreign_model)
+
+    @cached_property
+    def has_foreign_model(self) -> bool:
+        """True if a module outside of the norms is neither torch's nor ours."""
+        norms = {id(m) for _, site in named_sites(self.network) for m in site.norm.modules()}
+        return is_foreign(*(m for m in self.network.modules() if id(m) not in norms))
+
+    @cached_property
+    def is_foreign(self) -> bool:
+        """True if any module is neither torch's nor ours."""
+        return is_foreign(*self.network.modules())
+
+    @cached_property
+    def bare(self) -> BuiltNetwork:
+        """The network with the identity as its norm: what it does is no norm's doing."""
+        return replace(self, network=without_norms(self.network))
 
     @cached_property
     def many_samples(self) -> Batch:
@@ -137,9 +158,23 @@ class BuiltNetwork:
         fitting = max(PROBE_SAMPLES, MAX_ELEMENTS // max(self.elements_per_sample, 1))
         return shorten(self.exposed, probe_batch(self.data, min(self.sizes.micro, fitting)))
 
-    @cached_property
-    def padded_batch(self) -> Batch | None:
-        return padded_batch(self.data, PROBE_SAMPLES)
+    @property
+    def padded_batches(self) -> Iterator[Batch]:
+        """Batches with padding, if the data have any.
+
+        With foreign code also one of many rows, and one whose first row has no padding.
+        """
+        batch = padded_batch(self.data, PROBE_SAMPLES)
+        if batch is None:
+            return
+        yield batch
+        if self.is_foreign:
+            many = padded_batch(self.data, MANY_SAMPLES)
+            assert many is not None
+            yield many
+            mask = batch["mask"].clone()
+            mask[0] = True
+            yield {**batch, "mask": mask}
 
     def once(self, ask: Callable[..., Value], *arguments: Any) -> Value:
         """The answer of ask(self, *arguments), computed once."""
@@ -151,6 +186,14 @@ class BuiltNetwork:
     @cached_property
     def _answers(self) -> dict[Any, Any]:
         return {}
+
+
+def without_norms(network: nn.Module) -> nn.Module:
+    """A copy with the identity at every site."""
+    bare = copy.deepcopy(network)
+    for _, site in named_sites(bare):
+        site.norm, site.takes_mask = nn.Identity(), False
+    return bare
 
 
 def places_where(

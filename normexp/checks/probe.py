@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations, islice
 from typing import Any
 
@@ -25,9 +25,17 @@ from normexp.norms.contract import State
 from normexp.norms.state import read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
+# A change that a probe in float64 reports is larger than FINE_TOLERANCE (COARSE_TOLERANCE for
+# modules that compute below float64), and than ABOVE_ROUNDING times what a step of SMALL_STEP of
+# the same inputs changes. A dependence, however weak, falls with the step; rounding does not.
+FINE_TOLERANCE, COARSE_TOLERANCE = 1e-11, 1e-6
+ABOVE_ROUNDING, SMALL_STEP = 32.0, 1e-6
+LARGE_CHANGE = 0.1  # relative; no rounding
+TINY_STEP, FINE_CHANGE = 1e-12, 1e-9  # moves outputs by this much, if all is in float64
 MIN_SCALE = 1e-6  # values below are compared on this scale
 MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
+CUTS_WITH_GRADIENTS = 3
 MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
 CONTAINERS = (dict, list, set)
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
@@ -113,6 +121,7 @@ class Probe:
         ways: number of random replacements to try for each mask.
         position_axis: the axis of positions in x and in the output, if there is one.
         max_cuts: of one sequence into before and after.
+        seed: of the random numbers that the module draws from torch's global generator.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class Probe:
         ways: int = 2,
         position_axis: int = 2,
         max_cuts: int = MAX_CUTS,
+        seed: int = 0,
     ) -> None:
         self.module = module
         self.inputs = inputs
@@ -130,6 +140,7 @@ class Probe:
         self.ways = ways
         self.position_axis = position_axis
         self.max_cuts = max_cuts
+        self.seed = seed
         self._start = Snapshot(self.module)
 
     def observe(
@@ -149,7 +160,7 @@ class Probe:
         # A copy, as a norm may write into its input.
         x = x.detach().clone().requires_grad_(takes_gradient)
         try:
-            with fixed_draws(), torch.set_grad_enabled(upstream is not None):
+            with fixed_draws(self.seed), torch.set_grad_enabled(upstream is not None):
                 start = torch.get_rng_state()
                 out = self.module(x, *mask)
                 drew = not torch.equal(start, torch.get_rng_state())
@@ -186,13 +197,64 @@ class Probe:
             state: also compare buffers, which must then depend only on kept inputs.
         """
         x, *mask = self.inputs
+        upstream = keep if before.gradients else None
         for way in range(first_way, first_way + self.ways):
             changed = torch.where(fit(keep, x), x, self.replacement(x, way))
-            after = self.observe(changed, *mask, upstream=keep if before.gradients else None)
-            moved = difference(before, after, keep, state=state)
-            if moved is not None:
-                return moved
+            after = self.observe(changed, *mask, upstream=upstream)
+            moved = {
+                name: far
+                for name, far in distances(before, after, keep, state=state).items()
+                if far > self.tolerance
+            }
+            if not moved:
+                continue
+            if not self.is_double or self.vocab_size is not None:
+                return next(iter(moved))
+            near = torch.where(
+                fit(keep, x), x, changed * (1 + SMALL_STEP * _cached_normal(x.shape))
+            )
+            rounding = distances(
+                after, self.observe(near, *mask, upstream=upstream), keep, state=state
+            )
+            for name, far in moved.items():
+                if far > min(ABOVE_ROUNDING * rounding.get(name, 0.0), LARGE_CHANGE):
+                    return name
         return None
+
+    @cached_property
+    def is_double(self) -> bool:
+        """True if input and parameters are in float64."""
+        floating = [*self.inputs, *self.module.parameters()]
+        floating = [tensor for tensor in floating if tensor.is_floating_point()]
+        return bool(floating) and all(tensor.dtype == torch.float64 for tensor in floating)
+
+    @cached_property
+    def tolerance(self) -> float:
+        """The relative change above which a result counts as changed, for inputs of one shape."""
+        if not self.is_double:
+            return TOLERANCE
+        if self._is_fine:
+            return FINE_TOLERANCE
+        return TOLERANCE if self.vocab_size is not None else COARSE_TOLERANCE
+
+    @cached_property
+    def tolerance_across_shapes(self) -> float:
+        """As `tolerance`, for inputs of two shapes, whose sums may be in another order."""
+        return FINE_CHANGE if self.is_double and self._is_fine else TOLERANCE
+
+    @cached_property
+    def _is_fine(self) -> bool:
+        """True if a tiny step of the input, or else of the parameters, moves outputs as little."""
+        x, *mask = self.inputs
+        before = self.observe().output
+        if x.is_floating_point():
+            after = self.observe(x * (1 + TINY_STEP * _cached_normal(x.shape)), *mask).output
+        else:
+            with torch.no_grad():
+                for parameter in self.module.parameters():
+                    parameter *= 1 + TINY_STEP * _cached_normal(parameter.shape)
+            after = self.observe().output
+        return 0 < change(before, after) < FINE_CHANGE
 
     def replacement(self, x: Tensor, way: int) -> Tensor:
         """Random values of the dtype of `x`, different everywhere; large and moderate in turn.
@@ -224,7 +286,9 @@ class Probe:
             before = self.observe(upstream=keep) if gradients else whole
             moved = self.influence(keep, before=before, state=state, first_way=index % 4)
             # Upstream gradients of the others must not reach the gradient of a kept input.
-            moved = moved or difference(before, replace(whole, parameter_gradients={}), keep)
+            others = replace(whole, parameter_gradients={})
+            tolerance = self.tolerance_across_shapes  # sums of fewer terms may round otherwise
+            moved = moved or difference(before, others, keep, tolerance=tolerance)
             if moved is not None:
                 return moved
         return None
@@ -251,13 +315,20 @@ class Probe:
             alone = self.observe(upstream=upstream, only=keep)
         except Exception:  # foreign code: refuses so few samples
             return None
-        return difference(before.of_samples(keep), alone, keep[keep])
+        tolerance = self.tolerance_across_shapes
+        return difference(before.of_samples(keep), alone, keep[keep], tolerance=tolerance)
 
     def reads_later(self) -> int | None:
-        """A position such that changes from there on move an earlier output; None if none do."""
-        length, before = self.inputs[0].shape[self.position_axis], self.observe()
+        """A position such that changes from there on move an earlier result; None if none do.
+
+        Compares outputs and, in float64 at the likeliest cuts, gradients of a loss on the earlier
+        outputs: those of a gate show what it lets through, however small it is.
+        """
+        length, plain = self.inputs[0].shape[self.position_axis], self.observe()
         for index, cut in enumerate(cuts(length)[: self.max_cuts]):
             keep = along(torch.arange(length) < cut, self.position_axis)
+            with_gradients = self.is_double and index < CUTS_WITH_GRADIENTS
+            before = self.observe(upstream=keep) if with_gradients else plain
             if self.influence(keep, before=before, first_way=index % 4) is not None:
                 return cut
         return None
@@ -272,7 +343,7 @@ class Probe:
         """
         x, mask = self.inputs
         real, length = mask.unsqueeze(1), mask.shape[1]
-        before = self.observe(upstream=real if self.module.training else None)
+        before = self.observe(upstream=real if self.module.training or self.is_double else None)
         if self.influence(real, before=before, state=True):
             return True
         more = self.replacement(x.new_empty(*x.shape[:2], num_more), 0)
@@ -283,7 +354,26 @@ class Probe:
             return False
         after = replace(after, output=after.output[:, :, :length])
         plain = self.observe()  # a backward may move state as well
-        return difference(plain, after, real, state=True) is not None
+        tolerance = self.tolerance_across_shapes
+        return difference(plain, after, real, state=True, tolerance=tolerance) is not None
+
+
+def is_foreign(*modules: nn.Module) -> bool:
+    """True if the class of any of these is neither torch's nor ours."""
+    roots = {type(module).__module__.partition(".")[0] for module in modules}
+    return not roots <= {"torch", "normexp"}
+
+
+def in_float64(module: nn.Module, *inputs: Tensor) -> tuple[nn.Module, tuple[Tensor, ...]] | None:
+    """A copy and inputs in float64; None if the module cannot compute so."""
+    wide = copy.deepcopy(module).double()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    try:
+        for mode in MODES:
+            Probe(wide.train(mode), *inputs).observe(upstream=EVERYWHERE)
+    except Exception:  # foreign code: a kernel or a constant of one dtype
+        return None
+    return wide.train(module.training), inputs
 
 
 def after_many_steps(module: nn.Module, *inputs: Tensor) -> nn.Module | None:
@@ -355,23 +445,41 @@ def _select(values: Tensor, keep: Tensor) -> Tensor:
 
 
 def difference(
-    before: Observation, after: Observation, keep: Tensor, *, state: bool = False
+    before: Observation,
+    after: Observation,
+    keep: Tensor,
+    *,
+    state: bool = False,
+    tolerance: float = TOLERANCE,
 ) -> str | None:
-    """The name of a difference between two observations; None if there is none.
+    """The name of a difference between two observations; None if there is none."""
+    found = distances(before, after, keep, state=state)
+    return next((name for name, far in found.items() if far > tolerance), None)
+
+
+def distances(
+    before: Observation, after: Observation, keep: Tensor, *, state: bool = False
+) -> dict[str, float]:
+    """How far results moved, by name, see `changes`.
 
     Outputs and input gradients are compared where `keep` is true; gradients only if both have them.
     """
-    if moves(_select(before.output, keep), _select(after.output, keep)):
-        return "output"
+    found = {"output": change(_select(before.output, keep), _select(after.output, keep))}
     inputs = before.input_gradient, after.input_gradient
-    if None not in inputs and moves(*(_select(g, keep) for g in inputs if g is not None)):
-        return "gradient of the input"
+    if None not in inputs:
+        pair = [_select(gradient, keep) for gradient in inputs if gradient is not None]
+        found["gradient of the input"] = change(*pair)
     # Rounding errors scale with the largest of all parameter gradients.
     scale = max(map(_largest, before.parameter_gradients.values()), default=0.0)
     for name, slope in before.parameter_gradients.items():
-        if moves(slope, after.parameter_gradients.get(name, slope), scale=scale):
-            return f"gradient of {name}"
-    return moved_state(before.state, after.state) if state else None
+        if name in after.parameter_gradients:
+            found[f"gradient of {name}"] = change(
+                slope, after.parameter_gradients[name], scale=scale
+            )
+    if state:
+        for name, old in before.state.items():
+            found[name] = change(old, after.state[name]) if name in after.state else math.inf
+    return found
 
 
 def moved_state(before: State, after: State) -> str | None:
@@ -384,8 +492,7 @@ def moves(
     before: Tensor, after: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
 ) -> bool:
     """True if any value differs by more than rounding, see `changes`."""
-    same = before.dtype == after.dtype and torch.equal(before, after)  # nearly always
-    return not same and change(before, after, scale=scale) > tolerance
+    return change(before, after, scale=scale) > tolerance
 
 
 def differ(
@@ -400,6 +507,8 @@ def change(before: Tensor, after: Tensor, *, scale: float = 0.0) -> float:
     """The largest of `changes`; infinity for another shape."""
     if before.shape != after.shape:
         return math.inf
+    if before.dtype == after.dtype and torch.equal(before, after):  # nearly always
+        return 0.0
     return float(changes(before, after, scale=scale).amax()) if before.numel() else 0.0
 
 
@@ -431,10 +540,10 @@ _cached_normal = lru_cache(maxsize=64)(normal)  # of tensors that nobody writes 
 
 
 @contextmanager
-def fixed_draws() -> Iterator[None]:
+def fixed_draws(seed: int = 0) -> Iterator[None]:
     """Seeds the CPU's global random state inside the block, then restores it."""
     before = torch.get_rng_state()
-    torch.default_generator.manual_seed(0)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from functools import partial
 
-from normexp.checks import agreement, behaviour, dependence, integrity
+from normexp.checks import agreement, behaviour, dependence, foreign, integrity
 from normexp.checks.asking import Question
 from normexp.checks.lone_norm import LoneNorm, Shape
 from normexp.checks.probe import MODES
@@ -55,7 +55,6 @@ INPUTS = (
 )
 OF_NORMS = (
     contract("dtype kept", behaviour.keeps_dtype),
-    contract("channels_last kept", behaviour.keeps_channels_last, shapes=behaviour.own_maps),
     contract("any strides", behaviour.takes_any_strides, shapes=every, modes=MODES),
     contract("input unchanged", behaviour.leaves_input_alone, shapes=every, modes=MODES),
     contract("parameters made at once", behaviour.makes_parameters_at_once),
@@ -89,6 +88,7 @@ OF_NORMS = (
     moves("pools positions", dependence.pools_positions, shapes=dependence.with_positions),
     moves("leaks the future", dependence.leaks_future, shapes=dependence.texts),
     moves("reads padding", dependence.reads_masked, shapes=dependence.padded_text),
+    trait("channels_last kept", behaviour.keeps_channels_last, shapes=behaviour.own_maps),
     trait("running state", dependence.has_running_state, shapes=largest),
     *(
         same(f"ignores {what}", partial(dependence.changes_output, changes), shapes=every)
@@ -134,6 +134,13 @@ OF_NETWORKS = (
     warns("statistics over few values", dependence.statistics_over_few_values),
     refuses("outputs depend on inputs", integrity.every_output_is_the_same),
     refuses("reads padding", dependence.padding_is_read),
+    refuses("equal copies", foreign.copies_differ),
+    refuses("parameters of the network", foreign.parameters_outside),
+    warns("trained parameters", foreign.freezes_parameters),
+    refuses("input unchanged", foreign.input_written),
+    refuses("gradient of the input", foreign.input_gradient_is_missing),
+    warns("slope of the input", foreign.input_gradient_is_wrong),
+    warns("global random states", foreign.seeds_draws),
     refuses("state_dict round trip", integrity.state_that_checkpoints_lack),
     refuses("deterministic in evaluation", integrity.draws_in_evaluation),
     of_network("leak", dependence.leak),

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.checks.probe import Probe, after_many_steps, fixed_draws, source
+from normexp.checks.probe import (
+    Probe,
+    after_many_steps,
+    fixed_draws,
+    in_float64,
+    is_foreign,
+    source,
+)
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
@@ -26,6 +33,7 @@ PROBE_SAMPLES = 4
 FEW_POSITIONS = 4  # where many samples are probed
 MAX_VALUES = 2**18  # of one site
 SHORT_TEXT = 16  # positions
+NUM_DRAWS = 16  # random states to try; what happens in a quarter of them is missed by 1 %
 
 
 def probe_batch(data: Data, num_samples: int) -> Batch:
@@ -44,11 +52,13 @@ class SiteOnMaps(nn.Module):
         self.positions = positions
 
     def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        return as_maps(self.site(self.as_shown(values), mask), self.site)
+
+    def as_shown(self, values: Tensor) -> Tensor:
+        """(N, C, P) in the shape that the site takes."""
         if self.site.view != "map":
-            x = values.transpose(1, 2)
-        else:
-            x = values.unflatten(-1, self.positions) if self.positions else values[..., 0]
-        return as_maps(self.site(x, mask), self.site)
+            return values.transpose(1, 2)
+        return values.unflatten(-1, self.positions) if self.positions else values[..., 0]
 
 
 @dataclass(frozen=True)
@@ -74,16 +84,32 @@ class EnteredSite:
         return size * (1 - 2 * torch.randint(2, self.shape, generator=draws))
 
     def probe(self, training: bool, *mask: Tensor) -> Probe:
-        """A probe of a copy, on `values`."""
-        module = copy.deepcopy(self.module).train(training and not self.is_frozen)
-        return Probe(module, self.values(), *mask, ways=1)
+        """A probe of a copy, on `values`; in float64 if the norm is foreign and computes so."""
+        inputs = self.values(), *mask
+        wide = in_float64(self.module, *inputs) if self.is_foreign else None
+        module, inputs = wide or (copy.deepcopy(self.module), inputs)
+        return Probe(self.set_mode(module, training), *inputs, ways=1)
 
-    def probes(self, training: bool) -> Iterator[Probe]:
-        yield self.probe(training)
+    def set_mode(self, module: nn.Module, training: bool) -> nn.Module:
+        return module.train(training and not self.is_frozen)
+
+    def probes(self, training: bool, *mask: Tensor) -> Iterator[Probe]:
+        """A probe; for a foreign norm that draws, one for each of several random states."""
+        probe = self.probe(training, *mask)
+        yield probe
+        if self.is_foreign and probe.observe().drew:
+            for seed in range(1, NUM_DRAWS):
+                probe.seed = seed
+                yield probe
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if the norm is neither torch's nor ours: its probes are finer, and slower."""
+        return is_foreign(*self.module.modules())
 
     def to_save(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """A copy in training mode, and its inputs."""
-        return self.probe(training=True).module, (self.values(),)
+        return self.set_mode(copy.deepcopy(self.module), training=True), (self.values(),)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -96,8 +122,7 @@ class EnteredSite:
     def after_many_steps(self) -> EnteredSite | None:
         """The same site late in a training; None if it counts no steps."""
         with self.naming_errors():
-            probe = self.probe(training=True)
-            module = after_many_steps(probe.module, *probe.inputs)
+            module = after_many_steps(self.to_save()[0], self.values())
         return None if module is None else replace(self, module=cast(SiteOnMaps, module))
 
     @property

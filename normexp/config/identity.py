@@ -104,10 +104,10 @@ def sizes_of(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, Any
     that do not fit each other or the devices are as typed.
     """
     typed: dict[str, Any] = {key: config.get(key) for key in SIZES}
-    devices, spans = num_devices_of(config), spans_devices(config)
+    devices = num_devices_of(config) or 1
     try:
         sizes = Sizes(**typed)
-        if isinstance(devices, int) and spans is not None:
+        if devices > 1 and (spans := spans_devices(config)) is not None:
             sizes = sizes.shared_by(devices, synchronized=spans)
     except (UserError, TypeError):  # refused when the cell is validated
         return typed

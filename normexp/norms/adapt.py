@@ -113,6 +113,12 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
         if not isinstance(norm, nn.Module):
             kind = type(norm).__name__
             raise UserError(f"norm._target_={target} made a {kind}, not an nn.Module")
+        for name, tensor in (*norm.named_parameters(), *norm.named_buffers()):
+            if not tensor.is_leaf:
+                raise UserError(
+                    f"norm._target_={target}: {name} is no leaf but the result of a computation, "
+                    "so the norm cannot be copied; compute it in the forward"
+                )
         return norm
 
     if feature is None or not _is_required(feature) or feature.name in KNOWN_NAMES:
@@ -248,12 +254,13 @@ class LayoutAdapter(nn.Module):
     def extra_repr(self) -> str:
         return str(self.layout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(N, C, *) -> same; mask (N, *), for a norm that takes one."""
         if not self.layout.channels_last:
-            return self._fit_and_apply(x, first_position=2)
-        return self._fit_and_apply(x.movedim(1, -1), first_position=1).movedim(-1, 1)
+            return self._fit_and_apply(x, mask, first_position=2)
+        return self._fit_and_apply(x.movedim(1, -1), mask, first_position=1).movedim(-1, 1)
 
-    def _fit_and_apply(self, x: Tensor, first_position: int) -> Tensor:
+    def _fit_and_apply(self, x: Tensor, mask: Tensor | None, first_position: int) -> Tensor:
         accepted = self.layout.num_dims
         if larger := [n for n in accepted if n >= x.ndim]:
             ones = [1] * (larger[0] - x.ndim)
@@ -263,7 +270,11 @@ class LayoutAdapter(nn.Module):
         else:
             surplus = x.ndim - accepted[-1]
             shown = x.flatten(first_position, first_position + surplus)
-        return self.norm(shown).reshape(x.shape)
+        if mask is None:
+            return self.norm(shown).reshape(x.shape)
+        without_channels = [*shown.shape]
+        del without_channels[-1 if self.layout.channels_last else 1]
+        return self.norm(shown, mask=mask.reshape(without_channels)).reshape(x.shape)
 
 
 def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
@@ -365,7 +376,7 @@ class _LayoutProbe:
             if out.ndim != x.ndim:  # broadcasting let a formula for other dimensions pass
                 return trial(problem, reached=(), reshapes=True)
             return trial(problem, reshapes=True)
-        if _shapes_of_buffers(norm) != shapes:
+        if any(_shapes_of_buffers(norm).get(name) != shape for name, shape in shapes.items()):
             return trial(f"changes the shape of its buffers on an input of shape {tuple(x.shape)}")
         if out.dtype != x.dtype:  # this fault and the next would otherwise show far from here
             self.refuse(
@@ -396,4 +407,5 @@ class _LayoutProbe:
 
 
 def _shapes_of_buffers(norm: nn.Module) -> dict[str, torch.Size]:
-    return {name: buffer.shape for name, buffer in norm.named_buffers()}
+    """Of buffers with values; the others get their shape in the first forward."""
+    return {name: buffer.shape for name, buffer in norm.named_buffers() if buffer.numel()}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from normexp.norms.adapt import LayoutAdapter
 from normexp.norms.contract import HasNormParameters, NormOfGroups
 from normexp.norms.state import install_state, merge_state, read_state, write_state
 
@@ -104,7 +105,12 @@ class Site(nn.Module):
 
 def takes_mask(norm: nn.Module) -> bool:
     """True if the norm's forward has an argument `mask`."""
-    return "mask" in inspect.signature(norm.forward).parameters
+    if isinstance(norm, LayoutAdapter):
+        return takes_mask(norm.norm)
+    try:
+        return "mask" in inspect.signature(norm.forward).parameters
+    except ValueError:  # written in C, without a signature
+        return False
 
 
 def named_sites(model: nn.Module) -> Iterator[tuple[str, Site]]:

@@ -20,7 +20,7 @@ HASH_DIGITS = 10
 NAME_LENGTH = 16
 # Of the questions in checks/ whose answers a study keeps. Raised when a question may answer
 # otherwise for the same norm, so that kept answers are measured again.
-QUESTIONS_VERSION = 1
+QUESTIONS_VERSION = 2
 
 
 def canonical_sizes(

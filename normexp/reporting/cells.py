@@ -12,6 +12,8 @@ import yaml
 
 from normexp.config.help import conf_dir
 from normexp.norms.slots import SLOTS, Slots
+from normexp.records.history import History
+from normexp.reporting.doubts import doubts_of
 from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
 from normexp.reporting.read import SIZES, StudyRecords
 from normexp.reporting.style import order_norms
@@ -36,9 +38,14 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
     for run in records.runs:
         by_folder.setdefault(run.directory.parent, []).append(run)
     cells = _merge([_measured(runs, records.num_seeds) for runs in by_folder.values()])
+    cells = [_declared(cell, records.histories.get(cell.study, ())) for cell in cells]
     has_studies = len(records.num_seeds) > 1
     cells = [
-        replace(cell, norm=cell.name + (f" · {cell.study}" if has_studies else ""))
+        replace(
+            cell,
+            norm=cell.name + (f" · {cell.study}" if has_studies else ""),
+            doubts=doubts_of(cell.runs),
+        )
         for cell in cells
     ]
     budget = _budget_key(cells)
@@ -78,6 +85,26 @@ def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
         mixes_samples=config.get("mixes_samples") is not False,
         expected=num_seeds[first.study],
     )
+
+
+def _declared(cell: CellRow, histories: Sequence[History]) -> CellRow:
+    """Adds the seeds that the first command for the cell asked for, and the searched keys."""
+    ids = {cell.directory.name, *cell.same_as}
+    searched = {
+        key for history in histories for entry in history.searches.values() for key in entry.keys
+    }
+    cell = replace(cell, searched=frozenset(searched))
+    named: set[str] = set()
+    commands = histories[0].commands if histories else []
+    adding = []  # the commands that name a cell that no earlier one does
+    for command in sorted(commands, key=lambda entry: entry.time):
+        if set(command.cells) - named:
+            adding.append(command)
+        named |= set(command.cells)
+    for number, command in enumerate(adding):
+        if seeds := {seed for name in ids for seed in command.seeds_of(name)}:
+            return replace(cell, declared=frozenset(seeds), round=number)
+    return cell
 
 
 def _with_budget(config: Config) -> Config:
@@ -176,14 +203,18 @@ def _setting_keys(cells: Sequence[CellRow], budget: str) -> list[str]:
     return sorted(chosen)
 
 
-def disagreements(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]:
+def disagreements(
+    first: CellRow, second: CellRow, *, are_rates_searched: bool = False
+) -> dict[str, tuple[Any, Any]]:
     """By key, the values for which two cells must not be compared.
 
     These are all differences but those of the norm (with the slots of its YAML), of the sizes (with
     what follows from the batch size) and of searched keys.
+
+    are_rates_searched: both were chosen from the same learning rates
     """
     has_one_norm = first.name == second.name
-    searched = first.searched | second.searched
+    searched = {*first.searched, *second.searched, *(["lr"] if are_rates_searched else [])}
 
     def may_differ(key: str) -> bool:
         if key in (*SIZES, *searched):
@@ -198,7 +229,11 @@ def disagreements(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]
         if key in BUDGET:
             return any(key in first.config and key not in different for key in BUDGET)
         rules = {cell.config.get("lr_rule") for cell in cells}
-        return key == "optim.momentum" and rules == {"momentum_aware"}
+        follows = {
+            "optim.momentum": ("momentum_aware",),
+            "lr": ("linear", "sqrt", "momentum_aware"),
+        }
+        return len(rules) == 1 and rules <= {*follows.get(key, ())}
 
     cells = (first, second)
     different = differences(

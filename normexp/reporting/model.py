@@ -21,6 +21,7 @@ from normexp.records.paths import METRICS_FILE
 from normexp.records.result import Result
 from normexp.records.samples import read_samples
 from normexp.reporting.metric import Metric, describe_metric
+from normexp.stats.contrast import Seeds
 from normexp.stats.interval import Interval, mean, smallest_step
 from normexp.stats.sensitivity import Sensitivity, batch_size_sensitivity, selection_optimism
 
@@ -98,7 +99,10 @@ class CellRow:
     setting: how the settings differ from those of other cells, in words
     title: model, data and `setting`
     budget: `epochs=12`; empty if none is recorded
-    searched: keys whose values a search may have chosen, besides the norm's own
+    searched: keys whose values the searches of the study chose
+    declared: the seeds of the first command that names the cell; empty if none is known
+    doubts: what contradicts itself in its records
+    round: 0 if that was the first command of the study for any of its cells, 1 for the next
     """
 
     study: str
@@ -122,7 +126,10 @@ class CellRow:
     title: str = ""
     budget: str = ""
     budget_keys: frozenset[str] = frozenset()
-    searched: frozenset[str] = frozenset({"lr"})
+    searched: frozenset[str] = frozenset()
+    declared: frozenset[int] = frozenset()
+    round: int = 0
+    doubts: Sequence[str] = ()
 
     @property
     def protocol(self) -> str:
@@ -178,6 +185,14 @@ class CellRow:
             for key, value in self.settings.items()
             if key not in self.budget_keys
         )
+
+    @property
+    def state_of_seeds(self) -> Seeds:
+        """Whether it has the seeds that were declared; `complete` if none is known."""
+        ended = {run.seed for run in self.runs if run.result.status != "failed"}
+        if not self.declared or ended == self.declared:
+            return "complete"
+        return "extended" if ended > self.declared else "incomplete"
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed, of the runs that have it."""
@@ -284,14 +299,17 @@ class Slice:
     def outcomes(self) -> Mapping[CellRow, Values]:
         """The values of `lines`, in which a diverged run has the worst value of any run there."""
         cells = dict.fromkeys(cell for _, cell in self.points)
-        known = [value for cell in cells for value in self.values[cell].values()]
-        if not known:
-            return {cell: {} for cell in cells}
-        worst = min(known) if self.metric.higher_is_better else max(known)
-        return {
-            cell: dict(sorted((self.values[cell] | _diverged(cell, worst)).items()))
-            for cell in cells
-        }
+        return {cell: self.with_diverged(cell) for cell in cells}
+
+    def with_diverged(self, cell: CellRow) -> Values:
+        """The values of a cell, in which a diverged run has the worst value of `lines`."""
+        lost = {} if self._worst is None else _diverged(cell, self._worst)
+        return dict(sorted((self.values[cell] | lost).items()))
+
+    @cached_property
+    def _worst(self) -> float | None:
+        known = [value for _, cell in self.points for value in self.values[cell].values()]
+        return (min if self.metric.higher_is_better else max)(known, default=None)
 
     def samples_of(self, cell: CellRow) -> Mapping[int, np.ndarray]:
         """The metric of each test sample, by seed; a diverged run has those of the worst run."""
@@ -331,8 +349,12 @@ class Slice:
         )
 
     def alternatives(self, cell: CellRow) -> Sequence[CellRow]:
-        """The cells among which this one was chosen, itself included; none if nothing was."""
-        return next((cells for cells in self.rates.values() if cell in cells), ())
+        """The cells among which this one was chosen, itself included; none if nothing was.
+
+        They are in order of their learning rate.
+        """
+        cells = next((cells for cells in self.rates.values() if cell in cells), ())
+        return sorted(cells, key=lambda other: other.lr or 0)
 
     def optimism(self, cell: CellRow) -> float | None:
         """`selection_optimism` of a cell whose learning rate was chosen; None for other cells.
@@ -377,8 +399,11 @@ def compared(config: Config) -> Config:
 
 def differences(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]:
     """By key, the two values in which the recipes of two cells differ."""
-    one, other = compared(first.config), compared(second.config)
-    both = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    first_recipe, second_recipe = compared(first.config), compared(second.config)
+    both = {
+        key: (first_recipe.get(key), second_recipe.get(key))
+        for key in sorted({*first_recipe, *second_recipe})
+    }
     return {key: pair for key, pair in both.items() if not _all_equal(pair)}
 
 

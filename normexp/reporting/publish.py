@@ -28,6 +28,7 @@ from normexp.reporting.charts import Figure
 from normexp.reporting.curves import seed_chart
 from normexp.reporting.details import cell_details
 from normexp.reporting.figures import draw_figures
+from normexp.reporting.read import SEARCHED
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.sentences import Answer, Section
 from normexp.reporting.style import assign_styles, order_norms
@@ -43,7 +44,6 @@ POLICY = (
     "img-src data: blob:"
 )
 SHOWN_ROWS = 3000
-SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def draw(report: Report) -> Drawing:
     styles = assign_styles(cell.norm for cell in report.cells)
 
     def figures_of(answer: Answer) -> list[Figure]:
-        is_over_data = len(answer.parts) > 1
-        return [] if is_over_data else draw_figures(answer.parts[0], styles)
+        return draw_figures(answer.parts[0], styles)
 
     sections = [
         (section, [(answer, figures_of(answer)) for answer in section.answers])

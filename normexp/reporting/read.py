@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from normexp.errors import UserError
 from normexp.records.files import read_json
+from normexp.records.history import History, read_history
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list_runs, seed_of
 from normexp.records.result import Result, read_result
 from normexp.reporting.model import RunRow
 
 PARTS = ("norm", "model", "data", "optim")
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
+SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
 RECORDED_TWICE = (*SIZES, "trainer")  # in the recipe and beside it
 
 
@@ -29,6 +32,7 @@ class StudyRecords:
     num_unended: runs without a result: still training, or interrupted
     waiting: one line for each cell that has begun but has no ended run
     problems: one line for each result that cannot be read
+    histories: of each study and of the study of its searches; without, no seeds are declared
     """
 
     runs: Sequence[RunRow]
@@ -36,6 +40,7 @@ class StudyRecords:
     num_unended: int = 0
     waiting: Sequence[str] = ()
     problems: Sequence[str] = ()
+    histories: Mapping[str, Sequence[History]] = field(default_factory=dict)
 
 
 def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
@@ -68,7 +73,16 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
         unended += begun
     counts = {name: len(known) for name, known in seeds.items()}
     cells = {run.directory.parent for run in runs}
-    return StudyRecords(runs, counts, len(unended), _waiting(unended, cells), problems)
+    histories = {name: _histories(runs_dir, name) for name in names}
+    return StudyRecords(runs, counts, len(unended), _waiting(unended, cells), problems, histories)
+
+
+def _histories(runs_dir: Path, name: str) -> list[History]:
+    known = []
+    for study in (runs_dir / f"{name}{end}" for end in SEARCHED):
+        with suppress(UserError):  # a report is written without the history too
+            known.append(read_history(study))
+    return known
 
 
 def _read_run(study: str, run_dir: Path) -> RunRow:

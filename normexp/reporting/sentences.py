@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -17,10 +17,21 @@ from normexp.reporting.verdict import DECIDED, Change, Comparison, at_other_budg
 from normexp.stats.interval import Interval
 
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
+AT_EDGE = 0.25  # of the splits; more often, a better rate may lie outside the grid
 DIRECTED = ("loses", "gains", "better", "worse")
 # The headline of an answer is a claim of the first of these kinds that occurs.
 HEADLINES = (
-    *(*DECIDED, "open", "apart", "interval", "no interval", "one size", "unlike", "invalid"),
+    *(
+        *DECIDED,
+        "open",
+        "apart",
+        *("incomplete", "extended", "search", "given rates", "doubtful"),
+        "interval",
+        "no interval",
+        "one size",
+        "unlike",
+        "invalid",
+    ),
     "no data",
 )
 
@@ -63,12 +74,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Answer:
-    """All sentences about one slice, or about several that differ only in data set."""
+    """All sentences about one slice, or about several that differ only in data set.
+
+    untested: on differences that the report does not test
+    """
 
     heading: str
     parts: list[Slice]
     sentences: list[Claim]
     note: str
+    untested: list[Claim] = field(default_factory=list)
 
     @property
     def measured_on(self) -> str:
@@ -83,11 +98,11 @@ class Answer:
 
     @property
     def losses(self) -> list[Claim]:
-        return [claim for claim in self.sentences if not claim.reference]
+        return [claim for claim in (*self.sentences, *self.untested) if not claim.reference]
 
     @property
     def comparisons(self) -> list[Claim]:
-        return [claim for claim in self.sentences if claim.reference]
+        return [claim for claim in (*self.sentences, *self.untested) if claim.reference]
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,10 @@ def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) ->
             *(_claim(comparison, comparisons) for comparison in of_part),
         ]
         claims.sort(key=lambda claim: (bool(claim.reference), claim.kind == "independent"))
-        answers.append(Answer(part.heading, [part], claims, _note(of_part, comparisons)))
+        untested = [one for one in claims if one.comparison and not one.comparison.is_primary]
+        tested = [one for one in claims if one not in untested]
+        note = _note(of_part, comparisons)
+        answers.append(Answer(part.heading, [part], tested, note, untested))
     return answers
 
 
@@ -230,7 +248,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
     kind, along = comparison.kind, comparison.is_along_sizes
-    cells = list(dict.fromkeys(cell for one in comparisons for cell in one.part.values))
+    cells = list(dict.fromkeys(cell for other in comparisons for cell in other.part.values))
     lost = lost_words(comparison.second, comparison.part)
     details = [
         _count_words(
@@ -240,8 +258,9 @@ def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
         _diverged_words(comparison),
         _basis_words(comparison),
         _seed_words(comparison),
+        _tuned_words(comparison),
         _rate_words(comparison),
-        _optimism_words(comparison),
+        "" if any(comparison.tuned) else _optimism_words(comparison),
         _training_words(comparison, cells) if comparison.verdict else "",
     ]
     budget = f", at {comparison.budget}" if comparison.budget else ""
@@ -280,6 +299,11 @@ def _words(comparison: Comparison, kind: str) -> str:
         "no interval": f"; {missing} interval",
         "open": "; undecided",
         "apart": f"; undecided: {apart} of {n} {lie} apart",
+        "search": "; no verdict while the search of learning rates is incomplete",
+        "given rates": "; no verdict: given the learning rates that one search chose",
+        "incomplete": f"; no verdict yet: {_declared_words(comparison)}",
+        "doubtful": "; no verdict: the records contradict themselves, see the top of the report",
+        "extended": f"; no verdict: {_declared_words(comparison)}, the others were added later",
     }.get(kind, "")
     least = f"at least {shown}" if comparison.has_diverged else shown  # of a verdict
     if comparison.unlike:
@@ -336,6 +360,7 @@ def _basis_words(comparison: Comparison) -> str:
             None,
             (
                 "" if comparison.num_samples else "on these test samples",
+                "added by a later command: a family of its own" * bool(comparison.round),
                 f"tolerance={metric.tolerance:g} given to the report" * metric.is_tolerance_given,
                 f"metric={metric.name} given to the report" * comparison.part.is_metric_given,
             ),
@@ -380,7 +405,8 @@ def _change_words(comparison: Comparison, change: Change) -> str:
         "does not change": f"the difference does not change by more than {amount}: {shown}",
         "no data": "no seed has a result at both",
         "apart": f"it is undecided whether the difference changes: {shown}, and seeds lie apart",
-    }.get(change.kind, f"it is undecided whether the difference changes: {shown}")
+        "open": f"it is undecided whether the difference changes: {shown}",
+    }.get(change.kind, f"the difference changes by {shown}, without a verdict")
 
 
 def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> str:
@@ -398,15 +424,16 @@ def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> s
         members.append(f"each norm against {_listed(list(references))} at the smallest size")
     if any(comparison.change is not None for comparison in judged):
         members.append("its change from the shortest to the longest budget")
-    size = judged[0].family_size if judged else 0
-    count = ": ".join([str(size), *filter(None, [", and ".join(members)])])
+    sizes = {comparison.round: comparison.family_size for comparison in judged}
+    count = " and ".join(str(sizes[number]) for number in sorted(sizes)) or "0"
+    count = ": ".join([count, *filter(None, [", and ".join(members)])])
     return (
         "Intervals of differences are 95 % each, paired by seed, for new seeds and new test "
         "samples; for new seeds alone where it says 'on these test samples'. The number of "
         f"differences that this report tests is {count}. The probability that any verdict on them "
-        "is false is at most 5 %, so a difference may be undecided although its own interval "
-        "excludes 0. Training counts as converged where a budget at least twice as long moved "
-        "neither its loss nor the metric by the margin."
+        "is false is at most 5 %, for those of each command, so a difference may be undecided "
+        "although its own interval excludes 0. Training counts as converged where a budget at "
+        "least twice as long moved neither its loss nor the metric by the margin."
     )
 
 
@@ -437,10 +464,10 @@ def _diverged_words(comparison: Comparison) -> str:
     if not comparison.has_diverged:
         return ""
     bound = ""  # of a verdict: its sentence has `at least`
-    if comparison.first.diverged and comparison.second.diverged:
+    if all(comparison.diverged):
         bound = " in both cells, so the difference may be greater or smaller"
     elif comparison.verdict is None:
-        is_most = bool(comparison.first.diverged) == comparison.part.metric.higher_is_better
+        is_most = comparison.diverged[0] == comparison.part.metric.higher_is_better
         bound = f", so the difference is at {'most' if is_most else 'least'} this"
     return f"diverged runs count as the worst run{bound}"
 
@@ -465,11 +492,38 @@ def _ends(comparison: Comparison) -> list[tuple[str, CellRow]]:
     return [(f"of {cell.norm}", cell) for cell in cells]
 
 
+def _declared_words(comparison: Comparison) -> str:
+    """`5 of 8 declared seeds`, of the cell that lacks most."""
+    counts = {
+        (len({run.seed for run in cell.runs} & cell.declared), len(cell.declared))
+        for cell in comparison.cells
+        if cell.state_of_seeds != "complete"
+    }
+    ended, declared = min(counts, default=(0, 0))
+    return f"{ended} of {declared} declared seeds"
+
+
+def _tuned_words(comparison: Comparison) -> str:
+    """`tuned over 5 rates: 4 of 8 seeds choose, the others report; best rate at an edge ...`."""
+    said = []
+    for fit, (name, _) in zip(comparison.tuned, _ends(comparison), strict=True):
+        if fit is not None:
+            n = len(fit.values)
+            said = said or [
+                f"tuned over {len(fit.shares)} rates: {fit.num_choosing} of {n} seeds choose, the "
+                "others report, averaged over all splits"
+            ]
+            if fit.share_at_edges >= AT_EDGE:
+                share = f"{100 * fit.share_at_edges:.0f} %"
+                said.append(f"best rate {name} at an edge of the grid in {share} of splits")
+    return "; ".join(said)
+
+
 def _rate_words(comparison: Comparison) -> str:
     """`learning rate 0.1 of group, 0.05 of batch`, where the two differ."""
-    if comparison.first.lr == comparison.second.lr:
+    if comparison.first.lr == comparison.second.lr or any(comparison.tuned):
         return ""
-    said = [f"{cell.lr:g} {name}" for name, cell in _ends(comparison)]
+    said = [f"{cell.lr:g} {name}" for name, cell in _ends(comparison) if cell.lr is not None]
     return f"learning rate {', '.join(said)}"
 
 

@@ -141,11 +141,11 @@ class Table:
 def tables_of(report: Report) -> list[Table]:
     """Every table of a report."""
     answers = [answer for section in report.sections for answer in section.answers]
-    answers = [answer for answer in answers if len(answer.parts) == 1]  # not over data sets
     return [
         *map(size_table, report.slices),
         sensitivity_table(answers),
         comparison_table(answers),
+        untested_table(report),
         cell_table(report.cells, report.metric, report.tolerance),
         run_table(report.cells),
     ]
@@ -408,6 +408,19 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
         "whatever its p."
     )
     return Table.of_rows("comparisons", "Norms against the reference", columns, rows, note)
+
+
+def untested_table(report: Report) -> Table:
+    """A row per interval outside the family."""
+    columns = ["where", "what", "details"]
+    rows = [
+        {"where": heading, "what": claim.claim, "details": claim.details}
+        for heading, claim in report.untested
+    ]
+    notes = dict.fromkeys(answer.note for answer in report.over_data)
+    note = "Each interval is 95 % alone, so one in twenty excludes a true equality by chance. "
+    note += " ".join(notes)
+    return Table.of_rows("not_tested", "Not tested", columns, rows, note.strip())
 
 
 def run_table(cells: Sequence[CellRow]) -> Table:

@@ -18,19 +18,21 @@ figures, whatever the results: layer, instance, group, rms, then others by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from normexp.reporting.cells import disagreements
-from normexp.reporting.metric import Metric
+from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.model import CellRow, Slice, Values
 from normexp.reporting.style import base_of
 from normexp.stats.contrast import Assessment, Margin, change, difference, verdict_on
+from normexp.stats.crossfit import CrossFit, cross_fit
 from normexp.stats.family import Verdict, p_value
 from normexp.stats.interval import Array, Interval, cut, paired_improvement
 
@@ -47,6 +49,11 @@ NO_VERDICT = {
     "interval": "not one of the differences that the report tests",
     "no interval": "too few seeds in common, or the same difference for every seed",
     "no data": "no seed has a result of both cells",
+    "search": "learning rates were searched, and not every rate has the same three or more seeds",
+    "given rates": "one search chose the learning rates, so this holds given the chosen rates",
+    "incomplete": "not all declared seeds have ended",
+    "doubtful": "records of the cells contradict themselves",
+    "extended": "seeds were added to the declared ones",
     "unlike": "the recipes differ in more than the norm, the sizes and the searched keys",
 }
 
@@ -55,17 +62,24 @@ NO_VERDICT = {
 class Change:
     """The change of a difference from the shortest budget of a report to the longest.
 
-    budgets: `epochs=12` and `epochs=48`
+    ends: the difference at either budget
     assessment: of the second difference minus the first, paired by seed
     margin: as shown, in the unit of the metric
-    has_diverged: a run of the four cells diverged, so the change has no verdict
     """
 
-    budgets: tuple[str, str]
+    ends: tuple[Comparison, Comparison]
     assessment: Assessment
     margin: float
-    has_diverged: bool
     family_size: int = 0
+    is_judged: ClassVar[bool] = True
+
+    @property
+    def budgets(self) -> list[str]:
+        return [end.budget for end in self.ends]
+
+    @property
+    def round(self) -> int:
+        return max(end.round for end in self.ends)
 
     @property
     def gap(self) -> Interval:
@@ -78,10 +92,13 @@ class Change:
             return "no data"
         if self.gap.low is None:
             return "no interval"
+        if why := next(filter(None, (end.why_not_judged for end in self.ends)), None):
+            return why
         verdict, is_withheld = verdict_on(self.assessment, self.family_size)
         if is_withheld:
             return "apart"
-        return "open" if self.has_diverged else OF_CHANGE.get(verdict, "open")
+        has_diverged = any(end.has_diverged for end in self.ends)
+        return "open" if has_diverged else OF_CHANGE.get(verdict, "open")
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +112,8 @@ class Comparison:
         worst run of the slice, so the gap is a bound: the cell of the diverged run is at most this
         good.
     margin: smaller differences count as none, as shown, in the unit of the metric
+    tuned: of the first and the second, the cross-fitted grid of learning rates; None: one rate
+    diverged: whether a run of the first, and of the second, diverged
     num_samples: test samples; 0: not recorded for every run, so the gap is over seeds alone
     unlike: by key, the values of the recipes for which the cells must not be compared
     is_primary: it belongs to the family
@@ -108,6 +127,8 @@ class Comparison:
     sizes: tuple[int, int]
     assessment: Assessment
     margin: float
+    tuned: Sequence[CrossFit | None]
+    diverged: Sequence[bool]
     num_samples: int
     unlike: Mapping[str, tuple[Any, Any]]
     is_primary: bool
@@ -124,7 +145,17 @@ class Comparison:
 
     @property
     def has_diverged(self) -> bool:
-        return bool(self.first.diverged or self.second.diverged)
+        return any(self.diverged)
+
+    @property
+    def round(self) -> int:
+        """The command of the study that declared it; each has a family of its own."""
+        return max(cell.round for cell in self.cells)
+
+    @property
+    def cells(self) -> list[CellRow]:
+        """Every cell that the difference rests on."""
+        return [cell for end in (self.first, self.second) for cell in _grid_of(self.part, end)]
 
     @property
     def is_judged(self) -> bool:
@@ -152,11 +183,26 @@ class Comparison:
             return "no interval"
         if not self.is_primary:
             return "interval"
+        if why := self.why_not_judged:
+            return why
         verdict, is_withheld = verdict_on(self.assessment, self.family_size)
         if is_withheld:
             return "apart"
         names = ALONG_SIZES if self.is_along_sizes else WITH_REFERENCE
         return "open" if verdict in self._ruled_out else names.get(verdict, "open")
+
+    @property
+    def why_not_judged(self) -> str | None:
+        """The key of NO_VERDICT if design or records allow no verdict, whatever the results."""
+        if any(cell.doubts for cell in self.cells):
+            return "doubtful"
+        is_grid = [bool(self.part.alternatives(cell)) for cell in (self.first, self.second)]
+        if any(is_grid) and None in self.tuned:
+            return "given rates" if self.first.searched else "search"
+        if not any(is_grid) and self.first.searched:
+            return "given rates"
+        states = {cell.state_of_seeds for cell in self.cells}
+        return next((state for state in ("incomplete", "extended") if state in states), None)
 
     @property
     def verdict(self) -> str | None:
@@ -176,8 +222,8 @@ class Comparison:
     @property
     def _ruled_out(self) -> set[Verdict]:
         """Verdicts that could be wrong, because a diverged run may be worse than it counts."""
-        above: set[Verdict] = {"above", "within"} if self.first.diverged else set()
-        below: set[Verdict] = {"below", "within"} if self.second.diverged else set()
+        above: set[Verdict] = {"above", "within"} if self.diverged[0] else set()
+        below: set[Verdict] = {"below", "within"} if self.diverged[1] else set()
         return above | below
 
     @property
@@ -204,15 +250,21 @@ class Comparison:
 
 
 def compare(slices: Sequence[Slice]) -> list[Comparison]:
-    """Every comparison of the slices of one report, which are one family with their changes."""
+    """Every comparison of the slices of one report.
+
+    With their changes they are one family, and one more for each later command that added cells.
+    """
     comparisons = [comparison for part in slices for comparison in _comparisons_of(part)]
     changes = _changes(comparisons)
-    size = sum(comparison.is_judged for comparison in comparisons) + len(changes)
-    changes = {place: replace(one, family_size=size) for place, one in changes.items()}
+    members = [*comparisons, *changes.values()]
+    sizes = Counter(member.round for member in members if member.is_judged)
+    changes = {
+        place: replace(change, family_size=sizes[change.round]) for place, change in changes.items()
+    }
     return [
         replace(
             comparison,
-            family_size=size,
+            family_size=sizes[comparison.round],
             change=changes.get(comparison.place) if comparison.is_judged else None,
         )
         for comparison in comparisons
@@ -260,9 +312,14 @@ def _comparisons_of(part: Slice) -> Iterator[Comparison]:
 def _comparison(
     part: Slice, first: CellRow, second: CellRow, sizes: tuple[int, int], *, is_primary: bool
 ) -> Comparison:
-    (a, b), num_samples = _outcomes([(part, first), (part, second)])
+    outcomes = _outcomes([(part, first), (part, second)])
+    (a, b), num_samples = outcomes.tables, outcomes.num_samples
     margin = margin_of(part.metric)
     assessment = difference(a, b, margin, step=_step(part, num_samples))
+    rates = [[other.lr for other in part.alternatives(cell)] for cell in (first, second)]
+    unlike = disagreements(first, second, are_rates_searched=rates[0] == rates[1] != [])
+    if rates[0] != rates[1]:
+        unlike["searched lr"] = (_rates_words(rates[0]), _rates_words(rates[1]))
     return Comparison(
         part,
         first,
@@ -270,8 +327,10 @@ def _comparison(
         sizes,
         assessment,
         margin_at(part.metric, b),
+        outcomes.tuned,
+        outcomes.diverged,
         num_samples,
-        disagreements(first, second),
+        unlike,
         is_primary,
     )
 
@@ -284,18 +343,22 @@ def _changes(comparisons: Sequence[Comparison]) -> dict[Hashable, Change]:
             by_place.setdefault(comparison.place, []).append(comparison)
     changes = {}
     for place, same in by_place.items():
-        short, long = (pick(same, key=lambda one: one.length) for pick in (min, max))
+        short, long = (pick(same, key=lambda comparison: comparison.length) for pick in (min, max))
         if short.length == long.length:
             continue
-        cells = [(one.part, cell) for one in (short, long) for cell in (one.first, one.second)]
-        (a, b, c, d), num_samples = _outcomes(cells)
+        cells = [
+            (comparison.part, cell)
+            for comparison in (short, long)
+            for cell in (comparison.first, comparison.second)
+        ]
+        outcomes = _outcomes(cells)
+        (a, b, c, d), num_samples = outcomes.tables, outcomes.num_samples
         margin = margin_of(short.part.metric)
-        steps = [_step(one.part, num_samples) for one in (short, long)]
+        steps = [_step(comparison.part, num_samples) for comparison in (short, long)]
         changes[place] = Change(
-            (short.budget, long.budget),
+            (short, long),
             change((a, b), (c, d), margin, step=max(steps)),
             margin_at(short.part.metric, d),
-            short.has_diverged or long.has_diverged,
         )
     return changes
 
@@ -320,17 +383,88 @@ def _step(part: Slice, num_samples: int) -> float:
     return (bounds[1] - bounds[0]) / num_samples if bounds and num_samples else part.step
 
 
-def _outcomes(places: Sequence[tuple[Slice, CellRow]]) -> tuple[list[Array], int]:
-    """The outcomes of cells at the seeds that all have, higher is better, and the test samples.
+@dataclass(frozen=True)
+class Outcomes:
+    """The outcomes of several cells at the seeds that all have; higher is better.
 
-    (n,) each, or (n, N) where all N test samples of every run are recorded
+    tables: (n,) for each cell, or (n, N) where all N test samples of every run are recorded; of a
+        cell whose learning rate was chosen from a complete grid, the cross-fitted values
+    tuned: the grid of each cell; None for a single rate, or if a grid is incomplete
+    diverged: whether a run of each cell, or of a rate that was chosen, diverged
     """
-    values = [part.outcomes[cell] for part, cell in places]
-    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in values)))
+
+    tables: Sequence[Array]
+    num_samples: int
+    tuned: Sequence[CrossFit | None]
+    diverged: Sequence[bool]
+
+
+def _outcomes(places: Sequence[tuple[Slice, CellRow]]) -> Outcomes:
+    grids = [(part, _grid_of(part, cell)) for part, cell in places]
+    if any(len(grid) > 1 for _, grid in grids) and not _are_complete(grids):
+        grids = [(part, [cell]) for part, cell in places]
+    values = [[part.with_diverged(cell) for cell in grid] for part, grid in grids]
+    seeds = sorted(set.intersection(*(set(by_seed) for grid in values for by_seed in grid)))
+    samples = [[part.samples_of(cell) for cell in grid] for part, grid in grids]
+    counts = {len(by_seed.get(seed, ())) for grid in samples for by_seed in grid for seed in seeds}
+    num_samples = counts.pop() if len(counts) == 1 else 0
+    chosen = samples if num_samples > 1 else values
     sign = 1.0 if places[0][0].metric.higher_is_better else -1.0
-    samples = [part.samples_of(cell) for part, cell in places]
-    tables = [[by_seed.get(seed, np.empty(0)) for seed in seeds] for by_seed in samples]
-    counts = {len(row) for table in tables for row in table}
-    if len(counts) == 1 and min(counts) > 1:
-        return [sign * np.array(table) for table in tables], counts.pop()
-    return [sign * np.array([by_seed[seed] for seed in seeds]) for by_seed in values], 0
+    tables = [
+        sign * np.array([[by_seed[seed] for seed in seeds] for by_seed in grid], dtype=np.float64)
+        for grid in chosen
+    ]
+    fits = [
+        cross_fit(_scores(part, grid, seeds), table) if len(grid) > 1 else None
+        for (part, grid), table in zip(grids, tables, strict=True)
+    ]
+    return Outcomes(
+        [table[0] if fit is None else fit.values for fit, table in zip(fits, tables, strict=True)],
+        num_samples if num_samples > 1 else 0,
+        fits,
+        [
+            any(
+                cell.diverged and (fit is None or fit.shares[place] > 0)
+                for place, cell in enumerate(grid)
+            )
+            for (_, grid), fit in zip(grids, fits, strict=True)
+        ],
+    )
+
+
+def _grid_of(part: Slice, cell: CellRow) -> Sequence[CellRow]:
+    """The cells among which a cell was chosen by its learning rate; itself if it was not."""
+    return part.alternatives(cell) or [cell]
+
+
+def _are_complete(grids: Sequence[tuple[Slice, Sequence[CellRow]]]) -> bool:
+    """True if every rate of every grid has the same three or more seeds, with validation scores."""
+    known = [set(part.with_diverged(cell)) for part, grid in grids for cell in grid]
+    known += [
+        {run.seed for run in cell.runs if run.result.status == "diverged"}
+        | set(cell.values(_selection(part)))
+        for part, grid in grids
+        for cell in grid
+    ]
+    is_tuned = {len(grid) > 1 for _, grid in grids} == {True}
+    return is_tuned and all(seeds == known[0] for seeds in known) and len(known[0]) >= 3
+
+
+def _scores(part: Slice, grid: Sequence[CellRow], seeds: Sequence[int]) -> Array:
+    """By which a rate is chosen, (num_rates, n): higher is better, -inf for a diverged run."""
+    selection = _selection(part)
+    sign = 1.0 if selection.higher_is_better else -1.0
+    tables = [cell.values(selection) for cell in grid]
+    return np.array(
+        [[sign * by_seed[s] if s in by_seed else -np.inf for s in seeds] for by_seed in tables]
+    )
+
+
+def _selection(part: Slice) -> Metric:
+    return describe_metric(part.metric.selection_name)
+
+
+def _rates_words(rates: Sequence[float | None]) -> str:
+    """`5 rates from 0.03 to 3`, or `none`."""
+    known = [rate for rate in rates if rate is not None]
+    return f"{len(rates)} rates from {known[0]:g} to {known[-1]:g}" if known else "none"

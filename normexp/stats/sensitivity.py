@@ -133,14 +133,14 @@ def _regret(table: Array, loss: Callable[..., Interval]) -> tuple[int | None, In
     ]
     count = len(means) - 1
     level = 1 - (1 - LEVEL) / count
-    each = [loss(place, 0, level) for place in range(1, count + 1)]
-    if any(one.estimate is None for one in each):
+    losses = [loss(place, 0, level) for place in range(1, count + 1)]
+    if any(interval.estimate is None for interval in losses):
         return None, Interval(None, None, None, LEVEL, 0)
     best = int(np.argmax(means))
-    n = min(one.n for one in each)
+    n = min(interval.n for interval in losses)
 
     def greatest(name: str) -> float | None:
-        ends = [getattr(one, name) for one in each]
+        ends = [getattr(interval, name) for interval in losses]
         return None if None in ends else max(0.0, *ends)
 
     return best, Interval(greatest("estimate"), greatest("low"), greatest("high"), LEVEL, n)

@@ -118,9 +118,8 @@ def work(
             for positions, cells in walk if is_free else ():
                 if _are_busy(cells):
                     busy.add(positions)
-                elif (
-                    positions not in was_busy
-                ):  # else its process has just ended, and may yet record how
+                # If its process has just ended, that process's command first records how.
+                elif positions not in was_busy:
                     has_taken = True
                     report(StackTaken(positions))
                     outcomes = _train(

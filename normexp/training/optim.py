@@ -63,8 +63,8 @@ class AveragedWeights(AveragedModel):
         copied = [*zip(averages, weights, strict=True), *buffers] if is_first else list(buffers)
         if not is_first:
             self._average(averages, weights, self.n_averaged)
-        for own, new in copied:
-            own.copy_(new)
+        for average, new in copied:
+            average.copy_(new)
         self.n_averaged += 1
 
 

@@ -130,7 +130,7 @@ class UnbiasedVariance(Affine):
         return x.var(pooled(x), correction=1)
 
 
-@caught_by("channels_last kept")
+@caught_by("any strides")
 class ViewOfMaps(Affine):
     """Layer norm by `view`, which a channels_last input does not allow."""
 
@@ -139,14 +139,6 @@ class ViewOfMaps(Affine):
         centred = flat - flat.mean(-1, keepdim=True)
         out = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
         return out.view(x.shape) * per_channel(self.weight, x) + per_channel(self.bias, x)
-
-
-@caught_by("channels_last kept")
-class DropsChannelsLast(Affine):
-    """Always returns contiguous memory."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).contiguous()
 
 
 class OtherShape(Affine):

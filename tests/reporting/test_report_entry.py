@@ -110,7 +110,8 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
         (file,) = folder.glob(f"*/{name}.csv")
         assert file.read_text() == text
         tables[name] = list(csv.DictReader(text.splitlines()))
-    assert list(tables)[:4] == ["by_size_main", "sensitivity", "comparisons", "cells"]
+    names = ["by_size_main", "sensitivity", "comparisons", "not_tested", "cells"]
+    assert list(tables)[:5] == names
     with (folder / "tables" / "runs.csv").open() as file:
         tables["runs"] = list(csv.DictReader(file))
     points = [float(row["mean"]) for row in tables["metric_by_size_main"]]

@@ -1,0 +1,127 @@
+"""What the design of a study allows a report to say: grids of rates, searches, declared seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_study import report_of, write_cell
+
+from normexp.records.history import CommandEntry, SearchEntry, append_entries
+from normexp.reporting.sentences import Claim
+
+RATES = (0.03, 0.1, 0.3)
+
+
+def group_of(root: Path) -> Claim:
+    sections = report_of(root).sections
+    claims = [claim for section in sections for one in section.answers for claim in one.sentences]
+    return next(claim for claim in claims if claim.norms == ["group"] and claim.comparison)
+
+
+def write_grid(
+    root: Path, norm: str, levels: Mapping[float, float], *, n: int = 8, seed: int = 0
+) -> list[Path]:
+    rng = np.random.default_rng(seed)
+    return [
+        write_cell(root, norm, dict(enumerate(rng.normal(level, 0.005, n))), lr=lr)
+        for lr, level in levels.items()
+    ]
+
+
+def write_grids(root: Path, ahead: float, *, rates: tuple[float, ...] = RATES) -> list[Path]:
+    levels = dict(zip(RATES, (0.80, 0.90, 0.85), strict=True))
+    write_grid(root, "batch", levels)
+    return write_grid(root, "group", {lr: levels[lr] + ahead for lr in rates}, seed=1)
+
+
+def test_a_complete_grid_is_cross_fitted_and_judged(tmp_path: Path):
+    write_grids(tmp_path, 0.03)
+    one = group_of(tmp_path)
+    assert one.kind == "better" and "lr=" not in one.claim
+    assert "tuned over 3 rates: 4 of 8 seeds choose, the others report" in one.text
+    assert "optimism" not in one.text and "edge" not in one.text
+    values = [[cell.values(one.comparison.part.metric)[s] for s in range(8)]
+              for cell in (one.comparison.first, one.comparison.second)]  # fmt: skip
+    gap = np.mean(values[0]) - np.mean(values[1])  # one rate is always chosen
+    assert one.comparison.gap.estimate == pytest.approx(gap)
+
+
+def test_a_best_rate_at_an_edge_is_said(tmp_path: Path):
+    for norm, seed in (("batch", 0), ("group", 1)):
+        write_grid(tmp_path, norm, dict(zip(RATES, (0.8, 0.85, 0.9), strict=True)), seed=seed)
+    text = group_of(tmp_path).text
+    assert "best rate of group at an edge of the grid in 100 % of splits" in text
+
+
+def test_an_incomplete_grid_has_no_verdict(tmp_path: Path):
+    cells = write_grids(tmp_path, 0.03)
+    (cells[0] / "seed-3" / "result.json").unlink()
+    one = group_of(tmp_path)
+    assert one.kind == "search" and one.comparison.gap.low > 0
+    assert "; no verdict while the search of learning rates is incomplete (" in one.text
+
+
+def test_norms_with_other_rates_are_not_compared(tmp_path: Path):
+    write_grids(tmp_path, 0.03, rates=RATES[:2])
+    one = group_of(tmp_path)
+    words = "searched lr=2 rates from 0.03 to 0.1 and 3 rates from 0.03 to 0.3"
+    assert one.kind == "unlike" and words in one.text
+
+
+@pytest.mark.parametrize("place", ["synthetic", "synthetic-search"])
+def test_one_search_and_then_fresh_seeds_has_no_verdict(tmp_path: Path, place: str):
+    for norm, lr, level in (("batch", 0.1, 0.9), ("group", 0.3, 0.95)):
+        values = dict(enumerate(level + 0.00001 * np.arange(8) ** (1 + 10 * lr)))
+        write_cell(tmp_path, norm, values, lr=lr)
+    assert group_of(tmp_path).kind == "unlike"  # two rates, and no search
+    (tmp_path / place).mkdir(exist_ok=True)
+    search = SearchEntry("norm=group", ["norm=group"], ["lr"], "val/accuracy", ["one", "two"])
+    append_entries(tmp_path / place, [search])
+    one = group_of(tmp_path)
+    assert one.kind == "given rates" and "learning rate 0.3 of group, 0.1 of batch" in one.text
+
+
+def write_declared(root: Path, *commands: Mapping[str, int], ended: int = 8) -> None:
+    """commands: by norm, the number of seeds that each command of the study asks for."""
+    rng = np.random.default_rng(0)
+    level = {"batch": 0.90, "group": 0.95, "layer": 0.95}
+    entries, cells = [], {}
+    for norm in {norm for command in commands for norm in command}:
+        values = dict(enumerate(rng.normal(level[norm], 0.003, ended)))
+        cells[norm] = write_cell(root, norm, values).name
+    for number, command in enumerate(commands):
+        asked = {cells[norm]: [("", list(range(count)))] for norm, count in command.items()}
+        time = f"2026-01-01T00:00:{number:02d}+00:00"
+        entries.append(CommandEntry(str(number), ["normexp-train"], "one", 3, asked, time=time))
+    append_entries(root / "synthetic", entries)
+
+
+def test_declared_seeds_that_have_ended_are_judged(tmp_path: Path):
+    write_declared(tmp_path, {"batch": 8, "group": 8})
+    assert group_of(tmp_path).kind == "better"
+
+
+def test_until_the_declared_seeds_have_ended_there_is_no_verdict(tmp_path: Path):
+    write_declared(tmp_path, {"batch": 8, "group": 8}, ended=5)
+    one = group_of(tmp_path)
+    assert one.kind == "incomplete" and one.comparison.gap.low > 0
+    assert "points; no verdict yet: 5 of 8 declared seeds (" in one.text
+
+
+def test_seeds_that_were_added_take_the_verdict_back(tmp_path: Path):
+    write_declared(tmp_path, {"batch": 5, "group": 5}, {"batch": 8, "group": 8})
+    one = group_of(tmp_path)
+    assert one.kind == "extended" and "5 of 5 declared seeds, the others were added" in one.text
+
+
+def test_norms_of_a_later_command_are_a_family_of_their_own(tmp_path: Path):
+    write_declared(tmp_path, {"batch": 8, "group": 8}, {"layer": 8, "batch": 8})
+    comparisons = {one.first.norm: one for one in report_of(tmp_path).comparisons}
+    assert [comparisons[norm].family_size for norm in ("group", "layer")] == [1, 1]
+    assert comparisons["layer"].round == 1
+    assert "a family of its own" not in group_of(tmp_path).text
+    texts = [claim.text for claim in report_of(tmp_path).sections[0].answers[0].sentences]
+    assert any("layer" in text and "later command: a family of its own" in text for text in texts)
