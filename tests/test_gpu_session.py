@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from normexp.cli import parse_command
+from normexp.config.compose import compose_config
+from normexp.config.rules import validate
+from normexp.search.points import plan_searches
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_session.sh"
 
 
@@ -25,6 +30,15 @@ def test_an_unknown_part_is_refused(tmp_path: Path):
     for words in ([], ["check"], ["all", str(tmp_path)]):
         refused = run(*words)
         assert refused.returncode == 2 and "PART OUT" in refused.stderr
+
+
+def test_its_study_searches_a_rate_for_every_norm_and_size():
+    searches = plan_searches(parse_command(["experiment=cifar10_full", "data.root=PATH"]))
+    assert len(searches) == 4 * 5
+    for search in (searches[0], searches[-1]):
+        config = compose_config([*search.fixed, "lr=0.1"])
+        validate(config)
+        assert (config.replicas, config.tune.seeds, config.study) == (5, 2, "cifar10_full")
 
 
 @pytest.mark.slow
