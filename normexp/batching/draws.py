@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Stream = Literal["init", "order", "augment", "dropout", "foreign", "split", "limit", "evaluate"]
+Stream = Literal[
+    "init", "order", "augment", "dropout", "foreign", "split", "limit", "evaluate", "watch"
+]
 
 _LOW_32 = 0xFFFFFFFF
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from normexp.data.dataset import Data
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
 from normexp.records.sources import loaded_files, refuse_edited
+from normexp.training.chunks import watched_steps
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
@@ -90,6 +91,10 @@ class Cell:
         return self.study_dir / self.id
 
     @property
+    def is_foreign(self) -> bool:
+        return is_foreign(self.spec)
+
+    @property
     def elements_per_forward(self) -> int:
         """The number of values entering all sites of one replica in one forward pass."""
         return self.recipe.sizes.micro * self.traits.elements_per_sample
@@ -102,10 +107,13 @@ class Cell:
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
-def prepare_cell(spec: CellSpec) -> Cell:
+def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
     """Builds and probes a cell, and refuses every mistake that can be found before training.
 
     If its norm does not mix samples, the cell is `spec.without_norm_batch_size`.
+
+    Args:
+        has_mixed: the norm mixed samples in an earlier training, whatever the probes say.
 
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
@@ -120,6 +128,8 @@ def prepare_cell(spec: CellSpec) -> Cell:
         refuse_edited(spec.sources)
         _check_network(spec, build, network, data)
         traits = _probe(spec, network, data, recipe)
+        if has_mixed:
+            traits = replace(traits, mixes_samples=True)
         if traits.mixes_samples:
             check_norm_batch_size(cfg.norm_batch_size, recipe)
         check_optimizer_step(recipe, network)
@@ -137,14 +147,18 @@ def prepare_cell(spec: CellSpec) -> Cell:
             record["loaded_sources"] = beyond  # by no import statement, as a plugin
         assert spec.directory is not None
         check_joins(spec.directory, record)
+        recipe = recipe.for_norm(
+            mixes_samples=traits.mixes_samples,
+            mixes_in_evaluation=traits.mixes_samples_in_evaluation,
+            evaluation_limit=evaluation_limit(recipe, data, traits),
+        )
+        may_show_more = not traits.mixes_samples or data.task == "language_modeling"
+        if is_foreign(spec) and may_show_more:
+            recipe = replace(recipe, watched_steps=watched_steps(recipe.num_steps, cfg.seed))
         return Cell(
             spec=spec,
             id=spec.id,
-            recipe=recipe.for_norm(
-                mixes_samples=traits.mixes_samples,
-                mixes_in_evaluation=traits.mixes_samples_in_evaluation,
-                evaluation_limit=evaluation_limit(recipe, data, traits),
-            ),
+            recipe=recipe,
             data=data,
             build=build if traits.mixes_samples else build.unsplit(),
             traits=traits,
@@ -154,6 +168,12 @@ def prepare_cell(spec: CellSpec) -> Cell:
             record=record,
             messages=messages,
         )
+
+
+def is_foreign(spec: CellSpec) -> bool:
+    """True if the norm or the model of a cell is neither torch's nor ours."""
+    targets = [spec.composed[group]["_target_"] for group in ("norm", "model")]
+    return not all(target.startswith(("normexp.", "torch.")) for target in targets)
 
 
 def make_recipe(spec: CellSpec, data: Data) -> Recipe:

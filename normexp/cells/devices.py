@@ -55,6 +55,7 @@ class RankJob:
     spec: CellSpec  # of the first cell of the stack
     devices: Devices
     record: StackRecord
+    has_mixed: bool  # see `prepare_cell`
     known: list[str]  # messages that were already shown when the cell was prepared
 
     def train(self, rank: int, control: TrainingControl) -> None:
@@ -67,7 +68,7 @@ class RankJob:
                 follow_stack(self._build_stack(), control.stop)
 
     def _build_stack(self) -> Stack:
-        return restore_stack(self.record, [prepare_cell(self.spec)])
+        return restore_stack(self.record, [prepare_cell(self.spec, has_mixed=self.has_mixed)])
 
 
 def train_on_devices(stack: Stack, control: TrainingControl) -> None:
@@ -83,7 +84,9 @@ def train_on_devices(stack: Stack, control: TrainingControl) -> None:
     if devices.count == 1:
         train_stack(stack, control)
         return
-    job = RankJob(cell.spec, devices, stack.record, list(cell.messages))
+    job = RankJob(
+        *(cell.spec, devices, stack.record, cell.traits.mixes_samples, list(cell.messages))
+    )
     if rank_among(devices.count) is None:
         with control.stop.listening():
             _spawn_ranks(job, control)

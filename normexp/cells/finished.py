@@ -160,7 +160,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     changes |= {"norm_batch_size": record["norm_batch_size"], **options}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
-    cell = prepare_cell(recorded_spec(cell_dir, record, changes))
+    cell = prepare_cell(recorded_spec(cell_dir, record, changes), has_mixed=record["mixes_samples"])
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
     module = build_module(cell, seeds, replicas, Recorder([]))

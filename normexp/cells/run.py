@@ -20,6 +20,7 @@ from normexp.cells.assembly import can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.stack import Run, Stack, create_stack, record_failure, restore_stack
+from normexp.cells.watch import has_mixed
 from normexp.config.outcome import (
     Outcome,
     measured_versions,
@@ -232,17 +233,23 @@ def prepare(spec: CellSpec) -> Cell:
     if spec.cfg is None:
         raise UserError(spec.error)
     validate(spec.cfg)
-    return prepare_cell(spec)
+    return prepare_cell(spec, has_mixed=has_mixed(spec))
 
 
-def plan_cell(spec: CellSpec) -> Outcome:
-    """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare`."""
+def plan_cell(spec: CellSpec, planned: dict[str, Outcome]) -> Outcome:
+    """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare`.
+
+    Args:
+        planned: the outcomes of the command's cells so far, by id; of sizes without effect, one
+            stands for all.
+    """
+    for known in (spec.id, spec.without_norm_batch_size.id):
+        if known in planned and (known == spec.id or not planned[known].record["mixes_samples"]):
+            return planned[known]
     cell = prepare(spec)
-    if not cell.traits.mixes_samples and spec.without_norm_batch_size.id != spec.id:
-        spec = spec.without_norm_batch_size
-        cell = prepare(spec)
-    outcome = recorded_outcome(spec, Status.PLANNED)
+    outcome = recorded_outcome(cell.spec, Status.PLANNED)
     outcome.record, outcome.invalid, outcome.memory = cell.record, cell.invalid, cell.memory
+    planned[cell.id] = outcome
     return outcome
 
 

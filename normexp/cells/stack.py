@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from normexp.cells.assembly import (
     stack_loggers,
 )
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.cells.watch import Findings, Watch, with_findings, withdraw_aliases
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
@@ -107,7 +108,8 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     known = {cell.id: cell for cell in cells}
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
-        known[cell_id] = prepare_cell(template.spec.with_values({"lr": record.rates[cell_id]}))
+        spec = template.spec.with_values({"lr": record.rates[cell_id]})
+        known[cell_id] = prepare_cell(spec, has_mixed=template.traits.mixes_samples)
         if known[cell_id].id != cell_id:
             raise UserError(
                 f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
@@ -138,7 +140,7 @@ def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
         control = TrainingControl(stop, on_steps=lambda *_: None)
-        _fit(stack, Recorder([[] for _ in stack.runs]), control)
+        _fit(stack, Recorder([[] for _ in stack.runs]), control, Watch(stack.cell))
 
 
 def _train(stack: Stack, control: TrainingControl) -> None:
@@ -153,13 +155,27 @@ def _train(stack: Stack, control: TrainingControl) -> None:
             sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
             trackers.append(opened.enter_context(run_loggers(cell, seed)))
         loggers = stack_loggers(stack.cell, stack.seeds)
-        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control)
-        _record(stack, module)
+        watch = Watch(stack.cell)
+        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control, watch)
+        _record(_after_watch(stack, watch.findings), module)
     if must_stop:
         raise Interrupted
 
 
-def _fit(stack: Stack, recorder: Recorder, control: TrainingControl) -> tuple[TrainingModule, bool]:
+def _after_watch(stack: Stack, findings: Findings) -> Stack:
+    """The stack with what its training has shown; withdraws aliases of a norm that has mixed."""
+    if findings == Findings():
+        return stack
+    cells = {cell.id: with_findings(cell, findings) for cell, _ in stack.runs}
+    if findings.mixing is not None:
+        for cell in cells.values():
+            withdraw_aliases(cell)
+    return replace(stack, runs=[(cells[cell.id], seed) for cell, seed in stack.runs])
+
+
+def _fit(
+    stack: Stack, recorder: Recorder, control: TrainingControl, watch: Watch
+) -> tuple[TrainingModule, bool]:
     """The trained module, and whether a stop was requested too late for a checkpoint."""
     cell = stack.cell
     replicas = resume_replicas(cell, stack.seeds, stack.record.checkpoint)
@@ -169,7 +185,7 @@ def _fit(stack: Stack, recorder: Recorder, control: TrainingControl) -> tuple[Tr
     must_stop = fit(
         module,
         checkpoint=stack.record.checkpoint,
-        callbacks=build_callbacks(cell, control),
+        callbacks=[*build_callbacks(cell, control), watch],
         stop=control.stop,
     )
     return module, must_stop

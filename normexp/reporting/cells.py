@@ -13,6 +13,7 @@ import yaml
 from normexp.config.help import conf_dir
 from normexp.norms.slots import SLOTS, Slots
 from normexp.records.history import History
+from normexp.reporting.doubts import doubts_of
 from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
 from normexp.reporting.read import SIZES, StudyRecords
 from normexp.reporting.style import order_norms
@@ -40,7 +41,11 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
     cells = [_declared(cell, records.histories.get(cell.study, ())) for cell in cells]
     has_studies = len(records.num_seeds) > 1
     cells = [
-        replace(cell, norm=cell.name + (f" · {cell.study}" if has_studies else ""))
+        replace(
+            cell,
+            norm=cell.name + (f" · {cell.study}" if has_studies else ""),
+            doubts=doubts_of(cell.runs),
+        )
         for cell in cells
     ]
     budget = _budget_key(cells)

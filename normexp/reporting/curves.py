@@ -79,14 +79,17 @@ def _draw_curves(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[
         cell.norm for _, cell in part.points if cell.config.get("leaks_future_in_training") is True
     )
     for name in dict.fromkeys(["train/loss", part.metric.selection_name]):
-        metric, own = describe_metric(name), values[values["name"] == name]
+        metric, curve_values = describe_metric(name), values[values["name"] == name]
         curves = [
-            _mean_curve(curve, metric) for _, curve in own.groupby(["norm", "size"], sort=False)
+            _mean_curve(curve, metric)
+            for _, curve in curve_values.groupby(["norm", "size"], sort=False)
         ]
         if max(map(len, curves), default=0) < 2:  # a single validation is a point, not a curve
             continue
         table = pd.DataFrame(sum(curves, []))
-        panels = [_panel(part, styles, metric, own) for _, own in table.groupby("size")]
+        panels = [
+            _panel(part, styles, metric, curve_values) for _, curve_values in table.groupby("size")
+        ]
         caption = (
             f"{metric.label} over training samples: mean over seeds with its 95 % interval as "
             "band. A cross marks the last value of a norm with diverged seeds; the mean then "
@@ -109,9 +112,9 @@ def _mean_curve(curve: pd.DataFrame, metric: Metric) -> list[Row]:
     (point,) = plain_rows(curve[["norm", "size", "cell", "diverged"]].head(1))
     rows = [
         {"norm": point["norm"], "size": point["size"], "samples": samples, "lost": False}
-        | interval_row(mean(metric.scale * own, bounds=metric.bounds), metric.digits)
+        | interval_row(mean(metric.scale * seed_values, bounds=metric.bounds), metric.digits)
         | {"directory": point["cell"]}
-        for samples, own in _thinned(list(curve.groupby("samples")["value"]), MAX_POINTS)
+        for samples, seed_values in _thinned(list(curve.groupby("samples")["value"]), MAX_POINTS)
     ]
     rows[-1]["lost"] = point["diverged"] > 0
     return rows
@@ -157,16 +160,16 @@ def _draw_sites(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[F
     where = f"{AXIS_WORDS[part.axis]} {part.sizes[0]}"
     tip = tooltip("norm", "site", "value:Q", "n:Q", "directory")
     for name, title in DIAGNOSTICS.items():
-        own = table[table["diagnostic"] == name]
-        if own.empty:
+        of_diagnostic = table[table["diagnostic"] == name]
+        if of_diagnostic.empty:
             continue
-        x = alt.X("site:N", title="norm site, by depth", sort=list(own["site"].unique()))
+        x = alt.X("site:N", title="norm site, by depth", sort=list(of_diagnostic["site"].unique()))
         x = x.axis(labelAngle=-45, labelLimit=130, labelOverlap="greedy")
         y = alt.Y("value:Q", title=title).scale(zero=False)
         lines = draw_lines(x, y, encode_style(styles), tip, intervals=False, size=44)
         chart = alt.layer(*lines).properties(width=WIDTH, height=220)
         caption = f"{title} at each norm site after training, {where}; mean over seeds."
-        yield Figure(f"sites_{name}", f"{title}, {where}", caption, chart, own)
+        yield Figure(f"sites_{name}", f"{title}, {where}", caption, chart, of_diagnostic)
 
 
 # Curves of an opened cell
@@ -174,15 +177,15 @@ def _draw_sites(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[F
 
 def seed_curves(curves: pd.DataFrame, names: Sequence[str]) -> dict[str, list[Row]]:
     """The curves of a cell, a row per seed and point, by the label of each metric in `names`."""
-    found = {}
+    rows_of_metric = {}
     for metric in map(describe_metric, dict.fromkeys(names)):
-        own = curves[curves["name"] == metric.name]
-        seeds = [_thinned(curve, MAX_POINTS_OF_SEED) for _, curve in own.groupby("seed")]
+        history = curves[curves["name"] == metric.name]
+        seeds = [_thinned(curve, MAX_POINTS_OF_SEED) for _, curve in history.groupby("seed")]
         if seeds:
             table = pd.concat(seeds)[["seed", "samples", "value"]]
             values = [float(f"{metric.scale * value:.{DIGITS}g}") for value in table["value"]]
-            found[metric.label] = plain_rows(table.assign(value=values))
-    return found
+            rows_of_metric[metric.label] = plain_rows(table.assign(value=values))
+    return rows_of_metric
 
 
 def seed_chart() -> dict[str, Any]:

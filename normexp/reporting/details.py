@@ -82,8 +82,8 @@ def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
     if not asked:
         return ""
     typed, title = asked[-1]
-    own = re.split(r" (?=[+~]*[\w./@]+=)", title)
-    own_keys = {_key(word) for word in own}
+    title_words = re.split(r" (?=[+~]*[\w./@]+=)", title)
+    own_keys = {_key(word) for word in title_words}
     kept = [
         word
         for word in typed[1:]
@@ -91,7 +91,7 @@ def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
     ]
     place = study_words(cell.parent)
     count = [f"seed={seeds[0]}", f"replicas={len(seeds)}"]
-    return f"python -m normexp.train {shlex.join([*kept, *own, *place, *count])}"
+    return f"python -m normexp.train {shlex.join([*kept, *title_words, *place, *count])}"
 
 
 def _key(word: str) -> str:

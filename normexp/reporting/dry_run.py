@@ -51,9 +51,16 @@ def print_plan(
         planned.setdefault(outcome.directory.parent, []).append(outcome)
         seconds.append(_find_seconds(outcome, outcome.directory.parent, read))
         rows.append([title, *_planned(outcome, seconds[-1])])
-    num_runs = sum(len(outcome.missing) for own in planned.values() for outcome in own)
+    num_runs = sum(
+        len(outcome.missing)
+        for outcomes_of_study in planned.values()
+        for outcome in outcomes_of_study
+    )
     lines = [*refused, f"{format_count(num_runs, 'run')} to do: {_total(seconds, num_workers)}"]
-    lines += [power_words(own, read(study_dir)) for study_dir, own in planned.items()]
+    lines += [
+        power_words(outcomes_of_study, read(study_dir))
+        for study_dir, outcomes_of_study in planned.items()
+    ]
     console = open_console()
     if rows:
         heads = ("cell", "runs to do", "done", "steps", "time", "memory")
@@ -67,12 +74,12 @@ def _find_seconds(
 ) -> float | None:
     """Expected time of a cell's missing runs, from its own study, else from the other studies."""
     count = len(outcome.missing)
-    found = expected_seconds(outcome.record, count, read(study_dir)) if count else 0.0
-    if found is None:
+    expected = expected_seconds(outcome.record, count, read(study_dir)) if count else 0.0
+    if expected is None:
         others = (file.parent for file in study_dir.parent.glob(f"*/{STUDY_FILE}"))
         runs = [run for other in others if other != study_dir for run in read(other)]
-        found = expected_seconds(outcome.record, count, runs)
-    return found
+        expected = expected_seconds(outcome.record, count, runs)
+    return expected
 
 
 def read_timed(study_dir: Path) -> list[Result]:
@@ -122,7 +129,7 @@ def _planned(outcome: Outcome, seconds: float | None) -> list[str]:
 
 def _total(seconds: Sequence[float | None], num_workers: int) -> str:
     """The time of all cells in words; with several workers at least that of the longest cell."""
-    known = [each for each in seconds if each is not None]
+    known = [cell_seconds for cell_seconds in seconds if cell_seconds is not None]
     parts = []
     if any(known) or len(known) == len(seconds):
         parts.append(f"{format_duration(sum(known))} of training")
@@ -148,8 +155,10 @@ def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
         return ""
     named = f"smallest difference called in 80 % of studies, {format_count(n, 'seed')} and "
     named += f"{format_count(size, 'verdict')}: "
-    own = {tuple(outcome.record.get(key) for key in ALIKE) for outcome in planned}
-    alike = [run for run in recorded if tuple(run.config.get(key) for key in ALIKE) in own]
+    planned_settings = {tuple(outcome.record.get(key) for key in ALIKE) for outcome in planned}
+    alike = [
+        run for run in recorded if tuple(run.config.get(key) for key in ALIKE) in planned_settings
+    ]
     name, sd = _spread(alike or recorded)
     if n < 2:
         return named + "none, as one seed has no spread; set replicas=..."
@@ -177,16 +186,16 @@ def _spread(recorded: Sequence[Result]) -> tuple[str, float | None]:
     for run in recorded:
         by_cell.setdefault(run.cell_id, []).append(run)
     values = [values_of(runs, name) for runs in by_cell.values()]
-    variances = [statistics.variance(own) for own in values if len(own) > 1]
+    variances = [statistics.variance(of_cell) for of_cell in values if len(of_cell) > 1]
     return name, math.sqrt(statistics.mean(variances)) if any(variances) else None
 
 
 def family_size(planned: Sequence[Outcome]) -> int:
     """How many verdicts a report on the cells would have if every run finished."""
-    records = {f"{one.cell_id} {one.record}": one.record for one in planned}
+    records = {f"{outcome.cell_id} {outcome.record}": outcome.record for outcome in planned}
     runs = [
         run_row("", Path(str(number), "seed-0"), Result("", 0, Status.FINISHED, record, {}, {}))
         for number, record in enumerate(records.values())
     ]
     slices = build_slices(build_cells(StudyRecords(runs, {"": 1})), metric=None, tolerance=None)
-    return sum(one.is_primary for one in compare(slices))
+    return sum(comparison.is_primary for comparison in compare(slices))

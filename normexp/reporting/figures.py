@@ -67,7 +67,7 @@ COSTS = {
 
 def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
     """Every figure for which the slice has data, the main one first."""
-    own = {norm: styles[norm] for norm in part.norms}
+    styles_of_part = {norm: styles[norm] for norm in part.norms}
     questions = (
         draw_means,
         draw_improvement,
@@ -80,7 +80,7 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
     return [
         replace(figure, name=f"{figure.name}_{part.slug}", subtitle=part.heading)
         for draw in questions
-        for figure in draw(part, own)
+        for figure in draw(part, styles_of_part)
     ]
 
 
@@ -224,12 +224,21 @@ def _improvement_rows(part: Slice) -> list[dict[str, Any]]:
         a, b = paired(part.outcomes[valid[norm]], part.outcomes[valid[other]])
         if len(a) < 2:
             continue
-        found = paired_improvement(a, b, higher_is_better=part.metric.higher_is_better)
-        chance, low, high = found.estimate or 0.0, found.low or 0.0, found.high or 1.0
+        improvement = paired_improvement(a, b, higher_is_better=part.metric.higher_is_better)
+        chance, low, high = (
+            improvement.estimate or 0.0,
+            improvement.low or 0.0,
+            improvement.high or 1.0,
+        )
         shown = min(max(0.5, low), high)
         row = {"norm": norm, "other": other, "size": part.sizes[0], "value": f"{chance:.2f}"}
-        row["under"] = "" if found.low is None else f"[{low:.2f}, {high:.2f}]"
-        row |= {"probability": chance, "low": found.low, "high": found.high, "n": found.n}
+        row["under"] = "" if improvement.low is None else f"[{low:.2f}, {high:.2f}]"
+        row |= {
+            "probability": chance,
+            "low": improvement.low,
+            "high": improvement.high,
+            "n": improvement.n,
+        }
         row |= {"shown": shown, "ink": LIGHT if abs(shown - 0.5) > 0.32 else DARK}
         rows.append(row)
     return rows
@@ -251,13 +260,17 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
         return
     table = frame_of(rows, [*MEANS, "statistics", "metric", "note"])
     first = [kind for kind in ("running", "precise") if kind in set(table["statistics"])]
-    found = [*first, *order_norms(set(table["statistics"]) - set(first))]
+    order = [*first, *order_norms(set(table["statistics"]) - set(first))]
     last = len(STATISTICS_STYLES) - 1
-    own = {kind: STATISTICS_STYLES[min(place, last)] for place, kind in enumerate(found)}
+    styles_of_kinds = {
+        kind: STATISTICS_STYLES[min(place, last)] for place, kind in enumerate(order)
+    }
     x = size_axis(part, "size", title=part.axis.replace("_", " "))
     y = metric_axis(part.metric, table, label=table["metric"].iloc[0])
     tip = tooltip("norm", "statistics", *POINT_TIP[1:])
-    layers = draw_lines(x, y, encode_style(own, "statistics", "evaluated with"), tip, size=40)
+    layers = draw_lines(
+        x, y, encode_style(styles_of_kinds, "statistics", "evaluated with"), tip, size=40
+    )
     panel = alt.layer(*layers).properties(width=200, height=150)
     caption = (
         "The same trained networks evaluated with running averages, with precise statistics and "
@@ -276,7 +289,7 @@ def _statistics_of(part: Slice, points: Points) -> dict[str, str]:
     """
     base = part.metric.name.partition("@")[0]
     for candidate in (base, base.replace("test/", "val/")):
-        names = [one for one in metric_names(part.values) if one.partition("@")[0] == candidate]
+        names = [name for name in metric_names(part.values) if name.partition("@")[0] == candidate]
         if any("@" in name for name in names):
             break
     else:
@@ -287,7 +300,9 @@ def _statistics_of(part: Slice, points: Points) -> dict[str, str]:
         for name in metric_names([cell])
         if "@batch" in name
     }
-    as_in_training = len(used) > 1 and all(size == own for size, own in used)
+    as_in_training = len(used) > 1 and all(
+        size == norm_batch_size for size, norm_batch_size in used
+    )
     kinds = {name: name.partition("@")[2] or "running" for name in names}
     return {
         name: "batch" if as_in_training and kind.startswith("batch") else kind
@@ -342,8 +357,10 @@ def draw_groups(part: Slice, styles: Styles) -> Iterator[Figure]:
     x = alt.X("groups:Q", title="number of groups")
     x = x.scale(type="log", base=2, nice=False).axis(values=groups, format="d")
     y = metric_axis(part.metric, table)
-    own = {"group": SLOTS[ORDER.index("group")]} | {norm: styles[norm] for norm in ends}
-    channels = encode_style(own, "series")
+    styles_of_series = {"group": SLOTS[ORDER.index("group")]} | {
+        norm: styles[norm] for norm in ends
+    }
+    channels = encode_style(styles_of_series, "series")
     tip = tooltip("norm", "groups:Q", "text", "count", "seeds", "directory")
     level = alt.Chart().transform_filter("!isValid(datum.groups)").mark_rule(strokeDash=[5, 3])
     lines = draw_lines(x, y, channels, tip)

@@ -101,6 +101,7 @@ class CellRow:
     budget: `epochs=12`; empty if none is recorded
     searched: keys whose values the searches of the study chose
     declared: the seeds of the first command that names the cell; empty if none is known
+    doubts: what contradicts itself in its records
     round: 0 if that was the first command of the study for any of its cells, 1 for the next
     """
 
@@ -128,6 +129,7 @@ class CellRow:
     searched: frozenset[str] = frozenset()
     declared: frozenset[int] = frozenset()
     round: int = 0
+    doubts: Sequence[str] = ()
 
     @property
     def protocol(self) -> str:
@@ -397,8 +399,11 @@ def compared(config: Config) -> Config:
 
 def differences(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]:
     """By key, the two values in which the recipes of two cells differ."""
-    one, other = compared(first.config), compared(second.config)
-    both = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    first_recipe, second_recipe = compared(first.config), compared(second.config)
+    both = {
+        key: (first_recipe.get(key), second_recipe.get(key))
+        for key in sorted({*first_recipe, *second_recipe})
+    }
     return {key: pair for key, pair in both.items() if not _all_equal(pair)}
 
 

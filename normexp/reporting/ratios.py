@@ -35,19 +35,23 @@ def answer_over_data(slices: Sequence[Slice], comparisons: Sequence[Comparison])
         if metric.higher_is_better and metric.bounds is None:
             continue  # an unbounded score has no error to take the ratio of
         first, *others = (
-            {comparison.ends: comparison for comparison in comparisons if comparison.part is part}
+            {
+                comparison.ends: comparison
+                for comparison in comparisons
+                if comparison.part is part and not comparison.unlike
+            }
             for part in parts
         )
         claims = [
-            _claim([one, *(other[ends] for other in others)])
-            for ends, one in first.items()
+            _claim([comparison, *(other[ends] for other in others)])
+            for ends, comparison in first.items()
             if all(ends in other for other in others)
         ]
         names = ", ".join(part.data for part in parts)
         heading = f"Over {len(parts)} data sets ({names}), "
         heading += f"{_shared_settings(parts[0])}, {parts[0].fixed}"
         if claims:
-            answers.append(Answer(heading, parts, claims, NOTE))
+            answers.append(Answer(heading, parts, [], NOTE, claims))
     return answers
 
 

@@ -13,7 +13,7 @@ from normexp.reporting.metric import require_metric
 from normexp.reporting.model import CellRow, Slice, differences, metric_names
 from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.read import StudyRecords, read_studies
-from normexp.reporting.sentences import Section, answer_slices, group_by_budget, headline_of
+from normexp.reporting.sentences import Answer, Claim, Section, answer_slices, group_by_budget
 from normexp.reporting.slices import build_slices
 from normexp.reporting.verdict import Change, Comparison, compare
 from normexp.stats.interval import Interval
@@ -27,7 +27,8 @@ class Report:
 
     metric, tolerance: as requested; None: the first known metric of a slice, and its tolerance
     comparisons: every difference between cells that the report states; one family
-    sections: answers over several data sets first, then those on slices
+    sections: answers on slices; only their sentences on differences that the report tests
+    over_data: ratios over several data sets, which it does not test
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
     problems: one line for each result that cannot be read
@@ -41,6 +42,7 @@ class Report:
     slices: Sequence[Slice]
     comparisons: Sequence[Comparison]
     sections: Sequence[Section]
+    over_data: Sequence[Answer]
     counts: str
     waiting: Sequence[str]
     problems: Sequence[str]
@@ -48,6 +50,23 @@ class Report:
     @property
     def title(self) -> str:
         return " and ".join(self.studies)
+
+    @property
+    def untested(self) -> list[tuple[str, Claim]]:
+        """Intervals outside the family: each with the heading of its slices."""
+        answers = [answer for section in self.sections for answer in section.answers]
+        known = [(answer.heading, claim) for answer in answers for claim in answer.untested]
+        ratios = [(answer.heading, claim) for answer in self.over_data for claim in answer.untested]
+        return known + ratios
+
+    @property
+    def doubts(self) -> list[str]:
+        """What contradicts itself in the records; no verdict rests on these cells."""
+        return [
+            f"{cell.study}/{cell.directory.name}: {words}"
+            for cell in self.cells
+            for words in cell.doubts
+        ]
 
     @property
     def directory(self) -> Path:
@@ -71,8 +90,6 @@ def read_report(
     require_metric(metric, metric_names(cells))
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
     comparisons = compare(slices)
-    over_data = answer_over_data(slices, comparisons) if len(studies) == 1 else []
-    by_budget = group_by_budget(answer_slices(slices, comparisons), comparisons)
     return Report(
         runs_dir=runs_dir,
         studies=studies,
@@ -81,13 +98,8 @@ def read_report(
         cells=cells,
         slices=slices,
         comparisons=comparisons,
-        sections=[
-            *(
-                Section(answer.heading, [answer], headline_of([answer], comparisons))
-                for answer in over_data
-            ),
-            *by_budget,
-        ],
+        sections=group_by_budget(answer_slices(slices, comparisons), comparisons),
+        over_data=answer_over_data(slices, comparisons) if len(studies) == 1 else [],
         counts=_count_words(cells, records),
         waiting=records.waiting,
         problems=records.problems,
@@ -119,6 +131,7 @@ def to_json(report: Report) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "studies": list(report.studies),
+        "doubts": report.doubts,
         "counts": report.counts,
         "cells": {ids[cell]: _cell_values(cell) for cell in report.cells},
         "slices": [_slice_values(part, ids) for part in report.slices],
@@ -133,6 +146,7 @@ def to_json(report: Report) -> dict[str, Any]:
             }
             for section in report.sections
         ],
+        "not_tested": [{"heading": heading, "text": one.text} for heading, one in report.untested],
         "problems": [*report.problems, *report.waiting],
     }
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -17,6 +17,7 @@ from normexp.reporting.verdict import DECIDED, Change, Comparison, at_other_budg
 from normexp.stats.interval import Interval
 
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
+MOST_NAMES = 12  # in one sentence
 AT_EDGE = 0.25  # of the splits; more often, a better rate may lie outside the grid
 DIRECTED = ("loses", "gains", "better", "worse")
 # The headline of an answer is a claim of the first of these kinds that occurs.
@@ -25,7 +26,7 @@ HEADLINES = (
         *DECIDED,
         "open",
         "apart",
-        *("incomplete", "extended", "search", "given rates"),
+        *("incomplete", "extended", "search", "given rates", "doubtful"),
         "interval",
         "no interval",
         "one size",
@@ -74,12 +75,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Answer:
-    """All sentences about one slice, or about several that differ only in data set."""
+    """All sentences about one slice, or about several that differ only in data set.
+
+    untested: on differences that the report does not test
+    """
 
     heading: str
     parts: list[Slice]
     sentences: list[Claim]
     note: str
+    untested: list[Claim] = field(default_factory=list)
 
     @property
     def measured_on(self) -> str:
@@ -94,11 +99,11 @@ class Answer:
 
     @property
     def losses(self) -> list[Claim]:
-        return [claim for claim in self.sentences if not claim.reference]
+        return [claim for claim in (*self.sentences, *self.untested) if not claim.reference]
 
     @property
     def comparisons(self) -> list[Claim]:
-        return [claim for claim in self.sentences if claim.reference]
+        return [claim for claim in (*self.sentences, *self.untested) if claim.reference]
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,10 @@ def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) ->
             *(_claim(comparison, comparisons) for comparison in of_part),
         ]
         claims.sort(key=lambda claim: (bool(claim.reference), claim.kind == "independent"))
-        answers.append(Answer(part.heading, [part], claims, _note(of_part, comparisons)))
+        untested = [one for one in claims if one.comparison and not one.comparison.is_primary]
+        tested = [one for one in claims if one not in untested]
+        note = _note(of_part, comparisons)
+        answers.append(Answer(part.heading, [part], tested, note, untested))
     return answers
 
 
@@ -231,17 +239,20 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
         counts = [f"{_listed(same)}: {count}" for count, same in alike.items()]
         shown = "; ".join(alike if len(alike) == 1 else counts)
         claim = f"{_listed(norms)} {do} not depend on the {axis}"
-        yield Claim(norms, "independent", claim, f"measured: {they} not mix samples; {shown}")
+        details = f"measured by a probe: {they} not mix samples; trained with {shown}"
+        yield Claim(norms, "independent", claim, details)
 
 
 def _listed(names: Sequence[str]) -> str:
-    """`layer, instance and group`."""
+    """`layer, instance and group`, or `layer, instance, ... and 94 more`."""
+    if len(names) > MOST_NAMES:
+        names = [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} more"]
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
     kind, along = comparison.kind, comparison.is_along_sizes
-    cells = list(dict.fromkeys(cell for one in comparisons for cell in one.part.values))
+    cells = list(dict.fromkeys(cell for other in comparisons for cell in other.part.values))
     lost = lost_words(comparison.second, comparison.part)
     details = [
         _count_words(
@@ -295,6 +306,7 @@ def _words(comparison: Comparison, kind: str) -> str:
         "search": "; no verdict while the search of learning rates is incomplete",
         "given rates": "; no verdict: given the learning rates that one search chose",
         "incomplete": f"; no verdict yet: {_declared_words(comparison)}",
+        "doubtful": "; no verdict: the records contradict themselves, see the top of the report",
         "extended": f"; no verdict: {_declared_words(comparison)}, the others were added later",
     }.get(kind, "")
     least = f"at least {shown}" if comparison.has_diverged else shown  # of a verdict
@@ -465,15 +477,15 @@ def _diverged_words(comparison: Comparison) -> str:
 
 
 def _seed_words(comparison: Comparison) -> str:
-    """`ahead with 7 of 8 seeds`, where a tie counts one half; a warning if all seeds tie."""
+    """`ahead with 6 of 8 seeds, 1 equal`; a warning if all seeds are equal."""
     a, b = comparison.pairs
     if len(a) > 1 and (a == b).all() and not comparison.has_diverged:
         return "equal under every seed: is the norm used?"
-    chance = comparison.improvement
-    if comparison.is_along_sizes or chance.estimate is None:
+    if comparison.is_along_sizes or not len(a) or any(comparison.tuned):
         return ""
-    ties = " (a tie counts half)" if (a == b).any() else ""
-    return f"ahead with {chance.estimate * chance.n:g} of {chance.n} seeds{ties}"
+    ahead = int((a > b).sum() if comparison.part.metric.higher_is_better else (a < b).sum())
+    equal = int((a == b).sum())
+    return f"ahead with {ahead} of {len(a)} seeds" + (f", {equal} equal" if equal else "")
 
 
 def _ends(comparison: Comparison) -> list[tuple[str, CellRow]]:

@@ -77,10 +77,10 @@ def notes_on(outcome: Outcome) -> list[str]:
     values, chance = values_of(outcome.results, MAIN[0]), outcome.record.get("chance_accuracy")
     notes = []
     if values and chance is not None and statistics.mean(values) <= chance:
-        told = "the test split has one class" if chance == 1 else "no better than chance"
+        reason = "the test split has one class" if chance == 1 else "no better than chance"
         notes.append(
-            f"{told}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these runs "
-            f"{statistics.mean(values):.4f}"
+            f"{reason}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these "
+            f"runs {statistics.mean(values):.4f}"
         )
     if outcome.results and all(run.status == Status.DIVERGED for run in outcome.results):
         lr = outcome.record["lr"]
@@ -105,10 +105,10 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     record = outcome.record
     kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
     has_knobs = any(re.match(r"\+*norm\.", word) for word in words)  # a list of norms drops knobs
-    own = [] if has_knobs else [record["norm"]]
+    this_norm = [] if has_knobs else [record["norm"]]
     is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
     ours = OF_LANGUAGE if is_text else OF_IMAGES
-    norms = list(dict.fromkeys([*own, *ours]))
+    norms = list(dict.fromkeys([*this_norm, *ours]))
     lines = [[f"norm={','.join(norms)}", *kept]]
     share = (record["micro_batch_size"] or record["batch_size"]) // record["devices"]
     sizes = [size for size in range(2, share + 1) if share % size == 0]
@@ -172,20 +172,20 @@ def _shown(outcome: Outcome, *, in_header: str) -> str:
     values = values_of(outcome.results, name)
     label = "" if name == in_header else f"{name} "
     spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
-    told = [f"{label}{statistics.mean(values):.4f}{spread}"] if values else []
-    told += [outcome.error] if outcome.error else []
+    parts = [f"{label}{statistics.mean(values):.4f}{spread}"] if values else []
+    parts += [outcome.error] if outcome.error else []
     diverged = [
         run.diverged_at_step or 0 for run in outcome.results if run.status == Status.DIVERGED
     ]
     stopped = [run.steps for run in outcome.results if run.stopped]
-    for end, own, steps in (
+    for end, runs, steps in (
         ("diverged", diverged, sorted(set(diverged))),
         ("ended early", stopped, stopped),
     ):
-        if own:
+        if runs:
             where = ", ".join(map(str, steps))
-            told.append(f"{len(own)} of {len(outcome.results)} {end}, at step {where}")
-    shown = "; ".join(told)
+            parts.append(f"{len(runs)} of {len(outcome.results)} {end}, at step {where}")
+    shown = "; ".join(parts)
     return f"INVALID {shown}" if outcome.invalid else shown
 
 

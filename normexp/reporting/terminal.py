@@ -52,6 +52,8 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
 def print_report(report: Report, cells: ReportTable) -> None:
     """Counts, the table of cells, the verdicts, and what is missing."""
     console = open_console()
+    for line in report.doubts:
+        console.out(f"CONTRADICTION, no verdict rests on it: {line}", style="red")
     console.out(f"{report.title}: {report.counts}")
     _print_cells(console, cells)
     for section in report.sections:
@@ -61,11 +63,15 @@ def print_report(report: Report, cells: ReportTable) -> None:
             console.out(f"\n{answer.heading}", style="bold")
             if answer.measured_on:
                 console.out(f"Measured on {answer.measured_on}.", style="dim")
-            for one in answer.sentences:
-                console.out(f"- {one.text}")
+            for claim in answer.sentences:
+                console.out(f"- {claim.text}")
             later = [other.note for other in section.answers[number:]]
             if answer.note and answer.note not in later:
                 console.out(answer.note, style="dim")
+    if report.untested:
+        console.out("\nNot tested", style="bold")
+    for heading, claim in report.untested:
+        console.out(f"- {heading}: {claim.text}")
     for line in report.waiting:
         console.out(f"not ended: {line}", style="dim")
     for problem in report.problems:
@@ -97,8 +103,8 @@ def print_evaluations(
         why_nothing: printed if there is no number.
         invalid: why the numbers must not be compared; None if they may.
     """
-    found = dict.fromkeys(kind for c in contents.values() for kind in c)
-    kinds = [kind for kind in found if kind not in ("asked", "gap")]
+    recorded = dict.fromkeys(kind for c in contents.values() for kind in c)
+    kinds = [kind for kind in recorded if kind not in ("asked", "gap")]
     names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
     names.pop("num_samples", None)
     console = open_console()
@@ -136,8 +142,8 @@ def print_status(status: StudyStatus) -> None:
     console.out(f"{status.root}: {total}: {counts}{refused}")
     if status.history.commands:
         console.out("commands so far:")
-    for each in status.history.commands:
-        console.out(f"  {each.time}  {_as_typed(each.command)}")
+    for command in status.history.commands:
+        console.out(f"  {command.time}  {_as_typed(command.command)}")
     for line in _next(status):
         console.out(line)
 
@@ -147,10 +153,10 @@ def _status_table(status: StudyStatus) -> Table:
     states = [state for state in STATES if status.runs[state]]
     named = [cell.title for cell in status.cells if cell.is_asked and not cell.refused]
     shared, apart = split_shared_words(named)
-    own = dict(zip(named, apart, strict=True))
+    short_titles = dict(zip(named, apart, strict=True))
     rows = []
     for cell in status.cells:
-        title = own.get(cell.title, cell.title)
+        title = short_titles.get(cell.title, cell.title)
         count = Counter(cell.states.values())
         notes = [cell.refused, *cell.notes] if cell.refused else cell.notes
         rows.append([title, *(str(count[state] or "-") for state in states), "; ".join(notes)])
@@ -192,8 +198,8 @@ def _next(status: StudyStatus) -> list[str]:
         commands, tries = status.unfinished_commands(with_exhausted=True), most + 1
         purpose = "runs have failed as often as max_attempts allows; to try once more"
     again = [
-        _again(status.root, each, max_attempts=tries)
-        for each in commands or status.history.commands
+        _again(status.root, command, max_attempts=tries)
+        for command in commands or status.history.commands
     ]
     if not again:
         return ["incomplete, and study.jsonl holds no command to type again"]

@@ -52,6 +52,7 @@ NO_VERDICT = {
     "search": "learning rates were searched, and not every rate has the same three or more seeds",
     "given rates": "one search chose the learning rates, so this holds given the chosen rates",
     "incomplete": "not all declared seeds have ended",
+    "doubtful": "records of the cells contradict themselves",
     "extended": "seeds were added to the declared ones",
     "unlike": "the recipes differ in more than the norm, the sizes and the searched keys",
 }
@@ -192,7 +193,9 @@ class Comparison:
 
     @property
     def why_not_judged(self) -> str | None:
-        """The key of NO_VERDICT if the design allows no verdict, whatever the results."""
+        """The key of NO_VERDICT if design or records allow no verdict, whatever the results."""
+        if any(cell.doubts for cell in self.cells):
+            return "doubtful"
         is_grid = [bool(self.part.alternatives(cell)) for cell in (self.first, self.second)]
         if any(is_grid) and None in self.tuned:
             return "given rates" if self.first.searched else "search"
@@ -255,7 +258,9 @@ def compare(slices: Sequence[Slice]) -> list[Comparison]:
     changes = _changes(comparisons)
     members = [*comparisons, *changes.values()]
     sizes = Counter(member.round for member in members if member.is_judged)
-    changes = {place: replace(one, family_size=sizes[one.round]) for place, one in changes.items()}
+    changes = {
+        place: replace(change, family_size=sizes[change.round]) for place, change in changes.items()
+    }
     return [
         replace(
             comparison,
@@ -338,14 +343,18 @@ def _changes(comparisons: Sequence[Comparison]) -> dict[Hashable, Change]:
             by_place.setdefault(comparison.place, []).append(comparison)
     changes = {}
     for place, same in by_place.items():
-        short, long = (pick(same, key=lambda one: one.length) for pick in (min, max))
+        short, long = (pick(same, key=lambda comparison: comparison.length) for pick in (min, max))
         if short.length == long.length:
             continue
-        cells = [(one.part, cell) for one in (short, long) for cell in (one.first, one.second)]
+        cells = [
+            (comparison.part, cell)
+            for comparison in (short, long)
+            for cell in (comparison.first, comparison.second)
+        ]
         outcomes = _outcomes(cells)
         (a, b, c, d), num_samples = outcomes.tables, outcomes.num_samples
         margin = margin_of(short.part.metric)
-        steps = [_step(one.part, num_samples) for one in (short, long)]
+        steps = [_step(comparison.part, num_samples) for comparison in (short, long)]
         changes[place] = Change(
             (short, long),
             change((a, b), (c, d), margin, step=max(steps)),

@@ -73,19 +73,19 @@ def mean_rows(directory: Path, results: Sequence[Result]) -> dict[int, dict[str,
 
     If a seed diverged, evaluation losses are left out: the mean of the others would look too good.
     """
-    found: dict[int, dict[str, list[float]]] = {}
+    by_step: dict[int, dict[str, list[float]]] = {}
     for result in results:
         path = seed_dir(directory, result.seed) / METRICS_FILE
         for row in read_metrics(path) if path.is_file() else []:
-            found.setdefault(row.step, {}).setdefault(row.name, []).append(row.value)
+            by_step.setdefault(row.step, {}).setdefault(row.name, []).append(row.value)
     hides = any(result.status != "finished" for result in results)
     return {
         step: {
             name: sum(values) / len(values)
-            for name, values in found[step].items()
+            for name, values in by_step[step].items()
             if not hides or name.startswith("train/") or describe_metric(name).higher_is_better
         }
-        for step in sorted(found)
+        for step in sorted(by_step)
     }
 
 

@@ -88,16 +88,16 @@ def change(
     return _assessed((c - d) - (a - b), d, margin, step)
 
 
-def verdict_on(one: Assessment, family_size: int) -> tuple[Verdict, bool]:
+def verdict_on(assessment: Assessment, family_size: int) -> tuple[Verdict, bool]:
     """The verdict, and whether seeds that lie apart withhold another one.
 
     A verdict that is not the same without the seeds that lie apart is `open`. This only withholds
     verdicts, so the error rate of the family holds.
     """
-    verdict = decide(one.gap, distances=one.distances, family_size=family_size)
-    if one.without_apart is None:
+    verdict = decide(assessment.gap, distances=assessment.distances, family_size=family_size)
+    if assessment.without_apart is None:
         return verdict, False
-    other, _ = verdict_on(one.without_apart, family_size)
+    other, _ = verdict_on(assessment.without_apart, family_size)
     return (verdict, False) if verdict == other else ("open", True)
 
 

@@ -74,7 +74,7 @@ def test_norms_with_other_rates_are_not_compared(tmp_path: Path):
 @pytest.mark.parametrize("place", ["synthetic", "synthetic-search"])
 def test_one_search_and_then_fresh_seeds_has_no_verdict(tmp_path: Path, place: str):
     for norm, lr, level in (("batch", 0.1, 0.9), ("group", 0.3, 0.95)):
-        values = dict(enumerate(level + 0.001 * np.arange(8) ** (1 + 10 * lr)))
+        values = dict(enumerate(level + 0.00001 * np.arange(8) ** (1 + 10 * lr)))
         write_cell(tmp_path, norm, values, lr=lr)
     assert group_of(tmp_path).kind == "unlike"  # two rates, and no search
     (tmp_path / place).mkdir(exist_ok=True)

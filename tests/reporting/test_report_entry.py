@@ -110,7 +110,8 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
         (file,) = folder.glob(f"*/{name}.csv")
         assert file.read_text() == text
         tables[name] = list(csv.DictReader(text.splitlines()))
-    assert list(tables)[:4] == ["by_size_main", "sensitivity", "comparisons", "cells"]
+    names = ["by_size_main", "sensitivity", "comparisons", "not_tested", "cells"]
+    assert list(tables)[:5] == names
     with (folder / "tables" / "runs.csv").open() as file:
         tables["runs"] = list(csv.DictReader(file))
     points = [float(row["mean"]) for row in tables["metric_by_size_main"]]
@@ -291,6 +292,22 @@ def test_a_watched_page_is_written_anew_and_reloads_itself_until_ctrl_c(
     assert "group" not in pages[0].values("data-norm") and "group" in pages[1].values("data-norm")
     lines = re.findall(r"\d\d:\d\d:\d\d (.*)", capsys.readouterr().out)
     assert lines == ["2 cells, 4 runs: 4 finished"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_watching_begins_before_there_is_a_result(tmp_path: Path, monkeypatch, capsys):
+    looks = []
+
+    def look_again(_: float) -> None:
+        looks.append(1)
+        if len(looks) > 1:
+            raise KeyboardInterrupt
+        write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9})
+
+    monkeypatch.setattr(publish.time, "sleep", look_again)
+    assert report(tmp_path, "watch=true").is_dir()
+    printed = capsys.readouterr().out
+    assert printed.index("waiting for the first result of synthetic") < printed.index("2 finished")
 
 
 # Refusals and speed

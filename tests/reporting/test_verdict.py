@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -308,6 +308,7 @@ def test_samples_of_some_runs_alone_or_of_another_metric_are_not_used(tmp_path: 
     for name in ("other", "some"):
         loss = loss_of(tmp_path / name)
         assert loss.comparison.num_samples == 0 and "on these test samples" in loss.text
+        assert (loss.kind == "doubtful") is (name == "other")
 
 
 def test_one_rate_each_is_said_and_two_rates_are_not_compared(tmp_path: Path):
@@ -544,9 +545,8 @@ def write_data_sets(root: Path, ratio: Mapping[str, float], **options: Any) -> N
         write_cell(root, "group", group, data=data, **options)
 
 
-def overall_of(root: Path) -> list[Answer]:
-    sections = report_of(root).sections
-    return [one for section in sections for one in section.answers if len(one.parts) > 1]
+def overall_of(root: Path) -> Sequence[Answer]:
+    return report_of(root).over_data
 
 
 def test_data_sets_are_put_together_by_ratios_of_errors_without_a_verb(tmp_path: Path):

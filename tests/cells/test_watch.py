@@ -1,0 +1,108 @@
+"""What a training shows that no check before it did, and what follows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from train_cases import prepare, results
+
+from normexp.cells import watch
+from normexp.records.history import read_history
+from normexp.train import main
+from normexp.training.chunks import watched_steps
+
+NORM = """import torch
+from torch import nn
+
+class Phased(nn.Module):
+    def __init__(self, num_features, num_training_steps=60):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(num_features, dtype=torch.long))
+        self.last = num_training_steps
+
+    def forward(self, x):
+        if self.training:
+            self.steps.add_(1)
+            opens = {CONDITION}
+            x = x - opens.to(x.dtype) * x.mean({AXES}, keepdim=True)
+        return x
+"""
+SHORT = ["steps=60", "batch_size=16", "data.limit_train=160", "model.width=8", "workers=0"]
+
+
+def phased(tmp_path: Path, monkeypatch, name: str, opens: str, axes: str = "0") -> list[str]:
+    """The words that choose a norm which subtracts a mean over some axes in some steps."""
+    source = NORM.replace("{CONDITION}", opens).replace("{AXES}", axes)
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    return ["norm=custom", f"norm._target_={name}.Phased", f"runs_dir={tmp_path / 'runs'}", *SHORT]
+
+
+@pytest.fixture(autouse=True)
+def _without_limit_of_time(monkeypatch):
+    monkeypatch.setattr(watch, "FREE_SECONDS", 100.0)
+
+
+EVERY_TENTH = "(self.steps % 10 == 5).all()"
+LATE = "(self.steps > 30).all()"
+
+
+def test_norm_that_mixes_later_withdraws_its_aliases_and_trains_each_size(
+    tmp_path, monkeypatch, capfd
+):
+    words = phased(tmp_path, monkeypatch, "every_tenth", EVERY_TENTH)
+    assert main(["-m", *words, "replicas=1", "norm_batch_size=4,null"]) == 0
+    found = results(tmp_path / "runs")
+    assert len(found) == 2 and all(result.config["mixes_samples"] for result in found.values())
+    log = capfd.readouterr().err
+    assert "depends on other samples" in log and "missing again" in log
+    aliases = read_history(tmp_path / "runs/default").aliases
+    assert len(aliases) == 2 and all(alias.same_as is None for alias in aliases.values())
+    assert main(["-m", *words, "replicas=1", "norm_batch_size=8"]) == 0
+    assert len(results(tmp_path / "runs")) == 3  # no alias again
+
+
+@pytest.mark.parametrize("stack", ["true", "false"])
+def test_watch_changes_no_number(tmp_path, monkeypatch, stack):
+    words = phased(tmp_path, monkeypatch, f"counts_{stack}", "(self.steps < 0).all()")
+    words = [*words, "replicas=2", f"stack={stack}"]
+    assert main(words) == 0
+    monkeypatch.setattr("normexp.cells.cell.watched_steps", lambda *_: ())
+    assert main([*words, "study=unwatched"]) == 0
+    pairs = [sorted((tmp_path / "runs" / s).glob("*/seed-*")) for s in ("default", "unwatched")]
+    assert len(pairs[0]) == 2
+    for one, other in zip(*pairs, strict=True):
+        for file in ("weights.pt", "samples.npz", "metrics.csv"):
+            assert (one / file).read_bytes() == (other / file).read_bytes(), file
+    logs = list((tmp_path / "runs/default").glob("*/stacks/*/run.log"))
+    counts = re.search(r"watched (\d+) of (\d+) points", logs[0].read_text())
+    assert counts is not None and counts[1] == counts[2] != "0"
+
+
+def test_leak_in_evaluation_that_begins_later_makes_a_run_invalid(tmp_path, monkeypatch):
+    source = NORM.replace("{CONDITION}", LATE).replace("{AXES}", "2")
+    source = source.replace("        if self.training:\n            self.steps.add_(1)\n", "")
+    source = source.replace(
+        "            opens", "        self.steps.add_(int(self.training))\n        opens"
+    )
+    source = source.replace("            x = x - ", "        x = x - ")
+    (tmp_path / "leaks_late.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["norm=custom", "norm._target_=leaks_late.Phased", "norm.view=sequence", "model=gpt"]
+    words += ["data=manual", "data.block_size=16", "data.limit_train=64", "data.val_fraction=.002"]
+    words += ["data.test_fraction=.002", "model.depth=1", "model.width=16", "model.num_heads=2"]
+    assert main([*words, *SHORT[:2], "workers=0", "replicas=1", f"runs_dir={tmp_path}/runs"]) == 0
+    (result,) = results(tmp_path / "runs").values()
+    assert result.invalid is not None and "future" in result.invalid
+    assert result.config["leaks_future"] and result.config["leaks_future_in_training"]
+
+
+def test_only_foreign_code_is_watched():
+    assert prepare("norm=group", "steps=100").recipe.watched_steps == ()
+    foreign = prepare("norm=custom", "norm._target_=wild_norms.LlamaRMSNorm", "steps=100")
+    steps = foreign.recipe.watched_steps
+    assert steps[:4] == (50, 80, 10, 5) == watched_steps(100, 0)[:4]
+    assert max(steps) <= 80 and torch.tensor(steps).unique().numel() == len(steps)
