@@ -37,6 +37,7 @@ MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
 CUTS_WITH_GRADIENTS = 3
 MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
+KNOWN_PACKAGES = {"normexp", "torch", "torchvision", "timm"}
 CONTAINERS = (dict, list, set)
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 
@@ -359,9 +360,9 @@ class Probe:
 
 
 def is_foreign(*modules: nn.Module) -> bool:
-    """True if the class of any of these is neither torch's nor ours."""
+    """True if the class of any of these is neither ours nor of a library that we know well."""
     roots = {type(module).__module__.partition(".")[0] for module in modules}
-    return not roots <= {"torch", "normexp"}
+    return not roots <= KNOWN_PACKAGES
 
 
 def in_float64(module: nn.Module, *inputs: Tensor) -> tuple[nn.Module, tuple[Tensor, ...]] | None:
