@@ -24,7 +24,7 @@ NORMS, SIZES = ("batch", "one", "two", "three"), (2, 128)
 @pytest.fixture(autouse=True)
 def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of a simulation need not outlive a power cut, and thousands of syncs take minutes."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def rate(name: str, events: Iterable[bool]) -> float:
