@@ -6,7 +6,7 @@
 
 The candidates of a row run alternately in this process (or in processes started alternately). A row
 is the median of the ratios of neighbouring measurements, so that a slow minute of the machine
-affects both sides. GPU rows appear only on a machine with a GPU.
+affects both sides. GPU rows appear only on a machine with a GPU, or small on a CPU with --smoke.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import bench_gpu
 import bench_norms
 import bench_training
 import torch
@@ -29,7 +30,7 @@ from bench_measure import Bench, Row
 
 from normexp.records.environment import describe_environment
 
-SECTIONS = bench_training.SECTIONS | bench_norms.SECTIONS
+SECTIONS = bench_training.SECTIONS | bench_norms.SECTIONS | bench_gpu.SECTIONS
 
 
 def main() -> int:
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows there")
+    parser.add_argument("--smoke", action="store_true", help="GPU rows on the CPU, tiny")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
@@ -49,17 +51,17 @@ def main() -> int:
         print("# {}: {}".format(*line))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="normexp-bench-") as folder:
-        bench = Bench(quick=options.quick, folder=Path(folder))
+        out = options.json.parent if options.json else None
+        bench = Bench(options.quick, Path(folder), smoke=options.smoke, out=out)
         for name in chosen:
             for row in SECTIONS[name](bench):
                 print(f"{name:<22} {row}", flush=True)
                 rows.append(row)
-            if options.json:
-                content = {
-                    "machine": machine,
-                    "rows": [{**asdict(row), "met": row.met} for row in rows],
-                }
-                options.json.write_text(json.dumps(content, indent=1) + "\n")
+                if options.json:  # after each row: the machine may be lent for minutes
+                    table = [{**asdict(row), "met": row.met} for row in rows]
+                    content = {"machine": machine, "rows": table}
+                    options.json.parent.mkdir(parents=True, exist_ok=True)
+                    options.json.write_text(json.dumps(content, indent=1) + "\n")
     missed = [row for row in rows if row.met is False]
     print(f"# {len(rows)} rows, {len(missed)} miss their aim")
     return 0

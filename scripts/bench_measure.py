@@ -17,10 +17,15 @@ Times = Mapping[str, list[float]]
 
 @dataclass(frozen=True)
 class Bench:
-    """How much to measure, and a folder for temporary files."""
+    """How much to measure, a folder for temporary files, and one for files to keep.
+
+    smoke: GPU rows are measured on the CPU, as small as can be
+    """
 
     quick: bool
     folder: Path
+    smoke: bool = False
+    out: Path | None = None
 
     def rounds(self, full: int, quick: int = 3) -> int:
         return quick if self.quick else full

@@ -1,4 +1,4 @@
-"""Whole trainings: steps, replicas, ghost batches, data, start-up, a study, GPU networks.
+"""Whole trainings: steps, replicas, ghost batches, data, start-up, a study.
 
 normexp is measured through its command line, in this process or in one of its own. The competitors
 are a loop written by hand and Lightning's automatic optimization.
@@ -365,22 +365,6 @@ def run_study(bench: Bench, epochs: int, workers: int) -> tuple[float, int]:
     return seconds, len(cells)
 
 
-def gpu_networks(bench: Bench) -> Iterator[Row]:
-    """Samples per second of all replicas together: resnet20 on noise of CIFAR's shape."""
-    if not torch.cuda.is_available():
-        return
-    words = ["trainer=gpu", "model=resnet20", "data=custom", "data._target_=bench_training.noise"]
-    words += ["data.num_images=4096", "batch_size=256"]
-    variants = {f"norm batch {size}": (1, f"norm_batch_size={size}") for size in (2, 16, 128)}
-    variants |= {f"{count} replicas": (count, "compile=false") for count in (1, 4, 16)}
-    variants |= {"eager": (1, "compile=false"), "compiled": (1, "compile=true")}
-    for name, (count, word) in variants.items():
-        steps = 60 if bench.quick else 200
-        arms = {"step": partial(ours, bench, steps, *words, word, replicas=count)}
-        rate = count * 256 / statistics.median(alternate(arms, bench.rounds(3, 1))["step"])
-        yield Row(f"resnet20 on 32x32 noise, {name}", "-", rate, unit=" samples/s")
-
-
 SECTIONS = {
     "step": one_seed,
     "replicas": replicas,
@@ -389,5 +373,4 @@ SECTIONS = {
     "light": light,
     "start-up": start_up,
     "study": study,
-    "gpu-networks": gpu_networks,
 }

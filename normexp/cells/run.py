@@ -236,14 +236,20 @@ def prepare(spec: CellSpec) -> Cell:
     return prepare_cell(spec, has_mixed=has_mixed(spec))
 
 
-def plan_cell(spec: CellSpec) -> Outcome:
-    """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare`."""
+def plan_cell(spec: CellSpec, planned: dict[str, Outcome]) -> Outcome:
+    """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare`.
+
+    Args:
+        planned: the outcomes of the command's cells so far, by id; of sizes without effect, one
+            stands for all.
+    """
+    for known in (spec.id, spec.without_norm_batch_size.id):
+        if known in planned and (known == spec.id or not planned[known].record["mixes_samples"]):
+            return planned[known]
     cell = prepare(spec)
-    if not cell.traits.mixes_samples and spec.without_norm_batch_size.id != spec.id:
-        spec = spec.without_norm_batch_size
-        cell = prepare(spec)
-    outcome = recorded_outcome(spec, Status.PLANNED)
+    outcome = recorded_outcome(cell.spec, Status.PLANNED)
     outcome.record, outcome.invalid, outcome.memory = cell.record, cell.invalid, cell.memory
+    planned[cell.id] = outcome
     return outcome
 
 

@@ -94,8 +94,8 @@ def publish(
 ) -> None:
     """Writes and prints the report of the studies.
 
-    With `watch`, writes it again whenever results appear, until Ctrl-C, and the page reloads
-    itself.
+    With `watch`, waits for the first result and writes it again whenever results appear, until
+    Ctrl-C; the page reloads itself.
 
     Raises:
         UserError: a study that is missing or empty, a metric that no run has, a folder that cannot
@@ -107,6 +107,8 @@ def publish(
         _write_report(drawing, reload_seconds)
         return drawing
 
+    if watch and not _wait_for_result(runs_dir, names):
+        return
     seen = _stamp(runs_dir, names)
     drawing = write(RELOAD_EVERY if watch else None)
     print_report(drawing.report, drawing.cells)
@@ -117,6 +119,18 @@ def publish(
             _watch(runs_dir, names, seen, lambda: write(RELOAD_EVERY))
         print()
         write(None)  # the final page does not reload itself
+
+
+def _wait_for_result(runs_dir: Path, names: Sequence[str]) -> bool:
+    """True once a study has a result; False if Ctrl-C was first."""
+    if not _stamp(runs_dir, names):
+        print(f"waiting for the first result of {', '.join(names)}; Ctrl-C stops", flush=True)
+    with suppress(KeyboardInterrupt):
+        while not _stamp(runs_dir, names):
+            time.sleep(LOOK_EVERY)
+        return True
+    print()
+    return False
 
 
 def _watch(

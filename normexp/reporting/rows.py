@@ -49,13 +49,14 @@ def mean_rows(values: Mapping[CellRow, Values], metric: Metric) -> dict[CellRow,
 
 def _mean_row(cell: CellRow, values: Values, metric: Metric, step: float) -> Row:
     interval = mean_of(values, metric, step)
+    worst = (min if metric.higher_is_better else max)(values.values(), default=None)
     shown = ", ".join(f"{seed}: {x:.{metric.digits + 1}f}" for seed, x in values.items())
     return {
         "norm": cell.norm,
         "model": cell.model,
         "data": cell.data,
         **interval_row(interval, metric.digits),
-        "worst seed": (min if metric.higher_is_better else max)(values.values(), default=None),
+        "worst seed": _rounded(worst, metric.digits),
         "seeds apart": int(lies_apart(list(values.values()), step=step).sum()),
         "expected": cell.expected,
         "diverged": cell.diverged,
@@ -66,6 +67,10 @@ def _mean_row(cell: CellRow, values: Values, metric: Metric, step: float) -> Row
         "seeds": shown or "none finished",
         "directory": str(cell.directory),
     }
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _count_words(cell: CellRow, n: int) -> str:

@@ -17,6 +17,7 @@ from normexp.reporting.verdict import DECIDED, Change, Comparison, at_other_budg
 from normexp.stats.interval import Interval
 
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
+MOST_NAMES = 12  # in one sentence
 AT_EDGE = 0.25  # of the splits; more often, a better rate may lie outside the grid
 DIRECTED = ("loses", "gains", "better", "worse")
 # The headline of an answer is a claim of the first of these kinds that occurs.
@@ -238,11 +239,14 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
         counts = [f"{_listed(same)}: {count}" for count, same in alike.items()]
         shown = "; ".join(alike if len(alike) == 1 else counts)
         claim = f"{_listed(norms)} {do} not depend on the {axis}"
-        yield Claim(norms, "independent", claim, f"measured: {they} not mix samples; {shown}")
+        details = f"measured by a probe: {they} not mix samples; trained with {shown}"
+        yield Claim(norms, "independent", claim, details)
 
 
 def _listed(names: Sequence[str]) -> str:
-    """`layer, instance and group`."""
+    """`layer, instance and group`, or `layer, instance, ... and 94 more`."""
+    if len(names) > MOST_NAMES:
+        names = [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} more"]
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -473,15 +477,15 @@ def _diverged_words(comparison: Comparison) -> str:
 
 
 def _seed_words(comparison: Comparison) -> str:
-    """`ahead with 7 of 8 seeds`, where a tie counts one half; a warning if all seeds tie."""
+    """`ahead with 6 of 8 seeds, 1 equal`; a warning if all seeds are equal."""
     a, b = comparison.pairs
     if len(a) > 1 and (a == b).all() and not comparison.has_diverged:
         return "equal under every seed: is the norm used?"
-    chance = comparison.improvement
-    if comparison.is_along_sizes or chance.estimate is None:
+    if comparison.is_along_sizes or not len(a) or any(comparison.tuned):
         return ""
-    ties = " (a tie counts half)" if (a == b).any() else ""
-    return f"ahead with {chance.estimate * chance.n:g} of {chance.n} seeds{ties}"
+    ahead = int((a > b).sum() if comparison.part.metric.higher_is_better else (a < b).sum())
+    equal = int((a == b).sum())
+    return f"ahead with {ahead} of {len(a)} seeds" + (f", {equal} equal" if equal else "")
 
 
 def _ends(comparison: Comparison) -> list[tuple[str, CellRow]]:

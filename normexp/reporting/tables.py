@@ -340,9 +340,9 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
     note = (
         "Worse by: how much worse the metric is at the smallest size than at the largest; negative "
         "if it is better. Regret: the same from the size of the best mean, with an interval that "
-        "allows for its choice. Passed at size: where the loss from the largest size, joined by "
-        "straight lines over the logarithm of the size, first exceeds the threshold; <2 if not "
-        "down to 2. Diverged runs count as the worst run. Only the verdict is corrected for the "
+        "allows for its choice. Passed at size: between which adjacent sizes the loss "
+        "from the largest first exceeds the threshold, [and its bounds do]; <2 if not down to 2. "
+        "Diverged runs count as the worst run. Only the verdict is corrected for the "
         "number of differences."
     )
     return Table.of_rows("sensitivity", "Batch-size sensitivity", columns, rows, note)
@@ -368,12 +368,12 @@ def _sensitivity_row(sensitivity: Sensitivity, comparison: Comparison) -> Row:
 
 
 def _threshold_words(threshold: Threshold, smallest: int) -> str:
-    """`12 [5, 20]`; `<2` for an end below the sizes that were run; `12` without an interval."""
-    size, low, high = (
-        f"<{smallest}" if x is None else f"{x:.3g}"
-        for x in (threshold.size, threshold.low, threshold.high)
-    )
-    return size if threshold.high is None else f"{size} [{low}, {high}]"
+    """`8 to 32 [2, 32]`, with where the bounds pass; `<2`: below the sizes that were run."""
+    below = f"<{smallest}"
+    between = below if threshold.between is None else "{} to {}".format(*threshold.between)
+    if threshold.high is None:
+        return between
+    return f"{between} [{threshold.low or below}, {threshold.high}]"
 
 
 def comparison_table(answers: Sequence[Answer]) -> Table:

@@ -22,15 +22,16 @@ from normexp.stats.interval import LEVEL, Array, Interval, mean, paired_differen
 
 @dataclass(frozen=True)
 class Threshold:
-    """The size below which the loss exceeds the tolerance, with its interval.
+    """The adjacent sizes between which the loss first exceeds the tolerance; see `size_threshold`.
 
-    See `size_threshold`. None: not reached down to the smallest size, or, for `low` and `high`, no
-    interval.
+    between: the smaller size, which exceeds it, and the larger; None: not down to the smallest size
+    low, high: where the lower bound of the loss exceeds it (the smaller size), and where the upper
+        bound does (the larger); None: nowhere, or no interval
     """
 
-    size: float | None
-    low: float | None
-    high: float | None
+    between: tuple[int, int] | None
+    low: int | None
+    high: int | None
 
 
 @dataclass(frozen=True)
@@ -100,25 +101,21 @@ def size_threshold(
 ) -> Threshold:
     """Where the loss, followed from the reference size down, first exceeds the tolerance.
 
-    The estimates of the loss are joined by straight lines over log2 size, from 0 at the reference
-    size, and so are the lower and the upper bounds; `size`, `low` and `high` are where each line
-    passes the tolerance. So the grid of sizes limits how exact the number is, but not which number
-    it is. The bounds are 95 % for each size separately. A low of None: no size is shown to pass.
+    Nothing is assumed between two sizes that were run. The bounds are 95 % for each size alone.
     """
     sizes = [reference_size, *sorted(losses, reverse=True)]
-    rows = [losses[size] for size in sizes[1:]]
 
-    def crossing(name: str) -> float | None:
-        heights = [0.0, *(getattr(row, name) for row in rows)]
-        for a, b, first, second in zip(sizes, sizes[1:], heights, heights[1:], strict=False):
-            if second is None:
+    def crossing(name: str) -> tuple[int, int] | None:
+        for larger, size in zip(sizes, sizes[1:], strict=False):
+            height = getattr(losses[size], name)
+            if height is None:
                 return None
-            if second > tolerance:
-                share = (tolerance - first) / (second - first)
-                return float(2 ** (math.log2(a) + share * (math.log2(b) - math.log2(a))))
+            if height > tolerance:
+                return size, larger
         return None
 
-    return Threshold(crossing("estimate"), crossing("low"), crossing("high"))
+    low, high = crossing("low"), crossing("high")
+    return Threshold(crossing("estimate"), low and low[0], high and high[1])
 
 
 def _regret(table: Array, loss: Callable[..., Interval]) -> tuple[int | None, Interval]:

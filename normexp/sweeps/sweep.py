@@ -129,14 +129,15 @@ def train_cells(
 
 def plan_cells(log: StudyLog) -> list[Outcome]:
     """The outcomes of a dry run, which trains and writes nothing."""
-    outcomes = []
+    outcomes: list[Outcome] = []
+    planned: dict[str, Outcome] = {}  # by id
     with Display([cell.title for cell in log.cells]), _training, ready_to_train():
         log.check()
         from normexp.cells.run import plan_cell
 
         for cell in log.cells:
             try:
-                outcomes.append(plan_cell(cell))
+                outcomes.append(plan_cell(cell, planned))
             except Exception as error:  # user code may raise anything
                 outcomes.append(outcome_of_error(error, cell))
     return outcomes

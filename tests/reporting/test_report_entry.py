@@ -294,6 +294,22 @@ def test_a_watched_page_is_written_anew_and_reloads_itself_until_ctrl_c(
     assert lines == ["2 cells, 4 runs: 4 finished"]
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_watching_begins_before_there_is_a_result(tmp_path: Path, monkeypatch, capsys):
+    looks = []
+
+    def look_again(_: float) -> None:
+        looks.append(1)
+        if len(looks) > 1:
+            raise KeyboardInterrupt
+        write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9})
+
+    monkeypatch.setattr(publish.time, "sleep", look_again)
+    assert report(tmp_path, "watch=true").is_dir()
+    printed = capsys.readouterr().out
+    assert printed.index("waiting for the first result of synthetic") < printed.index("2 finished")
+
+
 # Refusals and speed
 
 

@@ -38,9 +38,9 @@ def test_sensitivity_names_the_sizes_that_it_is_about(tmp_path: Path, num_seeds:
         float(row[key].split()[0]) for key in ("worse by", "regret at the smallest size")
     )
     assert (drop, regret) == (pytest.approx(4.0, abs=0.4), pytest.approx(5.0, abs=0.4))
-    # 1 point is lost between 32 (a gain) and 8 (2 points); then two halvings to 8
-    size, *interval = row["passed at size"].split(" ", 1)
-    assert 8 < float(size) < 32 and row["threshold"] == "1 point"
+    # 1 point is lost between 32 (a gain) and 8 (2 points)
+    size, *interval = row["passed at size"].split(" [", 1)
+    assert size == "8 to 32" and row["threshold"] == "1 point"
     assert bool(interval) == (num_seeds > 1)  # one seed has none
     assert row["worse by, per halving"].endswith("(128 to 2)")
 
@@ -48,8 +48,8 @@ def test_sensitivity_names_the_sizes_that_it_is_about(tmp_path: Path, num_seeds:
 @pytest.mark.parametrize(
     ("lost", "passed", "regret", "slope"),
     [
-        ((), "21.3 [", "5.2 [", "0.79 ["),
-        ((8,), "57.1 [", "5.2 [", "0.86 ["),  # 5.15 points over 6 halvings, on one line
+        ((), "8 to 128 [", "5.2 [", "0.79 ["),
+        ((8,), "2 to 128 [", "5.2 [", "0.86 ["),  # 5.15 points over 6 halvings, on one line
         ((2,), "<8", "-", "-"),  # not known below 8
         ((2, 8), "-", "-", "-"),
     ],
