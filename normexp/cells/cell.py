@@ -66,7 +66,6 @@ class Cell:
     """
 
     spec: CellSpec
-    id: str
     recipe: Recipe
     data: Data
     build: NetworkBuilder
@@ -76,6 +75,10 @@ class Cell:
     alone: str | None
     record: dict[str, Any]
     messages: Sequence[str]
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
 
     @property
     def title(self) -> str:
@@ -157,7 +160,6 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
             recipe = replace(recipe, watched_steps=watched_steps(recipe.num_steps, cfg.seed))
         return Cell(
             spec=spec,
-            id=spec.id,
             recipe=recipe,
             data=data,
             build=build if traits.mixes_samples else build.unsplit(),
