@@ -9,6 +9,8 @@ from normexp.errors import UserError
 
 Bounds = tuple[int, int]
 
+SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")  # each divides the one before
+
 
 @dataclass(frozen=True)
 class Share:
@@ -33,7 +35,7 @@ class Sizes:
     norm_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "micro_batch_size", "norm_batch_size"):
+        for key in SIZES:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"{key}={value} must be positive; try {key}=1 or more")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from normexp.batching.sizes import Sizes
+from normexp.batching.sizes import SIZES, Sizes
 from normexp.build import NetworkBuilder
 from normexp.cells.recipe import OPTIM_SCHEDULE
 from normexp.checks.preflight import Traits
 from normexp.config.compose import parts_with_target
-from normexp.config.identity import GROUPS, SIZES, defining_values
+from normexp.config.identity import GROUPS, defining_values
 from normexp.config.rules import OPTIONAL_GROUPS, sees_validations
 from normexp.config.spec import CellSpec
 from normexp.config.target import plain

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from normexp.batching.sizes import Sizes
+from normexp.batching.sizes import SIZES, Sizes
 from normexp.config.compose import (
     parts_with_target,
     shipped_config,
@@ -28,7 +28,6 @@ from normexp.records.identity import canonical_sizes, cell_id, differences
 from normexp.records.sources import digests_of, source_digest, source_files
 
 GROUPS = ("norm", "model", "data", "optim")
-SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings

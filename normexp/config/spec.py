@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from normexp.batching.sizes import SIZES
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
 from normexp.records.content import reading_once
@@ -18,8 +19,6 @@ from normexp.records.identity import cell_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 
 
 @dataclass(frozen=True)

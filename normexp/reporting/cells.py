@@ -10,12 +10,13 @@ from typing import Any
 
 import yaml
 
+from normexp.batching.sizes import SIZES
 from normexp.config.help import conf_dir
 from normexp.norms.slots import SLOTS, Slots
 from normexp.records.history import History
 from normexp.reporting.doubts import doubts_of
 from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
-from normexp.reporting.read import SIZES, StudyRecords
+from normexp.reporting.read import StudyRecords
 from normexp.reporting.style import order_norms
 
 # Config keys that belong to the norm, so they may differ between norms that are compared.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from normexp.batching.sizes import SIZES
 from normexp.errors import UserError
 from normexp.records.files import read_json
 from normexp.records.history import History, read_history
@@ -18,7 +19,6 @@ from normexp.records.result import Result, read_result
 from normexp.reporting.model import RunRow
 
 PARTS = ("norm", "model", "data", "optim")
-SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
 RECORDED_TWICE = (*SIZES, "trainer")  # in the recipe and beside it
 

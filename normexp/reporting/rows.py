@@ -57,7 +57,7 @@ def _mean_row(cell: CellRow, values: Values, metric: Metric, step: float) -> Row
         "data": cell.data,
         **interval_row(interval, metric.digits),
         "worst seed": _rounded(worst, metric.digits),
-        "seeds apart": int(lies_apart(list(values.values()), step=step).sum()),
+        "seeds apart": int(lies_apart(list(values.values()), step=step).sum()) or None,
         "expected": cell.expected,
         "diverged": cell.diverged,
         "failed": cell.failed,
