@@ -23,6 +23,7 @@ from normexp.cells.assembly import (
     stack_loggers,
 )
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.cells.reloading import fault_of_reloaded
 from normexp.cells.watch import Findings, Watch, with_findings, withdraw_aliases
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
@@ -213,9 +214,25 @@ def _record(stack: Stack, module: TrainingModule) -> None:
             write_json(run_dir / EVALUATION_FILE, content)
         write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
         results.append((run_dir, _result_of(stack, module, index, environment, timing)))
+    fault = _fault_of_reloaded(stack, module)
     for run_dir, result in results:
+        if fault is not None:
+            result = replace(result, invalid=result.invalid or fault)
         write_result(run_dir, result)
     end_stack(stack.record)
+
+
+def _fault_of_reloaded(stack: Stack, module: TrainingModule) -> str | None:
+    """Why saved weights of foreign code do not give the numbers again; None if they do."""
+    saved = [seed_dir(cell.directory, seed) / WEIGHTS_FILE for cell, seed in stack.runs]
+    index = next((i for i, path in enumerate(saved) if path.is_file()), None)
+    if index is None or not stack.cell.is_foreign:
+        return None
+    spec = stack.runs[index][0].spec
+    fault = fault_of_reloaded(module.replicas, index, stack.cell.data, spec, saved[index])
+    if fault is not None:
+        logger.warning("%s; every number is marked INVALID", fault)
+    return fault
 
 
 def record_failure(stack: Stack, reason: str) -> None:

@@ -26,6 +26,7 @@ from normexp.checks.probe import Probe, along, cuts, fixed_draws, holds
 from normexp.checks.sites import PROBE_SAMPLES, expose_branches
 from normexp.config.outcome import measured_versions
 from normexp.config.spec import CellSpec
+from normexp.errors import first_line
 from normexp.norms.state import read_state
 from normexp.records.history import AliasEntry, append_entries, read_history
 from normexp.training.chunks import WINDOW
@@ -101,8 +102,12 @@ class Watch(pl.Callback):
             return
         started = time.perf_counter()
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            is_complete = self._look(pl_module, affordable)
+        try:
+            with torch.random.fork_rng(devices=devices), torch.enable_grad():
+                is_complete = self._look(pl_module, affordable)
+        except Exception as error:  # of foreign code, any kind: it trains, but cannot be copied
+            self._asks_samples = self._asks_positions = is_complete = False
+            logger.warning("step %d could not be watched: %s", pl_module.step, first_line(error))
         self._spent += time.perf_counter() - started
         if is_complete:
             self._looked.append(pl_module.step)

@@ -10,6 +10,7 @@ import torch
 from train_cases import prepare, results
 
 from normexp.cells import watch
+from normexp.cells.reloading import fault_of_reloaded
 from normexp.records.history import read_history
 from normexp.train import main
 from normexp.training.chunks import watched_steps
@@ -98,6 +99,39 @@ def test_leak_in_evaluation_that_begins_later_makes_a_run_invalid(tmp_path, monk
     (result,) = results(tmp_path / "runs").values()
     assert result.invalid is not None and "future" in result.invalid
     assert result.config["leaks_future"] and result.config["leaks_future_in_training"]
+
+
+CACHED = """import torch
+from torch import nn
+
+SIZES = {}
+
+class Cached(nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features))
+
+    def forward(self, x):
+        if self.training:
+            SIZES.setdefault(x.shape[1], 3 * x.detach().abs().mean() + 0.1)
+        size = SIZES.get(x.shape[1], torch.ones(())) if {IS_CACHED} else 2.0
+        return torch.tanh(x / size) * self.weight.view(1, -1, *[1] * (x.ndim - 2))
+"""
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_run_whose_weights_give_other_outputs_in_a_new_process_is_invalid(
+    tmp_path, monkeypatch, is_cached
+):
+    monkeypatch.setattr("normexp.cells.stack.fault_of_reloaded", fault_of_reloaded)
+    name = f"cached_{is_cached}".lower()
+    (tmp_path / f"{name}.py").write_text(CACHED.replace("{IS_CACHED}", str(is_cached)))
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["norm=custom", f"norm._target_={name}.Cached", f"runs_dir={tmp_path / 'runs'}"]
+    assert main([*words, *SHORT, "replicas=2"]) == 0
+    invalid = [result.invalid for result in results(tmp_path / "runs").values()]
+    assert len(invalid) == 2
+    assert all("new process" in why for why in invalid) if is_cached else not any(invalid)
 
 
 def test_only_foreign_code_is_watched():
