@@ -202,13 +202,18 @@ def copies_differ(network: BuiltNetwork) -> str | None:
         for index, tensor in enumerate(_floating(copied)):
             tensor += 0.1 * normal(tensor.shape, index).abs().to(tensor.dtype)
     twin, state = copy.deepcopy(copied), copied.state_dict()
-    unlike = [name for name, value in twin.state_dict().items() if moves(state[name], value)]
+    unlike = [
+        name
+        for name, value in twin.state_dict().items()
+        if isinstance(value, Tensor) and moves(state[name], value)
+    ]
     if unlike:
         return f"a deep copy of the network has another {name_some(unlike)}; remove __deepcopy__"
-    outside = _tensors_outside(copied)
+    model = copy.deepcopy(original).train()
+    outside = _tensors_outside(model)
     before = [tensor.detach().clone() for tensor in outside]
     with fixed_draws(), torch.enable_grad():
-        copied.train()(*model_arguments(network.short)).sum().backward()
+        model(*model_arguments(network.short)).sum().backward()
     if not any(moves(*pair) for pair in zip(before, outside, strict=True)):
         return None
     return (

@@ -404,7 +404,7 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
     if it computes so; gradients and state are compared as well as outputs.
     """
     foreign = is_foreign(*network.modules())
-    wide = in_float64(network, batch["inputs"]) if foreign and "mask" not in batch else None
+    wide = in_float64(network, *model_arguments(batch)) if foreign else None
     module, (inputs, *_) = wide or (network, (batch["inputs"],))
     networks = [copy.deepcopy(module).train() for _ in range(3 if foreign else 2)]
     every = {n: torch.stack([v] * len(networks)) for n, v in {**batch, "inputs": inputs}.items()}
