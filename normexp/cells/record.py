@@ -51,6 +51,7 @@ def record_of(
         "precision": recipe.devices.precision,
         "matmul_precision": recipe.devices.matmul_precision,
         "recipe": trained,
+        "norm_slots": {slot: cfg.norm[slot] for slot in SLOTS if cfg.norm.get(slot) is not None},
         **_slots(build),
         **{name: getattr(traits, name) for name in RECORDED_TRAITS},
         **({} if chance is None else {"chance_accuracy": chance}),

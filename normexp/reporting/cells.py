@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from typing import Any
 
-import yaml
-
 from normexp.batching.sizes import SIZES
-from normexp.config.help import conf_dir
 from normexp.norms.slots import SLOTS, Slots
 from normexp.records.history import History
 from normexp.reporting.doubts import doubts_of
@@ -221,7 +217,7 @@ def disagreements(
         if key in (*SIZES, *searched):
             return True
         if key in SLOTS:
-            return all(_slot_of(cell, key) == _slot_of_yaml(cell.name, key) for cell in cells)
+            return all(_slot_of(cell, key) == _slot_of_norm(cell, key) for cell in cells)
         if _is_norm_key(key):
             is_knob = has_one_norm and first.norm == second.norm
             return not is_knob or (key == "norm.momentum" and _has_one_half_life(first, second))
@@ -254,13 +250,9 @@ def _slot_of(cell: CellRow, slot: str) -> Any:
     return cell.config.get(slot, UNRECORDED[slot])
 
 
-@cache
-def _slot_of_yaml(norm: str, slot: str) -> Any:
-    """The slot that a shipped norm's YAML sets, or its default."""
-    path = conf_dir() / "norm" / f"{norm}.yaml"
-    written = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    value = written.get(slot)
-    return UNRECORDED[slot] if value is None else value
+def _slot_of_norm(cell: CellRow, slot: str) -> Any:
+    """The slot that the YAML of the cell's norm sets, or its default."""
+    return cell.config.get(f"norm_slots.{slot}", UNRECORDED[slot])
 
 
 def _is_norm_key(key: str) -> bool:

@@ -26,10 +26,10 @@ from normexp.stats.interval import Interval, mean, smallest_step
 from normexp.stats.sensitivity import Sensitivity, batch_size_sensitivity, selection_optimism
 
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
-# Recorded keys that were measured, are derived from the sizes, or have no effect on a result.
+# Recorded keys that were measured, are derived from others, or have no effect on a result.
 NOT_COMPARED = (
     *("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every"),
-    "split",
+    *("split", "norm_slots", "loaded_sources"),
 )
 ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
 Config = Mapping[str, Any]  # plain values, nested keys joined by dots (`norm.num_groups`)

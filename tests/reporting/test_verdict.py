@@ -480,7 +480,10 @@ def test_a_slot_that_the_yaml_of_the_norm_sets_is_part_of_the_norm(tmp_path: Pat
     write_cell(tmp_path, "batch", {k: 0.9 + 0.001 * k**2 for k in range(5)})
     values: dict = {k: 0.5 + 0.001 * k for k in range(5)}
     write_cell(tmp_path, "group_ws", values, conv="weight_standardized")
-    assert comparisons_of(tmp_path)["group_ws"].kind == "worse"
+    assert comparisons_of(tmp_path)["group_ws"].kind == "unlike"  # the command line set it
+    slots = {"conv": "weight_standardized"}
+    write_cell(tmp_path, "mine", values, **slots, norm_slots=slots)
+    assert comparisons_of(tmp_path)["mine"].kind == "worse"
 
 
 def test_a_verdict_that_outlying_seeds_decide_is_undecided(tmp_path: Path):
