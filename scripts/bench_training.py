@@ -1,4 +1,4 @@
-"""Whole trainings: steps, replicas, ghost batches, data, start-up, a study.
+"""Whole trainings: steps, replicas, ghost batches, data, start-up, a study and its report.
 
 normexp is measured through its command line, in this process or in one of its own. The competitors
 are a loop written by hand and Lightning's automatic optimization.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache, partial
 from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,8 @@ from normexp.batching.speed import suitable_threads
 from normexp.data import Augmentation, Data, Examples
 from normexp.data.batches import TrainingBatches
 from normexp.data.images import load_digits
+from normexp.records.result import Result, Status, write_result
+from normexp.report import main as write_report
 from normexp.train import main as train
 
 NEVER = 10**6  # epochs between validations, steps between records: only training is timed
@@ -365,6 +368,27 @@ def run_study(bench: Bench, epochs: int, workers: int) -> tuple[float, int]:
     return seconds, len(cells)
 
 
+def report(bench: Bench) -> Iterator[Row]:
+    """Computing time of the report of a large study: its page, figures and tables."""
+    data_sets = 1 if bench.quick else 5
+    random = np.random.default_rng(0)
+    for data, norm, size in product(range(data_sets), range(10), (2, 4, 8, 32, 128)):
+        config = {"norm": f"norm{norm}", "model": "resnet", "data": f"data{data}", "optim": "sgd"}
+        config |= {"batch_size": 128, "norm_batch_size": size, "epochs": 3, "lr": LR}
+        config |= {"mixes_samples": True, "recipe": {"norm": {"_target_": f"norm{norm}"}}}
+        cell_id = f"{config['norm']}-{config['data']}-n{size}"
+        for seed, accuracy in enumerate(random.normal(0.9, 0.01, SEEDS).tolist()):
+            folder = bench.folder / "large" / cell_id / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            metrics = {"test/accuracy": accuracy}
+            write_result(folder, Result(cell_id, seed, Status.FINISHED, config, metrics, {}))
+    started = time.process_time()  # of all threads
+    with quiet():
+        assert write_report(["study=large", f"runs_dir={bench.folder}"]) == 0
+    seconds = time.process_time() - started
+    yield Row(f"report of {400 * data_sets} runs", "-", seconds, 6 * data_sets, unit=" s")
+
+
 SECTIONS = {
     "step": one_seed,
     "replicas": replicas,
@@ -373,4 +397,5 @@ SECTIONS = {
     "light": light,
     "start-up": start_up,
     "study": study,
+    "report": report,
 }

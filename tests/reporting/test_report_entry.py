@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -310,7 +309,7 @@ def test_watching_begins_before_there_is_a_result(tmp_path: Path, monkeypatch, c
     assert printed.index("waiting for the first result of synthetic") < printed.index("2 finished")
 
 
-# Refusals and speed
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -326,20 +325,6 @@ def test_bad_input_is_one_message(tmp_path: Path, capsys, words: list[str], mess
     error = capsys.readouterr().err
     assert re.match(f"normexp: .*{message}", error) and error.count("\n") == 1
     assert not (tmp_path / "synthetic" / "report").exists()
-
-
-@pytest.mark.slow
-def test_two_thousand_runs_take_half_a_minute_of_computing(tmp_path: Path):
-    rng = np.random.default_rng(0)
-    for data in ("a", "b", "c", "d", "e"):
-        for norm in range(10):
-            for size in (2, 4, 8, 32, 128):
-                values = dict(enumerate(rng.normal(0.9, 0.01, 8).tolist()))
-                options = {"norm_batch_size": size, "mixes_samples": True, "data": data}
-                write_cell(tmp_path, f"norm{norm}", values, with_history=True, **options)
-    start = time.process_time()  # of all threads
-    report(tmp_path)
-    assert time.process_time() - start < 30
 
 
 @pytest.mark.parametrize("package", ["altair", "vl_convert"])
