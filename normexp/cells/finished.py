@@ -19,7 +19,7 @@ from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.record import choices_in
 from normexp.config.compose import shipped_config, shipped_defaults
-from normexp.config.identity import GROUPS
+from normexp.config.rules import PARTS
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, user_error_if_denied, write_json
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
 Samples = dict[int, dict[str, np.ndarray]]  # the content of samples.npz by seed
 
-REQUIRED_GROUPS = (*GROUPS, "trainer")
+REQUIRED_PARTS = (*PARTS, "trainer")
 # Values of a config for loading a network: none of what trained it need exist any more.
 WITHOUT_TRAINING: dict[str, Any] = {
     "model.weights": None,  # the run's own weights replace those it started from
@@ -102,10 +102,10 @@ def recorded_spec(
         cfg = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML; {REMEDY}") from error
-    lacking = [key for key in REQUIRED_GROUPS if key not in cfg]
+    lacking = [key for key in REQUIRED_PARTS if key not in cfg]
     if not isinstance(cfg, DictConfig) or lacking:
         raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
-    groups = {group: shipped_defaults(group, choices[group]) or {} for group in GROUPS}
+    groups = {group: shipped_defaults(group, choices[group]) or {} for group in PARTS}
     targets = {
         group: {"_target_": values["_target_"]} for group, values in groups.items() if values
     }

@@ -10,8 +10,8 @@ from normexp.build import NetworkBuilder
 from normexp.cells.recipe import OPTIM_SCHEDULE
 from normexp.checks.preflight import Traits
 from normexp.config.compose import parts_with_target
-from normexp.config.identity import GROUPS, defining_values
-from normexp.config.rules import OPTIONAL_GROUPS, sees_validations
+from normexp.config.identity import defining_values
+from normexp.config.rules import OPTIONAL_GROUPS, PARTS, sees_validations
 from normexp.config.spec import CellSpec
 from normexp.config.target import plain
 from normexp.data.dataset import Data
@@ -60,7 +60,7 @@ def record_of(
 
 def choices_in(record: Mapping[str, Any]) -> dict[str, str]:
     """The choice in each config group of a cell, as `compose_cell` returned them."""
-    return {group: record[group] for group in (*GROUPS, *OPTIONAL_GROUPS) if group in record}
+    return {group: record[group] for group in (*PARTS, *OPTIONAL_GROUPS) if group in record}
 
 
 def _describe_training(

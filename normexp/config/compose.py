@@ -28,8 +28,8 @@ from normexp.config.help import CUSTOM_GROUPS, GROUPS, check_config_dirs, conf_d
 from normexp.config.rules import (
     FOREIGN_KEYS,
     KEYS,
-    OPEN_GROUPS,
     OPTIONAL_GROUPS,
+    PARTS,
     as_typed,
     check_value,
     is_read,
@@ -392,7 +392,7 @@ def _set_value(config: DictConfig, override: Override, base: ComposedChoices) ->
 
 def _refuse_unread(plain: dict[str, Any], base: ComposedChoices) -> None:
     """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
-    if not plain.keys() >= {*OPEN_GROUPS}:  # a YAML has its keys at the top: `validate` refuses it
+    if not plain.keys() >= {*PARTS}:  # a YAML has its keys at the top: `validate` refuses it
         return
     if "experiment" in plain and (recipe := base.choices.get("experiment")):
         raise UserError(

@@ -20,14 +20,12 @@ from normexp.config.compose import (
     shipped_defaults,
     shipped_targets,
 )
-from normexp.config.rules import OPTIONAL_GROUPS, in_identity, sees_validations
+from normexp.config.rules import OPTIONAL_GROUPS, PARTS, in_identity, sees_validations
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS
 from normexp.records.content import IMAGE_SUFFIXES, digest_of_path
 from normexp.records.identity import canonical_sizes, cell_id, differences
 from normexp.records.sources import digests_of, source_digest, source_files
-
-GROUPS = ("norm", "model", "data", "optim")
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
@@ -39,7 +37,7 @@ VERSIONS: dict[str, int] = {
 }
 
 # Keys that only say how a value of the config came about, or how a target is called.
-NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*GROUPS, "schedule"))}
+NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*PARTS, "schedule"))}
 
 # Keys of shipped parts that name the user's own files; their content counts, not their place.
 FILES = {"data": ("root", "path"), "model": ("weights",)}
@@ -68,7 +66,7 @@ def identity_of(
     """
     defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     values = _with_content(defining_values(config), config)
-    groups = [name for name in (*GROUPS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
+    groups = [name for name in (*PARTS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config, mixes_samples=mixes_samples)
     content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
@@ -89,7 +87,7 @@ def id_of(
 ) -> str:
     """The id of a cell: norm, model, data, sizes and rate, and a hash of its identity."""
     sizes = {key: identity.get(key, shipped_config()[key]) for key in SIZES}
-    names = [_label(group, choices, config) for group in GROUPS[:3]]
+    names = [_label(group, choices, config) for group in PARTS[:3]]
     shown = [f"{key[0]}{value}" for key, value in sizes.items() if value]  # b32, m8, n4
     lr = identity["lr"]
     shown.append(f"lr{lr:.6g}" if isinstance(lr, int | float) else f"lr{lr}")

@@ -221,7 +221,7 @@ NOT_IN_IDENTITY = ("hydra", "experiment", "logger", "tune")  # groups that defin
 REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
 
 OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
-OPEN_GROUPS = ("norm", "model", "data", "optim")  # their targets' signatures say what they take
+PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
 LOGGERS = ("logger.csv", "logger.tensorboard")  # without a key of their own
 
 # Keys of Lightning and other tools, and what does the same here.
@@ -256,7 +256,7 @@ FOREIGN_KEYS = {
 
 def is_read(key: str) -> bool:
     """True if something reads a dotted key: one of `KEYS`, a group of them, or a target."""
-    if key.partition(".")[0] in (*OPEN_GROUPS, *OPTIONAL_GROUPS) or key in (*KEYS, *LOGGERS):
+    if key.partition(".")[0] in (*PARTS, *OPTIONAL_GROUPS) or key in (*KEYS, *LOGGERS):
         return True
     return key.startswith("logger.custom.") or any(name.startswith(f"{key}.") for name in KEYS)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from normexp.batching.sizes import SIZES
+from normexp.config.rules import as_typed
 from normexp.norms.slots import SLOTS, Slots
 from normexp.records.history import History
 from normexp.reporting.doubts import doubts_of
@@ -337,12 +338,5 @@ def _tell_apart(
             for place in places:
                 value = cells[place].config.get(key)
                 value = UNRECORDED.get(key) if value is None else value
-                words[place] += f"{mark}{key.removeprefix('norm.')}={_typed(value)}"
+                words[place] += f"{mark}{key.removeprefix('norm.')}={as_typed(value)}"
     return words
-
-
-def _typed(value: Any) -> str:
-    """Writes a value as on the command line: `null`, `true`."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from normexp.batching.sizes import SIZES
+from normexp.config.rules import PARTS
 from normexp.errors import UserError
 from normexp.records.files import read_json
 from normexp.records.history import History, read_history
@@ -18,7 +19,6 @@ from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list
 from normexp.records.result import Result, read_result
 from normexp.reporting.model import RunRow
 
-PARTS = ("norm", "model", "data", "optim")
 SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
 RECORDED_TWICE = (*SIZES, "trainer")  # in the recipe and beside it
 
