@@ -32,6 +32,7 @@ from pathlib import Path
 from normexp.errors import UserError
 from normexp.records.history import read_history
 from normexp.records.metrics import read_metrics
+from normexp.records.paths import list_runs
 from normexp.sweeps import worker_process
 from normexp.sweeps.machine import environment
 
@@ -341,10 +342,16 @@ def _found(study: Path, name: str) -> set[Path]:
 # --- What must hold ------------------------------------------------------------------------------
 
 
+def results_of(study: Path) -> list[Path]:
+    """Every result.json; not by Path.glob, which raises where a folder is removed meanwhile."""
+    paths = (run_dir / "result.json" for run_dir in list_runs(study))
+    return [path for path in paths if path.exists()]
+
+
 def runs_of(study: Path) -> dict[str, dict[str, object]]:
     """The numbers of each ended run, in all their digits; only how it ended if it is apart."""
     runs = {}
-    for path in sorted(study.glob("*/seed-*/result.json")):
+    for path in results_of(study):
         result = json.loads(path.read_text())
         run = {"status": result["status"]}
         if result.get("apart") is None:
@@ -376,12 +383,13 @@ def torn_files(study: Path) -> list[str]:
     """The files that a reader would find incomplete."""
     torn = []
     try:
-        for path in study.glob("*/seed-*/result.json"):
+        for path in results_of(study):
             if json.loads(path.read_text())["status"] == "finished":
                 with zipfile.ZipFile(path.parent / "weights.pt") as weights:
                     torn += [f"{path.parent}: {weights.testzip()}"] if weights.testzip() else []
-        for path in study.glob("*/seed-*/metrics.csv"):
-            read_metrics(path)
+        for path in (run_dir / "metrics.csv" for run_dir in list_runs(study)):
+            if path.exists():
+                read_metrics(path)
         read_history(study)
     except (OSError, ValueError, zipfile.BadZipFile, UserError) as error:
         torn.append(f"{study}: {error}")
@@ -390,8 +398,9 @@ def torn_files(study: Path) -> list[str]:
 
 def ended_runs(study: Path) -> dict[Path, tuple[int, int]]:
     """Identity of every ended result.json: one that was written anew has another."""
-    paths = study.glob("*/seed-*/result.json")
-    ended = [path for path in paths if json.loads(path.read_text())["status"] != "failed"]
+    ended = [
+        path for path in results_of(study) if json.loads(path.read_text())["status"] != "failed"
+    ]
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in ended}
 
 

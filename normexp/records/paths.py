@@ -6,6 +6,7 @@ A stack that spans several cells has its folder in runs/<study>/stacks/<digest o
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 
@@ -27,11 +28,18 @@ LOCK_FILE = ".lock"
 _SEED_DIR = re.compile(r"seed-(0|[1-9][0-9]*)")
 
 
+def subfolders(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted; none if it is missing or another process has removed it."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in names if (folder / name).is_dir()]
+
+
 def list_cells(study_dir: Path) -> list[Path]:
     """The folders of a study that hold a config or a run, sorted by name."""
-    if not study_dir.is_dir():
-        return []
-    folders = sorted(path for path in study_dir.iterdir() if path.is_dir())
+    folders = subfolders(study_dir)
     return [path for path in folders if (path / CONFIG_FILE).exists() or list_seeds(path)]
 
 
@@ -42,7 +50,7 @@ def list_runs(study_dir: Path) -> list[Path]:
 
 def find_study(runs_dir: Path, name: str) -> Path:
     """Returns the directory of a study. Raises UserError, with near names, if it is missing."""
-    folders = sorted(runs_dir.iterdir()) if runs_dir.is_dir() else []
+    folders = subfolders(runs_dir)
     known = [path.name for path in folders if (path / STUDY_FILE).exists() or list_cells(path)]
     if name in known:
         return runs_dir / name
@@ -65,7 +73,7 @@ def seed_of(run_dir: Path) -> int | None:
 
 def list_seeds(cell_dir: Path) -> list[int]:
     """The seeds that have a run directory, in ascending order."""
-    seeds = [seed_of(path) for path in cell_dir.iterdir() if path.is_dir()]
+    seeds = [seed_of(path) for path in subfolders(cell_dir)]
     return sorted(seed for seed in seeds if seed is not None)
 
 
@@ -80,7 +88,7 @@ def find_cell(run: Path) -> Path:
         inside = f"; it is a study with the runs {_some(cells)}" if cells else ""
         raise UserError(f"{run} is not a run: it has no {CONFIG_FILE}{inside}")
     folder = run.parent
-    known = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    known = [path.name for path in subfolders(folder)]
     near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or sorted(known)[:3]
     hint = f"nearest: {_some([str(folder / name) for name in near])}"
     raise UserError(f"{run} does not exist; {hint if near else f'nor is there a run in {folder}'}")

@@ -192,7 +192,7 @@ def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
     Raises:
         UserError: another digest, with what it is of and the remedy.
     """
-    for seed in list_seeds(cell_dir) if cell_dir.is_dir() else []:
+    for seed in list_seeds(cell_dir):
         if not (seed_dir(cell_dir, seed) / RESULT_FILE).is_file():
             continue
         result = read_result(seed_dir(cell_dir, seed))

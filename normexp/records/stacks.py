@@ -16,7 +16,7 @@ from pathlib import Path
 
 from normexp.errors import UserError
 from normexp.records.files import write_json
-from normexp.records.paths import CHECKPOINT_FILE, MEMBERS_FILE, seed_dir
+from normexp.records.paths import CHECKPOINT_FILE, MEMBERS_FILE, seed_dir, subfolders
 from normexp.records.result import Status, read_if_ended
 
 Member = tuple[str, int]  # cell id and seed
@@ -101,7 +101,7 @@ def list_stacks(study_dir: Path, cell_ids: Iterable[str]) -> list[StackRecord]:
     """
     cell_ids = set(cell_ids)
     folders = [study_dir, *(study_dir / cell_id for cell_id in sorted(cell_ids))]
-    paths = [path for folder in folders for path in sorted(folder.glob(f"stacks/*/{MEMBERS_FILE}"))]
+    paths = [path / MEMBERS_FILE for folder in folders for path in subfolders(folder / "stacks")]
     records = [record for path in paths if (record := _read(path)) is not None]
     return [
         record

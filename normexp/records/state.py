@@ -162,7 +162,7 @@ def _read_runs(
     directory: Path, state: CellState, asked: Collection[int], interrupted: Collection[Member]
 ) -> None:
     """Adds the state of each run of a cell."""
-    on_disk = list_seeds(directory) if directory.is_dir() else []
+    on_disk = list_seeds(directory)
     is_running = is_held(directory / LOCK_FILE)
     for seed in sorted({*asked, *on_disk}):
         run_dir = seed_dir(directory, seed)

@@ -131,7 +131,7 @@ def _read_curve(study_dir: Path, search: SearchEntry) -> Curve | None:
 
 
 def _read_cell(cell_dir: Path) -> list[Result]:
-    seeds = list_seeds(cell_dir) if cell_dir.is_dir() else []
+    seeds = list_seeds(cell_dir)
     folders = [seed_dir(cell_dir, seed) for seed in seeds]
     return [read_result(folder) for folder in folders if (folder / RESULT_FILE).is_file()]
 
