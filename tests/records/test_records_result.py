@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.paths import find_study, list_cells, list_runs, seed_dir, seed_of
+from normexp.records.paths import find_study, list_cells, list_runs, list_seeds, seed_dir, seed_of
 from normexp.records.result import Result, read_records, read_result, write_result
 
 FAILED: dict[str, Any] = {"status": "failed", "error": "x", "metrics": {}, "timing": {}}
@@ -157,6 +157,7 @@ def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):
 
 def test_runs_of_a_study_are_found_by_cell_and_seed(tmp_path: Path):
     assert list_cells(tmp_path / "s") == list_runs(tmp_path / "s") == []
+    assert list_seeds(tmp_path / "s" / "removed") == []  # by another process, meanwhile
     runs = [add_run(tmp_path / "s", cell, seed) for cell in "ab" for seed in (0, 2, 10)]
     (tmp_path / "s" / "stacks").mkdir()
     assert list_runs(tmp_path / "s") == runs
