@@ -190,7 +190,7 @@ def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
         config: of the new runs, as in their results.
 
     Raises:
-        UserError: another digest, with what it is of and the remedy.
+        UserError: a digest differs; names the data set or the file, and the remedy.
     """
     for seed in list_seeds(cell_dir):
         if not (seed_dir(cell_dir, seed) / RESULT_FILE).is_file():

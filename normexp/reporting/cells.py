@@ -280,7 +280,7 @@ def _norms_that_vary(
     value: Callable[[CellRow], Hashable],
     place: Callable[[CellRow], Hashable],
 ) -> set[str]:
-    """The norms of which two cells of one place differ in the value."""
+    """The norms that have two cells with the same place and different values."""
     seen: dict[tuple[str, Hashable], set[Hashable]] = {}
     for cell in cells:
         seen.setdefault((cell.norm, place(cell)), set()).add(value(cell))

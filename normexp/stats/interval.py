@@ -146,7 +146,7 @@ def crossed_mean(
     of_rows, of_columns = rows @ rows, columns @ columns
     residual = ((cells - estimate) ** 2).sum() - num_samples * of_rows - n * of_columns
     seeds = (of_rows + step**2) / (n * (n - 1))
-    # The number of samples that share the squares evenly, of which 2 are assumed if fewer are seen.
+    # Effective number of samples that carry the squares; at least 2 are assumed.
     least = 2 * (step * num_samples) ** 2
     sharing = 2.0 if of_columns <= least else of_columns**2 / (columns**4).sum()
     samples = max(of_columns, least) / (num_samples * (num_samples - 1))
