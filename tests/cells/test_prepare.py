@@ -216,6 +216,15 @@ def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
     assert (cell.id, cell.record) == (same.id, same.record)
 
 
+def test_statistics_of_one_sample_say_what_they_mean():
+    def notes(*words: str) -> list[str]:
+        return [note for note in prepare(*words).messages if "norm_batch_size=1:" in note]
+
+    (note,) = notes("norm=batch", "norm_batch_size=1")
+    assert "batch norm is then instance norm" in note
+    assert not notes("norm=batch", "norm_batch_size=2") + notes("norm=group", "norm_batch_size=1")
+
+
 def test_a_slot_is_one_training_whoever_says_it():
     by_norm, by_key = prepare("norm=ws"), prepare("norm=none", "conv=weight_standardized")
     none, plain = prepare("norm=none"), prepare("norm=ws", "conv=plain")
