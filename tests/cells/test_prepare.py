@@ -100,7 +100,7 @@ REFUSED = {
     "norm=group norm.num_groups=5": "num_groups=5 does not divide num_features=16",
     "model=gpt": "does not fit data=digits",
     "data=langid model=convnet": "does not fit data=langid",
-    "steps=5 samples=100": "are both set",
+    "steps=5 samples=100": "a training has one budget",
     "data=text_file": "data.path is not set",
     "data=text_file data.path=nowhere.txt": "nowhere.txt",
     "data=image_folder data.root=nowhere": "nowhere",
@@ -216,7 +216,9 @@ def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
     assert (cell.id, cell.record) == (same.id, same.record)
 
 
-def test_statistics_of_one_sample_say_what_they_mean():
+def test_statistics_of_one_sample_say_what_they_mean(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+
     def notes(*words: str) -> list[str]:
         return [note for note in prepare(*words).messages if "norm_batch_size=1:" in note]
 
