@@ -31,7 +31,7 @@ from normexp.errors import UserError
 from normexp.models import timm, torchvision
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, open_weights
-from normexp.norms.adapt import foreign_factory
+from normexp.norms.adapt import foreign_factory, is_shipped
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve
 from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS
@@ -120,7 +120,7 @@ def build_norm(
         eps = values.pop("eps", cfg.eps)
         known = {key: value for key, value in values.items() if key in target.arguments}
         make = partial(target.call, **known) if known else target.call
-        if not target.path.startswith("normexp.norms."):
+        if not is_shipped(target.path):
             return foreign_factory(make, target=target.path, eps=eps)
         shipped = replace(target, call=make).filled_in({"eps": eps})
         return partial(shipped.make, nn.Module)

@@ -21,8 +21,17 @@ from normexp.checks.probe import (
     moves,
     normal,
 )
+from normexp.config.target import Target
 from normexp.errors import UserError
-from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, bind_eps, find_layout
+from normexp.norms.adapt import (
+    EPS_NAMES,
+    PROBED_DIMS,
+    Layout,
+    adapt,
+    bind_eps,
+    find_layout,
+    is_shipped,
+)
 from normexp.norms.slots import Slots
 
 Shape = tuple[int, ...]
@@ -116,14 +125,15 @@ class NormCase:
         return values(self.shape, dtype, seed)
 
     def bare(self, **knobs: Any) -> nn.Module:
-        """The norm without a wrapper."""
+        """The norm without a wrapper; a shipped one is built directly."""
         _, num_features, *positions = self.shape
-        make = self.lone.make
-        needed = arguments_of(make).get("num_positions")
-        if needed is not None and needed.default is needed.empty:
-            make = partial(make, num_positions=positions[-1] if positions else 1)
-        make = partial(make, **knobs) if knobs else make
-        return adapt(make, target=self.lone.target, eps=self.lone.eps)(num_features)
+        path, eps = self.lone.target, self.lone.eps
+        target = Target("norm", path, partial(self.lone.make, **knobs))
+        target = target.filled_in({"num_positions": positions[-1] if positions else 1})
+        if not is_shipped(path):
+            return adapt(target.call, target=path, eps=eps)(num_features)
+        target = target if eps is None else target.filled_in({"eps": eps})
+        return target.make(nn.Module, num_features)
 
     def build(self, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
         """The norm as (N, C, *) -> (N, C, *), in training mode and with its first values.
@@ -241,7 +251,7 @@ def _find_layout(lone: LoneNorm) -> LoneNorm:
     """Sets the layout; channels first for shipped norms and if no layout can be determined."""
     shape = shape_at(lone.num_features, LADDER[-1])
     lone.at(shape).bare()  # refused here, as it would be later
-    if lone.target.startswith("normexp.norms."):
+    if is_shipped(lone.target):
         return lone
     try:
         build = lambda num_features: lone.at(shape_at(num_features, LADDER[-1])).bare()  # noqa: E731
