@@ -1,6 +1,6 @@
 """Loads saved weights in a new process, whose networks must give the outputs of the trained ones.
 
-They do not if a norm or a model keeps something outside of the module, as in a cache of its file.
+Outputs differ if a norm or a model keeps values outside of its module, as in a cache of its file.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def open_norm(
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
             the constructor's own error as its cause if that raised.
     """
-    found: list[LoneNorm] = []
+    built: list[LoneNorm] = []
     refusals: list[UserError] = []
     for channels in FEATURES if num_features is None else (num_features,):
         try:
@@ -241,10 +241,10 @@ def open_norm(
             continue
         shapes = (shape_at(channels, step) for step in LADDER)
         shapes = tuple(shape for shape in shapes if accepts(lone.at(shape)))
-        found.append(replace(lone, shapes=shapes))
-    if not found:
+        built.append(replace(lone, shapes=shapes))
+    if not built:
         raise refusals[0]
-    return max(found, key=_measurability)  # the first of equals
+    return max(built, key=_measurability)  # the first of equals
 
 
 def _find_layout(lone: LoneNorm) -> LoneNorm:
