@@ -26,7 +26,7 @@ from normexp.norms.state import read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
 # In float64 a change counts if it is larger than FINE_TOLERANCE (COARSE_TOLERANCE for modules that
-# compute in less inside), and larger than ABOVE_ROUNDING times the change after a step of SMALL_STEP:
+# compute in less inside), and than ABOVE_ROUNDING times the change after a step of SMALL_STEP:
 # a dependence, however weak, shrinks with the step of the input; rounding does not.
 FINE_TOLERANCE, COARSE_TOLERANCE = 1e-11, 1e-6
 ABOVE_ROUNDING, SMALL_STEP = 32.0, 1e-6
