@@ -396,7 +396,12 @@ def model_reads_padding(network: BuiltNetwork, batch: Batch) -> bool:
             site.train(training)
         wide = in_float64(model, batch["inputs"], mask) if network.has_foreign_model else None
         module, (inputs, _) = wide or (model, (batch["inputs"], mask))
-        probe = Probe(module, inputs, mask, vocab_size=network.data.vocab_size, ways=1)
+        probe = Probe(
+            *(module, inputs, mask),
+            vocab_size=network.data.vocab_size,
+            ways=1,
+            is_sensitive=network.has_foreign_model,
+        )
         before = probe.observe()
         others = [
             probe.observe(torch.where(mask, inputs, probe.replacement(inputs, way)), mask)
@@ -482,10 +487,9 @@ def effect_of_eps(case: NormCase) -> Answer:
     name, eps = case.lone.eps_name, case.lone.eps_value
     if name is None or eps is None:
         return skipped("has no argument eps")
-    x = SMALL_STD * case.values(torch.float64)
     knobs: list[dict[str, Any]] = [{name: factor * eps} for factor in (1, 10)]
     probes = [case.probe(**changed) for changed in knobs]
-    effect = _distance(*(probe.observe(x).output for probe in probes))
+    effect = _distance(*(probe.observe(SMALL_STD * probe.inputs[0]).output for probe in probes))
     return measured(effect, f"eps {eps:g} to {10 * eps:g}, {show(case.shape)}")
 
 

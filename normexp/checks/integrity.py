@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -19,6 +20,7 @@ from normexp.checks.network import BuiltNetwork, Case, places_where
 from normexp.checks.probe import (
     MANY_STEPS,
     Snapshot,
+    all_in_float64,
     differ,
     fixed_draws,
     in_float64,
@@ -411,7 +413,8 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
     if foreign:
         for seed, replica in enumerate(networks):
             _shift(replica, batches["inputs"][seed], seed)
-    return find_stacking_fault(networks, batches, with_backward=foreign)
+    with all_in_float64() if wide else nullcontext():
+        return find_stacking_fault(networks, batches, with_backward=foreign)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from normexp.checks.probe import (
     fixed_draws,
     in_float64,
     is_foreign,
+    phases,
     source,
 )
 from normexp.data.dataset import Data
@@ -88,7 +89,8 @@ class EnteredSite:
         inputs = self.values(), *mask
         wide = in_float64(self.module, *inputs) if self.is_foreign else None
         module, inputs = wide or (copy.deepcopy(self.module), inputs)
-        return Probe(self.set_mode(module, training), *inputs, ways=1)
+        module = self.set_mode(module, training)
+        return Probe(module, *inputs, ways=1, is_sensitive=self.is_foreign)
 
     def set_mode(self, module: nn.Module, training: bool) -> nn.Module:
         return module.train(training and not self.is_frozen)
@@ -119,11 +121,15 @@ class EnteredSite:
         except Exception as error:  # of foreign code, any kind
             raise UserError(f"norm at {name_some(self.names)}: {first_line(error)}") from error
 
-    def after_many_steps(self) -> EnteredSite | None:
-        """The same site late in a training; None if it counts no steps."""
+    def later(self) -> list[EnteredSite]:
+        """The same site late in a training if it counts steps, and in phases of a foreign norm."""
+        module, inputs = self.to_save()
         with self.naming_errors():
-            module = after_many_steps(self.to_save()[0], self.values())
-        return None if module is None else replace(self, module=cast(SiteOnMaps, module))
+            late = after_many_steps(module, *inputs)
+            modules = [] if late is None else [late]
+            if self.is_foreign and not self.is_frozen:
+                modules += phases(module, *inputs)
+        return [replace(self, module=cast(SiteOnMaps, module)) for module in modules]
 
     @property
     def has_state(self) -> bool:
