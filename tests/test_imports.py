@@ -24,6 +24,7 @@ ORDER = [
     "training",
     "checks",
     "reporting",
+    "diagnosis",
     "build",
     "cells",
     "sweeps",
