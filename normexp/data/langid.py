@@ -39,12 +39,12 @@ def load_langid(
     version = f"babel {babel.__version__}"
     if max_length < 1:
         raise UserError(f"data.max_length={max_length} must be positive; try data.max_length=32")
+    strings = read_own_strings(languages, max_length)
+    texts, targets = _sample(strings, samples_per_language, version)
     if not 0 < round(test_fraction * samples_per_language) < samples_per_language:
         raise UserError(
             f"data.test_fraction={test_fraction} leaves train or test without strings; try 0.2"
         )
-    strings = read_own_strings(languages, max_length)
-    texts, targets = _sample(strings, samples_per_language, version)
     rest, test = split_off_test(targets, test_fraction)
     train, val = (rest[part] for part in split_off_val(len(rest), val_fraction, split_seed))
     symbols = ("<pad>", "<unknown>", *sorted({c for i in rest.tolist() for c in texts[i]}))

