@@ -133,9 +133,8 @@ def describe_metric(
         "bits_per_byte": (words, "bits per byte", 1.0, 3),
     }
     label, unit, scale, digits = known.get(kind, (words, "", 1.0, 3))
-    margin = {"most": tolerance}
-    if tolerance is None:
-        margin = (rule or RULE)["margins"].get(kind, {"most": 0.0})
+    known_margins = (rule or RULE)["margins"] if tolerance is None else {}
+    margin = known_margins.get(kind, {"most": tolerance or 0.0})
     return Metric(
         name=name,
         label=label + suffix,

@@ -148,7 +148,9 @@ def declare(root: Path, *names: str) -> None:
         cells = {
             cell.name: [("", seeds)] for cell in study.glob("*") if (seeds := list_seeds(cell))
         }
-        append_entries(study, [CommandEntry("d", ["normexp-train", "-m"], "one", 3, cells, RULE)])
+        if cells:
+            command = CommandEntry("d", ["normexp-train", "-m"], "one", 3, cells, RULE)
+            append_entries(study, [command])
 
 
 def report_of(root: Path, *names: str, **options: Any) -> Report:
