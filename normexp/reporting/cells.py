@@ -15,6 +15,7 @@ from normexp.reporting.doubts import doubts_of
 from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
 from normexp.reporting.read import StudyRecords
 from normexp.reporting.style import order_norms
+from normexp.stats.interval import smallest_step
 
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
@@ -28,7 +29,7 @@ UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
 
 
 def build_cells(records: StudyRecords) -> list[CellRow]:
-    """The cells of the studies with their labels, ordered by norm and sizes.
+    """The cells of the studies with their labels, ordered by model and data, norm and sizes.
 
     Cells of a study that recorded equal recipes are one, whatever their ids.
     """
@@ -45,7 +46,7 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
             norm=cell.name + (f" · {cell.study}" if has_studies else ""),
             doubts=doubts_of(cell.runs),
         )
-        for cell in cells
+        for cell in _with_steps(cells)
     ]
     budget = _budget_key(cells)
     cells = _with_settings(cells, budget)
@@ -55,10 +56,11 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
     ]
     rank = {norm: place for place, norm in enumerate(order_norms(cell.norm for cell in cells))}
 
-    def order(cell: CellRow) -> tuple[float, ...]:
+    def order(cell: CellRow) -> tuple[Any, ...]:
         length = cell.config.get(budget)
         sizes = (cell.batch_size, cell.norm_batch_size)
-        return (rank[cell.norm], *sizes, cell.lr or 0, float("inf") if length is None else length)
+        length = float("inf") if length is None else length
+        return (cell.data, cell.model, rank[cell.norm], *sizes, cell.lr or 0, length)
 
     return sorted(cells, key=order)
 
@@ -135,6 +137,32 @@ def _rounds_of(history: History) -> list[tuple[CommandEntry, dict[str, set[int]]
             rounds.append((command, added))
             named |= set(added)
     return rounds
+
+
+def _with_steps(cells: Sequence[CellRow]) -> list[CellRow]:
+    """Adds the smallest difference that recorded values could have, by metric.
+
+    An accuracy on N recorded test samples moves in steps of 1 / N. Where N is not recorded, as of
+    the validation split, this is the `smallest_step` of all cells of the data set.
+    """
+    by_data: dict[str, dict[str, list[float]]] = {}
+    for cell in cells:
+        values = by_data.setdefault(cell.data, {})
+        for run in cell.runs:
+            for name, value in run.metrics.items():
+                values.setdefault(name, []).append(value)
+    guessed = {
+        data: {name: smallest_step(known) for name, known in values.items()}
+        for data, values in by_data.items()
+    }
+    counted = []
+    for cell in cells:
+        steps = dict(guessed[cell.data])
+        num_samples = next(filter(None, (run.num_test_samples for run in cell.runs)), 0)
+        tested = [name for name in steps if name.partition("@")[0] == "test/accuracy"]
+        steps |= dict.fromkeys(tested, 1 / num_samples) if num_samples else {}
+        counted.append(replace(cell, steps=steps))
+    return counted
 
 
 def _with_budget(config: Config) -> Config:

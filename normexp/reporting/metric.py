@@ -183,6 +183,24 @@ def format_interval(interval: Interval, digits: int) -> str:
     return f"{estimate} [{', '.join(ends)}]" if ends else estimate
 
 
+def format_mean(interval: Interval, metric: Metric) -> str:
+    """`96.0 [95.2, 96.7]`: every mean of a metric has the same decimals.
+
+    One more where the interval would have no width.
+    """
+    if interval.estimate is None:
+        return "-"
+    digits = metric.digits
+    if interval.low is None or interval.high is None:
+        return f"{interval.estimate:z.{digits}f}"
+    values = (interval.estimate, interval.low, interval.high)
+    if not SMALL < max(map(abs, values)) < LARGE:
+        return format_interval(interval, digits)
+    digits += interval.high - interval.low < 10**-digits
+    estimate, low, high = (f"{value:z.{digits}f}" for value in values)
+    return f"{estimate} [{low}, {high}]"
+
+
 def format_signed(value: float, digits: int) -> str:
     """`+1.2`; `+0.0` also for a negative value that rounds to 0."""
     return f"{value:+z.{digits}f}"

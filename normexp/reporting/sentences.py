@@ -13,7 +13,15 @@ import numpy as np
 
 from normexp.reporting.metric import Metric, describe_metric, format_signed
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice
-from normexp.reporting.verdict import DECIDED, Change, Comparison, at_other_budgets, margin_at
+from normexp.reporting.verdict import (
+    DECIDED,
+    Change,
+    Comparison,
+    at_other_budgets,
+    contenders,
+    margin_at,
+)
+from normexp.stats.family import MAX_SEEDS
 from normexp.stats.interval import Interval
 
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
@@ -196,7 +204,7 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
 
 def _at_budget(comparison: Comparison, other: Comparison) -> str:
     """`, and 1.8 [0.9, 2.7] points at epochs=48`, or `; at epochs=48 it gains 0.8 points`."""
-    shown = _shown(other, other.kind, other.gap)
+    shown = gap_words(other, other.kind, other.gap)
     if other.has_diverged and other.kind in DIRECTED:
         shown = f"at least {shown}"
     if other.kind == comparison.kind and comparison.verdict is not None:
@@ -236,18 +244,18 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
     if alike:
         norms = [norm for same in alike.values() for norm in same]
         they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
-        counts = [f"{_listed(same)}: {count}" for count, same in alike.items()]
+        counts = [f"{listed(same)}: {count}" for count, same in alike.items()]
         shown = "; ".join(alike if len(alike) == 1 else counts)
-        claim = f"{_listed(norms)} {do} not depend on the {axis}"
+        claim = f"{listed(norms)} {do} not depend on the {axis}"
         details = f"measured by a probe: {they} not mix samples; trained with {shown}"
         yield Claim(norms, "independent", claim, details)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], last: str = "and") -> str:
     """`layer, instance and group`, or `layer, instance, ... and 94 more`."""
     if len(names) > MOST_NAMES:
         names = [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} more"]
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
@@ -295,13 +303,13 @@ def _words(comparison: Comparison, kind: str) -> str:
         comparison.second.norm,
         comparison.sizes,
     )
-    shown, limit = _shown(comparison, kind, comparison.gap), _margin_words(comparison)
+    shown, limit = gap_words(comparison, kind, comparison.gap), margin_words(comparison)
     missing = "too few seeds for an" if comparison.gap.n < 2 else "the same for every seed, so no"
     apart, n = comparison.assessment.num_apart, comparison.gap.n
     lie = "seeds lie" if apart > 1 else "seeds lies"
     end = {
         "no interval": f"; {missing} interval",
-        "open": "; undecided",
+        "open": f"; undecided{seeds_words(comparison)}",
         "apart": f"; undecided: {apart} of {n} {lie} apart",
         "search": "; no verdict while the search of learning rates is incomplete",
         "given rates": "; no verdict: given the learning rates that one search chose",
@@ -332,11 +340,21 @@ def _words(comparison: Comparison, kind: str) -> str:
     }.get(kind, f"{where} minus {reference}: {shown}{end}")
 
 
-def _shown(comparison: Comparison, kind: str, gap: Interval) -> str:
+def gap_words(comparison: Comparison, kind: str, gap: Interval) -> str:
     """The gap as its sentence shows it: what is lost or gained, or the first minus the second."""
     is_loss = kind in ("loses", "worse")
     is_negated = is_loss if kind in DIRECTED else not comparison.part.metric.higher_is_better
     return comparison.part.metric.format(-gap if is_negated else gap)
+
+
+def seeds_words(comparison: Comparison) -> str:
+    """`, about 24 seeds would decide`, of an undecided difference; see the note of a report."""
+    if comparison.kind != "open" or comparison.has_diverged:
+        return ""  # the size of a difference to a diverged run is not known
+    needed = comparison.seeds_to_decide
+    if needed is None:
+        return f", more than {MAX_SEEDS} seeds would decide"
+    return f", about {needed} seeds would decide"
 
 
 def _unlike_words(comparison: Comparison) -> str:
@@ -348,7 +366,7 @@ def _unlike_words(comparison: Comparison) -> str:
     return f"{' and '.join(ends)} are not compared, their recipes differ: {', '.join(values)}"
 
 
-def _margin_words(comparison: Comparison) -> str:
+def margin_words(comparison: Comparison) -> str:
     """`a quarter of batch's error (0.62 points)`, or `1 point`."""
     metric, margin = comparison.part.metric, comparison.margin
     words = metric.amount_words(margin)
@@ -378,6 +396,8 @@ def given_words(comparison: Comparison) -> str:
     """`, with tolerance=2 given to the report`: choices that were made after the data."""
     part = comparison.part
     given = [f"metric={part.metric.name}"] if part.is_metric_given else []
+    if comparison.is_reference_given:
+        given.append(f"reference={comparison.second.base}")
     if part.metric.is_tolerance_given and comparison.is_primary:
         given.append(f"tolerance={part.metric.tolerance:g}")
     return f", with {' and '.join(given)} given to the report" if given else ""
@@ -398,7 +418,7 @@ def _budget_words(comparison: Comparison, other: Comparison) -> str:
     if other.gap.estimate is None or comparison.gap.estimate is None:
         return f" At {other.budget}: no result."
     turns = _side(comparison.gap) * _side(other.gap) < 0 and comparison.kind in DIRECTED
-    shown = _shown(other, comparison.kind, -other.gap if turns else other.gap)
+    shown = gap_words(other, comparison.kind, -other.gap if turns else other.gap)
     way = " the other way" * turns
     return f" At {other.budget}: {shown}{way}{given_words(other)}."
 
@@ -437,7 +457,9 @@ def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> s
     if any(comparison.is_along_sizes for comparison in judged):
         members.append("each norm that mixes samples, from its largest to its smallest size")
     if references:
-        members.append(f"each norm against {_listed(list(references))} at the smallest size")
+        members.append(f"each norm against {listed(list(references))} at the smallest size")
+    if any(len(cells) > 2 for part in {c.part for c in judged} for cells in contenders(part)):
+        members.append("the choice of the norms that may be the best")
     if any(comparison.change is not None for comparison in judged):
         members.append("its change from the shortest to the longest budget")
     sizes = {comparison.round: comparison.family_size for comparison in judged}
@@ -448,8 +470,10 @@ def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> s
         "samples; for new seeds alone where it says 'on these test samples'. The number of "
         f"differences that this report tests is {count}. The probability that any verdict on them "
         "is false is at most 5 %, for those of each command, so a difference may be undecided "
-        "although its own interval excludes 0. Training counts as converged where a budget at "
-        "least twice as long moved neither its loss nor the metric by the margin."
+        "although its own interval excludes 0. The seeds that would decide are those of a new "
+        "study (another study=NAME): seeds that are added to this one get no verdict. Training "
+        "counts as converged where a budget at least twice as long moved neither its loss nor "
+        "the metric by the margin."
     )
 
 
