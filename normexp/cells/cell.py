@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from normexp.batching.sizes import Sizes
 from normexp.batching.speed import suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import deviations, devices_of, recipe_of
@@ -140,7 +141,10 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
         check_evaluation(recipe, data, traits)
         num_parameters = sum(p.numel() for p in network.parameters())
         memory = check_memory(recipe, cfg.replicas, num_parameters, traits)
-        for note in [*deviations(spec, recipe, len(data.train)), *_findings(spec, traits, alone)]:
+        for note in [
+            *deviations(spec, recipe, len(data.train)),
+            *_findings(spec, recipe.sizes, traits, alone),
+        ]:
             logger.info(note)
         if not traits.mixes_samples:
             spec = spec.without_norm_batch_size
@@ -239,13 +243,19 @@ def _probe_key(spec: CellSpec, recipe: Recipe) -> str:
     return json.dumps([content, bool(spec.composed.allow_leak)], sort_keys=True, default=str)
 
 
-def _findings(spec: CellSpec, traits: Traits, alone: str | None) -> list[str]:
+def _findings(spec: CellSpec, sizes: Sizes, traits: Traits, alone: str | None) -> list[str]:
     """What was found about the network that changes how it is trained or evaluated."""
     cfg, notes = spec.composed, list[str]()
     if "batch" in cfg.evaluate_with and not traits.mixes_samples:
         notes.append("no batch statistics to evaluate with: the norm does not mix samples")
     if alone is not None and cfg.replicas > 1:
         notes.append(f"each seed trains by itself: {alone}")
+    if traits.mixes_samples and sizes.norm == 1:
+        notes.append(
+            "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "
+            "then instance norm), in evaluation all share the running averages; "
+            "evaluate_with=[running,batch] shows the difference"
+        )
     if not traits.mixes_samples and cfg.norm_batch_size is not None:
         notes.append(
             "this norm does not mix samples, so norm_batch_size has no effect: training it once "

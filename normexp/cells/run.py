@@ -243,7 +243,8 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome]) -> Outcome:
         planned: the outcomes of the command's cells so far, by id; of sizes without effect, one
             stands for all.
     """
-    for known in (spec.id, spec.without_norm_batch_size.id):
+    ids = [] if spec.cfg is None else [spec.id, spec.without_norm_batch_size.id]
+    for known in ids:
         if known in planned and (known == spec.id or not planned[known].record["mixes_samples"]):
             return planned[known]
     cell = prepare(spec)

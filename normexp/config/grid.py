@@ -19,6 +19,7 @@ from normexp.config.compose import (
     compose_config,
     parse_overrides,
     quoted,
+    refuse_missing_files,
 )
 from normexp.config.help import group_choices
 from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, validate
@@ -49,7 +50,8 @@ def compose_cells(command: Command) -> list[CellSpec]:
     if len(errors) == len(cells):
         raise errors[0]
     if len(cells) == 1:
-        validate(cells[0].cfg)
+        validate(cells[0].composed)
+        refuse_missing_files(cells[0].composed)
     return cells
 
 
@@ -215,11 +217,11 @@ def compose_norms(command: Command) -> list[NormSpec]:
 def _name_of_norm(line: Sequence[str], config: DictConfig) -> str:
     """`batch`, `group num_groups=4`, or the class of a custom norm with its knobs."""
     chosen, knobs = "batch", []
-    for text, override in zip(line, parse_overrides(line), strict=True):
+    for override in parse_overrides(line):
         if override.key_or_group == "norm":
             chosen = str(override.value())
         elif override.key_or_group != "norm._target_":
-            knobs.append(text.lstrip("+").removeprefix("norm."))
+            knobs.append(str(override.input_line).lstrip("+").removeprefix("norm."))
     if chosen == "custom":
         chosen = str(config.norm["_target_"]).rpartition(".")[2]
     return " ".join([chosen, *knobs])

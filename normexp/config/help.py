@@ -60,7 +60,8 @@ def choice_files(group: str, config_dirs: Sequence[str]) -> dict[str, Path]:
 
 def _names_in(folder: Path) -> set[str]:
     files = folder.rglob("*.yaml")
-    return {file.relative_to(folder).with_suffix("").as_posix() for file in files}
+    names = {file.relative_to(folder).with_suffix("").as_posix() for file in files}
+    return names - {"claims"}  # conf/experiment/claims.yaml, which is read and not trained
 
 
 USAGE = {

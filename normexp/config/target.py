@@ -19,6 +19,7 @@ from normexp.config.rules import suggest
 from normexp.config.spec import one_line
 from normexp.errors import UserError
 from normexp.records.identity import source_line_of
+from normexp.records.sources import why_missing
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
@@ -149,7 +150,9 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
     """Explains in one line why Hydra could not import a target."""
     cause = error.__cause__ or error
     package, parent = target.partition(".")[0], target.rpartition(".")[0]
-    if isinstance(cause, ModuleNotFoundError) and cause.name == package:
+    if reason := why_missing(target):
+        pass
+    elif isinstance(cause, ModuleNotFoundError) and cause.name == package:
         reason = f"there is no module {package}; install it, or add its folder to PYTHONPATH"
     elif isinstance(cause, ModuleNotFoundError) and cause.name == target:
         name = target[len(parent) + 1 :]
