@@ -81,7 +81,8 @@ def trained(kind: str = "batch") -> Any:
 
 
 def examine(model: nn.Module, **options: Any) -> Diagnosis:
-    return diagnose(model, options.pop("batches", batches()), F.cross_entropy, **options)
+    options = {"batches": batches(), "max_batches": 8} | options
+    return diagnose(model, loss=F.cross_entropy, **options)
 
 
 def kinds(diagnosis: Diagnosis) -> set[str]:
