@@ -355,12 +355,13 @@ def _paper_text(part: Slice, cell: CellRow) -> str:
 def _search_note(slices: Sequence[Slice]) -> str:
     words = [part.search_words(cell) for part in slices for _, cell in part.points]
     known = dict.fromkeys(text.partition(",")[0] for text in words if text)
-    note = (
-        f"Learning rates: {listed(list(known))}; of a complete grid some seeds choose and the "
-        "others report, averaged over all splits. "
-    )
+    if not known:
+        return ""
     edge = "† best rate at an edge of the grid. " * any("edge" in text for text in words)
-    return f"{note}{edge}" if known else ""
+    return (
+        f"Learning rates: {listed(list(known))}; of a complete grid some seeds choose and the "
+        f"others report, averaged over all splits. {edge}"
+    )
 
 
 def _headings(slices: Sequence[Slice]) -> list[str]:
