@@ -60,7 +60,8 @@ def choice_files(group: str, config_dirs: Sequence[str]) -> dict[str, Path]:
 
 def _names_in(folder: Path) -> set[str]:
     files = folder.rglob("*.yaml")
-    return {file.relative_to(folder).with_suffix("").as_posix() for file in files}
+    names = {file.relative_to(folder).with_suffix("").as_posix() for file in files}
+    return names - {"claims"}  # conf/experiment/claims.yaml, which is read and not trained
 
 
 USAGE = {
@@ -79,7 +80,7 @@ launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
 
   python -m normexp.tune 'lr=interval(1e-3,1)' norm=batch,group
-  python -m normexp.tune experiment=tuned_sensitivity
+  python -m normexp.tune experiment=cifar10_full data.root=PATH
 
 The points are known in advance and are the same for every norm: all combinations if there are few,
 otherwise scrambled Sobol points. The same line again resumes the search, and trains nothing that

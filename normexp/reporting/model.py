@@ -111,6 +111,8 @@ class CellRow:
     doubts: what contradicts itself in its records
     steps: by metric, the smallest difference that recorded values of a run could have
     round: 0 if that was the first command of the study for any of its cells, 1 for the next
+    unended: declared cells of the study, up to that round, that have not all of their seeds
+    rule: of the margin, as that command declared it; see normexp.reporting.metric
     """
 
     study: str
@@ -137,6 +139,8 @@ class CellRow:
     searched: frozenset[str] = frozenset()
     declared: frozenset[int] = frozenset()
     round: int = 0
+    unended: int = 0
+    rule: Config = field(default_factory=dict)
     doubts: Sequence[str] = ()
     steps: Mapping[str, float] = field(default_factory=dict)
 
@@ -197,11 +201,17 @@ class CellRow:
 
     @property
     def state_of_seeds(self) -> Seeds:
-        """Whether it has the seeds that were declared; `complete` if none is known."""
-        ended = {run.seed for run in self.runs if run.result.status != "failed"}
-        if not self.declared or ended == self.declared:
+        """Whether it has the seeds that were declared."""
+        if not self.declared:
+            return "undeclared"
+        if self.ended == self.declared:
             return "complete"
-        return "extended" if ended > self.declared else "incomplete"
+        return "extended" if self.ended > self.declared else "incomplete"
+
+    @property
+    def ended(self) -> set[int]:
+        """The seeds that have finished or diverged."""
+        return {run.seed for run in self.runs if run.result.status != "failed"}
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed, of the runs that have it."""

@@ -34,7 +34,7 @@ HEADLINES = (
         *DECIDED,
         "open",
         "apart",
-        *("incomplete", "extended", "search", "given rates", "doubtful"),
+        *("incomplete", "unended", "extended", "undeclared", "search", "given rates", "doubtful"),
         "interval",
         "no interval",
         "one size",
@@ -199,7 +199,7 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
     )
     if comparison.change is not None:
         words += f"; {_change_words(comparison, comparison.change)}"
-    return replace(claim, claim=words)
+    return replace(claim, claim=words + given_words(comparison))
 
 
 def _at_budget(comparison: Comparison, other: Comparison) -> str:
@@ -282,11 +282,11 @@ def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
     ]
     if comparison.change is not None:
         words = _change_words(comparison, comparison.change)
-        elsewhere.append(f" {words[0].upper()}{words[1:]}.")
+        elsewhere.append(f" {words[0].upper()}{words[1:]}{given_words(comparison)}.")
     return Claim(
         [comparison.first.norm],
         kind,
-        _words(comparison, kind) + scope,
+        _words(comparison, kind) + scope + given_words(comparison),
         "; ".join(filter(None, details)),
         "".join(elsewhere),
         sizes=sorted(set(comparison.sizes)),
@@ -313,7 +313,9 @@ def _words(comparison: Comparison, kind: str) -> str:
         "apart": f"; undecided: {apart} of {n} {lie} apart",
         "search": "; no verdict while the search of learning rates is incomplete",
         "given rates": "; no verdict: given the learning rates that one search chose",
+        "undeclared": "; no verdict: the declared number of seeds is unknown",
         "incomplete": f"; no verdict yet: {_declared_words(comparison)}",
+        "unended": f"; no verdict yet: {_unended_words(comparison)}",
         "doubtful": "; no verdict: the records contradict themselves, see the top of the report",
         "extended": f"; no verdict: {_declared_words(comparison)}, the others were added later",
     }.get(kind, "")
@@ -375,7 +377,7 @@ def margin_words(comparison: Comparison) -> str:
 
 
 def _basis_words(comparison: Comparison) -> str:
-    """What the interval does not allow for, and choices that were made after the data."""
+    """What the interval does not allow for, and a margin that was not declared."""
     metric = comparison.part.metric
     return "; ".join(
         filter(
@@ -383,13 +385,22 @@ def _basis_words(comparison: Comparison) -> str:
             (
                 "" if comparison.num_samples else "on these test samples",
                 "added by a later command: a family of its own" * bool(comparison.round),
-                f"tolerance={metric.tolerance:g} given to the report" * metric.is_tolerance_given,
-                f"reference={comparison.second.base} given to the report"
-                * comparison.is_reference_given,
-                f"metric={metric.name} given to the report" * comparison.part.is_metric_given,
+                "margin not declared before the data"
+                * (not metric.rule and not metric.is_tolerance_given),
             ),
         )
     )
+
+
+def given_words(comparison: Comparison) -> str:
+    """`, with tolerance=2 given to the report`: choices that were made after the data."""
+    part = comparison.part
+    given = [f"metric={part.metric.name}"] if part.is_metric_given else []
+    if comparison.is_reference_given:
+        given.append(f"reference={comparison.second.base}")
+    if part.metric.is_tolerance_given and comparison.is_primary:
+        given.append(f"tolerance={part.metric.tolerance:g}")
+    return f", with {' and '.join(given)} given to the report" if given else ""
 
 
 def _rate_scope(comparison: Comparison) -> str:
@@ -405,10 +416,11 @@ def _budget_words(comparison: Comparison, other: Comparison) -> str:
     if other.unlike:
         return ""
     if other.gap.estimate is None or comparison.gap.estimate is None:
-        return f" {other.budget}: no result."
+        return f" At {other.budget}: no result."
     turns = _side(comparison.gap) * _side(other.gap) < 0 and comparison.kind in DIRECTED
     shown = gap_words(other, comparison.kind, -other.gap if turns else other.gap)
-    return f" At {other.budget}: {shown}{' the other way' * turns}."
+    way = " the other way" * turns
+    return f" At {other.budget}: {shown}{way}{given_words(other)}."
 
 
 def _side(gap: Interval) -> int:
@@ -529,6 +541,12 @@ def _declared_words(comparison: Comparison) -> str:
     }
     ended, declared = min(counts, default=(0, 0))
     return f"{ended} of {declared} declared seeds"
+
+
+def _unended_words(comparison: Comparison) -> str:
+    """`3 declared cells have not ended`."""
+    count = max(cell.unended for cell in comparison.cells)
+    return f"{count} declared cell{'s have' if count > 1 else ' has'} not ended"
 
 
 def _tuned_words(comparison: Comparison) -> str:

@@ -55,7 +55,9 @@ NO_VERDICT = {
     "no data": "no seed has a result of both cells",
     "search": "learning rates were searched, and not every rate has the same three or more seeds",
     "given rates": "one search chose the learning rates, so this holds given the chosen rates",
+    "undeclared": "the number of seeds was not declared: no study.jsonl names the cells",
     "incomplete": "not all declared seeds have ended",
+    "unended": "not all declared cells have ended",
     "doubtful": "records of the cells contradict themselves",
     "extended": "seeds were added to the declared ones",
     "unlike": "the recipes differ in more than the norm, the sizes and the searched keys",
@@ -211,7 +213,11 @@ class Comparison:
         if not any(is_grid) and self.first.searched:
             return "given rates"
         states = {cell.state_of_seeds for cell in self.cells}
-        return next((state for state in ("incomplete", "extended") if state in states), None)
+        wanting = ("undeclared", "incomplete", "extended")
+        if state := next((state for state in wanting if state in states), None):
+            return state
+        # With every further cell the family grows, so a verdict would come and go.
+        return "unended" if any(cell.unended for cell in self.cells) else None
 
     @property
     def seeds_to_decide(self) -> int | None:

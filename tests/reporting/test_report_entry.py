@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_study import answers_of, report_of, write_cell, write_study
+from synthetic_study import answers_of, declare, report_of, write_cell, write_study
 
 import normexp
 from normexp.records.history import CommandEntry, History
@@ -55,6 +55,7 @@ class Page(HTMLParser):
 
 def report(root: Path, *words: str, study: str = "synthetic") -> Path:
     """Runs the entry, which must succeed; returns the folder of the report."""
+    declare(root, *study.strip("[]").split(","))
     assert main([f"study={study}", f"runs_dir={root}", *words]) == 0
     return root / study.strip("[]").replace(",", "+") / "report"
 
