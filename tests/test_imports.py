@@ -25,6 +25,7 @@ ORDER = [
     "training",
     "checks",
     "reporting",
+    "diagnosis",
     "build",
     "cells",
     "sweeps",

@@ -128,11 +128,18 @@ Options:
   --cfg job             show the config instead of training; --info shows where it comes from
   TAB                   completes in bash after eval "$(python -m normexp.complete)"
 
+Exit code: 0 finished or diverged, 1 a cell failed or was refused, 2 a mistake in the command,
+130 interrupted with a checkpoint.
+
 Examples:
   python -m normexp.train norm=batch norm_batch_size=2
   python -m normexp.train -m norm=batch,layer,group batch_size=4,32 replicas=8 study=sizes
   python -m normexp.train data=manual norm=rms epochs=1
-  python -m normexp.train norm=custom norm._target_=my_package.MyNorm norm.my_knob=2
+  python -m normexp.train norm=my_package.MyNorm norm.my_knob=2
+  python -m normexp.train -m norm=batch,group,my_package.MyNorm
+""",
+    "tune": """\
+Exit code: as that of normexp.train.
 """,
     "check": """\
 Options:

@@ -35,7 +35,7 @@ from normexp.reporting.charts import (
 from normexp.reporting.curves import draw_history
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice, metric_names
-from normexp.reporting.rows import Row, frame_of, mean_rows, rows_of_slice
+from normexp.reporting.rows import Row, frame_of, mean_rows, plain_rows, rows_of_slice
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, order_norms
 from normexp.reporting.verdict import paired
 from normexp.stats.interval import paired_improvement
@@ -45,6 +45,7 @@ MEANS = [  # columns of a figure of means
     *("norm", "model", "data", "mean", "low", "high", "n", "text", "expected", "diverged"),
     *("failed", "missing", "count", "seeds", "directory", "size"),
 ]
+LEAST_SQUARES = 4  # of a figure of learning rates; fewer are told in the table of cells
 Points = Sequence[tuple[int, CellRow]]  # sizes with their cells
 MEASURED = ["samples_per_second", "step_ms", "stack_size", "peak_memory_mb"]
 COSTS = {
@@ -78,10 +79,36 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
         draw_cost,
     )
     return [
-        replace(figure, name=f"{figure.name}_{part.slug}", subtitle=part.heading)
+        replace(
+            figure,
+            name=f"{figure.name}_{part.slug}",
+            kind=figure.name,
+            subtitle=part.heading,
+            caption=f"{figure.caption}{'' if draw is draw_learning_rates else _rate_words(part)}",
+        )
         for draw in questions
         for figure in draw(part, styles_of_part)
     ]
+
+
+def _rate_words(part: Slice) -> str:
+    """` Learning rates, chosen on validation: batch 0.1; group 0.3 at 2, 0.1 at 8.`"""
+    rates = {
+        norm: {size: cell.lr for size, cell in line.items() if cell.lr is not None}
+        for norm, line in part.lines.items()
+    }
+    distinct = {lr for of_norm in rates.values() for lr in of_norm.values()}
+    if len(distinct) < 2:
+        return f" Every norm at lr={distinct.pop():g}." if distinct else ""
+
+    def words(norm: str) -> str:
+        of_norm = rates[norm]
+        if len(set(of_norm.values())) == 1:
+            return f"{norm} {next(iter(of_norm.values())):g}"
+        return f"{norm} {', '.join(f'{lr:g} at {size}' for size, lr in of_norm.items())}"
+
+    chosen = ", chosen on validation" if part.rates else ""
+    return f" Learning rates{chosen}: {'; '.join(words(norm) for norm in rates if rates[norm])}."
 
 
 def _means_of(part: Slice, points: Points, metric: Metric | None = None) -> list[Row]:
@@ -110,8 +137,12 @@ def draw_means(part: Slice, styles: Styles) -> Iterator[Figure]:
             row["note"] = "one cell: independent of the norm batch size by measurement"
     table = frame_of(rows, [*MEANS, "x", "independent", "note"])
     if table["mean"].notna().any():
-        yield _metric_by_size(part, styles, table)
-        yield _heat_map(part, table)
+        by = _metric_by_size if len(part.sizes) > 1 else _metric_by_norm
+        yield by(part, styles, table)
+        mixing = len(part.norms) - len(part.independent)
+        is_full = 2 * len(part.points) > len(part.norms) * len(part.sizes)
+        if len(part.sizes) > 1 and mixing > 1 and is_full:  # else lines show as much
+            yield _heat_map(part, table)
 
 
 def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
@@ -138,6 +169,32 @@ def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
     panels = _metric_panel(part, styles, table, outside), _count_strip(part)
     chart = alt.vconcat(*panels, spacing=12)
     return Figure("metric_by_size", title, caption, chart, table, fit="strip")
+
+
+def _metric_by_norm(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
+    """A point with its interval for each norm, at the only size."""
+    colour, shape, _ = encode_style(styles, legend=False)
+    outside = find_outsiders(part.metric, table)
+    axis = metric_axis(part.metric, table[~table["norm"].isin(outside)])
+    x = alt.X("mean:Q", title=axis["title"], scale=axis["scale"])
+    y = alt.Y("norm:N", title=None, sort=part.norms).axis(labelLimit=150, grid=True)
+    chart = alt.Chart()
+    rule = chart.mark_rule(strokeWidth=1.6).encode(alt.X("low:Q"), y, colour, x2="high:Q")
+    point = chart.mark_point(filled=True, opacity=1, size=64)
+    tip = tooltip(*POINT_TIP)
+    layers = alt.layer(rule, point.encode(x, y, colour, shape, tooltip=tip))
+    caption = f"{part.metric.label}: mean and 95 % interval over the seeds that finished."
+    beyond = ", ".join(
+        f"{row['norm']} {row['mean']:.3g}" for row in plain_rows(table) if row["norm"] in outside
+    )
+    caption += f" Beyond the scale: {beyond}." if beyond else ""
+    lost = table[table["count"].str.contains("/")]
+    if len(lost):
+        counts = ", ".join(f"{row['norm']} {row['count']}" for row in plain_rows(lost))
+        caption += f" Seeds (×k diverged, !k failed, ?k missing): {counts}."
+    title = f"{part.metric.label} by norm"
+    chart = layers.properties(width=WIDTH, height=alt.Step(26))
+    return Figure("metric_by_size", title, caption, chart, table)
 
 
 def _metric_panel(part: Slice, styles: Styles, table: pd.DataFrame, outside: list[str]) -> Any:
@@ -201,7 +258,7 @@ def draw_improvement(part: Slice, _: Styles) -> Iterator[Figure]:
     """P(the norm of the row beats that of the column) at the smallest size, paired by seed."""
     rows = _improvement_rows(part)
     norms = list(dict.fromkeys(row["norm"] for row in rows))
-    if not rows:
+    if all(row["shown"] == 0.5 for row in rows):  # as always with five seeds or fewer
         return
     x = alt.X("other:N", title="... beats this norm", sort=norms)
     x = x.axis(labelAngle=-40, orient="top", domain=False)
@@ -321,7 +378,7 @@ def _statistics_of(part: Slice, points: Points) -> dict[str, str]:
 def draw_learning_rates(part: Slice, _: Styles) -> Iterator[Figure]:
     """Learning rate against size as squares, one panel per norm: how clear the choice was."""
     metric = describe_metric(part.metric.selection_name)
-    if not part.rates:
+    if sum(map(len, part.rates.values())) < LEAST_SQUARES:
         return
     points = [(size, cell) for (_, size), cells in part.rates.items() for cell in cells]
     rows = _means_of(part, points, metric)
