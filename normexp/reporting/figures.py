@@ -279,8 +279,15 @@ def draw_improvement(part: Slice, _: Styles) -> Iterator[Figure]:
 
 
 def _improvement_rows(part: Slice) -> list[dict[str, Any]]:
-    """One row per ordered pair of norms with two or more seeds in common at the smallest size."""
-    valid = {norm: cell for norm, cell in part.smallest.items() if not cell.invalid}
+    """One row per ordered pair of norms with two or more seeds in common at the smallest size.
+
+    Without norms that a grid tunes: their seeds share the choice of the rate.
+    """
+    valid = {
+        norm: cell
+        for norm, cell in part.smallest.items()
+        if not cell.invalid and part.tuned(cell) is None
+    }
     rows = []
     for norm, other in permutations(valid, 2):
         a, b = paired(part.outcomes[valid[norm]], part.outcomes[valid[other]])
