@@ -10,7 +10,7 @@ from typing import Any
 from normexp.batching.sizes import SIZES
 from normexp.config.rules import as_typed
 from normexp.norms.slots import SLOTS, Slots
-from normexp.records.history import History
+from normexp.records.history import CommandEntry, History
 from normexp.reporting.doubts import doubts_of
 from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
 from normexp.reporting.read import StudyRecords
@@ -37,7 +37,8 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
     for run in records.runs:
         by_folder.setdefault(run.directory.parent, []).append(run)
     cells = _merge([_measured(runs, records.num_seeds) for runs in by_folder.values()])
-    cells = [_declared(cell, records.histories.get(cell.study, ())) for cell in cells]
+    for study, histories in records.histories.items():
+        cells = _declared(cells, study, histories)
     has_studies = len(records.num_seeds) > 1
     cells = [
         replace(
@@ -87,24 +88,55 @@ def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
     )
 
 
-def _declared(cell: CellRow, histories: Sequence[History]) -> CellRow:
-    """Adds the seeds that the first command for the cell asked for, and the searched keys."""
-    ids = {cell.directory.name, *cell.same_as}
-    searched = {
-        key for history in histories for entry in history.searches.values() for key in entry.keys
+def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]) -> list[CellRow]:
+    """Adds what the first command for each cell of a study declared, and the searched keys."""
+    searches = [entry for history in histories for entry in history.searches.values()]
+    searched = {key for entry in searches for key in entry.keys}
+    history = histories[0] if histories else History()
+    rounds = _rounds_of(history)
+    ended = {
+        name: cell.ended
+        for cell in cells
+        if cell.study == study
+        for name in (cell.directory.name, *cell.same_as)
     }
-    cell = replace(cell, searched=frozenset(searched))
+    unended, count = [], 0  # by round, with those of earlier rounds
+    for _, declared in rounds:
+        names = {history.same_as(name): seeds for name, seeds in declared.items()}
+        lost = {history.same_as(name) for name in history.errors}
+        count += sum(
+            not seeds <= ended.get(name, set()) and name not in lost
+            for name, seeds in names.items()
+        )
+        unended.append(count)
+
+    def of_cell(cell: CellRow) -> CellRow:
+        lengths = [len(entry.points) for entry in searches if entry.norm in ("", cell.name)]
+        cell = replace(cell, searched=frozenset(searched), num_points=max(lengths, default=0))
+        ids = {cell.directory.name, *cell.same_as}
+        for number, (command, declared) in enumerate(rounds):
+            if seeds := {seed for name in ids for seed in declared.get(name, ())}:
+                return replace(
+                    cell,
+                    declared=frozenset(seeds),
+                    round=number,
+                    unended=unended[number],
+                    rule=command.rule,
+                )
+        return cell
+
+    return [of_cell(cell) if cell.study == study else cell for cell in cells]
+
+
+def _rounds_of(history: History) -> list[tuple[CommandEntry, dict[str, set[int]]]]:
+    """The commands that name a cell that no earlier one does, with the seeds of these cells."""
     named: set[str] = set()
-    commands = histories[0].commands if histories else []
-    adding = []  # the commands that name a cell that no earlier one does
-    for command in sorted(commands, key=lambda entry: entry.time):
-        if set(command.cells) - named:
-            adding.append(command)
-        named |= set(command.cells)
-    for number, command in enumerate(adding):
-        if seeds := {seed for name in ids for seed in command.seeds_of(name)}:
-            return replace(cell, declared=frozenset(seeds), round=number)
-    return cell
+    rounds = []
+    for command in sorted(history.commands, key=lambda entry: entry.time):
+        if added := {name: command.seeds_of(name) for name in command.cells if name not in named}:
+            rounds.append((command, added))
+            named |= set(added)
+    return rounds
 
 
 def _with_steps(cells: Sequence[CellRow]) -> list[CellRow]:

@@ -26,7 +26,6 @@ from normexp.stats.interval import Interval
 
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
 MOST_NAMES = 12  # in one sentence
-AT_EDGE = 0.25  # of the splits; more often, a better rate may lie outside the grid
 DIRECTED = ("loses", "gains", "better", "worse")
 # The headline of an answer is a claim of the first of these kinds that occurs.
 HEADLINES = (
@@ -34,7 +33,7 @@ HEADLINES = (
         *DECIDED,
         "open",
         "apart",
-        *("incomplete", "extended", "search", "given rates", "doubtful"),
+        *("incomplete", "unended", "extended", "undeclared", "search", "given rates", "doubtful"),
         "interval",
         "no interval",
         "one size",
@@ -199,7 +198,7 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
     )
     if comparison.change is not None:
         words += f"; {_change_words(comparison, comparison.change)}"
-    return replace(claim, claim=words)
+    return replace(claim, claim=words + given_words(comparison))
 
 
 def _at_budget(comparison: Comparison, other: Comparison) -> str:
@@ -272,6 +271,7 @@ def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
         _seed_words(comparison),
         _tuned_words(comparison),
         _rate_words(comparison),
+        _search_words(comparison),
         "" if any(comparison.tuned) else _optimism_words(comparison),
         _training_words(comparison, cells) if comparison.verdict else "",
     ]
@@ -282,11 +282,11 @@ def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
     ]
     if comparison.change is not None:
         words = _change_words(comparison, comparison.change)
-        elsewhere.append(f" {words[0].upper()}{words[1:]}.")
+        elsewhere.append(f" {words[0].upper()}{words[1:]}{given_words(comparison)}.")
     return Claim(
         [comparison.first.norm],
         kind,
-        _words(comparison, kind) + scope,
+        _words(comparison, kind) + scope + given_words(comparison),
         "; ".join(filter(None, details)),
         "".join(elsewhere),
         sizes=sorted(set(comparison.sizes)),
@@ -313,7 +313,9 @@ def _words(comparison: Comparison, kind: str) -> str:
         "apart": f"; undecided: {apart} of {n} {lie} apart",
         "search": "; no verdict while the search of learning rates is incomplete",
         "given rates": "; no verdict: given the learning rates that one search chose",
+        "undeclared": "; no verdict: the declared number of seeds is unknown",
         "incomplete": f"; no verdict yet: {_declared_words(comparison)}",
+        "unended": f"; no verdict yet: {_unended_words(comparison)}",
         "doubtful": "; no verdict: the records contradict themselves, see the top of the report",
         "extended": f"; no verdict: {_declared_words(comparison)}, the others were added later",
     }.get(kind, "")
@@ -375,7 +377,7 @@ def margin_words(comparison: Comparison) -> str:
 
 
 def _basis_words(comparison: Comparison) -> str:
-    """What the interval does not allow for, and choices that were made after the data."""
+    """What the interval does not allow for, and a margin that was not declared."""
     metric = comparison.part.metric
     return "; ".join(
         filter(
@@ -383,13 +385,22 @@ def _basis_words(comparison: Comparison) -> str:
             (
                 "" if comparison.num_samples else "on these test samples",
                 "added by a later command: a family of its own" * bool(comparison.round),
-                f"tolerance={metric.tolerance:g} given to the report" * metric.is_tolerance_given,
-                f"reference={comparison.second.base} given to the report"
-                * comparison.is_reference_given,
-                f"metric={metric.name} given to the report" * comparison.part.is_metric_given,
+                "margin not declared before the data"
+                * (not metric.rule and not metric.is_tolerance_given),
             ),
         )
     )
+
+
+def given_words(comparison: Comparison) -> str:
+    """`, with tolerance=2 given to the report`: choices that were made after the data."""
+    part = comparison.part
+    given = [f"metric={part.metric.name}"] if part.is_metric_given else []
+    if comparison.is_reference_given:
+        given.append(f"reference={comparison.second.base}")
+    if part.metric.is_tolerance_given and comparison.is_primary:
+        given.append(f"tolerance={part.metric.tolerance:g}")
+    return f", with {' and '.join(given)} given to the report" if given else ""
 
 
 def _rate_scope(comparison: Comparison) -> str:
@@ -405,10 +416,11 @@ def _budget_words(comparison: Comparison, other: Comparison) -> str:
     if other.unlike:
         return ""
     if other.gap.estimate is None or comparison.gap.estimate is None:
-        return f" {other.budget}: no result."
+        return f" At {other.budget}: no result."
     turns = _side(comparison.gap) * _side(other.gap) < 0 and comparison.kind in DIRECTED
     shown = gap_words(other, comparison.kind, -other.gap if turns else other.gap)
-    return f" At {other.budget}: {shown}{' the other way' * turns}."
+    way = " the other way" * turns
+    return f" At {other.budget}: {shown}{way}{given_words(other)}."
 
 
 def _side(gap: Interval) -> int:
@@ -531,6 +543,12 @@ def _declared_words(comparison: Comparison) -> str:
     return f"{ended} of {declared} declared seeds"
 
 
+def _unended_words(comparison: Comparison) -> str:
+    """`3 declared cells have not ended`."""
+    count = max(cell.unended for cell in comparison.cells)
+    return f"{count} declared cell{'s have' if count > 1 else ' has'} not ended"
+
+
 def _tuned_words(comparison: Comparison) -> str:
     """`tuned over 5 rates: 4 of 8 seeds choose, the others report; best rate at an edge ...`."""
     said = []
@@ -541,7 +559,7 @@ def _tuned_words(comparison: Comparison) -> str:
                 f"tuned over {len(fit.shares)} rates: {fit.num_choosing} of {n} seeds choose, the "
                 "others report, averaged over all splits"
             ]
-            if fit.share_at_edges >= AT_EDGE:
+            if fit.is_at_edge:
                 share = f"{100 * fit.share_at_edges:.0f} %"
                 said.append(f"best rate {name} at an edge of the grid in {share} of splits")
     return "; ".join(said)
@@ -553,6 +571,14 @@ def _rate_words(comparison: Comparison) -> str:
         return ""
     said = [f"{cell.lr:g} {name}" for name, cell in _ends(comparison) if cell.lr is not None]
     return f"learning rate {', '.join(said)}"
+
+
+def _search_words(comparison: Comparison) -> str:
+    """`lr searched: 16 points for group, 16 for batch`, where fresh seeds followed one search."""
+    cells = {cell.norm: cell for cell in (comparison.first, comparison.second)}
+    keys = sorted({key for cell in cells.values() for key in cell.searched})
+    counts = [f"{cell.num_points} points for {norm}" for norm, cell in cells.items()]
+    return f"{', '.join(keys)} searched: {', '.join(counts)}" if keys else ""
 
 
 def _optimism_words(comparison: Comparison) -> str:

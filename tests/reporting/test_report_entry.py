@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_study import answers_of, report_of, write_cell, write_study
+from synthetic_study import answers_of, declare, report_of, write_cell, write_study
 
 import normexp
 from normexp.records.history import CommandEntry, History
@@ -55,6 +55,7 @@ class Page(HTMLParser):
 
 def report(root: Path, *words: str, study: str = "synthetic") -> Path:
     """Runs the entry, which must succeed; returns the folder of the report."""
+    declare(root, *study.strip("[]").split(","))
     assert main([f"study={study}", f"runs_dir={root}", *words]) == 0
     return root / study.strip("[]").replace(",", "+") / "report"
 
@@ -83,7 +84,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_a_report_has_its_page_figures_tables_and_verdict(whole: tuple[Path, str]):
     folder, printed = whole
     names = {path.stem for path in (folder / "figures").glob("*.svg")}
-    assert {"metric_by_size_main", "heat_map_main", "improvement_main"} <= names
+    assert {"metric_by_size_main", "improvement_main"} <= names
     for files in ("*.png", "*.pdf", "*.csv", "paper/*.svg", "paper/*.pdf"):
         assert names == {path.stem for path in (folder / "figures").glob(files)}
     assert "6 cells, 48 runs: 48 finished" in printed and str(folder / "index.html") in printed
