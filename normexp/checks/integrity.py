@@ -28,11 +28,10 @@ from normexp.checks.probe import (
     moves,
     normal,
 )
-from normexp.checks.sites import EnteredSite, name_some
-from normexp.errors import UserError, first_line
+from normexp.checks.sites import EnteredSite, explain, name_some
+from normexp.errors import UserError
 from normexp.norms.site import Site, named_sites
 from normexp.norms.state import is_sequential as declares_order
-from normexp.records.identity import source_line_of
 
 NETWORK_STEPS, NORM_STEPS = 1, 20  # training steps in which hidden state may show
 
@@ -139,8 +138,7 @@ def _sites_without_effect(network: nn.Module, sites: dict[str, Site], batch: Bat
         try:
             loss.backward()
         except Exception as error:  # of foreign code, any kind
-            where = source_line_of(error)
-            raise UserError(f"the backward pass fails: {first_line(error)}{where}") from error
+            raise UserError(f"the backward pass fails: {explain(error)}") from error
     return [
         name
         for name in sites

@@ -24,8 +24,9 @@ from normexp.checks.probe import (
     phases,
     source,
 )
+from normexp.config.spec import one_line
 from normexp.data.dataset import Data
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 from normexp.records.identity import source_line_of
 
@@ -119,7 +120,7 @@ class EnteredSite:
         try:
             yield
         except Exception as error:  # of foreign code, any kind
-            raise UserError(f"norm at {name_some(self.names)}: {first_line(error)}") from error
+            raise UserError(f"norm at {name_some(self.names)}: {explain(error)}") from error
 
     def later(self) -> list[EnteredSite]:
         """The same site late in a training if it counts steps, and in phases of a foreign norm."""
@@ -195,7 +196,7 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
             raise
         model = f"model {type(network).__name__} fails:"
         where = f"norm at site {inside[-1]}:" if inside else model
-        raise UserError(f"{where} {first_line(error)}{source_line_of(error)}") from error
+        raise UserError(f"{where} {explain(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -249,6 +250,11 @@ def shorten(network: nn.Module, batch: Batch) -> Batch:
     except Exception:  # a model for one length
         return batch
     return short
+
+
+def explain(error: Exception) -> str:
+    """The message of an error; of foreign code also its type, file and line."""
+    return str(error) if isinstance(error, UserError) else one_line(error) + source_line_of(error)
 
 
 def name_some(names: Sequence[str]) -> str:
