@@ -27,6 +27,7 @@ number). See normexp.stats.contrast.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -116,10 +117,11 @@ def seeds_for(
 ) -> int | None:
     """Fewest pairs of seeds that show the difference in 80 % of studies; None above MAX_SEEDS."""
 
-    def is_enough(n: int) -> bool:
+    def is_enough(n: int) -> bool:  # then more are, too
         return smallest_difference(n, sd, family_size, of_samples) <= difference
 
-    return next((n for n in range(2, MAX_SEEDS + 1) if is_enough(n)), None)
+    n = 2 + bisect_left(range(2, MAX_SEEDS + 1), True, key=is_enough)
+    return n if n <= MAX_SEEDS else None
 
 
 def seeds_to_decide(gap: Interval, margin: float, family_size: int) -> int | None:
