@@ -41,6 +41,7 @@ MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
 PERIOD = 64  # training forwards that are followed in search of one that differs
 KNOWN_PACKAGES = {"normexp", "torch", "torchvision", "timm"}
 CONTAINERS = (dict, list, set)
+REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)  # of an input that is too small
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 
 

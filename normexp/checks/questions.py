@@ -89,6 +89,11 @@ OF_NORMS = (
     moves("leaks the future", dependence.leaks_future, shapes=dependence.texts),
     moves("reads padding", dependence.reads_masked, shapes=dependence.padded_text),
     trait("channels_last kept", behaviour.keeps_channels_last, shapes=behaviour.own_maps),
+    trait(
+        "instance norm at one sample",
+        dependence.equals_instance_norm,
+        shapes=dependence.most_positions,
+    ),
     trait("running state", dependence.has_running_state, shapes=largest),
     *(
         same(f"ignores {what}", partial(dependence.changes_output, changes), shapes=every)
