@@ -106,7 +106,7 @@ def _answer(folder: Path) -> None:
     spec, weights = pickle.loads((folder / SPEC).read_bytes())
     data = load_data(spec)
     recipe = make_recipe(spec, data)
-    network = make_builder(spec, recipe, data)(spec.composed.seed)
+    network = make_builder(spec, recipe, data)(spec.seeds[0])
     state = torch.load(weights, map_location="cpu", weights_only=True)
     if any(value.dtype == torch.float64 for value in state.values()):
         network.double()

@@ -1,7 +1,7 @@
 """The table of questions. A card, the contract and the preflight of a network are selections of it.
 
 A new question is one row; an answer that may differ from the one before for the same norm raises
-QUESTIONS_VERSION in records/identity.py.
+QUESTIONS_VERSION in config/identity.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from normexp.config.compose import (
     compose_cell,
@@ -22,7 +21,7 @@ from normexp.config.compose import (
 )
 from normexp.config.help import group_choices
 from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, validate
-from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words
+from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words, norm_of
 from normexp.errors import UserError
 
 
@@ -49,7 +48,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
     if len(errors) == len(cells):
         raise errors[0]
     if len(cells) == 1:
-        validate(cells[0].cfg)
+        validate(cells[0].values)
     return cells
 
 
@@ -208,11 +207,11 @@ def compose_norms(command: Command) -> list[NormSpec]:
     for line in list_cells(Command(words, multirun=True, config_dirs=command.config_dirs)):
         config = compose_config(line, command.config_dirs)
         validate(config)
-        norms.append(NormSpec(_name_of_norm(line, config), config))
+        norms.append(norm_of(config, _name_of_norm(line, config["norm"]["_target_"])))
     return norms
 
 
-def _name_of_norm(line: Sequence[str], config: DictConfig) -> str:
+def _name_of_norm(line: Sequence[str], target: str) -> str:
     """`batch`, `group num_groups=4`, or the class of a custom norm with its knobs."""
     chosen, knobs = "batch", []
     for text, override in zip(line, parse_overrides(line), strict=True):
@@ -221,5 +220,5 @@ def _name_of_norm(line: Sequence[str], config: DictConfig) -> str:
         elif override.key_or_group != "norm._target_":
             knobs.append(text.lstrip("+").removeprefix("norm."))
     if chosen == "custom":
-        chosen = str(config.norm["_target_"]).rpartition(".")[2]
+        chosen = target.rpartition(".")[2]
     return " ".join([chosen, *knobs])

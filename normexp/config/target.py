@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
-from normexp.config.rules import suggest
+from normexp.config.rules import MISSING, suggest
 from normexp.config.spec import one_line
 from normexp.errors import UserError
-from normexp.records.identity import source_line_of
+from normexp.records.sources import source_line_of
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
@@ -117,8 +116,14 @@ class Target:
             raise UserError(f"{self.name} fails: {reason}") from error
 
 
-def read_target(values: dict[str, Any], key: str) -> Target:
-    """What `_target_` names, with its knobs. Raises UserError for a knob that it does not take."""
+def read_target(values: Mapping[str, Any], key: str) -> Target:
+    """What `_target_` names, with its knobs.
+
+    Raises:
+        UserError: a missing value, or a knob that the target does not take.
+    """
+    if (missing := _missing_key(values, key)) is not None:
+        raise UserError(f"{missing} is not set; give {missing}=...")
     target = _find_target(values, key)
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(target.knobs.keys() - names)
@@ -128,7 +133,18 @@ def read_target(values: dict[str, Any], key: str) -> Target:
     return target
 
 
-def _find_target(values: dict[str, Any], key: str) -> Target:
+def _missing_key(tree: Any, key: str) -> str | None:
+    """The first dotted key of nested values that must still be set."""
+    if isinstance(tree, Mapping):
+        found = (_missing_key(value, f"{key}.{name}") for name, value in tree.items())
+    elif isinstance(tree, list):
+        found = (_missing_key(value, f"{key}[{index}]") for index, value in enumerate(tree))
+    else:
+        return key if tree == MISSING else None
+    return next((missing for missing in found if missing is not None), None)
+
+
+def _find_target(values: Mapping[str, Any], key: str) -> Target:
     """The target with its knobs, unchecked. Raises UserError if it is not found."""
     try:
         call = instantiate({**values, "_partial_": True}, _convert_="all")
@@ -159,13 +175,3 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
         first = (str(cause).splitlines() or [""])[0]
         reason = f"importing it fails with {type(cause).__name__}: {first}"
     return f"{key}._target_={target}: {reason}"
-
-
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """A resolved config as builtin values. Raises UserError for a `???` that is not set."""
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise UserError(f"{missing[0]} is not set; give {missing[0]}=...")
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}

@@ -15,7 +15,6 @@ from normexp.config.spec import CellSpec, format_duration
 from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, Status, read_result, values_of
-from normexp.records.state import shared_words
 from normexp.reporting.cells import build_cells
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.read import StudyRecords, run_row
@@ -43,8 +42,8 @@ def print_plan(
     read = cache(read_timed)
     planned: dict[Path, list[Outcome]] = {}  # by study
     seconds, rows, refused = [], [], []
-    for titles, outcome in by_cell(cells, outcomes):
-        title = shared_words(titles) if len(cells) > 1 else outcome.title
+    for title, outcome in by_cell(cells, outcomes):
+        title = title if len(cells) > 1 else outcome.title
         if outcome.directory is None:
             refused.append(f"{outcome.status}: {title}: {outcome.error}")
             continue
@@ -74,11 +73,11 @@ def _find_seconds(
 ) -> float | None:
     """Expected time of a cell's missing runs, from its own study, else from the other studies."""
     count = len(outcome.missing)
-    expected = expected_seconds(outcome.record, count, read(study_dir)) if count else 0.0
+    expected = expected_seconds(outcome.description, count, read(study_dir)) if count else 0.0
     if expected is None:
         others = (file.parent for file in study_dir.parent.glob(f"*/{STUDY_FILE}"))
         runs = [run for other in others if other != study_dir for run in read(other)]
-        expected = expected_seconds(outcome.record, count, runs)
+        expected = expected_seconds(outcome.description, count, runs)
     return expected
 
 
@@ -123,7 +122,7 @@ def _planned(outcome: Outcome, seconds: float | None) -> list[str]:
     if outcome.missing:
         time = "unknown" if seconds is None else format_duration(seconds)
         memory = f"> {max(1, outcome.memory // MIB):,} MiB"
-    steps = f"{outcome.record['num_steps']:,}"
+    steps = f"{outcome.description['num_steps']:,}"
     return [str(len(outcome.missing)), str(num_done), steps, time, memory]
 
 
@@ -155,7 +154,7 @@ def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
         return ""
     named = f"smallest difference called in 80 % of studies, {format_count(n, 'seed')} and "
     named += f"{format_count(size, 'verdict')}: "
-    planned_settings = {tuple(outcome.record.get(key) for key in ALIKE) for outcome in planned}
+    planned_settings = {tuple(outcome.description.get(key) for key in ALIKE) for outcome in planned}
     alike = [
         run for run in recorded if tuple(run.config.get(key) for key in ALIKE) in planned_settings
     ]
@@ -192,7 +191,9 @@ def _spread(recorded: Sequence[Result]) -> tuple[str, float | None]:
 
 def family_size(planned: Sequence[Outcome]) -> int:
     """How many verdicts a report on the cells would have if every run finished."""
-    records = {f"{outcome.cell_id} {outcome.record}": outcome.record for outcome in planned}
+    records = {
+        f"{outcome.cell_id} {outcome.description}": outcome.description for outcome in planned
+    }
     runs = [
         run_row("", Path(str(number), "seed-0"), Result("", 0, Status.FINISHED, record, {}, {}))
         for number, record in enumerate(records.values())

@@ -74,7 +74,7 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
 
 def notes_on(outcome: Outcome) -> list[str]:
     """Warnings about results: no better than chance, or all runs diverged."""
-    values, chance = values_of(outcome.results, MAIN[0]), outcome.record.get("chance_accuracy")
+    values, chance = values_of(outcome.results, MAIN[0]), outcome.description.get("chance_accuracy")
     notes = []
     if values and chance is not None and statistics.mean(values) <= chance:
         reason = "the test split has one class" if chance == 1 else "no better than chance"
@@ -83,7 +83,7 @@ def notes_on(outcome: Outcome) -> list[str]:
             f"runs {statistics.mean(values):.4f}"
         )
     if outcome.results and all(run.status == Status.DIVERGED for run in outcome.results):
-        lr = outcome.record["lr"]
+        lr = outcome.description["lr"]
         notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={lr / 10:g}")
     return notes
 
@@ -102,15 +102,15 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     Args:
         words: the typed command, program first; all is kept but the norm and its knobs.
     """
-    record = outcome.record
+    description = outcome.description
     kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
     has_knobs = any(re.match(r"\+*norm\.", word) for word in words)  # a list of norms drops knobs
-    this_norm = [] if has_knobs else [record["norm"]]
+    this_norm = [] if has_knobs else [description["norm"]]
     is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
     ours = OF_LANGUAGE if is_text else OF_IMAGES
     norms = list(dict.fromkeys([*this_norm, *ours]))
     lines = [[f"norm={','.join(norms)}", *kept]]
-    share = (record["micro_batch_size"] or record["batch_size"]) // record["devices"]
+    share = (description["micro_batch_size"] or description["batch_size"]) // description["devices"]
     sizes = [size for size in range(2, share + 1) if share % size == 0]
     if len(sizes) > 1:
         rest = [word for word in kept if not word.startswith("norm_batch_size=")]
@@ -134,32 +134,33 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     metric = names.pop() if len(names) == 1 else ""
     has_place = console.width >= WIDE
     table = []
-    for titles, outcome in rows:
+    for title, outcome in rows:
         values = values_of(outcome.results, _main_metric(outcome))
         shown, count = _shown(outcome, in_header=metric), len(values) if outcome.results else ""
-        row = [_status_of(outcome), shared_words(titles), shown, str(count)]
+        row = [_status_of(outcome), title, shown, str(count)]
         row += [outcome.cell_id] * has_place
         table.append(row)
     heads = ["status", "cell", metric or "result", "n", *["where"] * has_place]
     console.print(text_table(heads, table))
     counts = Counter(map(_status_of, outcomes))
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
-    for titles, outcome in rows:
+    for title, outcome in rows:
         for note in notes_on(outcome):
-            console.print(f"{shared_words(titles)}: {note}", markup=False)  # wrapped
+            console.print(f"{title}: {note}", markup=False)  # wrapped
     for command in commands_to_look(outcomes):
         console.out(f"  {command}")
 
 
-def by_cell(
-    cells: Sequence[CellSpec], outcomes: Sequence[Outcome]
-) -> list[tuple[list[str], Outcome]]:
-    """Each distinct cell of a command: the titles of its grid points, and its outcome."""
+def by_cell(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
+    """Each distinct cell of a command: the title of its grid points, and its outcome.
+
+    Points that share no word, as sizes without effect, have the title of the outcome.
+    """
     rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
     for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
         key = (str(outcome.directory), outcome.cell_id or str(position))
         rows.setdefault(key, ([], outcome))[0].append(cell.title)
-    return list(rows.values())
+    return [(shared_words(titles) or outcome.title, outcome) for titles, outcome in rows.values()]
 
 
 def _main_metric(outcome: Outcome) -> str:

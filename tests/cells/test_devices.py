@@ -99,7 +99,7 @@ def test_each_rank_repeats_every_cell_of_a_stack(tmp_path: Path, monkeypatch: py
     devices.train_on_devices(begun, TrainingControl())
     (stack,) = ranks
     assert (stack.lrs, stack.seeds) == ([0.5, 0.5, 0.05, 0.05], [0, 1, 0, 1])
-    assert [cell.id for cell, _ in stack.runs] == [cell.id for cell, _ in begun.runs]
+    assert [cell.spec.id for cell, _ in stack.runs] == [cell.spec.id for cell, _ in begun.runs]
 
 
 # --- whole trainings ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ TIMING = {"step_ms": 8.0, "stack_size": 4}  # 2 s for each run of 1000 steps
 
 def planned_cell(folder: Path, name: str, missing: int, **record: object) -> Outcome:
     planned = Outcome(Status.PLANNED, f"{name} on digits", name, folder / "new" / name)
-    planned.record = RECORD | {"norm": name} | record
+    planned.description = RECORD | {"norm": name} | record
     planned.missing, planned.memory = list(range(missing)), 2500 * 2**20
     return planned
 
