@@ -6,16 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from normexp.cli import entry, parse_command, read_options, split_options
 from normexp.config.process import importing_torch
+from normexp.reporting.terminal import open_console
 
 if TYPE_CHECKING:
     from normexp.checks.card import Card
     from normexp.config.spec import NormSpec
-
-PIPE_WIDTH = 120  # characters per line without a terminal
 
 
 @entry("check")
@@ -32,8 +29,7 @@ def main(words: list[str]) -> int:
 
     cards = _measure(norms, contract_only=options["part"] == "contract")
     if options["format"] == "table":
-        width = None if sys.stdout.isatty() else PIPE_WIDTH
-        print_cards(Console(highlight=False, width=width), cards)
+        print_cards(open_console(), cards)
     else:
         print(as_json(cards) if options["format"] == "json" else as_markdown(cards))
     return 1 if any(card.failures for card in cards) else 0

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from normexp.config.help import USAGE, conf_dir, help_text, option_defaults
@@ -16,9 +17,13 @@ from normexp.config.rules import OPTIONS, Rule, suggest
 from normexp.config.spec import Command
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import full_disk_message
+from normexp.records.paths import list_cells, list_studies
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+MOST_NAMED = 5  # studies or cells in a message
 
 
 class EntryPoint(Protocol):
@@ -33,11 +38,21 @@ def entry(name: str) -> Callable[[Callable[[list[str]], int]], EntryPoint]:
     def decorate(act: Callable[[list[str]], int]) -> EntryPoint:
         @wraps(act)
         def main(argv: Sequence[str] | None = None, /) -> int:
-            return _run(name, sys.argv[1:] if argv is None else list(argv), act)
+            if argv is not None:
+                return _run(name, list(argv), act)
+            _import_from_current_folder()
+            return _run(name, sys.argv[1:], act)
 
         return main
 
     return decorate
+
+
+def _import_from_current_folder() -> None:
+    """Lets a console script import the modules of the current folder, as `python -m` does."""
+    folder = os.getcwd()
+    if not sys.flags.safe_path and folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
@@ -172,8 +187,24 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
     values = option_defaults(name) | given
     for key, value in values.items():
         if value == "???":
-            raise UserError(f"{key} is missing: {key}=... is {options[key].wanted}")
+            raise UserError(f"{key} is missing{_candidates(key, values.get('runs_dir', 'runs'))}")
     return values
+
+
+def _candidates(key: str, runs_dir: str) -> str:
+    """The values that a missing `study` or `run` may have, the latest first."""
+    try:
+        studies = [Path(runs_dir, name) for name in list_studies(Path(runs_dir))]
+    except UserError as error:
+        return f", and {error}"
+    if key == "study":
+        found, example = studies, "study=STUDY"
+    else:
+        found, example = [cell for study in studies for cell in list_cells(study)], "run=FOLDER"
+    found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+    names = [folder.name if key == "study" else str(folder) for folder in found[:MOST_NAMED]]
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return f": give {example} with one of {', '.join(names)}{more}"
 
 
 def _read(key: str, text: str, rule: Rule) -> Any:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from normexp.cli import entry, read_options
 from normexp.config.process import importing_torch
+from normexp.records.paths import find_cell
 
 
 @entry("evaluate")
 def main(words: list[str]) -> int:
     """Exit code: 0 evaluated, 2 the user's mistake, 130 interrupted."""
     options = read_options("evaluate", words)  # mistakes are refused before torch is imported
-    cell_dir = Path(options.pop("run"))
+    cell_dir = find_cell(Path(options.pop("run")))
     if options["evaluate_with"] is None:
         batch = ["batch"] if options["evaluate_batch_sizes"] else []
         options["evaluate_with"] = ["running", "precise", *batch]

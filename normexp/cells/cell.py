@@ -255,6 +255,12 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
         notes.append("no batch statistics to evaluate with: the norm does not mix samples")
     if alone is not None and len(spec.seeds) > 1:
         notes.append(f"each seed trains by itself: {alone}")
+    if traits.mixes_samples and recipe.sizes.norm == 1:
+        notes.append(
+            "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "
+            "then instance norm), in evaluation all share the running averages; "
+            "evaluate_with=[running,batch] shows the difference"
+        )
     if not traits.mixes_samples and spec.sizes["norm_batch_size"] is not None:
         notes.append(
             "this norm does not mix samples, so norm_batch_size has no effect: training it once "

@@ -236,18 +236,16 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome]) -> Outcome:
         planned: the outcomes of the command's cells so far, by id; of sizes without effect, one
             stands for all.
     """
-    for known in (spec.id, spec.without_norm_batch_size.id):
-        if known in planned and (
-            known == spec.id or not planned[known].description["mixes_samples"]
-        ):
-            return planned[known]
+    if spec.config is not None:
+        same, alike = (planned.get(s.id) for s in (spec, spec.without_norm_batch_size))
+        if same is not None:
+            return same
+        if alike is not None and not alike.description["mixes_samples"]:
+            return alike
     cell = prepare_cell(spec)
     outcome = recorded_outcome(cell.spec, Status.PLANNED)
-    outcome.description, outcome.invalid, outcome.memory = (
-        cell.description,
-        cell.invalid,
-        cell.memory,
-    )
+    outcome.description, outcome.invalid = cell.description, cell.invalid
+    outcome.memory = cell.memory
     planned[cell.spec.id] = outcome
     return outcome
 

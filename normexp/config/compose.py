@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,18 +33,25 @@ from normexp.config.rules import (
     OPTIONAL_GROUPS,
     PARTS,
     as_typed,
-    check_value,
     is_read,
     join_or,
     refuse_type_change,
     suggest,
 )
 from normexp.errors import UserError
-from normexp.records.sources import refuse_without_file
+from normexp.records.sources import refuse_without_file, why_missing
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that has none
+# The key of a data set that names the user's own files, and what these must be.
+PATHS = {
+    "normexp.data.image_folder.load_image_folder": (
+        "data.root",
+        "name a folder with images in {0}/train/<class>/ and {0}/test/<class>/",
+    ),
+    "normexp.data.text.load_text_file": ("data.path", "name a text file"),
+}
 FEW = 12  # most choices that a message lists
 
 # Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
@@ -81,6 +89,7 @@ def compose_cell(
         _set_value(tree, override, base)
     config = _plain(tree)
     _refuse_unread(config, base)
+    _refuse_second_budget(config, [override.key_or_group for override in typed])
     for override in typed:
         key = override.key_or_group
         refuse_type_change(key, _select(base.defaults, key), _select(config, key))
@@ -93,6 +102,25 @@ def compose_cell(
         for part in parts_with_target(config.get(group)):
             refuse_without_file(group, part["_target_"])
     return config, _names_of(config, base.choices)
+
+
+def refuse_missing_files(config: Mapping[str, Any]) -> None:
+    """Refuses what the building of a cell would refuse, without torch and in no time.
+
+    Raises:
+        UserError: a required key without a value, or a module, folder or file that is not there.
+    """
+    for group in CUSTOM_GROUPS:
+        for part in parts_with_target(config.get(group)):
+            if reason := why_missing(part["_target_"]):
+                raise UserError(f"{group}._target_={part['_target_']}: {reason}")
+    for key in dotted_keys(config):
+        if _select(config, key) == MISSING:
+            raise UserError(f"{key} is not set; give {key}=...")
+    for target, (key, needs) in PATHS.items():
+        path = Path(str(_select(config, key)))
+        if _select(config, "data._target_") == target and not path.exists():
+            raise UserError(f"{key}={path} does not exist; {needs.format(path)}")
 
 
 def _names_of(config: Mapping[str, Any], choices: Mapping[str, str | None]) -> dict[str, str]:
@@ -115,7 +143,10 @@ def _names_of(config: Mapping[str, Any], choices: Mapping[str, str | None]) -> d
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parses each word with Hydra. Raises UserError for a word that cannot be read."""
+    """Parses each word with Hydra; `norm=my_norm.LpNorm` becomes two overrides.
+
+    Raises UserError for a word that cannot be read.
+    """
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
@@ -128,19 +159,39 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         try:
             parsed += parser.parse_overrides([_with_study_as_text(text)])
         except HydraException:
-            if key == "study":  # quotes would not help
-                check_value(key, value, KEYS["study"].rule)
-            raise UserError(
-                f"{text}: the value cannot be read; quote it, as in '{key}=\"{value}\"'"
-            ) from None
+            raise _unreadable(key, value) from None
         swept = parsed[-1].value()
         if isinstance(swept, RangeSweep) and not swept.step:
             raise UserError(f"{text}: the step of a range must not be 0")
+        if key in CUSTOM_GROUPS and isinstance(swept, str) and names_target(swept):
+            target = f"{key}._target_={swept}"
+            if other := [word for word in overrides if word.startswith(f"{key}._target_=")]:
+                raise UserError(f"{text} and {other[0]} both name a {key}; drop one of them")
+            parsed[-1:] = parser.parse_overrides([f"{key}=custom", target])
     return parsed
+
+
+def names_target(choice: str) -> bool:
+    """True for a dotted path, as `my_norm.LpNorm`, which stands for `custom` with this target."""
+    is_path = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", choice) is not None
+    return is_path and not choice.endswith((".yaml", ".yml"))
+
+
+def _unreadable(key: str, value: str) -> UserError:
+    """The error for a value that Hydra's grammar does not allow; quotes help texts alone."""
+    if key in KEYS and not KEYS[key].rule.holds(value):
+        return UserError(f"{key}={value}: must be {KEYS[key].rule.wanted}")
+    if key in GROUPS:
+        return _unknown_choice(f"{key}/{value}", ())
+    text = quoted(value) if {'"', "\\"} & set(value) else f'"{value}"'
+    typed = shlex.quote(f"{key}={text}")
+    return UserError(f"{key}={value}: the value cannot be read; quote it, as in {typed}")
 
 
 def _with_study_as_text(word: str) -> str:
     """The word, with quotes for studies that Hydra would read as numbers: 2026_11 as 202611."""
+    if word.startswith("cells="):
+        return re.sub(r"(?<=[{,]study:)([\d.][\w.+-]*)(?=[,}])", lambda name: quoted(name[0]), word)
     if not re.fullmatch(r"study=[\w.+,-]*", word):
         return word
     return re.sub(r"(?<=[=,])[\d.][\w.+-]*", lambda name: quoted(name[0]), word)
@@ -148,8 +199,10 @@ def _with_study_as_text(word: str) -> str:
 
 def quoted(text: str) -> str:
     """A text quoted for Hydra's grammar, which may then hold any characters."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    doubled = re.sub(
+        r"(\\+)(?='|$)", r"\1\1", text
+    )  # the grammar reads other backslashes as they are
+    return "'" + doubled.replace("'", "\\'") + "'"
 
 
 def _is_choice(override: Override) -> bool:
@@ -345,6 +398,9 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
     remedies = [_describe_choices(group, config_dirs)]
     if group == "schedule":
         remedies.append("a shape by name: optim.schedule=...")
+    if group == "model":
+        word = name if re.fullmatch(r"[\w.]+", name) else "NAME"
+        remedies.append(f"of torchvision or timm: model=torchvision model.name={word}")
     if group in CUSTOM_GROUPS:
         remedies.append(f"your own: {group}=custom {group}._target_=...")
     return UserError(
@@ -412,6 +468,18 @@ def _refuse_unread(plain: dict[str, Any], base: ComposedChoices) -> None:
     for key in dotted_keys(plain):
         if not is_read(key):
             raise _unknown_key(key, base)
+
+
+def _refuse_second_budget(plain: Mapping[str, Any], typed: Sequence[str]) -> None:
+    """Refuses a typed budget beside another one, which would win unseen."""
+    budgets = [key for key in ("steps", "samples") if plain.get(key) is not None]
+    budgets += ["epochs"] * ("epochs" in typed)
+    given = [key for key in budgets if key in typed]
+    if len(budgets) > 1 and given:
+        words = " and ".join(f"{key}={as_typed(plain[key])}" for key in sorted(budgets))
+        other = next((key for key in budgets if key not in typed), None)
+        remedy = "keep one of them" if other is None else f"to replace it, add {other}=null"
+        raise UserError(f"{words}: a training has one budget; {remedy}")
 
 
 def _unknown_key(key: str, base: ComposedChoices) -> UserError:

@@ -18,6 +18,7 @@ from normexp.config.compose import (
     compose_config,
     parse_overrides,
     quoted,
+    refuse_missing_files,
 )
 from normexp.config.help import group_choices
 from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, validate
@@ -49,6 +50,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
         raise errors[0]
     if len(cells) == 1:
         validate(cells[0].values)
+        refuse_missing_files(cells[0].values)
     return cells
 
 
@@ -214,11 +216,11 @@ def compose_norms(command: Command) -> list[NormSpec]:
 def _name_of_norm(line: Sequence[str], target: str) -> str:
     """`batch`, `group num_groups=4`, or the class of a custom norm with its knobs."""
     chosen, knobs = "batch", []
-    for text, override in zip(line, parse_overrides(line), strict=True):
+    for override in parse_overrides(line):
         if override.key_or_group == "norm":
             chosen = str(override.value())
         elif override.key_or_group != "norm._target_":
-            knobs.append(text.lstrip("+").removeprefix("norm."))
+            knobs.append(str(override.input_line).lstrip("+").removeprefix("norm."))
     if chosen == "custom":
         chosen = target.rpartition(".")[2]
     return " ".join([chosen, *knobs])

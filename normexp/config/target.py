@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from normexp.config.rules import MISSING, suggest
 from normexp.config.spec import one_line
 from normexp.errors import UserError
-from normexp.records.sources import source_line_of
+from normexp.records.sources import source_line_of, why_missing
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
@@ -165,7 +165,9 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
     """Explains in one line why Hydra could not import a target."""
     cause = error.__cause__ or error
     package, parent = target.partition(".")[0], target.rpartition(".")[0]
-    if isinstance(cause, ModuleNotFoundError) and cause.name == package:
+    if reason := why_missing(target):
+        pass
+    elif isinstance(cause, ModuleNotFoundError) and cause.name == package:
         reason = f"there is no module {package}; install it, or add its folder to PYTHONPATH"
     elif isinstance(cause, ModuleNotFoundError) and cause.name == target:
         name = target[len(parent) + 1 :]

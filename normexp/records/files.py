@@ -65,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: the run has not ended; run it again") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}); move it away") from error
     except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
         raise UserError(
             f"{path} is not valid JSON ({error}); remove it, and run the same command again"

@@ -48,14 +48,25 @@ def list_runs(study_dir: Path) -> list[Path]:
     return [seed_dir(cell, seed) for cell in list_cells(study_dir) for seed in list_seeds(cell)]
 
 
-def find_study(runs_dir: Path, name: str) -> Path:
-    """Returns the directory of a study. Raises UserError, with near names, if it is missing."""
+def list_studies(runs_dir: Path) -> list[str]:
+    """The names of the studies in a folder, sorted. Raises UserError if it has none."""
+    if not runs_dir.is_dir():
+        raise UserError(f"runs_dir={runs_dir} does not exist; train a study first")
     folders = subfolders(runs_dir)
     known = [path.name for path in folders if (path / STUDY_FILE).exists() or list_cells(path)]
+    if not known:
+        raise UserError(f"runs_dir={runs_dir} has no studies yet; train one first")
+    return known
+
+
+def find_study(runs_dir: Path, name: str) -> Path:
+    """Returns the directory of a study. Raises UserError, with near names, if it is missing."""
+    try:
+        known = list_studies(runs_dir)
+    except UserError as error:
+        raise UserError(f"study={name} not found: {error}") from None
     if name in known:
         return runs_dir / name
-    if not known:
-        raise UserError(f"study={name} not found: {runs_dir} has no studies yet; train one first")
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:5]
     raise UserError(f"study={name} not found in {runs_dir}; nearest: {', '.join(nearest)}")
 

@@ -142,7 +142,7 @@ def read_if_ended(run_dir: Path) -> Result | None:
     """The result of a run; None if it has not ended. Raises UserError as `read_result` does."""
     if run_dir.is_file():
         raise UserError(f"{run_dir} is a file, and must be the folder of a run; move it away")
-    return read_result(run_dir) if (run_dir / RESULT_FILE).is_file() else None
+    return read_result(run_dir) if (run_dir / RESULT_FILE).exists() else None
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
         UserError: a digest differs; names the data set or the file, and the remedy.
     """
     for seed in list_seeds(cell_dir):
-        if not (seed_dir(cell_dir, seed) / RESULT_FILE).is_file():
+        if not (seed_dir(cell_dir, seed) / RESULT_FILE).exists():
             continue
         result = read_result(seed_dir(cell_dir, seed))
         if result.status == Status.FAILED:  # will be replaced

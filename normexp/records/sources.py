@@ -13,6 +13,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -64,6 +65,53 @@ def refuse_without_file(key: str, target: str) -> None:
             f"{key}._target_={target}: {name} has no file, so results could not be told from those "
             f"of an edit; put the class in a file, as {key}._target_=my_file.{class_name}"
         )
+
+
+def why_missing(target: str) -> str:
+    """Why a dotted target cannot be imported, as far as its files tell; empty if they do not."""
+    module, _, name = target.rpartition(".")
+    top = target.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return ""
+    if _find(top) is None and top not in sys.modules:
+        return f"there is no module {top}; install it, or add its folder to PYTHONPATH"
+    file = _own_file(module or name)
+    if file is None or file.suffix != ".py" or file.name == "__init__.py":
+        return ""
+    defined, others = _names_in(_read(file))
+    if name in others or hasattr(sys.modules.get(module), name) or "*" in others:
+        return ""
+    near = get_close_matches(name, defined, 3) or defined[:4]
+    if not near:
+        return f"{file.name} has no class and no function"
+    if name == "py" or not module:
+        return f"name a class or function in {file.name}, as {module or name}.{near[0]}"
+    return f"{module} has no {name}; it has {', '.join(near)}"
+
+
+def _names_in(source: bytes) -> tuple[list[str], set[str]]:
+    """The classes and functions of a module, and all its names.
+
+    The names hold `*` if its syntax does not tell them all.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # raised again by the import
+        return [], {"*"}
+    defined: list[str] = []
+    names = {"*"} if b"globals()" in source else set()
+    waiting: list[ast.AST] = list(reversed(tree.body))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            defined.append("*" if node.name == "__getattr__" else node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        else:
+            waiting += reversed(list(ast.iter_child_nodes(node)))
+    return [name for name in defined if name[0] not in "_*"], names.union(defined)
 
 
 def digest_of_files(files: Mapping[str, Path]) -> str | None:

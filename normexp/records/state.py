@@ -177,7 +177,7 @@ def _read_runs(
     is_running = is_held(directory / LOCK_FILE)
     for seed in sorted({*asked, *on_disk}):
         run_dir = seed_dir(directory, seed)
-        if (run_dir / RESULT_FILE).is_file():
+        if (run_dir / RESULT_FILE).exists():
             ended = _read_state(run_dir, seed, state)
             # The process that holds the lock may be retrying a failed run.
             retries = ended is Status.FAILED and is_running

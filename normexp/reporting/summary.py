@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import sys
@@ -82,10 +83,14 @@ def notes_on(outcome: Outcome) -> list[str]:
             f"{reason}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these "
             f"runs {statistics.mean(values):.4f}"
         )
-    if outcome.results and all(run.status == Status.DIVERGED for run in outcome.results):
+    if _status_of(outcome) is Status.DIVERGED:
         lr = outcome.description["lr"]
-        notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={lr / 10:g}")
+        notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={_below(lr)}")
     return notes
+
+
+def _below(lr: float) -> str:
+    return f"{min(lr / 10, 0.1):g}"
 
 
 def shown_metrics(results: Sequence[Result]) -> list[str]:
@@ -104,11 +109,15 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     """
     description = outcome.description
     kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
-    has_knobs = any(re.match(r"\+*norm\.", word) for word in words)  # a list of norms drops knobs
-    this_norm = [] if has_knobs else [description["norm"]]
+    knobs = [word for word in words if re.match(r"\+*norm\.(?!_target_)", word)]
+    paths = [re.fullmatch(r"norm(?:\._target_)?=(\w+(?:\.\w+)+)", word) for word in words]
+    names = [*(path[1] for path in paths if path), description["norm"]]
+    this_norm = [] if knobs else names[:1]  # a list of norms drops knobs
     is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
     ours = OF_LANGUAGE if is_text else OF_IMAGES
     norms = list(dict.fromkeys([*this_norm, *ours]))
+    if any(word.startswith("cells=") for word in kept):  # which may set the norm themselves
+        return ["python -m normexp.train --help"]
     lines = [[f"norm={','.join(norms)}", *kept]]
     share = (description["micro_batch_size"] or description["batch_size"]) // description["devices"]
     sizes = [size for size in range(2, share + 1) if share % size == 0]
@@ -144,11 +153,30 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     console.print(text_table(heads, table))
     counts = Counter(map(_status_of, outcomes))
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
-    for title, outcome in rows:
-        for note in notes_on(outcome):
-            console.print(f"{title}: {note}", markup=False)  # wrapped
+    for note in _notes_on_rows(rows):
+        console.print(note, markup=False)  # wrapped
     for command in commands_to_look(outcomes):
         console.out(f"  {command}")
+
+
+def _notes_on_rows(rows: Sequence[tuple[str, Outcome]]) -> list[str]:
+    """The warnings about the cells of a sweep, each with its cell.
+
+    Of cells that differ in the rate alone, a smaller one is advised once, unless one has trained.
+    """
+    notes, lowest, trained = list[str](), dict[str, float](), set[str]()
+    for title, outcome in rows:
+        rest = re.sub(r"(^| )lr=\S+", "", title).strip()
+        if _status_of(outcome) is Status.DIVERGED:
+            lowest[rest] = min(lowest.get(rest, math.inf), outcome.description["lr"])
+        else:
+            trained |= {rest} if outcome.results else set()
+            notes += [f"{title}: {note}" for note in notes_on(outcome)]
+    for rest, lr in lowest.items():
+        if rest not in trained:
+            cell = f"{rest}: " if rest else ""
+            notes.append(f"{cell}every run diverged, from lr={lr:g} up; try lr={_below(lr)}")
+    return notes
 
 
 def by_cell(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import statistics
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from normexp.reporting.report import Report
     from normexp.reporting.tables import Table as ReportTable
 
-PIPE_WIDTH = 200  # characters, without a terminal
+PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
 # Columns of a report's table of cells that only the files and the page show.
 LEFT_OUT = (*("n", "seeds", "diverged", "failed", "missing", "directory"),)
 WRAPPED = ("note", "setting")
@@ -34,16 +35,18 @@ Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by 
 
 
 def open_console() -> Console:
-    """Standard output, wide if it is a file: `print` for tables, `out` for verbatim text."""
+    """Standard output: `print` for tables, `out` for verbatim text."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        return console
+    return Console(highlight=False, width=PIPE_WIDTH)
 
 
 def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> Table:
     """A table without rules, whose texts may hold brackets."""
     table = Table(box=None, **options)
     for column in columns:
-        table.add_column(Text(column))
+        table.add_column(Text(column), overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     return table

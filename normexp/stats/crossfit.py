@@ -12,10 +12,17 @@ that choose, and the pseudo-value of seed j is n theta - (n - 1) theta(-j) (Tuke
 the pseudo-values is theta, and their squared standard error is the jackknife's, on average no
 smaller than the truth (Efron and Stein 1981). So pseudo-values replace the values of seeds wherever
 a mean over seeds is wanted: `mean`, `crossed_mean`, differences between norms, between budgets.
+
+Deleting one seed may not move a choice that other seeds would have moved: where a noisy rate is
+best by little, a low estimate has a small error, and at n = 16 only 90 % of intervals cover.
+Deleting half of the seeds moves it (Shao and Wu 1989, "A general theory for jackknife variance
+estimation"). The larger of the two errors counts: the deviations of the pseudo-values are scaled up
+to it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -26,6 +33,8 @@ from numpy.typing import ArrayLike
 from normexp.stats.interval import Array
 
 MAX_SPLITS = 13_000  # all splits up to n = 16; for more seeds as many are drawn
+NUM_HALVES = 200  # halves of the seeds that are kept in turn; all of them up to n = 9
+SPLITS_OF_HALF = 70  # all splits of a half up to n = 17
 
 
 @dataclass(frozen=True)
@@ -81,16 +90,42 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
     theta = np.tensordot(weights, reported, 2)
     without = np.tensordot(others.swapaxes(0, 1), reported, 2)  # (n, ...), row j without seed j
     values = theta + (n - 1) * (without.mean(axis=0) - without)
+    of_seeds = values if values.ndim == 1 else values.mean(axis=1)
+    error, by_halves = of_seeds.std(ddof=1) / math.sqrt(n), _error_by_halves(chosen_by, reported)
+    if by_halves > error > 0:
+        further = (by_halves / error - 1) * (of_seeds - of_seeds.mean())
+        values = values + further.reshape(n, *[1] * (values.ndim - 1))
     shares = np.array([len(rows) for rows in by_rate]) / len(chooses)
     return CrossFit(values, shares, k)
 
 
-def _splits(n: int, k: int) -> Array:
-    """1 where a seed chooses, (num_splits, n): every split, or MAX_SPLITS drawn ones."""
-    if comb(n, k) <= MAX_SPLITS:
+def _error_by_halves(scores: Array, outcomes: Array) -> float:
+    """The standard error of the estimate by deleting half of the seeds; 0 for fewer than four."""
+    n = scores.shape[1]
+    half = n // 2
+    k = half // 2
+    if k == 0:
+        return 0.0
+    means = outcomes if outcomes.ndim == 2 else outcomes.mean(axis=2)
+    scores = np.where(np.isneginf(scores), -1e300, scores)  # -inf times 0 would be NaN
+    kept = _splits(n, half, NUM_HALVES).nonzero()[1].reshape(-1, half)
+    chooses = _splits(half, k, SPLITS_OF_HALF)
+    # [h, p, r]: in half h and split p, what chooses rate r and what it reports
+    sums, reports = (
+        np.tensordot(table[:, kept], weights, axes=(2, 1)).transpose(1, 2, 0)
+        for table, weights in ((scores, chooses), (means, (1 - chooses) / (half - k)))
+    )
+    chosen = sums.argmax(axis=2)[..., None]
+    thetas = np.take_along_axis(reports, chosen, axis=2).mean(axis=(1, 2))
+    return float(thetas.std() * math.sqrt(half / (n - half)))
+
+
+def _splits(n: int, k: int, most: int = MAX_SPLITS) -> Array:
+    """1 for k of n seeds, (num_splits, n): every split, or `most` drawn ones."""
+    if comb(n, k) <= most:
         places = np.array(list(combinations(range(n), k)))
     else:
-        draws = np.random.default_rng(0).random((MAX_SPLITS, n))
+        draws = np.random.default_rng(0).random((most, n))
         places = draws.argsort(axis=1)[:, :k]
     splits = np.zeros((len(places), n))
     np.put_along_axis(splits, places, 1.0, axis=1)

@@ -97,7 +97,7 @@ class Walk:
 
 def failed_outcome(cell: CellSpec, status: Status, error: str) -> Outcome:
     """The outcome of a cell that was refused or has failed."""
-    if status is Status.FAILED and cell.directory.is_dir():
+    if status is Status.FAILED and cell.config is not None and cell.directory.is_dir():
         return recorded_outcome(cell, status, error)
     return Outcome(status, norm_and_data(cell), error=error)
 

@@ -99,7 +99,7 @@ REFUSED = {
     "norm=group norm.num_groups=5": "num_groups=5 does not divide num_features=16",
     "model=gpt": "does not fit data=digits",
     "data=langid model=convnet": "does not fit data=langid",
-    "steps=5 samples=100": "are both set",
+    "steps=5 samples=100": "a training has one budget",
     "data=text_file": "data.path is not set",
     "data=text_file data.path=nowhere.txt": "nowhere.txt",
     "data=image_folder data.root=nowhere": "nowhere",
@@ -213,6 +213,17 @@ def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
 def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
     cell, same = prepare(words[0]), prepare(*words)
     assert (cell.spec.id, cell.description) == (same.spec.id, same.description)
+
+
+def test_statistics_of_one_sample_say_what_they_mean(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+
+    def notes(*words: str) -> list[str]:
+        return [note for note in prepare(*words).messages if "norm_batch_size=1:" in note]
+
+    (note,) = notes("norm=batch", "norm_batch_size=1")
+    assert "batch norm is then instance norm" in note
+    assert not notes("norm=batch", "norm_batch_size=2") + notes("norm=group", "norm_batch_size=1")
 
 
 def test_a_slot_is_one_training_whoever_says_it():

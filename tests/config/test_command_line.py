@@ -89,6 +89,9 @@ REFUSED = [
     ("status", "", "study is missing"),
     ("status", "studdy=s", "did you mean study"),
     ("status", "study=nowhere", "study=nowhere not found"),
+    ("report", "", "study is missing"),
+    ("report", "runs_dir=nowhere", "runs_dir=nowhere does not exist"),
+    ("evaluate", "run=nowhere/x", "nowhere/x does not exist"),
     ("status", "study=../up", "study=../up: must be a folder name"),
 ]
 
@@ -99,6 +102,30 @@ def test_a_mistake_is_one_line_and_exit_code_2(entry: str, line: str, part: str,
     out, err = capsys.readouterr()
     assert err.startswith("normexp: ") and err.count("\n") == 1 and out == ""
     assert part in err
+
+
+def test_a_missing_study_or_run_names_those_there_are(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cell = tmp_path / "runs" / "mine" / "a-cell"
+    cell.mkdir(parents=True)
+    (cell / "config.yaml").touch()
+    for name, part in (
+        ("report", "give study=STUDY with one of mine"),
+        ("status", "give study=STUDY with one of mine"),
+        ("evaluate", "give run=FOLDER with one of runs/mine/a-cell"),
+    ):
+        assert importlib.import_module(f"normexp.{name}").main([]) == 2
+        assert part in capsys.readouterr().err
+
+
+def test_a_console_script_imports_from_the_current_folder(tmp_path: Path):
+    (tmp_path / "my_own.py").write_text("class Mine: ...\n")
+    script = tmp_path / "bin" / "normexp-train"
+    script.parent.mkdir()
+    script.write_text("import sys; from normexp.train import main; sys.exit(main())")
+    words = [sys.executable, script, "norm=my_own.Yours"]
+    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.stderr == "normexp: norm._target_=my_own.Yours: my_own has no Yours; it has Mine\n"
 
 
 @pytest.mark.parametrize("words", [["status", "--help"], ["complete"], ["complete", "--help"]])

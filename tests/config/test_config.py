@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from normexp.cli import parse_command
 from normexp.config.compose import compose_cell, compose_config
-from normexp.config.grid import list_cells
+from normexp.config.grid import compose_cells, list_cells
 from normexp.config.help import GROUPS, conf_dir, group_choices
 from normexp.config.rules import validate
 from normexp.errors import UserError
@@ -70,6 +71,13 @@ REFUSED = {
     "trainer.devices=2": "trainer.devices=2: several devices need trainer=ddp",
     "+norm.placement=mid": "norm.placement=mid: must be one of pre, post",
     "norm=custom": "norm._target_ is missing",
+    "lr=[0": "lr=[0: must be a number above 0",
+    "epochs=2 steps=4": "epochs=2 and steps=4: a training has one budget; keep one of them",
+    "samples=9 steps=4": "samples=9 and steps=4: a training has one budget",
+    "experiment=debug epochs=2": "epochs=2 and steps=100: a training has one budget; "
+    "to replace it, add steps=null",
+    "norm=a.B norm._target_=c.D": "norm=a.B and norm._target_=c.D both name a norm",
+    "model=resnet50": "model=torchvision model.name=resnet50",
 }
 
 
@@ -99,6 +107,69 @@ def test_a_line_sets_its_values_and_leaves_the_defaults(line: str, values: dict[
     assert {key: config[key] for key in values} == values
     assert choices["optim"] == ("adamw" if "adamw" in line else "sgd")
     assert "hydra" not in config and "experiment" not in choices
+
+
+@pytest.mark.parametrize(
+    "text", ["a, b (c", "it's [a", 'say "it\'s" {', "back\\slash, [", "a' \\ {\\"]
+)
+def test_the_advised_quotes_work_when_typed(text: str):
+    with pytest.raises(UserError, match="quote it, as in ") as caught:
+        compose_config([f"notes={text}"])
+    (word,) = shlex.split(str(caught.value).partition("as in ")[2])
+    assert compose_config([word]).notes == text
+
+
+@pytest.mark.parametrize("key", ["norm", "model", "data", "optim", "schedule", "callback"])
+def test_a_dotted_path_is_a_choice_of_every_group_that_takes_own_classes(key: str):
+    short, choices = compose_cell([f"{key}=my_pkg.Mine", "lr=1"])
+    written_out, _ = compose_cell([f"{key}=custom", f"{key}._target_=my_pkg.Mine", "lr=1"])
+    assert short == written_out and choices[key] == "Mine"
+
+
+def test_a_sweep_takes_shipped_and_own_norms_in_one_list():
+    words = ["-m", "norm=batch,my_pkg.LpNorm", "lr=1"]
+    cells = compose_cells(parse_command(words))
+    assert [cell.choices["norm"] for cell in cells] == ["batch", "LpNorm"]
+    assert cells[1].title == "norm=my_pkg.LpNorm"
+    listed = compose_cells(parse_command(["cells=[{norm:my_pkg.LpNorm},{norm:layer}]", "lr=1"]))
+    assert listed[0].id == cells[1].id
+
+
+OWN = """\
+import torch
+from torch import nn as layers
+class LpNorm(layers.Module): ...
+if True:
+    def build(): ...
+_hidden = LpNorm
+"""
+MISSING = {
+    "norm=my_own.LpNrm": "my_own has no LpNrm; it has LpNorm",
+    "norm=my_own.py": "name a class or function in my_own.py, as my_own.LpNorm",
+    "norm=custom norm._target_=my_own": "name a class or function in my_own.py, as my_own.LpNorm",
+    "norm=no_such.LpNorm": "there is no module no_such",
+    "data=image_folder": "data.root is not set; give data.root=...",
+    "data=image_folder data.root=nowhere": "data.root=nowhere does not exist; name a folder with",
+    "data=text_file data.path=no.txt": "data.path=no.txt does not exist; name a text file",
+}
+
+
+@pytest.mark.parametrize(("line", "part"), MISSING.items(), ids=MISSING.keys())
+def test_missing_modules_and_files_are_found_without_torch(
+    line: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "my_own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError) as caught:
+        compose_cells(parse_command(line.split()))
+    assert part in str(caught.value)
+    for name in ("LpNorm", "build", "_hidden", "layers"):
+        compose_cells(parse_command([f"norm=my_own.{name}"]))
+
+
+def test_a_study_of_a_listed_cell_is_a_name_and_no_number():
+    cells = compose_cells(parse_command(["cells=[{study:2026_11,lr:0.1},{lr:0.2,study:7}]"]))
+    assert [cell.values["study"] for cell in cells] == ["2026_11", "7"]
 
 
 def test_threads_compose_at_once(tmp_path: Path):

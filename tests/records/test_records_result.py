@@ -139,7 +139,7 @@ def test_result_of_another_run_and_file_in_place_of_a_run_are_named(tmp_path: Pa
 
 
 def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):
-    with pytest.raises(UserError, match="study=sweep not found: .* has no studies yet"):
+    with pytest.raises(UserError, match="study=sweep not found: .*/runs does not exist"):
         find_study(tmp_path / "runs", "sweep")
     add_run(tmp_path / "sensitivity", "cell", 0)
     (tmp_path / "default").mkdir()

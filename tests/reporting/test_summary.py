@@ -41,9 +41,9 @@ def outcome(cell_id: str, *accuracies: float | None, folder: Path | None = None)
 def closing_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int | None = None
 ) -> str:
+    monkeypatch.setenv("COLUMNS", str(width or 200))
     if width is not None:
         monkeypatch.setenv("TTY_COMPATIBLE", "1")
-        monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setenv("TERM", "dumb")  # no colours
     titles = [f"norm=batch lr={lr}" for lr in ("0.1", "1.0", "10.0")]
     titles += ["norm=none norm_batch_size=2", "norm=none norm_batch_size=8", "norm_batch_size=5"]
@@ -110,8 +110,15 @@ TRAIN = "python -m normexp.train -m"
             "--config-dir 'my conf' act=gelu study=try",
         ),
         (  # a norm whose knobs a list cannot take
-            *("custom", "test/accuracy", "norm=custom norm._target_=a.B lr=1"),
+            *("custom", "test/accuracy", "norm=custom norm._target_=a.B norm.p=3 lr=1"),
             *("batch,layer,instance,group", "batch,group", "lr=1"),
+        ),
+        *(
+            (
+                *("custom", "test/accuracy", f"{norm} lr=1"),
+                *("a.B,batch,layer,instance,group", "batch,group", "lr=1"),
+            )
+            for norm in ("norm=custom norm._target_=a.B", "norm=a.B")
         ),
         (  # norms that do not read the future
             *("batch", "test/bits_per_byte", "lr=1"),
@@ -149,7 +156,20 @@ def test_next_sizes_are_those_that_the_training_can_be_split_into(sizes, values)
     assert told == ([] if values is None else [line])
 
 
-def test_brackets_in_titles_and_errors_are_text(capsys):
+def test_a_smaller_rate_is_advised_once_and_not_beside_one_that_trains(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    rates = {"norm=batch lr=1e+30": 1e30, "norm=batch lr=10.0": 10.0, "norm=group lr=1.0": 1.0}
+    outcomes = [outcome(str(lr), None) for lr in rates.values()]
+    for one, lr in zip(outcomes, rates.values(), strict=True):
+        one.description = RECORD | {"lr": lr}
+    cells = [CellSpec(None, {}, title) for title in [*rates, "norm=group lr=0.1"]]
+    print_closing_table(cells, [*outcomes, outcome("trained", 0.5)])
+    advice = [line for line in capsys.readouterr().out.splitlines() if "try lr" in line]
+    assert advice == ["norm=batch: every run diverged, from lr=10 up; try lr=0.1"]
+
+
+def test_brackets_in_titles_and_errors_are_text(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     error = "ValueError: no such file [/data/x.bin]; [enforce fail at x]"
     cells = [CellSpec(None, {}, "evaluate_with=[running]"), CellSpec(None, {}, "lr=1")]
     print_closing_table(cells, [Outcome(Status.FAILED, "", error=error), outcome("a", 0.5)])

@@ -71,8 +71,12 @@ def tune(tmp_path: Path, *words: str) -> int:
 
 
 def test_best_mean_on_validation_is_reported_with_fresh_seeds(
-    tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    trainer: Trainer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setenv("COLUMNS", "200")
     assert tune(tmp_path, "lr=choice(0.01,0.1,1.0)") == 0
     assert [len(sweep) for sweep in trainer.sweeps] == [3, 1]  # all points at once, then the best
     assert trainer.rates("s-search") == [0.01, 0.1, 1.0] and trainer.rates("s") == [0.1]

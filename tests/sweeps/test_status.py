@@ -125,9 +125,11 @@ def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
 def test_result_that_cannot_be_read_or_was_copied_is_a_state(study: Path):
     shutil.copy(seed_dir(study / "batch-1", 0) / RESULT_FILE, seed_dir(study / "batch-1", 1))
     (seed_dir(study / "batch-1", 0) / RESULT_FILE).write_text('{"schema": 99}')
+    (seed_dir(study / "batch-1", 2) / RESULT_FILE).unlink()
+    (seed_dir(study / "batch-1", 2) / RESULT_FILE).mkdir()
     cell = cell_of(study, "norm=batch")
-    assert [*cell.states.values()] == ["unreadable", "unreadable", "failed"]
-    assert "schema=99" in cell.notes[0]
+    assert [*cell.states.values()] == ["unreadable", "unreadable", "unreadable"]
+    assert "schema=99" in cell.notes[0] and "Is a directory" in cell.notes[2]
 
 
 def test_only_commands_that_lack_something_are_to_be_typed_again(study: Path):
