@@ -114,13 +114,18 @@ def refuse_missing_files(config: Mapping[str, Any]) -> None:
         for part in parts_with_target(config.get(group)):
             if reason := why_missing(part["_target_"]):
                 raise UserError(f"{group}._target_={part['_target_']}: {reason}")
-    for key in dotted_keys(config):
-        if _select(config, key) == MISSING:
-            raise UserError(f"{key} is not set; give {key}=...")
+    refuse_missing_values(config)
     for target, (key, needs) in PATHS.items():
         path = Path(str(_select(config, key)))
         if _select(config, "data._target_") == target and not path.exists():
             raise UserError(f"{key}={path} does not exist; {needs.format(path)}")
+
+
+def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises UserError for a `???` in a config, or in its part at the dotted key `prefix`."""
+    for key in dotted_keys(tree):
+        if _select(tree, key) == MISSING:
+            raise UserError(f"{prefix}{key} is not set; give {prefix}{key}=...")
 
 
 def _names_of(config: Mapping[str, Any], choices: Mapping[str, str | None]) -> dict[str, str]:
@@ -434,7 +439,7 @@ def _set_value(config: DictConfig, override: Override, base: ComposedChoices) ->
         raise UserError(f"{text}: the key already exists; drop the +")
     group, _, leaf = key.partition(".")
     is_shipped = group in CUSTOM_GROUPS and base.choices.get(group) != "custom"
-    has_target = _select(base.defaults, key) not in (None, "???")
+    has_target = _select(base.defaults, key) not in (None, MISSING)
     if leaf == "_target_" and is_shipped and has_target:
         raise UserError(  # else records would name the choice for another class
             f"{key} is set, but {group}={base.choices.get(group)} has a target of its own; "

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from normexp.config.rules import MISSING, suggest
+from normexp.config.compose import refuse_missing_values
+from normexp.config.rules import suggest
 from normexp.config.spec import one_line
 from normexp.errors import UserError
 from normexp.records.sources import source_line_of, why_missing
@@ -122,8 +123,7 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     Raises:
         UserError: a missing value, or a knob that the target does not take.
     """
-    if (missing := _missing_key(values, key)) is not None:
-        raise UserError(f"{missing} is not set; give {missing}=...")
+    refuse_missing_values(values, f"{key}.")
     target = _find_target(values, key)
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(target.knobs.keys() - names)
@@ -131,17 +131,6 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
         hint = suggest(unknown[0], names) or f"it takes {', '.join(sorted(names)) or 'nothing'}"
         raise UserError(f"{key}.{unknown[0]}: {target.path} has no such argument; {hint}")
     return target
-
-
-def _missing_key(tree: Any, key: str) -> str | None:
-    """The first dotted key of nested values that must still be set."""
-    if isinstance(tree, Mapping):
-        found = (_missing_key(value, f"{key}.{name}") for name, value in tree.items())
-    elif isinstance(tree, list):
-        found = (_missing_key(value, f"{key}[{index}]") for index, value in enumerate(tree))
-    else:
-        return key if tree == MISSING else None
-    return next((missing for missing in found if missing is not None), None)
 
 
 def _find_target(values: Mapping[str, Any], key: str) -> Target:

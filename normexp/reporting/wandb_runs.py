@@ -50,7 +50,7 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
     logger = None if cell.config is None else cell.config["logger"].get("wandb")
     study = outcome.directory.parent
     run = _start(
-        "auto" if logger is None else logger.mode,
+        "auto" if logger is None else logger["mode"],
         dir=study,
         name=outcome.cell_id,
         config={

@@ -54,6 +54,7 @@ class Walk:
             missing = {position for position, cell in cells.items() if self._lacks(cell)}
             if not missing:
                 self.left.remove(group)
+                continue
             yield from (claim for claim in claims_of(cells) if missing & claim.keys())
 
     @property

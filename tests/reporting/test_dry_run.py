@@ -120,5 +120,5 @@ def test_verdicts_of_one_norm_are_counted_by_size_and_budget(own: list[dict], co
     for number, one in enumerate(own):
         steps = one.get("num_steps", 640 // one.get("batch_size", 32))
         record = known | {"num_steps": steps, "epochs": steps / 20} | one
-        planned.append(Outcome(Status.PLANNED, "batch", str(number), record=record))
+        planned.append(Outcome(Status.PLANNED, "batch", str(number), description=record))
     assert family_size(planned) == count
