@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 from hydra.utils import get_object
-from pytorch_lightning.callbacks import Callback, EarlyStopping
-from pytorch_lightning.loggers import Logger
 from torch import nn
 
 from normexp.batching.draws import derive_seed
@@ -31,12 +29,16 @@ from normexp.errors import UserError
 from normexp.models import timm, torchvision
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, open_weights
-from normexp.norms.adapt import foreign_factory
+from normexp.norms.adapt import foreign_factory, is_shipped
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import SLOTS, resolve
 from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS
-from normexp.training.callbacks import check_callback
 from normexp.training.schedule import Schedule, named_schedule, own_schedule
+
+# Lightning takes seconds to import, and neither a card nor a reloaded network needs it.
+if TYPE_CHECKING:
+    from pytorch_lightning.callbacks import Callback
+    from pytorch_lightning.loggers import Logger
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ def build_norm(
         eps = values.pop("eps", norm.eps)
         known = {key: value for key, value in values.items() if key in target.arguments}
         make = partial(target.call, **known) if known else target.call
-        if not target.path.startswith("normexp.norms."):
+        if not is_shipped(target.path):
             return foreign_factory(make, target=target.path, eps=eps)
         shipped = replace(target, call=make).filled_in({"eps": eps})
         return partial(shipped.make, nn.Module)
@@ -332,6 +334,10 @@ def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) ->
     """
     if values is None:
         return []
+    from pytorch_lightning.callbacks import Callback, EarlyStopping
+
+    from normexp.training.callbacks import check_callback
+
     parts: Mapping[str, Any] = {"callback": values}
     if "_target_" not in values:
         parts = {f"callback.{name}": part for name, part in values.items()}
@@ -352,6 +358,8 @@ def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) ->
 
 def logger_target(values: Mapping[str, Any]) -> Target:
     """What the values of `logger.custom` name. Raises UserError for no logger, or a bad knob."""
+    from pytorch_lightning.loggers import Logger
+
     knobs = {key: value for key, value in values.items() if key != "per"}
     target = read_target(knobs, "logger.custom")
     if isinstance(target.unwrapped, type) and not issubclass(target.unwrapped, Logger):
@@ -372,6 +380,8 @@ def build_logger(values: Mapping[str, Any], available: Mapping[str, Any]) -> Log
     Raises:
         UserError: an error of its own code, or no Lightning logger.
     """
+    from pytorch_lightning.loggers import Logger
+
     return logger_target(values).filled_in(available).make(Logger)
 
 

@@ -28,6 +28,7 @@ def main(words: list[str]) -> int:
         options["study"],
         metric=options["metric"],
         tolerance=options["tolerance"],
+        reference=options["reference"],
         watch=options["watch"],
     )
     return 0
@@ -41,10 +42,14 @@ def _publish_tables(options: dict[str, Any], missing: str) -> None:
 
     metric, tolerance = options["metric"], options["tolerance"]
     report = read_report(
-        Path(options["runs_dir"]), options["study"], metric=metric, tolerance=tolerance
+        Path(options["runs_dir"]),
+        options["study"],
+        metric=metric,
+        tolerance=tolerance,
+        reference=options["reference"],
     )
     write_tables(report.directory / "tables", tables_of(report))
-    print_report(report, cell_table(report.cells, metric, tolerance))
+    print_report(report, cell_table(report.cells, metric, tolerance, report.refused))
     print(f"\ntables: {report.directory / 'tables'}")
     print(
         f"normexp: {missing} is not installed: tables only, no page and no figures; run the report "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -24,6 +25,7 @@ ORDER = [
     "training",
     "checks",
     "reporting",
+    "diagnosis",
     "build",
     "cells",
     "sweeps",
@@ -112,3 +114,9 @@ def test_stats_records_and_reporting_need_no_torch():
 def test_heavy_or_optional_packages_are_imported_where_they_are_used():
     for file, tree in TREES.items():
         assert not roots(imported_at_start(tree)) & IMPORTED_WHERE_USED, file
+
+
+def test_a_card_and_a_reloaded_network_need_no_lightning():
+    files = "normexp.checks.card, normexp.build, normexp.cells.reloading"
+    code = f"import {files}, sys; sys.exit('pytorch_lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

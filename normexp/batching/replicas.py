@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from normexp.batching.draws import Dropout
-from normexp.norms.contract import State
+from normexp.norms.contract import KnowsStack, State
 
 Batch = dict[str, Tensor]
 Measurements = dict[str, Tensor]
@@ -193,6 +193,7 @@ class Stacked(Replicas):
         copied = copy.deepcopy(self.network)
         for _, tensor in _named_tensors(copied):
             tensor.data = tensor.detach()[index].clone()
+        _tell_norms(copied, is_stacked=False)
         return copied
 
     def clip_gradients(self, max_norm: float) -> None:
@@ -225,7 +226,14 @@ def stack_networks(networks: list[nn.Module]) -> nn.Module:
     stacked = copy.deepcopy(networks[0])
     for name, tensor in _named_tensors(stacked):
         tensor.data = tensors[name].detach()
+    _tell_norms(stacked, is_stacked=True)
     return stacked
+
+
+def _tell_norms(network: nn.Module, *, is_stacked: bool) -> None:
+    for module in network.modules():
+        if isinstance(module, KnowsStack):
+            module.is_stacked = is_stacked
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Loads saved weights in a new process, whose networks must give the outputs of the trained ones.
 
-They do not if a norm or a model keeps something outside of the module, as in a cache of its file.
+Outputs differ if a norm or a model keeps values outside of its module, as in a cache of its file.
 """
 
 from __future__ import annotations
@@ -11,33 +11,65 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from normexp.batching.replicas import InTurn, Replicas
-from normexp.build import load_data
-from normexp.cells.cell import make_builder, make_recipe
+from normexp.batching.sizes import Sizes
+from normexp.build import build_network, build_norm, load_data
 from normexp.checks.probe import change
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.training.statistics import evaluation_mode, gather
+
+if TYPE_CHECKING:  # the new process trains nothing, and so needs no Lightning
+    from normexp.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 64  # of the test split
 TOLERANCE = 1e-3  # of the largest output
 MOST_SECONDS = 600
-SPEC, OUTPUTS = "spec.pickle", "outputs.pt"
+TASK, OUTPUTS = "task.pickle", "outputs.pt"
 
 # What was answered in this process, by what can matter: code, norm, model and data.
 _answers: dict[str, str | None] = {}
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What a new process needs to build a trained network again."""
+
+    spec: CellSpec
+    sizes: Sizes
+    num_steps: int
+    norm_momentum: float | None
+    weights: Path
+
+    def outputs(self) -> Tensor:
+        """The outputs (N, ...) of the saved weights, see `outputs_of`."""
+        data = load_data(self.spec)
+        norm = build_norm(
+            self.spec.norm,
+            *(self.sizes, data),
+            num_steps=self.num_steps,
+            momentum=self.norm_momentum,
+        )
+        network = build_network(self.spec.values["model"], norm, data)(self.spec.seeds[0])
+        state = torch.load(self.weights, map_location="cpu", weights_only=True)
+        if any(value.dtype == torch.float64 for value in state.values()):
+            network.double()
+        network.load_state_dict(state)
+        return outputs_of(InTurn([network]), data)[0]
+
+
 def fault_of_reloaded(
-    replicas: Replicas, index: int, data: Data, spec: CellSpec, weights: Path
+    replicas: Replicas, index: int, data: Data, spec: CellSpec, recipe: Recipe, weights: Path
 ) -> str | None:
     """What differs if the weights of a replica are loaded in a new process; None if nothing does.
 
@@ -54,7 +86,8 @@ def fault_of_reloaded(
     expected = outputs_of(replicas, data)[index]
     if not expected.isfinite().all():
         return None
-    outputs = _reload(spec, weights)
+    task = _Task(spec, recipe.sizes, recipe.num_steps, recipe.norm_momentum, weights.resolve())
+    outputs = _reload(task)
     if outputs is None:
         return None
     far, fault = change(expected, outputs), None
@@ -78,12 +111,12 @@ def outputs_of(replicas: Replicas, data: Data) -> Tensor:
         return replicas.measure(batch, lambda output, _: output, shared=True).float().cpu()
 
 
-def _reload(spec: CellSpec, weights: Path) -> Tensor | None:
+def _reload(task: _Task) -> Tensor | None:
     """The outputs of saved weights in a new process; None, with a warning, if that fails."""
     paths = [os.getcwd(), *filter(None, sys.path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
     with TemporaryDirectory() as folder:
-        (Path(folder) / SPEC).write_bytes(pickle.dumps((spec, weights.resolve())))
+        (Path(folder) / TASK).write_bytes(pickle.dumps(task))
         try:
             subprocess.run(
                 [sys.executable, "-m", "normexp.cells.reloading", folder],
@@ -101,18 +134,6 @@ def _reload(spec: CellSpec, weights: Path) -> Tensor | None:
             return None
 
 
-def _answer(folder: Path) -> None:
-    """Writes the outputs of the weights that a folder names, for the process that waits."""
-    spec, weights = pickle.loads((folder / SPEC).read_bytes())
-    data = load_data(spec)
-    recipe = make_recipe(spec, data)
-    network = make_builder(spec, recipe, data)(spec.seeds[0])
-    state = torch.load(weights, map_location="cpu", weights_only=True)
-    if any(value.dtype == torch.float64 for value in state.values()):
-        network.double()
-    network.load_state_dict(state)
-    torch.save(outputs_of(InTurn([network]), data)[0], folder / OUTPUTS)
-
-
 if __name__ == "__main__":
-    _answer(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    torch.save(pickle.loads((folder / TASK).read_bytes()).outputs(), folder / OUTPUTS)

@@ -227,8 +227,10 @@ def _fault_of_reloaded(stack: Stack, module: TrainingModule) -> str | None:
     index = next((i for i, path in enumerate(saved) if path.is_file()), None)
     if index is None or not stack.cell.is_foreign:
         return None
-    spec = stack.runs[index][0].spec
-    fault = fault_of_reloaded(module.replicas, index, stack.cell.data, spec, saved[index])
+    cell, _ = stack.runs[index]
+    fault = fault_of_reloaded(
+        module.replicas, index, cell.data, cell.spec, cell.recipe, saved[index]
+    )
     if fault is not None:
         logger.warning("%s; every number is marked INVALID", fault)
     return fault

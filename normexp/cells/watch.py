@@ -1,4 +1,4 @@
-"""Asks during a training again what was asked before it: do samples mix, is the future read?
+"""Repeats two questions during a training: do samples mix, and is the future read?
 
 A norm may behave differently later: in every tenth step, after a warm-up, or once its weights have
 moved. Only code that is not ours is watched. No state of a shipped norm changes what it depends

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from normexp.batching.replicas import InTurn, Stacked
-from normexp.checks.asking import Answer, Found, measured, mode_name, show, skipped
+from normexp.batching.replicas import Batch, InTurn, Stacked
+from normexp.checks.asking import Answer, Reply, measured, mode_name, show, skipped
 from normexp.checks.lone_norm import LoneNorm, NormCase, Shape, values
-from normexp.checks.probe import EVERYWHERE, TOLERANCE, Probe, change, changes, moved_state, moves
+from normexp.checks.probe import (
+    EVERYWHERE,
+    TOLERANCE,
+    Probe,
+    change,
+    changes,
+    fixed_draws,
+    moved_state,
+    moves,
+    normal,
+)
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
 from normexp.norms.site import Site
@@ -28,7 +39,7 @@ HALF_TOLERANCE = 0.03  # half precision may round the output, 2^-8 in bfloat16, 
 STAIRS_MEAN, STAIRS_STEP, NUM_STAIRS, UNEVEN = 300.0, 0.05, 8, 0.06
 
 
-def keeps_digits_in_half(case: NormCase) -> Found:
+def keeps_digits_in_half(case: NormCase) -> Reply:
     """Do bfloat16 inputs at mean 30 give the outputs of float64, up to rounding?
 
     Parameters stay in float32, as in mixed precision, if the norm supports that.
@@ -52,7 +63,7 @@ def keeps_digits_in_half(case: NormCase) -> Found:
 
 
 @torch.no_grad()
-def _climbs_evenly(case: NormCase) -> Found:
+def _climbs_evenly(case: NormCase) -> Reply:
     """Do equal steps of a float64 input move outputs equally, up to the outputs' own rounding?"""
     x, norm = STAIRS_MEAN + case.values(torch.float64), case.build(torch.float64)
     step = STAIRS_STEP * case.values(torch.float64, 1)
@@ -75,7 +86,7 @@ BEND = 0.05  # share of an output's change over the step; outputs that bend more
 FINE, COARSE = (1e-6, 1e-3, 1e-6), (1e-3, 1e-2, 1e-2)
 
 
-def gradient_is_right(case: NormCase, training: bool) -> Found:
+def gradient_is_right(case: NormCase, training: bool) -> Reply:
     """Does autograd agree with differences, for the input and every parameter?"""
     if case.lone.computes_in_half:
         return skipped("computes in half precision, too coarse for differences")
@@ -116,8 +127,8 @@ def find_wrong_slope(
     def run(x: Tensor, *given: Tensor) -> Tensor:
         torch.default_generator.manual_seed(0)
         state = {name: value.clone() for name, value in start.items()}
-        own = {**dict(zip(named, given, strict=True)), **state}
-        return functional_call(norm, own, (x,))
+        tensors = {**dict(zip(named, given, strict=True)), **state}
+        return functional_call(norm, tensors, (x,))
 
     inputs = [t.requires_grad_() for t in (case.values(torch.float64), *named.values())]
     out = run(*inputs)
@@ -151,7 +162,7 @@ REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)
 CONSTANT = 3.5  # its sums and means are exact, so a variance is 0
 
 
-def keeps_digits_far_from_zero(case: NormCase) -> Found:
+def keeps_digits_far_from_zero(case: NormCase) -> Reply:
     """Does float32 give the outputs of float64, up to rounding?"""
     if case.lone.draws:
         return skipped(DRAWS)
@@ -169,14 +180,16 @@ def is_finite_on(
 ) -> str | None:
     """Are outputs, gradients and running state finite?"""
     probe = case.probe(training, torch.float32)
-    found = probe.observe(transform(probe.inputs[0]), upstream=EVERYWHERE)
-    parts = {
-        "output": [found.output],
-        "gradient": found.gradients,
-        "running state": found.state.values(),
+    step = probe.observe(transform(probe.inputs[0]), upstream=EVERYWHERE)
+    results = {
+        "output": [step.output],
+        "gradient": step.gradients,
+        "running state": step.state.values(),
     }
-    wrong = [name for name, own in parts.items() if not all(t.isfinite().all() for t in own)]
-    return f"{wrong[0]} not finite" if wrong else None
+    for name, tensors in results.items():
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            return f"{name} not finite"
+    return None
 
 
 def one_sample(norm: LoneNorm) -> list[Shape]:
@@ -193,7 +206,7 @@ def no_sample(norm: LoneNorm) -> list[Shape]:
 
 
 @torch.no_grad()
-def handles_few_values(case: NormCase, training: bool) -> Found:
+def handles_few_values(case: NormCase, training: bool) -> Reply:
     """Is so small an input refused, or its output finite and, in training, not constant?"""
     norm = case.build().train(training)
     try:
@@ -214,6 +227,7 @@ def handles_few_values(case: NormCase, training: bool) -> Found:
 # ---------------------------------------------------------------- compiler
 
 EXACT = 1e-6  # of inputs in float64; a norm may compute in float32
+OUTPUT_SCALE, MIN_GRADIENT = 1e-2, 1e-3  # smaller outputs, and gradients or state, count as these
 PARTS, PART_SIZE = 4, 2
 
 
@@ -222,9 +236,9 @@ def compiles(case: NormCase, training: bool) -> str | None:
 
     Without code generation, because only tracing is tested.
     """
-    norm, own = (case.trained(torch.float32).train(training) for _ in range(2))
+    norm, twin = (case.trained(torch.float32).train(training) for _ in range(2))
     torch.compiler.reset()
-    compiled = torch.compile(own, fullgraph=True, backend="aot_eager", dynamic=False)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=False)
     torch.default_generator.manual_seed(0)
     try:
         out = compiled(case.values().requires_grad_())
@@ -248,35 +262,58 @@ def _reason(error: Exception) -> str:
 # ---------------------------------------------------------------- replicas and parts of a step
 
 
-def stacks(case: NormCase) -> Found:
+def stacks(case: NormCase) -> Reply:
     """Do two replicas under vmap get the outputs, gradients and state of each alone?"""
     if case.lone.draws:
         return skipped("draws random numbers, so each seed trains by itself")
-    sites = []
-    for seed in (1, 2):
-        sites.append(_site(case))
-        torch.default_generator.manual_seed(seed)
-        with torch.no_grad():
-            for parameter in sites[-1].parameters():
+    sites = [_site(case) for _ in range(2)]
+    for seed, site in enumerate(sites):
+        with fixed_draws(seed + 1), torch.no_grad():
+            for parameter in site.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
     x = torch.stack([case.values(torch.float64, seed) for seed in (3, 4)])
-    try:
-        both = InTurn(sites), Stacked(sites)  # Stacked copies the sites
-        alone, stacked = (_step(replicas, x) for replicas in both)
-    except Exception as error:  # vmap and foreign code may raise anything
-        return first_line(error)
-    moved = _first_moved(alone, stacked)
+    return find_stacking_fault(sites, {"inputs": x.requires_grad_()}, tolerance=EXACT)
+
+
+def find_stacking_fault(
+    networks: Sequence[nn.Module],
+    batch: Batch,
+    *,
+    with_backward: bool = True,
+    tolerance: float = TOLERANCE,
+) -> str | None:
+    """Says why these networks cannot run under vmap; None if they train as each alone does.
+
+    Args:
+        batch: of each network, (S, N, ...).
+        with_backward: gradients and state are compared as well as outputs.
+    """
+    steps = []
+    for form in (InTurn, Stacked):
+        try:
+            replicas = form([*map(copy.deepcopy, networks)])
+            steps.append(_training_step(replicas, batch, with_backward=with_backward))
+        except (
+            Exception
+        ) as error:  # vmap and foreign code may raise anything; the fallback is exact
+            return first_line(error)
+        try:
+            copy.deepcopy(replicas)
+        except Exception:  # a tensor of vmap, or foreign code
+            return "a module keeps a tensor of its forward outside its buffers"
+    alone, stacked = steps
+    moved = _first_moved(alone, stacked, tolerance)
     return f"{moved} differs under vmap" if moved else None
 
 
-def splits(case: NormCase) -> Found:
+def splits(case: NormCase) -> Reply:
     """Do ghost groups of one forward get the outputs, gradients and state of micro-batches?"""
     if is_sequential(case.build()):
         return measured("refused", "declares its state sequential")
-    x = case.values(torch.float64)[None]
-    accumulated = _step(InTurn([_site(case)]), x, PARTS)
-    ghost = _step(InTurn([_site(case, PART_SIZE)]), x)
-    moved = _first_moved(accumulated, ghost)
+    batch = {"inputs": case.values(torch.float64)[None].requires_grad_()}
+    accumulated = _training_step(InTurn([_site(case)]), batch, PARTS)
+    ghost = _training_step(InTurn([_site(case, PART_SIZE)]), batch)
+    moved = _first_moved(accumulated, ghost, EXACT)
     return f"{moved} differs, {PARTS} groups of {PART_SIZE}" if moved else None
 
 
@@ -285,9 +322,9 @@ def state_of_split(case: NormCase) -> Answer:
     whole = _site(case)
     if not list(whole.buffers()) or is_sequential(whole):
         return skipped("has no buffers" if not list(whole.buffers()) else "sequential state")
-    x = case.values(torch.float64)[None]
-    after, ghost = (_step(InTurn([s]), x) for s in (whole, _site(case, PART_SIZE)))
-    far = max(change(after[name], ghost[name]) for name, _ in whole.norm.named_buffers())
+    batch = {"inputs": case.values(torch.float64)[None]}
+    after, ghost = (_training_step(InTurn([s]), batch) for s in (whole, _site(case, PART_SIZE)))
+    far = max(change(after[name], ghost[name]) for name, _ in whole.named_buffers())
     detail = f"{PARTS} parts of {PART_SIZE}"
     return measured("exact" if far < EXACT else float(f"{far:.2g}"), detail)
 
@@ -300,42 +337,53 @@ def batch_to_split(norm: LoneNorm) -> list[Shape]:
 
 
 def _site(case: NormCase, norm_batch_size: int | None = None) -> Site:
-    site = Site(case.trained(), "map", norm_batch_size)
-    torch.default_generator.manual_seed(0)  # the draws of the step
-    return site
+    return Site(case.trained(), "map", norm_batch_size)
 
 
-def _step(replicas: InTurn | Stacked, x: Tensor, num_parts: int = 1) -> State:
-    """Outputs, gradients and final state of a training step in equal parts, by name.
+def _training_step(
+    replicas: InTurn | Stacked, batch: Batch, num_parts: int = 1, *, with_backward: bool = True
+) -> State:
+    """Outputs and, with a backward, gradients and final state of a step in equal parts, by name.
 
-    Shapes: x (S, N, C, *), every result (S, ...).
+    Every result is (S, ...). Inputs that require a gradient have theirs among the results.
     """
-    x = x.clone().requires_grad_()
-    weights = values(tuple(x.shape), torch.float64, 1)
-    start, outs, ends = read_state(replicas), [], []
-    for part, own in zip(x.chunk(num_parts, 1), weights.chunk(num_parts, 1), strict=True):
-        write_state(replicas, start)
-        outs.append(replicas.measure({"inputs": part}, lambda output, _: output))
-        if outs[-1].requires_grad:
-            (outs[-1] * own).sum().backward()
-        ends.append(read_state(replicas))
+    inputs = batch["inputs"]
+    inputs.grad = None
+    start, outputs, ends = read_state(replicas), [], []
+    with fixed_draws(), torch.set_grad_enabled(with_backward):
+        for index in range(num_parts):
+            write_state(replicas, start)
+            part = {name: value.chunk(num_parts, 1)[index] for name, value in batch.items()}
+            outputs.append(replicas.measure(part, lambda output, _: output))
+            if outputs[-1].requires_grad:
+                weights = normal((*inputs.shape[:2], *outputs[-1].shape[2:]), 1)
+                weights = weights.chunk(num_parts, 1)[index].to(outputs[-1].dtype)
+                (outputs[-1] * weights).sum().backward()
+            ends.append(read_state(replicas))
     if num_parts > 1:
         shares = [1 / num_parts] * num_parts
         write_state(replicas, merge_state(replicas, start, ends, shares))
-    left = []
+    results = {"the output": torch.cat(outputs, 1).detach()}
+    if not with_backward:
+        return results
+    if inputs.grad is not None:
+        results["the gradient of the input"] = inputs.grad
+    of_trees = []
     for tree in replicas.trees:
-        norm = tree.get_submodule("norm")
-        gradients = {f"the gradient of {n}": p.grad for n, p in norm.named_parameters()}
-        left.append({n: g for n, g in gradients.items() if g is not None} | read_state(norm))
-    if not replicas.is_stacked:
-        left = [{name: torch.stack([own[name] for own in left]) for name in left[0]}]
-    slope = {} if x.grad is None else {"the gradient of the input": x.grad}
-    return {"the output": torch.cat(outs, 1), **slope, **left[0]}
+        slopes = {f"the gradient of {name}": p.grad for name, p in tree.named_parameters()}
+        of_trees.append({n: g for n, g in slopes.items() if g is not None} | read_state(tree))
+    if replicas.is_stacked:
+        return results | of_trees[0]
+    return results | {name: torch.stack([t[name] for t in of_trees]) for name in of_trees[0]}
 
 
-def _first_moved(before: State, after: State) -> str | None:
-    names = (n for n in before if moves(before[n], after[n], tolerance=EXACT))
-    return next(names, None)
+def _first_moved(before: State, after: State, tolerance: float) -> str | None:
+    """The first result that differs or is missing; values are compared on their usual scales."""
+    for name, value in before.items():
+        scale = OUTPUT_SCALE if name == "the output" else MIN_GRADIENT
+        if name not in after or moves(value, after[name], scale=scale, tolerance=tolerance):
+            return name
+    return None
 
 
 # ---------------------------------------------------------------- autocast and memory
@@ -376,13 +424,13 @@ def bytes_kept(lone: LoneNorm) -> Answer:
         return skipped("takes no features, texts or maps")
     norm, shape = _for_memory(fitting[0], lone)
     x = values(shape).requires_grad_()
-    own = {t.untyped_storage().data_ptr() for t in (*norm.parameters(), *norm.buffers())}
+    of_norm = {t.untyped_storage().data_ptr() for t in (*norm.parameters(), *norm.buffers())}
     kept: dict[int, int] = {}
     held: list[Tensor] = []  # keeps addresses from being reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in of_norm:
             kept[storage.data_ptr()] = storage.nbytes()
         held.append(tensor)
         return tensor

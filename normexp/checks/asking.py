@@ -53,7 +53,7 @@ def skipped(reason: str) -> Answer:
     return Answer(status="skipped", detail=reason)
 
 
-Found = Answer | str | None  # a string is a fault, or what moves; None: nothing is wrong
+Reply = Answer | str | None  # a string names a fault, or what moves; None: nothing is wrong
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,12 @@ class Question:
 
     Attributes:
         name: of the line on the card, or of the field of `Traits`.
-        ask: takes the norm, or with `shapes` a `NormCase`, and with `modes` true for training; for
-            a consequence it takes the network. The first line of its docstring is the question.
-        follows: a section of the card, or the consequence for a network. A trait is whatever `ask`
-            returns; else it returns a message for the user, or None.
+        ask: the function that answers; the first line of its docstring is the question. About a
+            norm it is called with the `LoneNorm` or, if `shapes` is set, with one `NormCase` per
+            shape, followed by true for training and false for evaluation if `modes` is set. About
+            a network it is called with the `BuiltNetwork`, and returns the value of a trait, else
+            a message for the user or None.
+        follows: a section of the card, or the consequence for a network.
         shapes: the inputs (N, C, *) of a norm to ask about.
         says: the answer over all shapes and modes. "fault": the first fault, else the first
             answer. "moves", "same": the modes in which something or nothing moves.
@@ -86,9 +88,9 @@ class Question:
 
 
 def ask_norm(questions: Iterable[Question], norm: LoneNorm) -> list[Answer]:
-    """Asks one by one: an exception is a failure of its own question.
+    """Asks in order; an exception fails only the question that raised it.
 
-    Each starts from the same random state, and leaves the caller's as it was.
+    Every question starts from the same random state. The caller's is restored.
     """
     lines = []
     for question in questions:
@@ -105,15 +107,15 @@ def ask_norm(questions: Iterable[Question], norm: LoneNorm) -> list[Answer]:
 
 def _first_fault(question: Question, norm: LoneNorm) -> Answer:
     if question.shapes is None:
-        found: Found = question.ask(norm)
-        return failed(found) if isinstance(found, str) else found or Answer()
+        reply: Reply = question.ask(norm)
+        return failed(reply) if isinstance(reply, str) else reply or Answer()
     shapes, first = question.shapes(norm), None
     modes = [(training,) for training in question.modes] or [()]
     for shape, mode in itertools.product(shapes, modes):
-        found = question.ask(norm.at(shape), *mode)
-        if isinstance(found, str):
-            return failed(", ".join([found, *map(mode_name, mode), show(shape)]))
-        first = first or found
+        reply = question.ask(norm.at(shape), *mode)
+        if isinstance(reply, str):
+            return failed(", ".join([reply, *map(mode_name, mode), show(shape)]))
+        first = first or reply
     return first or (Answer() if shapes else skipped(NO_INPUT))
 
 
@@ -126,7 +128,7 @@ def _modes_that_move(question: Question, norm: LoneNorm) -> Answer:
     shown: dict[bool, str] = {}
     for training in MODES:
         for shape in shapes:
-            moved: Found = question.ask(norm.at(shape), training)
+            moved: Reply = question.ask(norm.at(shape), training)
             if isinstance(moved, Answer):
                 return moved
             if moved and question.says == "same":
@@ -148,16 +150,16 @@ def ask_network(questions: Iterable[Question], network: BuiltNetwork) -> dict[st
     """
     traits: dict[str, Any] = {}
     for question in questions:
-        found = network.once(question.ask)
+        reply = network.once(question.ask)
         if question.follows == "trait":
-            traits[question.name] = found
-        elif found is None:
+            traits[question.name] = reply
+        elif reply is None:
             continue
         elif question.follows == "refusal":
-            raise UserError(found)
+            raise UserError(reply)
         else:
             level = logging.WARNING if question.follows == "warning" else logging.INFO
-            logger.log(level, "%s", found)
+            logger.log(level, "%s", reply)
     return traits
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from normexp.checks.asking import Answer, Found, measured, show, skipped
+from normexp.checks.asking import Answer, Reply, measured, show, skipped
 from normexp.checks.lone_norm import LADDER, LoneNorm, NormCase, Shape, arguments_of, shape_at
 from normexp.checks.probe import EVERYWHERE, MODES, differ, moves
 from normexp.errors import first_line
@@ -22,16 +22,16 @@ STEPS = 3  # of training
 # ---------------------------------------------------------------- inputs
 
 
-def takes_an_input(norm: LoneNorm) -> Found:
+def takes_an_input(norm: LoneNorm) -> Reply:
     """Is any input mapped to its own shape?"""
     if norm.shapes:
         return None
-    found = [takes_dims(num_dims, norm) for num_dims in PROBED_DIMS]
-    wrong = [answer for answer in found if isinstance(answer, str)]
+    replies = [takes_dims(num_dims, norm) for num_dims in PROBED_DIMS]
+    wrong = [reply for reply in replies if isinstance(reply, str)]
     return wrong[0] if wrong else norm.problem or "every input is refused"
 
 
-def takes_dims(num_dims: int, norm: LoneNorm) -> Found:
+def takes_dims(num_dims: int, norm: LoneNorm) -> Reply:
     """Is the shape of the input kept, in both modes?
 
     Asks the norm without a wrapper. Another shape is a fault only if no map is taken.
@@ -87,7 +87,7 @@ def finite(case: NormCase, training: bool) -> str | None:
 # ---------------------------------------------------------------- dtypes and memory
 
 
-def keeps_dtype(norm: LoneNorm) -> Found:
+def keeps_dtype(norm: LoneNorm) -> Reply:
     """Does the output have the dtype of the input?"""
     missing, case = [], norm.smallest
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -115,7 +115,7 @@ def own_maps(norm: LoneNorm) -> list[Shape]:
     return norm.with_dims(4) if 4 in norm.layout.num_dims else []
 
 
-def keeps_channels_last(case: NormCase) -> Found:
+def keeps_channels_last(case: NormCase) -> Reply:
     """Does a channels_last map stay one?"""
     out = case.build()(case.values().contiguous(memory_format=torch.channels_last))
     keeps = out.is_contiguous(memory_format=torch.channels_last)
@@ -152,7 +152,7 @@ def leaves_input_alone(case: NormCase, training: bool) -> str | None:
 # ---------------------------------------------------------------- parameters and state
 
 
-def makes_parameters_at_once(norm: LoneNorm) -> Found:
+def makes_parameters_at_once(norm: LoneNorm) -> Reply:
     """Does __init__ make every parameter, in time for the optimizer?"""
     module = norm.smallest.build()
     before = dict(module.named_parameters())
@@ -181,8 +181,8 @@ def holds_no_graph(case: NormCase) -> str | None:
     for path, module in norm.named_modules():
         kept |= {f"{path}.{name}".lstrip("."): value for name, value in vars(module).items()}
     for name, tensor in kept.items():
-        own = isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
-        if own and (tensor.requires_grad or tensor.grad_fn is not None):
+        is_kept = isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
+        if is_kept and (tensor.requires_grad or tensor.grad_fn is not None):
             return f"{name} keeps the graph of {STEPS} forwards, and memory grows; detach it"
     return None
 
@@ -213,7 +213,7 @@ def is_deterministic(case: NormCase) -> str | None:
 
 
 @torch.no_grad()
-def keeps_state_in_evaluation(case: NormCase) -> Found:
+def keeps_state_in_evaluation(case: NormCase) -> Reply:
     """Does evaluation leave the buffers alone?"""
     norm = case.trained(torch.float32).eval()
     before = read_state(norm)
@@ -232,7 +232,7 @@ EXACT = 1e-4  # relative, of an average that follows a statistic
 SOUND = ("mean", "unbiased variance")
 
 
-def averages_as_torch(case: NormCase) -> Found:
+def averages_as_torch(case: NormCase) -> Reply:
     """Are the running averages those of torch's batch norm?
 
     One step shows what a buffer with a value per channel averages. A buffer that averages
@@ -252,10 +252,10 @@ def averages_as_torch(case: NormCase) -> Found:
     for name, old in before.items():
         if old.numel() != case.shape[1] or torch.equal(old, after[name]):
             continue
-        found = _find_average(old.flatten(), after[name].flatten(), statistics)
-        if found is None:
+        average = _find_average(old.flatten(), after[name].flatten(), statistics)
+        if average is None:
             continue
-        what, weight = found
+        what, weight = average
         recognized.append(name)
         if what not in SOUND:
             faults.append(f"{name} averages the {what}, not the {SOUND[1]}")
@@ -292,7 +292,7 @@ def _find_average(
     return None
 
 
-def evaluates_by_averages(case: NormCase) -> Found:
+def evaluates_by_averages(case: NormCase) -> Reply:
     """Does evaluation ignore other samples, if training keeps averages?"""
     probe = case.probe()
     before, after = read_state(probe.module), probe.observe().state
@@ -315,7 +315,7 @@ ARGUMENT_STEPS = 20  # longer than a short warm-up
 Knobs = dict[str, Any]
 
 
-def uses_arguments(norm: LoneNorm) -> Found:
+def uses_arguments(norm: LoneNorm) -> Reply:
     """Does every flag and number move a parameter, output, gradient or state, or cause a refusal?
 
     Each is changed alone, and together with each other one: a momentum matters only if averages
@@ -393,7 +393,7 @@ def _observe_steps(case: NormCase, knobs: Knobs) -> list[Tensor] | None:
                 seen.append(norm(2 + 4 ** (seed % 3 - 1) * x(seed)))
             seen += read_state(norm).values()
             seen.append(norm.eval()(x(ARGUMENT_STEPS)))
-        found = case.probe(True, **knobs).observe(upstream=EVERYWHERE)
+        step = case.probe(True, **knobs).observe(upstream=EVERYWHERE)
     except Exception:  # of foreign code, any kind
         return None
-    return [*seen, *found.gradients]
+    return [*seen, *step.gradients]

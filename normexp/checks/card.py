@@ -100,9 +100,9 @@ def as_markdown(cards: Sequence[Card]) -> str:
     rows = [["", *titles], ["---", *["---"] * len(titles)]]
     for section, lines in side_by_side(cards):
         rows.append([f"**{section}**", *[""] * len(titles)])
-        for name, found in lines:
-            details = [found[0].detail] if alone and found[0] else []
-            rows.append([name, *map(outcome, found), *details])
+        for name, answers in lines:
+            details = [answers[0].detail] if alone and answers[0] else []
+            rows.append([name, *map(outcome, answers), *details])
     table = ["| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows]
     failures = [f"- {card.name}, {line.name}: {line.detail}" for card, line in failures_of(cards)]
     head = [card.headline if alone else card.verdict for card in cards]
@@ -127,9 +127,9 @@ def side_by_side(cards: Sequence[Card]) -> list[tuple[str, Rows]]:
     sections: dict[str, dict[str, None]] = {}
     for line in (line for card in cards for line in card.lines):
         sections.setdefault(line.section, {})[line.name] = None
-    found = [{(line.section, line.name): line for line in card.lines} for card in cards]
+    by_name = [{(line.section, line.name): line for line in card.lines} for card in cards]
     return [
-        (section, [(name, [own.get((section, name)) for own in found]) for name in names])
+        (section, [(name, [lines.get((section, name)) for lines in by_name]) for name in names])
         for section, names in sections.items()
     ]
 
@@ -172,14 +172,15 @@ def _table(cards: Sequence[Card], *, alone: bool) -> Table:
         shown = [row for row in sections[section] if not all(map(_is_plain, row[1]))]
         if shown:
             table.add_row(Text(f"\n{section}", style="bold"))
-        for name, found in shown:
-            details = [Text(line.detail) for line in found[:1] if alone and line]
-            table.add_row(Text(f"  {name}"), *map(_cell, found), *details)
-    rows = [found for names in sections.values() for _, found in names]
-    plain = [found for found in rows if all(map(_is_plain, found))]
+        for name, answers in shown:
+            details = [Text(line.detail) for line in answers[:1] if alone and line]
+            table.add_row(Text(f"  {name}"), *map(_cell, answers), *details)
+    rows = [answers for lines in sections.values() for _, answers in lines]
+    plain = [answers for answers in rows if all(map(_is_plain, answers))]
     if plain:
         passes = [
-            sum(line.status == "pass" for line in own if line) for own in zip(*plain, strict=True)
+            sum(line.status == "pass" for line in lines if line)
+            for lines in zip(*plain, strict=True)
         ]
         marks = [Text(f"\n{count} pass", style=STYLES["pass"]) for count in passes]
         hint = ["\nthe others do not apply; format=markdown lists all"] if alone else []

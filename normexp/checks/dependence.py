@@ -109,7 +109,7 @@ def where_samples_mix(network: BuiltNetwork, training: bool) -> str | None:
 
 
 def _blame(network: BuiltNetwork, bare_does: bool) -> str:
-    """Where a fault of the whole network lies that no site shows by itself.
+    """Where the fault of a whole network lies if no site shows it by itself.
 
     Args:
         bare_does: the network without its norms has the fault as well.
@@ -159,14 +159,14 @@ def other_first_axis(network: BuiltNetwork) -> str | None:
 
 @dataclass(frozen=True, order=True)
 class Reach:
-    """How many values a statistic pools: `own` of one sample, `other` of each further sample."""
+    """How many values a statistic pools: of one sample, and of each further one."""
 
-    own: int
-    other: float
+    of_sample: int
+    of_others: float
 
     def num_values(self, group_size: int) -> int:
         """Values in the statistic when `group_size` samples share one."""
-        return self.own + round(self.other * (group_size - 1))
+        return self.of_sample + round(self.of_others * (group_size - 1))
 
 
 def reach_of(site: EnteredSite) -> Reach | None:

@@ -24,7 +24,8 @@ from normexp.checks.probe import (
 )
 from normexp.checks.sites import EnteredSite, name_some
 
-STEP, BEND, FAR = 1e-5, 0.05, 0.01  # of a difference in float64, and how far a slope may be off
+STEP = 1e-5  # of a difference in float64
+BEND, FAR = 0.05, 0.01  # relative: outputs that bend more are left out; error of a slope
 
 
 def _foreign_sites(network: BuiltNetwork) -> Iterator[EnteredSite]:
@@ -60,9 +61,9 @@ def _first_of_sites(
 
 def input_written(network: BuiltNetwork) -> str | None:
     """Does a norm leave its input as it is?"""
-    found = _first_of_sites(network, _writes_input)
-    return found and (
-        f"the norm at {found[0]} writes to its input in place {found[1]}, which other layers read; "
+    fault = _first_of_sites(network, _writes_input)
+    return fault and (
+        f"the norm at {fault[0]} writes to its input in place {fault[1]}, which other layers read; "
         "let it work on x.clone()"
     )
 
@@ -85,22 +86,22 @@ def _writes_input(site: EnteredSite) -> str | None:
 
 def input_gradient_is_missing(network: BuiltNetwork) -> str | None:
     """Does a gradient reach what comes before a norm?"""
-    found = network.once(_wrong_slopes)
-    if found is None or not found[1].startswith("no"):
+    fault = network.once(_wrong_slopes)
+    if fault is None or not fault[1].startswith("no"):
         return None
     return (
-        f"no gradient reaches the input of the norm at {found[0]}, though its output depends on "
+        f"no gradient reaches the input of the norm at {fault[0]}, though its output depends on "
         "it: layers before it are not trained; remove the detach"
     )
 
 
 def input_gradient_is_wrong(network: BuiltNetwork) -> str | None:
     """Is the gradient of a norm's input the slope of its output?"""
-    found = network.once(_wrong_slopes)
-    if found is None or found[1].startswith("no"):
+    fault = network.once(_wrong_slopes)
+    if fault is None or fault[1].startswith("no"):
         return None
     return (
-        f"the gradient of the input of the norm at {found[0]} differs from the slope of its "
+        f"the gradient of the input of the norm at {fault[0]} differs from the slope of its "
         "output; this is right only if its backward, or a detached statistic, is meant to differ"
     )
 
@@ -178,10 +179,10 @@ def _leaves_of(output: Tensor) -> list[Tensor]:
 
 
 def freezes_parameters(network: BuiltNetwork) -> str | None:
-    """Do parameters that are trained stay so?"""
+    """Does a forward leave `requires_grad` of parameters alone?"""
     if not network.is_foreign:
         return None
-    model = copy.deepcopy(network.network).train()  # unlike this one, no other question ran it
+    model = copy.deepcopy(network.network).train()  # other questions have run `exposed` already
     before = [name for name, p in model.named_parameters() if p.requires_grad]
     with fixed_draws():
         model(*model_arguments(network.short))
@@ -226,7 +227,7 @@ def copies_differ(network: BuiltNetwork) -> str | None:
 def _tensors_outside(network: nn.Module) -> list[Tensor]:
     """Tensors that functions in attributes hold, hooks included, and that the network does not."""
     inside = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
-    found: dict[int, Tensor] = {}
+    outside: dict[int, Tensor] = {}
     for module in network.modules():
         for function in _functions_in(list(vars(module).values())):
             cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -235,8 +236,8 @@ def _tensors_outside(network: nn.Module) -> list[Tensor]:
                     tensors = [*held.parameters(), *held.buffers()]
                 else:
                     tensors = [held] if isinstance(held, Tensor) else []
-                found |= {id(tensor): tensor for tensor in tensors if id(tensor) not in inside}
-    return list(found.values())
+                outside |= {id(tensor): tensor for tensor in tensors if id(tensor) not in inside}
+    return list(outside.values())
 
 
 def _functions_in(values: list[Any]) -> Iterator[Any]:
@@ -264,7 +265,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def seeds_draws(network: BuiltNetwork) -> str | None:
-    """Does a forward leave global random states to go their way?"""
+    """Does a forward leave the seeds of global random generators alone?"""
     if not network.is_foreign:
         return None
     model = copy.deepcopy(network.exposed).train()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
+from normexp.batching.replicas import Batch, model_arguments
+from normexp.checks.agreement import find_stacking_fault
 from normexp.checks.network import BuiltNetwork, Case, places_where
 from normexp.checks.probe import (
     MANY_STEPS,
@@ -31,7 +32,6 @@ from normexp.norms.site import Site, named_sites
 from normexp.norms.state import is_sequential as declares_order
 from normexp.records.sources import source_line_of
 
-MIN_GRADIENT = 1e-3  # the scale on which gradients and state are compared
 NETWORK_STEPS, NORM_STEPS = 1, 20  # training steps in which hidden state may show
 
 
@@ -233,17 +233,17 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
 def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
     """The paths of plain attributes, tensors or numbers, that differ between two modules."""
 
-    def are_unlike(one: Any, two: Any) -> bool:
-        if isinstance(one, Tensor) and isinstance(two, Tensor):
-            return not torch.equal(one, two)
-        return isinstance(one, PLAIN) and repr(one) != repr(two)
+    def are_unlike(value: Any, other: Any) -> bool:
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            return not torch.equal(value, other)
+        return isinstance(value, PLAIN) and repr(value) != repr(other)
 
     internal = vars(nn.Module())
     twins = dict(other.named_modules())
     return [
         f"{path}.{name}".lstrip(".")
-        for path, own in module.named_modules()
-        for name, value in vars(own).items()
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
         if name not in internal and are_unlike(value, vars(twins[path]).get(name))
     ]
 
@@ -274,9 +274,9 @@ def _other(x: Tensor, step: int = 5) -> Tensor:
 def _advanced(value: Any) -> Any:
     """Adds MANY_STEPS to a number, or to every number in a list or dict."""
     if isinstance(value, list):
-        return [_advanced(each) for each in value]
+        return [_advanced(member) for member in value]
     if isinstance(value, dict):
-        return {key: _advanced(each) for key, each in value.items()}
+        return {key: _advanced(member) for key, member in value.items()}
     if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
         return value + MANY_STEPS
     return value
@@ -407,26 +407,11 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
     wide = in_float64(network, *model_arguments(batch)) if foreign else None
     module, (inputs, *_) = wide or (network, (batch["inputs"],))
     networks = [copy.deepcopy(module).train() for _ in range(3 if foreign else 2)]
-    every = {n: torch.stack([v] * len(networks)) for n, v in {**batch, "inputs": inputs}.items()}
+    batches = {n: torch.stack([v] * len(networks)) for n, v in {**batch, "inputs": inputs}.items()}
     if foreign:
-        for seed, own in enumerate(networks):
-            _shift(own, every["inputs"][seed], seed)
-    try:
-        alone, stacked = (
-            _training_step(form([*map(copy.deepcopy, networks)]), every, with_backward=foreign)
-            for form in (InTurn, Stacked)
-        )
-    except Exception as error:  # foreign modules may raise anything; the fallback is exact
-        return first_line(error)
-    if stacked is None or alone is None:
-        return "a module keeps a tensor of its forward outside its buffers"
-    scales = {"outputs": 1e-2}
-    for name, value in alone.items():
-        other = stacked.get(name)
-        if other is None or moves(value, other, scale=scales.get(name, MIN_GRADIENT)):
-            verb = "differ" if name.endswith("s") else "differs"
-            return f"its {name} under vmap {verb}"
-    return None
+        for seed, replica in enumerate(networks):
+            _shift(replica, batches["inputs"][seed], seed)
+    return find_stacking_fault(networks, batches, with_backward=foreign)
 
 
 @torch.no_grad()
@@ -439,34 +424,3 @@ def _shift(network: nn.Module, inputs: Tensor, seed: int) -> None:
         if buffer.is_floating_point():
             buffer *= 1 + 0.1 * seed
     inputs.copy_(_other(inputs, seed))
-
-
-def _training_step(
-    replicas: InTurn | Stacked, batch: Batch, *, with_backward: bool
-) -> dict[str, Tensor] | None:
-    """Outputs and, with a backward, gradients and state, all (S, ...); None without a copy after.
-
-    A tensor from inside vmap cannot be used outside, so a module that keeps one cannot be copied.
-    """
-    with fixed_draws(), torch.set_grad_enabled(with_backward):
-        outputs = replicas.measure(batch, lambda output, _: output)
-        found = {"outputs": outputs.detach()}
-        if with_backward and outputs.requires_grad:
-            (outputs * normal(outputs.shape, 1).to(outputs.dtype)).sum().backward()
-    try:
-        copy.deepcopy(replicas)
-    except Exception:  # foreign code, or a tensor of vmap
-        return None
-    if not with_backward:
-        return found
-    trees = [dict(tree.named_parameters()) for tree in replicas.trees]
-    states = [dict(tree.named_buffers()) for tree in replicas.trees]
-    for name in trees[0]:
-        slopes = [p.grad for p in (tree[name] for tree in trees) if p.grad is not None]
-        if slopes:
-            own = slopes[0] if replicas.is_stacked else torch.stack(slopes)
-            found[f"gradient of {name}"] = own.detach().clone()
-    for name in states[0]:
-        own = [state[name] for state in states]
-        found[f"buffer {name}"] = (own[0] if replicas.is_stacked else torch.stack(own)).clone()
-    return found

@@ -21,8 +21,17 @@ from normexp.checks.probe import (
     moves,
     normal,
 )
+from normexp.config.target import Target
 from normexp.errors import UserError
-from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, bind_eps, find_layout
+from normexp.norms.adapt import (
+    EPS_NAMES,
+    PROBED_DIMS,
+    Layout,
+    adapt,
+    bind_eps,
+    find_layout,
+    is_shipped,
+)
 from normexp.norms.slots import Slots
 
 Shape = tuple[int, ...]
@@ -116,14 +125,15 @@ class NormCase:
         return values(self.shape, dtype, seed)
 
     def bare(self, **knobs: Any) -> nn.Module:
-        """The norm without a wrapper."""
+        """The norm without a wrapper; a shipped one is built directly."""
         _, num_features, *positions = self.shape
-        make = self.lone.make
-        needed = arguments_of(make).get("num_positions")
-        if needed is not None and needed.default is needed.empty:
-            make = partial(make, num_positions=positions[-1] if positions else 1)
-        make = partial(make, **knobs) if knobs else make
-        return adapt(make, target=self.lone.target, eps=self.lone.eps)(num_features)
+        path, eps = self.lone.target, self.lone.eps
+        target = Target("norm", path, partial(self.lone.make, **knobs))
+        target = target.filled_in({"num_positions": positions[-1] if positions else 1})
+        if not is_shipped(path):
+            return adapt(target.call, target=path, eps=eps)(num_features)
+        target = target if eps is None else target.filled_in({"eps": eps})
+        return target.make(nn.Module, num_features)
 
     def build(self, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
         """The norm as (N, C, *) -> (N, C, *), in training mode and with its first values.
@@ -220,7 +230,7 @@ def open_norm(
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
             the constructor's own error as its cause if that raised.
     """
-    found: list[LoneNorm] = []
+    built: list[LoneNorm] = []
     refusals: list[UserError] = []
     for channels in FEATURES if num_features is None else (num_features,):
         try:
@@ -231,17 +241,17 @@ def open_norm(
             continue
         shapes = (shape_at(channels, step) for step in LADDER)
         shapes = tuple(shape for shape in shapes if accepts(lone.at(shape)))
-        found.append(replace(lone, shapes=shapes))
-    if not found:
+        built.append(replace(lone, shapes=shapes))
+    if not built:
         raise refusals[0]
-    return max(found, key=_measurability)  # the first of equals
+    return max(built, key=_measurability)  # the first of equals
 
 
 def _find_layout(lone: LoneNorm) -> LoneNorm:
     """Sets the layout; channels first for shipped norms and if no layout can be determined."""
     shape = shape_at(lone.num_features, LADDER[-1])
     lone.at(shape).bare()  # refused here, as it would be later
-    if lone.target.startswith("normexp.norms."):
+    if is_shipped(lone.target):
         return lone
     try:
         build = lambda num_features: lone.at(shape_at(num_features, LADDER[-1])).bare()  # noqa: E731

@@ -46,7 +46,7 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class WholeNetwork:
-    """A network with a batch; whatever is found here and at no site is outside of the norms."""
+    """A network with a batch. A fault that it has, and no site, lies outside of its norms."""
 
     module: nn.Module
     batch: Batch
@@ -72,7 +72,7 @@ class WholeNetwork:
 
 @dataclass(frozen=True, eq=False)
 class BuiltNetwork:
-    """A network, the data and the sizes of its training, and what questions have found.
+    """A network, the data and the sizes of its training, and the answers so far.
 
     Attributes:
         network: as it will train; questions are asked of `exposed` where branches could hide.
@@ -149,7 +149,7 @@ class BuiltNetwork:
 
     @cached_property
     def bare(self) -> BuiltNetwork:
-        """The network with the identity as its norm: what it does is no norm's doing."""
+        """The network with identities as norms, whose faults are those of the model."""
         return replace(self, network=without_norms(self.network))
 
     @cached_property
@@ -202,8 +202,8 @@ def places_where(
     """The sites for which a question finds something. Raises UserError with the site's name."""
     for site in sites:
         with site.naming_errors():
-            found = ask(site, training)
-        if found:
+            is_such = ask(site, training)
+        if is_such:
             yield site
 
 

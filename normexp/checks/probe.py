@@ -25,13 +25,13 @@ from normexp.norms.contract import State
 from normexp.norms.state import read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves outputs by less
-# A change that a probe in float64 reports is larger than FINE_TOLERANCE (COARSE_TOLERANCE for
-# modules that compute below float64), and than ABOVE_ROUNDING times what a step of SMALL_STEP of
-# the same inputs changes. A dependence, however weak, falls with the step; rounding does not.
+# In float64 a change counts if it is larger than FINE_TOLERANCE (COARSE_TOLERANCE for modules that
+# compute in less inside), and than ABOVE_ROUNDING times the change after a step of SMALL_STEP:
+# a dependence, however weak, shrinks with the step of the input; rounding does not.
 FINE_TOLERANCE, COARSE_TOLERANCE = 1e-11, 1e-6
 ABOVE_ROUNDING, SMALL_STEP = 32.0, 1e-6
-LARGE_CHANGE = 0.1  # relative; no rounding
-TINY_STEP, FINE_CHANGE = 1e-12, 1e-9  # moves outputs by this much, if all is in float64
+LARGE_CHANGE = 0.1  # relative; never rounding
+TINY_STEP, FINE_CHANGE = 1e-12, 1e-9  # the step moves outputs by less if all is in float64
 MIN_SCALE = 1e-6  # values below are compared on this scale
 MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
@@ -60,13 +60,13 @@ class Observation:
     @property
     def gradients(self) -> list[Tensor]:
         """Of the input, if it takes one, and of the parameters."""
-        own = [] if self.input_gradient is None else [self.input_gradient]
-        return [*own, *self.parameter_gradients.values()]
+        of_input = [] if self.input_gradient is None else [self.input_gradient]
+        return [*of_input, *self.parameter_gradients.values()]
 
     def of_samples(self, keep: Tensor) -> Observation:
         """The observation restricted to the samples `keep` (N,)."""
-        own = None if self.input_gradient is None else self.input_gradient[keep]
-        return replace(self, output=self.output[keep], input_gradient=own)
+        gradient = None if self.input_gradient is None else self.input_gradient[keep]
+        return replace(self, output=self.output[keep], input_gradient=gradient)
 
 
 class Snapshot:
@@ -77,7 +77,7 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = [(own, _copied(_attributes(own))) for own in module.modules()]
+        self._attributes = [(part, _copied(_attributes(part))) for part in module.modules()]
         tensors = {id(t): t for _, kept in self._attributes for t in _tensors_in(kept)}
         self._tensors = [(t, t.detach().clone()) for t in tensors.values() if not is_lazy(t)]
 
@@ -97,9 +97,9 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     """Copies nested dicts, lists and sets; other members are shared."""
     if isinstance(value, dict):
-        own = copy.copy(value)
-        own.update({name: _copied(v) for name, v in value.items() if type(v) in CONTAINERS})
-        return own
+        copied = copy.copy(value)
+        copied.update({name: _copied(v) for name, v in value.items() if type(v) in CONTAINERS})
+        return copied
     return type(value)(map(_copied, value)) if type(value) in CONTAINERS else value
 
 
@@ -151,7 +151,7 @@ class Probe:
 
         Args:
             inputs: x and maybe a mask, in place of the probe's own.
-            upstream: leading axes of the output; random upstream gradients are multiplied by it.
+            upstream: a mask over leading axes of the output; multiplies random upstream gradients.
             only: boolean (N,), runs only these samples.
         """
         inputs = inputs or self.inputs
@@ -181,9 +181,11 @@ class Probe:
         wanted = [*([x] if x.requires_grad else []), *named.values()]
         if not wanted:
             return None, {}
-        found = torch.autograd.grad(out, wanted, weights, allow_unused=True, materialize_grads=True)
-        own = found[: len(wanted) - len(named)]
-        return own[0] if own else None, dict(zip(named, found[len(own) :], strict=True))
+        slopes = torch.autograd.grad(
+            out, wanted, weights, allow_unused=True, materialize_grads=True
+        )
+        of_input = slopes[0] if x.requires_grad else None
+        return of_input, dict(zip(named, slopes[len(slopes) - len(named) :], strict=True))
 
     def influence(
         self, keep: Tensor, *, before: Observation, state: bool = False, first_way: int = 0
@@ -323,7 +325,7 @@ class Probe:
         """A position such that changes from there on move an earlier result; None if none do.
 
         Compares outputs and, in float64 at the likeliest cuts, gradients of a loss on the earlier
-        outputs: those of a gate show what it lets through, however small it is.
+        outputs: however small a gate is, its gradient shows what would pass.
         """
         length, plain = self.inputs[0].shape[self.position_axis], self.observe()
         for index, cut in enumerate(cuts(length)[: self.max_cuts]):
@@ -378,7 +380,7 @@ def in_float64(module: nn.Module, *inputs: Tensor) -> tuple[nn.Module, tuple[Ten
 
 
 def after_many_steps(module: nn.Module, *inputs: Tensor) -> nn.Module | None:
-    """A copy whose counters stand as after MANY_STEPS training forwards; None if that is the same.
+    """A copy whose counters stand as after MANY_STEPS training forwards; None if it acts the same.
 
     A counter is a buffer of one value that a training forward moves, such as the number of steps
     or a gate that closes; the move is extrapolated. None also if the norm cannot run so late.
@@ -454,8 +456,8 @@ def difference(
     tolerance: float = TOLERANCE,
 ) -> str | None:
     """The name of a difference between two observations; None if there is none."""
-    found = distances(before, after, keep, state=state)
-    return next((name for name, far in found.items() if far > tolerance), None)
+    far = distances(before, after, keep, state=state)
+    return next((name for name, distance in far.items() if distance > tolerance), None)
 
 
 def distances(
@@ -465,22 +467,20 @@ def distances(
 
     Outputs and input gradients are compared where `keep` is true; gradients only if both have them.
     """
-    found = {"output": change(_select(before.output, keep), _select(after.output, keep))}
+    far = {"output": change(_select(before.output, keep), _select(after.output, keep))}
     inputs = before.input_gradient, after.input_gradient
     if None not in inputs:
         pair = [_select(gradient, keep) for gradient in inputs if gradient is not None]
-        found["gradient of the input"] = change(*pair)
+        far["gradient of the input"] = change(*pair)
     # Rounding errors scale with the largest of all parameter gradients.
     scale = max(map(_largest, before.parameter_gradients.values()), default=0.0)
     for name, slope in before.parameter_gradients.items():
         if name in after.parameter_gradients:
-            found[f"gradient of {name}"] = change(
-                slope, after.parameter_gradients[name], scale=scale
-            )
+            far[f"gradient of {name}"] = change(slope, after.parameter_gradients[name], scale=scale)
     if state:
         for name, old in before.state.items():
-            found[name] = change(old, after.state[name]) if name in after.state else math.inf
-    return found
+            far[name] = change(old, after.state[name]) if name in after.state else math.inf
+    return far
 
 
 def moved_state(before: State, after: State) -> str | None:

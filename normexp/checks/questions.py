@@ -1,7 +1,7 @@
 """The table of questions. A card, the contract and the preflight of a network are selections of it.
 
-A new question is one row; an answer that may differ from the one before for the same norm raises
-QUESTIONS_VERSION in config/identity.py.
+A new question is one row. Whoever changes what a norm may be answered raises QUESTIONS_VERSION in
+config/identity.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ warns = partial(Question, follows="warning")
 
 BY_SCALE = tuple(partial(operator.mul, factor) for factor in dependence.SCALES)
 BY_SHIFT = tuple(partial(operator.add, by) for by in dependence.SHIFTS)
-# One scale for all channels is a special case.
+# Scaling all channels alike is a special case.
 BY_CHANNEL = (dependence.scaled_by_channel, *BY_SCALE)
 FINITE_ON = {
     "finite on constants": lambda x: 0 * x + agreement.CONSTANT,
@@ -47,7 +47,7 @@ FINITE_ON = {
     "finite at scale 1e12": lambda x: 1e12 * x,
 }
 
-# Of a norm by itself, before anything else: whether there is an input to ask about.
+# Asked first of a norm by itself: which inputs does it take?
 INPUTS = (
     contract("an input is taken", behaviour.takes_an_input),
     *(contract(f"{n}-D inputs", partial(behaviour.takes_dims, n)) for n in PROBED_DIMS),

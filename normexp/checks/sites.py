@@ -162,20 +162,20 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
     Raises:
         UserError: an error of a norm or the model, with the name of the site.
     """
-    found: dict[Any, EnteredSite] = {}
+    entered: dict[Any, EnteredSite] = {}
     inside: list[str] = []
 
     def enter(name: str, content: Any, site: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         inside.append(name)
         x, mask = input_and_mask(args, kwargs)
-        if (content, x.shape) not in found:
+        if (content, x.shape) not in entered:
             positions = x.shape[2:] if site.view == "map" else x.shape[1:2]
             module = SiteOnMaps(site, positions)
             values = as_maps(x, site)
-            found[content, x.shape] = EnteredSite(
+            entered[content, x.shape] = EnteredSite(
                 [], module, values.shape, mask, is_frozen=not site.training
             )
-        found[content, x.shape].names.append(name)
+        entered[content, x.shape].names.append(name)
 
     handles = []
     for name, site in named_sites(network):
@@ -193,7 +193,7 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
     finally:
         for handle in handles:
             handle.remove()
-    return list(found.values())
+    return list(entered.values())
 
 
 class _ContentPickler(pickle.Pickler):
@@ -220,17 +220,17 @@ def expose_branches(network: nn.Module) -> nn.Module:
 
     All samples of a forward share statistics.
     """
-    own = copy.deepcopy(network)
+    exposed = copy.deepcopy(network)
     with fixed_draws(), torch.no_grad():
-        for _, site in named_sites(own):
+        for _, site in named_sites(exposed):
             site.norm_batch_size = None
             for parameter in site.parameters():
                 if not parameter.any():
                     parameter.fill_(1)  # a scale of zero hides all dependence
-        for parameter in own.parameters():
+        for parameter in exposed.parameters():
             if not parameter.any():
                 parameter.normal_(std=0.1)
-    return own
+    return exposed
 
 
 def shorten(network: nn.Module, batch: Batch) -> Batch:

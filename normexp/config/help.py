@@ -60,7 +60,8 @@ def choice_files(group: str, config_dirs: Sequence[str]) -> dict[str, Path]:
 
 def _names_in(folder: Path) -> set[str]:
     files = folder.rglob("*.yaml")
-    return {file.relative_to(folder).with_suffix("").as_posix() for file in files}
+    names = {file.relative_to(folder).with_suffix("").as_posix() for file in files}
+    return names - {"claims"}  # conf/experiment/claims.yaml, which is read and not trained
 
 
 USAGE = {
@@ -79,7 +80,7 @@ launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
 
   python -m normexp.tune 'lr=interval(1e-3,1)' norm=batch,group
-  python -m normexp.tune experiment=tuned_sensitivity
+  python -m normexp.tune experiment=cifar10_full data.root=PATH
 
 The points are known in advance and are the same for every norm: all combinations if there are few,
 otherwise scrambled Sobol points. The same line again resumes the search, and trains nothing that
@@ -127,11 +128,18 @@ Options:
   --cfg job             show the config instead of training; --info shows where it comes from
   TAB                   completes in bash after eval "$(python -m normexp.complete)"
 
+Exit code: 0 finished or diverged, 1 a cell failed or was refused, 2 a mistake in the command,
+130 interrupted with a checkpoint.
+
 Examples:
   python -m normexp.train norm=batch norm_batch_size=2
   python -m normexp.train -m norm=batch,layer,group batch_size=4,32 replicas=8 study=sizes
   python -m normexp.train data=manual norm=rms epochs=1
-  python -m normexp.train norm=custom norm._target_=my_package.MyNorm norm.my_knob=2
+  python -m normexp.train norm=my_package.MyNorm norm.my_knob=2
+  python -m normexp.train -m norm=batch,group,my_package.MyNorm
+""",
+    "tune": """\
+Exit code: as that of normexp.train.
 """,
     "check": """\
 Options:

@@ -288,6 +288,7 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "runs_dir": FOLDER,
         "metric": TEXT.or_null(),
         "tolerance": NOT_NEGATIVE.or_null(),
+        "reference": TEXT.or_null(),
         "watch": FLAG,
     },
     "status": {"study": NAME, "runs_dir": FOLDER},

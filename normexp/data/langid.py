@@ -19,6 +19,7 @@ def load_langid(
     languages: list[str],
     samples_per_language: int,
     max_length: int,
+    test_fraction: float,
     val_fraction: float,
     split_seed: int,
 ) -> Data:
@@ -30,7 +31,8 @@ def load_langid(
     Shapes: inputs int64 (N, max_length), mask bool of the same shape, targets int64 (N,).
 
     Raises:
-        UserError: a language that Babel does not know, or that has too few strings of its own.
+        UserError: a language that Babel does not know, or that has too few strings of its own; a
+            fraction that leaves a language without test strings or with nothing else.
     """
     import babel
 
@@ -39,7 +41,11 @@ def load_langid(
         raise UserError(f"data.max_length={max_length} must be positive; try data.max_length=32")
     strings = read_own_strings(languages, max_length)
     texts, targets = _sample(strings, samples_per_language, version)
-    rest, test = split_off_test(targets)
+    if not 0 < round(test_fraction * samples_per_language) < samples_per_language:
+        raise UserError(
+            f"data.test_fraction={test_fraction} leaves train or test without strings; try 0.2"
+        )
+    rest, test = split_off_test(targets, test_fraction)
     train, val = (rest[part] for part in split_off_val(len(rest), val_fraction, split_seed))
     symbols = ("<pad>", "<unknown>", *sorted({c for i in rest.tolist() for c in texts[i]}))
     inputs, mask = _encode(texts, symbols, max_length)

@@ -13,7 +13,7 @@ from torch import Tensor
 from normexp.batching.draws import generator
 from normexp.errors import UserError
 
-TEST_FRACTION = 0.2  # of a source without a test split of its own
+TEST_FRACTION = 0.2  # of most sources without a test split of their own
 TEST_SEED = 0  # a constant: the test split is the same for every split_seed
 
 
@@ -36,13 +36,13 @@ def split_off_val(num_samples: int, val_fraction: float, split_seed: int) -> tup
     return order[num_val:].sort().values, order[:num_val].sort().values
 
 
-def split_off_test(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices (rest, test); test has a fifth of each class, the same for every split_seed."""
+def split_off_test(targets: Tensor, fraction: float = TEST_FRACTION) -> tuple[Tensor, Tensor]:
+    """Indices (rest, test); test has a fraction of each class, the same for every split_seed."""
     order = torch.randperm(len(targets), generator=generator(TEST_SEED, "split"))
     is_test = torch.zeros(len(targets), dtype=torch.bool)
     for target in targets.unique():
         members = order[targets[order] == target]
-        is_test[members[: round(TEST_FRACTION * len(members))]] = True
+        is_test[members[: round(fraction * len(members))]] = True
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
 
 

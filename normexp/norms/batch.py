@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from normexp.norms.affine import Affine, AffineNorm
 from normexp.norms.contract import State
+from normexp.norms.kernel import batch_norm
 from normexp.norms.moments import Moments, at_least_one, centre, count_values, widen
 from normexp.norms.running import (
     RunningMomentsNorm,
@@ -47,13 +48,21 @@ class BatchNorm(RunningMomentsNorm):
                 setattr(self, name, None)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not self.training or mask is not None or x.numel() == 0:
-            return super().forward(x, mask)
-        wide = widen(x)
-        if not self.kernel_moves_averages(wide):
+        if not self._kernel_takes(x, mask):
             return super().forward(x, mask)
         self.check_shape(x.shape)  # skips the axis of groups, which would slow small inputs
-        return self.normalize_in_kernel(wide, self.affine_like(wide)).to(x.dtype)
+        return self.normalize_flat(x, self.affine_like(self.running_mean))
+
+    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not self._kernel_takes(x, mask):
+            return super().forward_groups(x, mask)
+        self.check_shape(x.shape[1:])
+        return self.normalize_in_kernel(x, self.affine_like(self.running_mean))
+
+    def _kernel_takes(self, x: Tensor, mask: Tensor | None) -> bool:
+        """True if the whole forward is torch's kernel, which needs no wide copy of `x`."""
+        whole = self.training and mask is None and x.numel() > 0
+        return whole and self.kernel_moves_averages(x)
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
         return self.track_running_stats and super().kernel_moves_averages(x)
@@ -194,7 +203,7 @@ class FrozenBatchNorm(AffineNorm):
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        return F.batch_norm(x, mean, var, *affine, False, 0.0, self.eps)
+        return batch_norm(x, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
 
 
 def _drop_counter(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:

@@ -31,7 +31,12 @@ class Moments(NamedTuple):
 
 def widen(x: Tensor) -> Tensor:
     """Returns `x` in float32, or in its own dtype if that is wider: squares in bf16 lose digits."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(wide_dtype(x))
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Returns float32, or the dtype of `x` if that is wider."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def zero_padding(x: Tensor, real: Tensor | None) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 from normexp.errors import UserError
 from normexp.norms.affine import Affine
 from normexp.norms.contract import State
+from normexp.norms.kernel import batch_norm, normalize_groups
 from normexp.norms.moments import Moments, pool, unbiased
-from normexp.norms.running import RunningMomentsNorm, normalize_groups
+from normexp.norms.running import RunningMomentsNorm
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -90,7 +91,8 @@ class PositionwiseNorm(RunningMomentsNorm):
         mean, var = (rows[:length].flatten().to(x.dtype) for rows in averages)
         affine = self.affine_of_features(x, affine)
         features = x.flatten(0, 1).mT.flatten(-2)  # (G * N, T * C)
-        out = F.batch_norm(features, mean, var, *affine, False, 0.0, self.eps)
+        form = {"is_stacked": self.is_stacked}
+        out = batch_norm(features, affine, (mean, var), None, self.eps, **form)
         return out.unflatten(-1, (length, -1)).mT.unflatten(0, x.shape[:2])
 
     @torch.no_grad()

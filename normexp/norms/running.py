@@ -14,18 +14,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.affine import Affine, AffineNorm, over_channels
 from normexp.norms.contract import State
-from normexp.norms.moments import Moments, centre, measure, pool, pool_mean, unbiased
-
-# On a CPU, groups of more elements than this run one after another: a loop saves the two copies
-# needed to fold them, which cost more than its extra calls from about this size. On a GPU a launch
-# costs more than a copy.
-LOOP_FROM_ELEMENTS = 2**16
+from normexp.norms.kernel import batch_norm, normalize_groups
+from normexp.norms.moments import Moments, measure, pool, pool_mean, unbiased, wide_dtype
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -159,8 +154,8 @@ class RunningMomentsNorm(RunningNorm):
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         # One kernel normalizes and moves the state where it computes the same.
-        if real is None and len(x) == 1 and self.kernel_moves_averages(x):
-            return self.normalize_in_kernel(x.squeeze(0), affine)[None]
+        if real is None and self.kernel_moves_averages(x):
+            return self.normalize_in_kernel(x, affine)
         out, moments = normalize_groups(x, real, affine, self.eps)
         self.advance(moments)
         return out
@@ -168,9 +163,8 @@ class RunningMomentsNorm(RunningNorm):
     def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         del real
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        # Not torch.nn.functional.batch_norm, which refuses eps=0 before torch 2.15.
-        rest = (False, 0.0, self.eps, torch.backends.cudnn.enabled)
-        out = torch.batch_norm(x.flatten(0, 1), *affine, mean, var, *rest)
+        groups = x.flatten(0, 1)
+        out = batch_norm(groups, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
         return out.unflatten(0, x.shape[:2])
 
     def averages_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,15 +175,20 @@ class RunningMomentsNorm(RunningNorm):
         """True if torch's kernel can move the averages: it needs a fixed momentum and one dtype."""
         if self.momentum is None or not self.unbiased_running_var:
             return False
-        return self.running_mean.dtype == x.dtype
+        return self.running_mean.dtype == wide_dtype(x)
 
     def normalize_in_kernel(self, x: Tensor, affine: Affine) -> Tensor:
-        """Returns batch norm of x (N, C, *); the kernel moves the averages in place."""
-        assert self.momentum is not None
+        """Returns batch norm of x (G, N, C, *), which may be of half precision; moves the state."""
+        out = self.normalize_flat(x.flatten(0, 1), affine, len(x))
+        return out.unflatten(0, x.shape[:2])
+
+    def normalize_flat(self, x: Tensor, affine: Affine, num_groups: int = 1) -> Tensor:
+        """As `normalize_in_kernel`, for x (G * N, C, *)."""
         self.num_batches_tracked.add_(1)
-        self.num_values.fill_(x.numel() // x.shape[1])
-        mean, var = self.running_mean, self.running_var
-        return F.batch_norm(x, mean, var, *affine, True, self.momentum, self.eps)
+        self.num_values.fill_(x[:, 0].numel())
+        averages = (self.running_mean, self.running_var)
+        form = {"num_groups": num_groups, "is_stacked": self.is_stacked}
+        return batch_norm(x, affine, averages, self.momentum, self.eps, **form)
 
     @torch.no_grad()
     def advance(self, groups: Moments) -> None:
@@ -239,35 +238,3 @@ def group_dims(x: Tensor) -> tuple[int, ...]:
 def measure_samples(x: Tensor, real: Tensor | None) -> Moments:
     """Returns the moments (G, N, C, 1, ...) over the positions of each channel of a sample."""
     return measure(x, real, tuple(range(3, x.ndim)))
-
-
-def normalize_groups(
-    x: Tensor, real: Tensor | None, affine: Affine, eps: float
-) -> tuple[Tensor, Moments]:
-    """Returns batch norm of each group of x (G, N, C, *), and the moments (G, 1, C, 1, ...)."""
-    if real is not None:
-        moments = measure(x, real, group_dims(x))
-        centred = centre(x, moments.mean, real)
-        return affine.apply(centred, torch.rsqrt(moments.var + eps), axis=2), moments
-    num_groups, num_samples, num_channels = x.shape[:3]
-    if num_groups == 1:
-        out, mean, scale = _batch_norm_kernel(x.squeeze(0), affine, eps)
-        out = out[None]
-    elif x.device.type == "cpu" and x.shape[1:].numel() > LOOP_FROM_ELEMENTS:
-        parts = [_batch_norm_kernel(part, affine, eps) for part in x]
-        out, mean, scale = (torch.stack(values) for values in zip(*parts, strict=True))
-    else:
-        folded = x.movedim(0, 1).flatten(1, 2)  # a group's channels become channels of their own
-        repeated = Affine(*[None if v is None else v.repeat(num_groups) for v in affine])
-        out, mean, scale = _batch_norm_kernel(folded, repeated, eps)
-        out = out.unflatten(1, (num_groups, num_channels)).movedim(1, 0)
-    shape = (num_groups, 1, num_channels, *[1] * (x.ndim - 3))
-    var = (scale.detach().pow(-2) - eps).clamp(min=0)  # the kernel's scale is 1 / sqrt(var + eps)
-    count = num_samples * x.shape[3:].numel()
-    return out, Moments(mean.detach().view(shape), var.view(shape), count)
-
-
-def _batch_norm_kernel(x: Tensor, affine: Affine, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns batch norm of x (N, C, *), the means (C,) and 1 / sqrt(var + eps)."""
-    weight, bias = affine
-    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)

@@ -32,6 +32,8 @@ class CommandEntry:
         command: the words that were typed, program first.
         max_attempts: how often it tries a run that fails.
         cells: by cell id: the title and the seeds of each point of its grid that means this cell.
+        rule: what the report of the study may call equal, as declared before there are results;
+            see normexp.reporting.metric. Empty: not declared.
     """
 
     time: str = field(default_factory=_now, kw_only=True)
@@ -40,6 +42,7 @@ class CommandEntry:
     code_version: str
     max_attempts: int
     cells: dict[str, list[tuple[str, list[int]]]]
+    rule: dict[str, Any] = field(default_factory=dict)
 
     def seeds_of(self, cell: str) -> set[int]:
         """The seeds that the command asks of a cell."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from normexp.errors import UserError
 from normexp.records.files import holder_of, is_held
-from normexp.records.history import CommandEntry, History, read_history
+from normexp.records.history import CommandEntry, EndEntry, History, read_history
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import (
     LOCK_FILE,
@@ -115,11 +115,7 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """
     root = find_study(runs_dir, name)
     history = read_history(root)
-    latest = {tuple(command.command): command for command in history.commands}
-    asked = {cell for command in latest.values() for cell in command.cells}
-    asked |= history.errors.keys() - {
-        cell for command in history.commands for cell in command.cells
-    }
+    asked = _asked_cells(history)
     states: dict[str, CellState] = {}
     titles: dict[str, list[str]] = {}
     seeds: dict[str, set[int]] = {}
@@ -151,6 +147,25 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
             _read_runs(root / key, state, seeds.get(key, set()), interrupted)
     shown = [state for key, state in states.items() if state.is_asked or key in on_disk]
     return StudyStatus(root, shown, history)
+
+
+def _asked_cells(history: History) -> set[str]:
+    """The cells that a command asks for as it was last typed, or was refused before it began."""
+    latest = {tuple(command.command): command for command in history.commands}
+    asked = {cell for command in latest.values() for cell in command.cells}
+    named = {cell for command in history.commands for cell in command.cells}
+    return asked | (history.errors.keys() - named)
+
+
+def refused_cells(root: Path, history: History) -> list[EndEntry]:
+    """Why each cell that a study asks for, and that has no folder, cannot be trained."""
+    on_disk = {directory.name for directory in list_cells(root)}
+    asked = _asked_cells(history)
+    return [
+        end
+        for cell, end in history.errors.items()
+        if cell in asked and history.same_as(cell) not in on_disk
+    ]
 
 
 def _requests(history: History) -> Iterator[tuple[str, str, Sequence[int]]]:

@@ -10,11 +10,12 @@ from typing import Any
 from normexp.batching.sizes import SIZES
 from normexp.config.rules import as_typed
 from normexp.norms.slots import SLOTS, Slots
-from normexp.records.history import History
+from normexp.records.history import CommandEntry, History
 from normexp.reporting.doubts import doubts_of
 from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
 from normexp.reporting.read import StudyRecords
 from normexp.reporting.style import order_norms
+from normexp.stats.interval import smallest_step
 
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
@@ -28,7 +29,7 @@ UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
 
 
 def build_cells(records: StudyRecords) -> list[CellRow]:
-    """The cells of the studies with their labels, ordered by norm and sizes.
+    """The cells of the studies with their labels, ordered by model and data, norm and sizes.
 
     Cells of a study that recorded equal recipes are one, whatever their ids.
     """
@@ -36,7 +37,8 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
     for run in records.runs:
         by_folder.setdefault(run.directory.parent, []).append(run)
     cells = _merge([_measured(runs, records.num_seeds) for runs in by_folder.values()])
-    cells = [_declared(cell, records.histories.get(cell.study, ())) for cell in cells]
+    for study, histories in records.histories.items():
+        cells = _declared(cells, study, histories)
     has_studies = len(records.num_seeds) > 1
     cells = [
         replace(
@@ -44,7 +46,7 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
             norm=cell.name + (f" · {cell.study}" if has_studies else ""),
             doubts=doubts_of(cell.runs),
         )
-        for cell in cells
+        for cell in _with_steps(cells)
     ]
     budget = _budget_key(cells)
     cells = _with_settings(cells, budget)
@@ -54,10 +56,11 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
     ]
     rank = {norm: place for place, norm in enumerate(order_norms(cell.norm for cell in cells))}
 
-    def order(cell: CellRow) -> tuple[float, ...]:
+    def order(cell: CellRow) -> tuple[Any, ...]:
         length = cell.config.get(budget)
         sizes = (cell.batch_size, cell.norm_batch_size)
-        return (rank[cell.norm], *sizes, cell.lr or 0, float("inf") if length is None else length)
+        length = float("inf") if length is None else length
+        return (cell.data, cell.model, rank[cell.norm], *sizes, cell.lr or 0, length)
 
     return sorted(cells, key=order)
 
@@ -85,24 +88,81 @@ def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
     )
 
 
-def _declared(cell: CellRow, histories: Sequence[History]) -> CellRow:
-    """Adds the seeds that the first command for the cell asked for, and the searched keys."""
-    ids = {cell.directory.name, *cell.same_as}
+def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]) -> list[CellRow]:
+    """Adds what the first command for each cell of a study declared, and the searched keys."""
     searched = {
         key for history in histories for entry in history.searches.values() for key in entry.keys
     }
-    cell = replace(cell, searched=frozenset(searched))
+    history = histories[0] if histories else History()
+    rounds = _rounds_of(history)
+    ended = {
+        name: cell.ended
+        for cell in cells
+        if cell.study == study
+        for name in (cell.directory.name, *cell.same_as)
+    }
+    unended, count = [], 0  # by round, with those of earlier rounds
+    for _, declared in rounds:
+        names = {history.same_as(name): seeds for name, seeds in declared.items()}
+        lost = {history.same_as(name) for name in history.errors}
+        count += sum(
+            not seeds <= ended.get(name, set()) and name not in lost
+            for name, seeds in names.items()
+        )
+        unended.append(count)
+
+    def of_cell(cell: CellRow) -> CellRow:
+        cell = replace(cell, searched=frozenset(searched))
+        ids = {cell.directory.name, *cell.same_as}
+        for number, (command, declared) in enumerate(rounds):
+            if seeds := {seed for name in ids for seed in declared.get(name, ())}:
+                return replace(
+                    cell,
+                    declared=frozenset(seeds),
+                    round=number,
+                    unended=unended[number],
+                    rule=command.rule,
+                )
+        return cell
+
+    return [of_cell(cell) if cell.study == study else cell for cell in cells]
+
+
+def _rounds_of(history: History) -> list[tuple[CommandEntry, dict[str, set[int]]]]:
+    """The commands that name a cell that no earlier one does, with the seeds of these cells."""
     named: set[str] = set()
-    commands = histories[0].commands if histories else []
-    adding = []  # the commands that name a cell that no earlier one does
-    for command in sorted(commands, key=lambda entry: entry.time):
-        if set(command.cells) - named:
-            adding.append(command)
-        named |= set(command.cells)
-    for number, command in enumerate(adding):
-        if seeds := {seed for name in ids for seed in command.seeds_of(name)}:
-            return replace(cell, declared=frozenset(seeds), round=number)
-    return cell
+    rounds = []
+    for command in sorted(history.commands, key=lambda entry: entry.time):
+        if added := {name: command.seeds_of(name) for name in command.cells if name not in named}:
+            rounds.append((command, added))
+            named |= set(added)
+    return rounds
+
+
+def _with_steps(cells: Sequence[CellRow]) -> list[CellRow]:
+    """Adds the smallest difference that recorded values could have, by metric.
+
+    An accuracy on N recorded test samples moves in steps of 1 / N. Where N is not recorded, as of
+    the validation split, this is the `smallest_step` of all cells of the data set.
+    """
+    by_data: dict[str, dict[str, list[float]]] = {}
+    for cell in cells:
+        values = by_data.setdefault(cell.data, {})
+        for run in cell.runs:
+            for name, value in run.metrics.items():
+                values.setdefault(name, []).append(value)
+    guessed = {
+        data: {name: smallest_step(known) for name, known in values.items()}
+        for data, values in by_data.items()
+    }
+    counted = []
+    for cell in cells:
+        steps = dict(guessed[cell.data])
+        num_samples = next(filter(None, (run.num_test_samples for run in cell.runs)), 0)
+        tested = [name for name in steps if name.partition("@")[0] == "test/accuracy"]
+        steps |= dict.fromkeys(tested, 1 / num_samples) if num_samples else {}
+        counted.append(replace(cell, steps=steps))
+    return counted
 
 
 def _with_budget(config: Config) -> Config:

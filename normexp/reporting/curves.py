@@ -81,7 +81,7 @@ def _draw_curves(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[
     for name in dict.fromkeys(["train/loss", part.metric.selection_name]):
         metric, curve_values = describe_metric(name), values[values["name"] == name]
         curves = [
-            _mean_curve(curve, metric)
+            _mean_curve(curve, metric, max(cell.step(metric) for cell in part.values))
             for _, curve in curve_values.groupby(["norm", "size"], sort=False)
         ]
         if max(map(len, curves), default=0) < 2:  # a single validation is a point, not a curve
@@ -107,12 +107,15 @@ def _draw_curves(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[
         )
 
 
-def _mean_curve(curve: pd.DataFrame, metric: Metric) -> list[Row]:
-    """The mean over seeds of one norm at one size, with its interval, by samples seen."""
+def _mean_curve(curve: pd.DataFrame, metric: Metric, step: float) -> list[Row]:
+    """The mean over seeds of one norm at one size, with its interval, by samples seen.
+
+    step: see `CellRow.step`
+    """
     (point,) = plain_rows(curve[["norm", "size", "cell", "diverged"]].head(1))
     rows = [
         {"norm": point["norm"], "size": point["size"], "samples": samples, "lost": False}
-        | interval_row(mean(metric.scale * seed_values, bounds=metric.bounds), metric.digits)
+        | interval_row(mean(metric.scale * seed_values, step=step, bounds=metric.bounds), metric)
         | {"directory": point["cell"]}
         for samples, seed_values in _thinned(list(curve.groupby("samples")["value"]), MAX_POINTS)
     ]

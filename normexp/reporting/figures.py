@@ -86,11 +86,7 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
 
 def _means_of(part: Slice, points: Points, metric: Metric | None = None) -> list[Row]:
     """For each point, its size and the mean of the cell over its seeds."""
-    cells = dict.fromkeys(cell for _, cell in points)
-    if metric is None:
-        rows = mean_rows({cell: part.values[cell] for cell in cells}, part.metric)
-    else:
-        rows = mean_rows({cell: cell.values(metric) for cell in cells}, metric)
+    rows = mean_rows((cell for _, cell in points), metric or part.metric)
     return [rows[cell] | {"size": size} for size, cell in points]
 
 

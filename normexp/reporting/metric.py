@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from normexp.errors import UserError
 
@@ -27,9 +27,21 @@ PREFERRED = (
     "val/bits_per_byte",
     "val/loss",
 )
+# Which differences count as none. Each command writes it to study.jsonl, and the report of a study
+# goes by what stands there; change the version with any of it.
+RULE: dict[str, Any] = {
+    "version": 1,
+    "holds": "the difference is shown to be smaller than `most` and than `share` of the error "
+    "(100 % - accuracy) of the reference",
+    "metrics": list(PREFERRED),  # the first that was recorded is judged
+    "margins": {
+        "accuracy": {"most": 1.0, "share": 0.25, "unit": "points"},
+        "bits_per_byte": {"most": 0.02, "unit": "bits per byte"},
+        "loss": {"most": 0.05, "unit": "nats"},
+    },
+}
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 MAX_DIGITS = 4
-SHARE_OF_ERROR = 0.25  # an accuracy near 100 % has little error left: 1 point may be all of it
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
 
@@ -42,7 +54,8 @@ class Metric:
     scale: factor from recorded to shown values
     tolerance: smaller differences, in `unit`, count as none
     share_of_error: and so do differences below this share of the reference's error
-    is_tolerance_given: the tolerance is not the default of the metric
+    is_tolerance_given: the tolerance was given to the report, after the data
+    rule: version of the rule that declared the tolerance before the data; 0: none did
     digits: minimum number of decimals
     """
 
@@ -55,6 +68,7 @@ class Metric:
     digits: int
     share_of_error: float = 0.0
     is_tolerance_given: bool = False
+    rule: int = 0
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -68,8 +82,9 @@ class Metric:
 
     @property
     def tolerance_words(self) -> str:
-        """`1 point`, `0.05 nats`."""
-        return self.amount_words(self.tolerance)
+        """`1 point`, `0.05 nats`, `2 points, given to the report`."""
+        given = ", given to the report" * self.is_tolerance_given
+        return f"{self.amount_words(self.tolerance)}{given}"
 
     def amount_words(self, amount: float) -> str:
         """`1 point`, `0.62 points`."""
@@ -99,28 +114,46 @@ class Metric:
         return f"{format_interval(interval, self.digits)} {self.unit}".strip()
 
 
-def describe_metric(name: str, tolerance: float | None = None) -> Metric:
-    """The metric of that name; `tolerance` overrides its default."""
+def describe_metric(
+    name: str, tolerance: float | None = None, rule: Mapping[str, Any] | None = None
+) -> Metric:
+    """The metric of that name.
+
+    tolerance: overrides that of the rule
+    rule: as declared, see `RULE`; None or empty: not declared, and the present one counts
+    """
     path, _, statistics = name.partition("@")
     split, _, kind = path.rpartition("/")
     words = f"{split} {kind.replace('_', ' ')}".strip()
     suffix = f", {statistics} statistics" if statistics else ""
     higher = not any(word in kind for word in LOWER_IS_BETTER)
     known = {
-        "accuracy": (f"{words} (%)", "points", 100.0, 1.0, 1),
-        "loss": (f"{words} (nats)", "nats", 1.0, 0.05, 3),
-        "bits_per_byte": (words, "bits per byte", 1.0, 0.02, 3),
+        "accuracy": (f"{words} (%)", "points", 100.0, 1),
+        "loss": (f"{words} (nats)", "nats", 1.0, 3),
+        "bits_per_byte": (words, "bits per byte", 1.0, 3),
     }
-    label, unit, scale, default, digits = known.get(kind, (words, "", 1.0, 0.0, 3))
-    limit = default if tolerance is None else tolerance
-    share = SHARE_OF_ERROR if unit == "points" and tolerance is None else 0.0
-    is_given = tolerance is not None
-    return Metric(name, label + suffix, unit, scale, higher, limit, digits, share, is_given)
+    label, unit, scale, digits = known.get(kind, (words, "", 1.0, 3))
+    known_margins = (rule or RULE)["margins"] if tolerance is None else {}
+    margin = known_margins.get(kind, {"most": tolerance or 0.0})
+    return Metric(
+        name=name,
+        label=label + suffix,
+        unit=unit,
+        scale=scale,
+        higher_is_better=higher,
+        tolerance=margin["most"],
+        digits=digits,
+        share_of_error=margin.get("share", 0.0),
+        is_tolerance_given=tolerance is not None,
+        rule=rule["version"] if rule and tolerance is None else 0,
+    )
 
 
-def choose_metric(available: Collection[str], wanted: str | None) -> str | None:
+def choose_metric(
+    available: Collection[str], wanted: str | None, preferred: Sequence[str] = PREFERRED
+) -> str | None:
     """`wanted`, or the first preferred metric if None; None if it is not available."""
-    names = PREFERRED if wanted is None else (wanted,)
+    names = preferred if wanted is None else (wanted,)
     return next((name for name in names if name in available), None)
 
 
@@ -148,6 +181,24 @@ def format_interval(interval: Interval, digits: int) -> str:
         style = ".2e"
     estimate, *ends = (f"{x:{style}}" for x in values)
     return f"{estimate} [{', '.join(ends)}]" if ends else estimate
+
+
+def format_mean(interval: Interval, metric: Metric) -> str:
+    """`96.0 [95.2, 96.7]`: every mean of a metric has the same decimals.
+
+    One more where the interval would have no width.
+    """
+    if interval.estimate is None:
+        return "-"
+    digits = metric.digits
+    if interval.low is None or interval.high is None:
+        return f"{interval.estimate:z.{digits}f}"
+    values = (interval.estimate, interval.low, interval.high)
+    if not SMALL < max(map(abs, values)) < LARGE:
+        return format_interval(interval, digits)
+    digits += interval.high - interval.low < 10**-digits
+    estimate, low, high = (f"{value:z.{digits}f}" for value in values)
+    return f"{estimate} [{low}, {high}]"
 
 
 def format_signed(value: float, digits: int) -> str:

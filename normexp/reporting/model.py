@@ -22,7 +22,7 @@ from normexp.records.result import Result
 from normexp.records.samples import read_samples
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.stats.contrast import Seeds
-from normexp.stats.interval import Interval, mean, smallest_step
+from normexp.stats.interval import Interval, mean
 from normexp.stats.sensitivity import Sensitivity, batch_size_sensitivity, selection_optimism
 
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
@@ -74,6 +74,13 @@ class RunRow:
             return np.empty(0)
         return samples if abs(samples.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
 
+    @cached_property
+    def num_test_samples(self) -> int:
+        """0: not recorded."""
+        with suppress(UserError):
+            return max(map(len, read_samples(self.directory).values()), default=0)
+        return 0
+
     def history(self) -> list[MetricRow]:
         """Every finite value of metrics.csv, up to the divergence of a run; none if torn."""
         with suppress(UserError):
@@ -102,7 +109,10 @@ class CellRow:
     searched: keys whose values the searches of the study chose
     declared: the seeds of the first command that names the cell; empty if none is known
     doubts: what contradicts itself in its records
+    steps: by metric, the smallest difference that recorded values of a run could have
     round: 0 if that was the first command of the study for any of its cells, 1 for the next
+    unended: declared cells of the study, up to that round, that have not all of their seeds
+    rule: of the margin, as that command declared it; see normexp.reporting.metric
     """
 
     study: str
@@ -129,7 +139,10 @@ class CellRow:
     searched: frozenset[str] = frozenset()
     declared: frozenset[int] = frozenset()
     round: int = 0
+    unended: int = 0
+    rule: Config = field(default_factory=dict)
     doubts: Sequence[str] = ()
+    steps: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def protocol(self) -> str:
@@ -188,16 +201,37 @@ class CellRow:
 
     @property
     def state_of_seeds(self) -> Seeds:
-        """Whether it has the seeds that were declared; `complete` if none is known."""
-        ended = {run.seed for run in self.runs if run.result.status != "failed"}
-        if not self.declared or ended == self.declared:
+        """Whether it has the seeds that were declared."""
+        if not self.declared:
+            return "undeclared"
+        if self.ended == self.declared:
             return "complete"
-        return "extended" if ended > self.declared else "incomplete"
+        return "extended" if self.ended > self.declared else "incomplete"
+
+    @property
+    def ended(self) -> set[int]:
+        """The seeds that have finished or diverged."""
+        return {run.seed for run in self.runs if run.result.status != "failed"}
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed, of the runs that have it."""
         known = ((run.seed, run.value(metric)) for run in self.runs)
         return {seed: value for seed, value in known if value is not None}
+
+    def step(self, metric: Metric) -> float:
+        """The smallest difference that shown values of two runs could have; 0: not known."""
+        return metric.scale * self.steps.get(metric.name, 0.0)
+
+    def mean(self, metric: Metric) -> Interval:
+        """The mean over seeds as every table and figure shows it."""
+        values = list(self.values(metric).values())
+        return mean(values, step=self.step(metric), bounds=metric.bounds)
+
+    @property
+    def is_own(self) -> bool:
+        """True for a norm that the user gave by `_target_`."""
+        target = str(self.config.get("norm._target_", ""))
+        return "." in target and not target.startswith("torch.")
 
     def _count(self, status: str) -> int:
         return sum(run.result.status == status for run in self.runs)
@@ -292,8 +326,8 @@ class Slice:
 
     @cached_property
     def step(self) -> float:
-        """See `smallest_step`."""
-        return step_of(self.values.values())
+        """The greatest `CellRow.step` of its cells."""
+        return max((cell.step(self.metric) for cell in self.values), default=0.0)
 
     @cached_property
     def outcomes(self) -> Mapping[CellRow, Values]:
@@ -380,16 +414,6 @@ class Slice:
 def metric_names(cells: Iterable[CellRow]) -> list[str]:
     """The metrics that any of the runs has."""
     return sorted({name for cell in cells for run in cell.runs for name in run.metrics})
-
-
-def step_of(values: Iterable[Values]) -> float:
-    """The `smallest_step` of all these values."""
-    return smallest_step([value for by_seed in values for value in by_seed.values()])
-
-
-def mean_of(values: Values, metric: Metric, step: float) -> Interval:
-    """The mean over seeds."""
-    return mean(list(values.values()), step=step, bounds=metric.bounds)
 
 
 def compared(config: Config) -> Config:

@@ -91,6 +91,7 @@ def publish(
     metric: str | None,
     tolerance: float | None,
     watch: bool,
+    reference: str | None = None,
 ) -> None:
     """Writes and prints the report of the studies.
 
@@ -103,7 +104,8 @@ def publish(
     """
 
     def write(reload_seconds: int | None) -> Drawing:
-        drawing = draw(read_report(runs_dir, names, metric=metric, tolerance=tolerance))
+        options = {"metric": metric, "tolerance": tolerance, "reference": reference}
+        drawing = draw(read_report(runs_dir, names, **options))
         _write_report(drawing, reload_seconds)
         return drawing
 

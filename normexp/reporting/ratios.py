@@ -13,7 +13,7 @@ import numpy as np
 
 from normexp.reporting.metric import format_interval
 from normexp.reporting.model import AXIS_WORDS, Slice
-from normexp.reporting.sentences import Answer, Claim, lost_words
+from normexp.reporting.sentences import Answer, Claim, given_words, lost_words
 from normexp.reporting.verdict import Comparison
 from normexp.stats.interval import Interval, log_ratio, stratified_mean
 
@@ -94,6 +94,7 @@ def _claim(comparisons: Sequence[Comparison]) -> Claim:
     if reference:
         text = f"At {axis} {size}, {norm}: {times} the {noun} of {reference}"
     sizes = sorted({size, largest})
+    text += given_words(comparisons[0])
     kind = "no data" if centre is None else "interval"
     return Claim([norm], kind, text, "; ".join(details), sizes=sizes, reference=reference)
 

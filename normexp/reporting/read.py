@@ -14,13 +14,29 @@ from normexp.batching.sizes import SIZES
 from normexp.config.rules import PARTS
 from normexp.errors import UserError
 from normexp.records.files import read_json
-from normexp.records.history import History, read_history
+from normexp.records.history import EndEntry, History, read_history
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list_runs, seed_of
 from normexp.records.result import Result, read_result
+from normexp.records.state import refused_cells
 from normexp.reporting.model import RunRow
 
 SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
 RECORDED_TWICE = (*SIZES, "trainer")  # in the recipe and beside it
+
+
+@dataclass(frozen=True)
+class RefusedCell:
+    """A cell that a study asks for and that cannot be trained.
+
+    norm: with its knobs, as it was typed
+    settings: the other words of its title
+    """
+
+    study: str
+    cell_id: str
+    norm: str
+    settings: str
+    error: str
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,7 @@ class StudyRecords:
     num_unended: runs without a result: still training, or interrupted
     waiting: one line for each cell that has begun but has no ended run
     problems: one line for each result that cannot be read
+    refused: cells without a folder, with the reason
     histories: of each study and of the study of its searches; without, no seeds are declared
     """
 
@@ -40,6 +57,7 @@ class StudyRecords:
     num_unended: int = 0
     waiting: Sequence[str] = ()
     problems: Sequence[str] = ()
+    refused: Sequence[RefusedCell] = ()
     histories: Mapping[str, Sequence[History]] = field(default_factory=dict)
 
 
@@ -53,8 +71,12 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
     seeds: dict[str, set[int | None]] = {}
     problems: list[str] = []
     unended: list[Path] = []
+    histories = {name: _histories(runs_dir, name) for name in names}
+    refused: list[RefusedCell] = []
     for name in names:
         root = find_study(runs_dir, name)
+        ends = refused_cells(root, histories[name][0]) if histories[name] else []
+        refused += [_refused(name, end) for end in ends]
         ended, broken, begun = [], [], []
         seeds[name] = set()
         for run_dir in list_runs(root):
@@ -67,14 +89,23 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
             except UserError as error:
                 broken.append(str(error))
         if not ended:
-            raise UserError(_why_empty(name, root, begun, broken))
+            raise UserError(_why_empty(name, root, begun, [*broken, *(end.error for end in ends)]))
         runs += ended
         problems += broken
         unended += begun
     counts = {name: len(known) for name, known in seeds.items()}
     cells = {run.directory.parent for run in runs}
-    histories = {name: _histories(runs_dir, name) for name in names}
-    return StudyRecords(runs, counts, len(unended), _waiting(unended, cells), problems, histories)
+    waiting = _waiting(unended, cells)
+    return StudyRecords(runs, counts, len(unended), waiting, problems, refused, histories)
+
+
+def _refused(study: str, end: EndEntry) -> RefusedCell:
+    words = end.title.split()
+    name = next((word.partition("=")[2] for word in words if word.startswith("norm=")), "-")
+    knobs = [word.removeprefix("norm.") for word in words if word.startswith("norm.")]
+    norm = " ".join([name, *(knob for knob in knobs if not knob.startswith("_target_="))])
+    rest = " ".join(word for word in words if not word.startswith(("norm=", "norm.")))
+    return RefusedCell(study, end.cell, norm, rest, f"{end.status}: {end.error}")
 
 
 def _histories(runs_dir: Path, name: str) -> list[History]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from normexp.config.rules import format_count
+from normexp.errors import UserError
 from normexp.reporting.cells import build_cells
 from normexp.reporting.metric import require_metric
 from normexp.reporting.model import CellRow, Slice, differences, metric_names
+from normexp.reporting.ranking import Ranking, rank_norms
 from normexp.reporting.ratios import answer_over_data
-from normexp.reporting.read import StudyRecords, read_studies
+from normexp.reporting.read import RefusedCell, StudyRecords, read_studies
 from normexp.reporting.sentences import Answer, Claim, Section, answer_slices, group_by_budget
 from normexp.reporting.slices import build_slices
+from normexp.reporting.style import base_of, order_norms
 from normexp.reporting.verdict import Change, Comparison, compare
 from normexp.stats.interval import Interval
 
@@ -29,6 +33,8 @@ class Report:
     comparisons: every difference between cells that the report states; one family
     sections: answers on slices; only their sentences on differences that the report tests
     over_data: ratios over several data sets, which it does not test
+    rankings: of each slice where two or more norms meet
+    refused: cells that could not be trained, and why
     counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
     waiting: one line for each cell that has no ended run yet
     problems: one line for each result that cannot be read
@@ -43,6 +49,8 @@ class Report:
     comparisons: Sequence[Comparison]
     sections: Sequence[Section]
     over_data: Sequence[Answer]
+    rankings: Sequence[Ranking]
+    refused: Sequence[RefusedCell]
     counts: str
     waiting: Sequence[str]
     problems: Sequence[str]
@@ -58,6 +66,18 @@ class Report:
         known = [(answer.heading, claim) for answer in answers for claim in answer.untested]
         ratios = [(answer.heading, claim) for answer in self.over_data for claim in answer.untested]
         return known + ratios
+
+    def rankings_of(self, answer: Answer) -> list[Ranking]:
+        return [ranking for ranking in self.rankings if ranking.part in answer.parts]
+
+    @property
+    def refusals(self) -> list[str]:
+        """`group num_groups=7, 2 cells: num_groups=7 does not divide ...`, a line per reason."""
+        alike = Counter((cell.norm, cell.error) for cell in self.refused)
+        return [
+            f"{norm}, {format_count(count, 'cell')} {error}"
+            for (norm, error), count in alike.items()
+        ]
 
     @property
     def doubts(self) -> list[str]:
@@ -79,17 +99,19 @@ def read_report(
     *,
     metric: str | None = None,
     tolerance: float | None = None,
+    reference: str | None = None,
 ) -> Report:
     """Reads the studies and compares their cells.
 
     Raises:
-        UserError: a study that is missing or empty, or a metric that no run has.
+        UserError: a study that is missing or empty, a metric or a reference that no run has.
     """
     records = read_studies(runs_dir, studies)
     cells = build_cells(records)
     require_metric(metric, metric_names(cells))
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
-    comparisons = compare(slices)
+    _require_reference(reference, slices)
+    comparisons = compare(slices, reference)
     return Report(
         runs_dir=runs_dir,
         studies=studies,
@@ -100,10 +122,22 @@ def read_report(
         comparisons=comparisons,
         sections=group_by_budget(answer_slices(slices, comparisons), comparisons),
         over_data=answer_over_data(slices, comparisons) if len(studies) == 1 else [],
+        rankings=[
+            ranking for part in slices for ranking in rank_norms(part, comparisons, reference)
+        ],
+        refused=records.refused,
         counts=_count_words(cells, records),
         waiting=records.waiting,
         problems=records.problems,
     )
+
+
+def _require_reference(wanted: str | None, slices: Sequence[Slice]) -> None:
+    """Raises UserError with the norms there are if no slice has the reference."""
+    norms = order_norms(norm for part in slices for norm in part.norms)
+    if wanted is None or wanted in {*norms, *map(base_of, norms)}:
+        return
+    raise UserError(f"reference={wanted}: no cell has this norm; the norms are {', '.join(norms)}")
 
 
 def _count_words(cells: Sequence[CellRow], records: StudyRecords) -> str:
@@ -113,6 +147,7 @@ def _count_words(cells: Sequence[CellRow], records: StudyRecords) -> str:
         "failed": sum(cell.failed for cell in cells),
     }
     lost = {
+        "cells refused": len(records.refused),
         "not ended": records.num_unended,
         "unreadable": len(records.problems),
         "seeds missing": sum(cell.missing for cell in cells),
@@ -134,6 +169,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "doubts": report.doubts,
         "counts": report.counts,
         "cells": {ids[cell]: _cell_values(cell) for cell in report.cells},
+        "refused": [asdict(cell) for cell in report.refused],
+        "rankings": [_ranking_values(ranking, ids) for ranking in report.rankings],
         "slices": [_slice_values(part, ids) for part in report.slices],
         "comparisons": [_comparison_values(comparison, ids) for comparison in report.comparisons],
         "sections": [
@@ -168,6 +205,30 @@ def _cell_values(cell: CellRow) -> dict[str, Any]:
         "seeds": {run.seed: run.result.status for run in cell.runs},
         "expected_seeds": cell.expected,
         "declared_seeds": sorted(cell.declared),
+    }
+
+
+def _ranking_values(ranking: Ranking, ids: dict[CellRow, str]) -> dict[str, Any]:
+    return {
+        "heading": ranking.part.heading,
+        "size": ranking.part.sizes[0],
+        "metric": ranking.part.metric.name,
+        "reference": ranking.reference,
+        "sentence": ranking.sentence,
+        "best": ranking.best,
+        "norms": [
+            {
+                "norm": place.norm,
+                "cell": ids[place.cell],
+                "group": place.group,
+                "mean": _interval_values(place.value),
+                "is_tuned": place.is_tuned,
+                "is_own": place.cell.is_own,
+                "standing": ranking.standing(place),
+                "seeds_to_decide": place.comparison and place.comparison.seeds_to_decide,
+            }
+            for place in ranking.places
+        ],
     }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 
-from normexp.reporting.metric import Metric, format_interval
-from normexp.reporting.model import CellRow, Values, mean_of, step_of
+from normexp.reporting.metric import Metric, format_mean
+from normexp.reporting.model import CellRow
 from normexp.stats.interval import Interval
 from normexp.stats.outliers import lies_apart
 
@@ -28,42 +28,39 @@ def frame_of(rows: Sequence[Row], columns: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(columns), dtype=object)
 
 
-def interval_row(interval: Interval, digits: int) -> Row:
+def interval_row(interval: Interval, metric: Metric) -> Row:
     return {
         "mean": interval.estimate,
         "low": interval.low,
         "high": interval.high,
         "n": interval.n,
-        "text": format_interval(interval, digits),
+        "text": format_mean(interval, metric),
     }
 
 
-def mean_rows(values: Mapping[CellRow, Values], metric: Metric) -> dict[CellRow, Row]:
+def mean_rows(cells: Iterable[CellRow], metric: Metric) -> dict[CellRow, Row]:
     """Each cell with its mean over seeds, and what is missing."""
-    of_data = {cell.data: [other for other in values if other.data == cell.data] for cell in values}
-    steps = {data: step_of(values[cell] for cell in same) for data, same in of_data.items()}
-    return {
-        cell: _mean_row(cell, by_seed, metric, steps[cell.data]) for cell, by_seed in values.items()
-    }
+    return {cell: _mean_row(cell, metric) for cell in dict.fromkeys(cells)}
 
 
-def _mean_row(cell: CellRow, values: Values, metric: Metric, step: float) -> Row:
-    interval = mean_of(values, metric, step)
+def _mean_row(cell: CellRow, metric: Metric) -> Row:
+    interval, values = cell.mean(metric), cell.values(metric)
     worst = (min if metric.higher_is_better else max)(values.values(), default=None)
     shown = ", ".join(f"{seed}: {x:.{metric.digits + 1}f}" for seed, x in values.items())
+    num_apart = int(lies_apart(list(values.values()), step=cell.step(metric)).sum())
     return {
         "norm": cell.norm,
         "model": cell.model,
         "data": cell.data,
-        **interval_row(interval, metric.digits),
+        **interval_row(interval, metric),
         "worst seed": _rounded(worst, metric.digits),
-        "seeds apart": int(lies_apart(list(values.values()), step=step).sum()) or None,
+        "seeds apart": num_apart or None,
         "expected": cell.expected,
         "diverged": cell.diverged,
         "failed": cell.failed,
         "missing": cell.missing,
         "digits": metric.digits,
-        "count": _count_words(cell, interval.n),
+        "count": count_words(cell, interval.n),
         "seeds": shown or "none finished",
         "directory": str(cell.directory),
     }
@@ -73,7 +70,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def _count_words(cell: CellRow, n: int) -> str:
+def count_words(cell: CellRow, n: int) -> str:
     """`8`, or `5/8 ×2 ?1`: ×k diverged, !k failed, ?k missing."""
     lost = {"×": cell.diverged, "!": cell.failed, "?": cell.missing}
     marks = " ".join(f"{mark}{count}" for mark, count in lost.items() if count)

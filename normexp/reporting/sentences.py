@@ -13,7 +13,15 @@ import numpy as np
 
 from normexp.reporting.metric import Metric, describe_metric, format_signed
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice
-from normexp.reporting.verdict import DECIDED, Change, Comparison, at_other_budgets, margin_at
+from normexp.reporting.verdict import (
+    DECIDED,
+    Change,
+    Comparison,
+    at_other_budgets,
+    contenders,
+    margin_at,
+)
+from normexp.stats.family import MAX_SEEDS
 from normexp.stats.interval import Interval
 
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
@@ -26,7 +34,7 @@ HEADLINES = (
         *DECIDED,
         "open",
         "apart",
-        *("incomplete", "extended", "search", "given rates", "doubtful"),
+        *("incomplete", "unended", "extended", "undeclared", "search", "given rates", "doubtful"),
         "interval",
         "no interval",
         "one size",
@@ -191,12 +199,12 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
     )
     if comparison.change is not None:
         words += f"; {_change_words(comparison, comparison.change)}"
-    return replace(claim, claim=words)
+    return replace(claim, claim=words + given_words(comparison))
 
 
 def _at_budget(comparison: Comparison, other: Comparison) -> str:
     """`, and 1.8 [0.9, 2.7] points at epochs=48`, or `; at epochs=48 it gains 0.8 points`."""
-    shown = _shown(other, other.kind, other.gap)
+    shown = gap_words(other, other.kind, other.gap)
     if other.has_diverged and other.kind in DIRECTED:
         shown = f"at least {shown}"
     if other.kind == comparison.kind and comparison.verdict is not None:
@@ -236,18 +244,18 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
     if alike:
         norms = [norm for same in alike.values() for norm in same]
         they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
-        counts = [f"{_listed(same)}: {count}" for count, same in alike.items()]
+        counts = [f"{listed(same)}: {count}" for count, same in alike.items()]
         shown = "; ".join(alike if len(alike) == 1 else counts)
-        claim = f"{_listed(norms)} {do} not depend on the {axis}"
+        claim = f"{listed(norms)} {do} not depend on the {axis}"
         details = f"measured by a probe: {they} not mix samples; trained with {shown}"
         yield Claim(norms, "independent", claim, details)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], last: str = "and") -> str:
     """`layer, instance and group`, or `layer, instance, ... and 94 more`."""
     if len(names) > MOST_NAMES:
         names = [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} more"]
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
@@ -274,11 +282,11 @@ def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
     ]
     if comparison.change is not None:
         words = _change_words(comparison, comparison.change)
-        elsewhere.append(f" {words[0].upper()}{words[1:]}.")
+        elsewhere.append(f" {words[0].upper()}{words[1:]}{given_words(comparison)}.")
     return Claim(
         [comparison.first.norm],
         kind,
-        _words(comparison, kind) + scope,
+        _words(comparison, kind) + scope + given_words(comparison),
         "; ".join(filter(None, details)),
         "".join(elsewhere),
         sizes=sorted(set(comparison.sizes)),
@@ -295,17 +303,19 @@ def _words(comparison: Comparison, kind: str) -> str:
         comparison.second.norm,
         comparison.sizes,
     )
-    shown, limit = _shown(comparison, kind, comparison.gap), _margin_words(comparison)
+    shown, limit = gap_words(comparison, kind, comparison.gap), margin_words(comparison)
     missing = "too few seeds for an" if comparison.gap.n < 2 else "the same for every seed, so no"
     apart, n = comparison.assessment.num_apart, comparison.gap.n
     lie = "seeds lie" if apart > 1 else "seeds lies"
     end = {
         "no interval": f"; {missing} interval",
-        "open": "; undecided",
+        "open": f"; undecided{seeds_words(comparison)}",
         "apart": f"; undecided: {apart} of {n} {lie} apart",
         "search": "; no verdict while the search of learning rates is incomplete",
         "given rates": "; no verdict: given the learning rates that one search chose",
+        "undeclared": "; no verdict: the declared number of seeds is unknown",
         "incomplete": f"; no verdict yet: {_declared_words(comparison)}",
+        "unended": f"; no verdict yet: {_unended_words(comparison)}",
         "doubtful": "; no verdict: the records contradict themselves, see the top of the report",
         "extended": f"; no verdict: {_declared_words(comparison)}, the others were added later",
     }.get(kind, "")
@@ -330,11 +340,21 @@ def _words(comparison: Comparison, kind: str) -> str:
     }.get(kind, f"{where} minus {reference}: {shown}{end}")
 
 
-def _shown(comparison: Comparison, kind: str, gap: Interval) -> str:
+def gap_words(comparison: Comparison, kind: str, gap: Interval) -> str:
     """The gap as its sentence shows it: what is lost or gained, or the first minus the second."""
     is_loss = kind in ("loses", "worse")
     is_negated = is_loss if kind in DIRECTED else not comparison.part.metric.higher_is_better
     return comparison.part.metric.format(-gap if is_negated else gap)
+
+
+def seeds_words(comparison: Comparison) -> str:
+    """`, about 24 seeds would decide`, of an undecided difference; see the note of a report."""
+    if comparison.kind != "open" or comparison.has_diverged:
+        return ""  # the size of a difference to a diverged run is not known
+    needed = comparison.seeds_to_decide
+    if needed is None:
+        return f", more than {MAX_SEEDS} seeds would decide"
+    return f", about {needed} seeds would decide"
 
 
 def _unlike_words(comparison: Comparison) -> str:
@@ -346,7 +366,7 @@ def _unlike_words(comparison: Comparison) -> str:
     return f"{' and '.join(ends)} are not compared, their recipes differ: {', '.join(values)}"
 
 
-def _margin_words(comparison: Comparison) -> str:
+def margin_words(comparison: Comparison) -> str:
     """`a quarter of batch's error (0.62 points)`, or `1 point`."""
     metric, margin = comparison.part.metric, comparison.margin
     words = metric.amount_words(margin)
@@ -357,7 +377,7 @@ def _margin_words(comparison: Comparison) -> str:
 
 
 def _basis_words(comparison: Comparison) -> str:
-    """What the interval does not allow for, and choices that were made after the data."""
+    """What the interval does not allow for, and a margin that was not declared."""
     metric = comparison.part.metric
     return "; ".join(
         filter(
@@ -365,11 +385,22 @@ def _basis_words(comparison: Comparison) -> str:
             (
                 "" if comparison.num_samples else "on these test samples",
                 "added by a later command: a family of its own" * bool(comparison.round),
-                f"tolerance={metric.tolerance:g} given to the report" * metric.is_tolerance_given,
-                f"metric={metric.name} given to the report" * comparison.part.is_metric_given,
+                "margin not declared before the data"
+                * (not metric.rule and not metric.is_tolerance_given),
             ),
         )
     )
+
+
+def given_words(comparison: Comparison) -> str:
+    """`, with tolerance=2 given to the report`: choices that were made after the data."""
+    part = comparison.part
+    given = [f"metric={part.metric.name}"] if part.is_metric_given else []
+    if comparison.is_reference_given:
+        given.append(f"reference={comparison.second.base}")
+    if part.metric.is_tolerance_given and comparison.is_primary:
+        given.append(f"tolerance={part.metric.tolerance:g}")
+    return f", with {' and '.join(given)} given to the report" if given else ""
 
 
 def _rate_scope(comparison: Comparison) -> str:
@@ -385,10 +416,11 @@ def _budget_words(comparison: Comparison, other: Comparison) -> str:
     if other.unlike:
         return ""
     if other.gap.estimate is None or comparison.gap.estimate is None:
-        return f" {other.budget}: no result."
+        return f" At {other.budget}: no result."
     turns = _side(comparison.gap) * _side(other.gap) < 0 and comparison.kind in DIRECTED
-    shown = _shown(other, comparison.kind, -other.gap if turns else other.gap)
-    return f" At {other.budget}: {shown}{' the other way' * turns}."
+    shown = gap_words(other, comparison.kind, -other.gap if turns else other.gap)
+    way = " the other way" * turns
+    return f" At {other.budget}: {shown}{way}{given_words(other)}."
 
 
 def _side(gap: Interval) -> int:
@@ -425,7 +457,9 @@ def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> s
     if any(comparison.is_along_sizes for comparison in judged):
         members.append("each norm that mixes samples, from its largest to its smallest size")
     if references:
-        members.append(f"each norm against {_listed(list(references))} at the smallest size")
+        members.append(f"each norm against {listed(list(references))} at the smallest size")
+    if any(len(cells) > 2 for part in {c.part for c in judged} for cells in contenders(part)):
+        members.append("the choice of the norms that may be the best")
     if any(comparison.change is not None for comparison in judged):
         members.append("its change from the shortest to the longest budget")
     sizes = {comparison.round: comparison.family_size for comparison in judged}
@@ -436,8 +470,10 @@ def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> s
         "samples; for new seeds alone where it says 'on these test samples'. The number of "
         f"differences that this report tests is {count}. The probability that any verdict on them "
         "is false is at most 5 %, for those of each command, so a difference may be undecided "
-        "although its own interval excludes 0. Training counts as converged where a budget at "
-        "least twice as long moved neither its loss nor the metric by the margin."
+        "although its own interval excludes 0. The seeds that would decide are those of a new "
+        "study (another study=NAME): seeds that are added to this one get no verdict. Training "
+        "counts as converged where a budget at least twice as long moved neither its loss nor "
+        "the metric by the margin."
     )
 
 
@@ -505,6 +541,12 @@ def _declared_words(comparison: Comparison) -> str:
     }
     ended, declared = min(counts, default=(0, 0))
     return f"{ended} of {declared} declared seeds"
+
+
+def _unended_words(comparison: Comparison) -> str:
+    """`3 declared cells have not ended`."""
+    count = max(cell.unended for cell in comparison.cells)
+    return f"{count} declared cell{'s have' if count > 1 else ' has'} not ended"
 
 
 def _tuned_words(comparison: Comparison) -> str:

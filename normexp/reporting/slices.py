@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,17 +25,24 @@ def build_slices(
         panels.setdefault(settings_key(cell), []).append(cell)
     slices = []
     for panel in panels.values():
-        available = metric_names(panel)
-        name = choose_metric(available, metric)
+        available, rule = metric_names(panel), _rule_of(panel)
+        preferred = rule.get("metrics", PREFERRED)
+        name = choose_metric(available, metric, preferred)
         if not available:  # all diverged or failed, which is worth reporting too
             name = metric or PREFERRED[0]
         if name is not None:
-            is_given = name != (choose_metric(available, None) or name)
-            described = describe_metric(name, tolerance)
+            is_given = name != (choose_metric(available, None, preferred) or name)
+            described = describe_metric(name, tolerance, rule)
             slices += [
                 replace(part, is_metric_given=is_given) for part in _slices_of(panel, described)
             ]
     return _with_slugs(slices)
+
+
+def _rule_of(cells: Sequence[CellRow]) -> Mapping[str, Any]:
+    """The rule of the margin that was declared for all of the cells; empty if none was."""
+    rules = [cell.rule for cell in cells]
+    return rules[0] if all(rule == rules[0] for rule in rules) else {}
 
 
 def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:

@@ -7,25 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from normexp.reporting.cells import disagreements
 from normexp.reporting.metric import (
     PREFERRED,
     Metric,
     choose_metric,
     describe_metric,
     format_interval,
+    format_mean,
 )
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice, metric_names
-from normexp.reporting.read import flatten
+from normexp.reporting.ranking import Ranking
+from normexp.reporting.read import RefusedCell, flatten
 from normexp.reporting.report import Report
-from normexp.reporting.rows import Row, frame_of, mean_rows, plain_rows
+from normexp.reporting.rows import Row, count_words, frame_of, mean_rows, plain_rows
 from normexp.reporting.sentences import Answer
-from normexp.reporting.verdict import Comparison, paired
-from normexp.stats.family import ALPHA, p_value
-from normexp.stats.interval import paired_difference
+from normexp.reporting.style import order_norms
+from normexp.reporting.verdict import Comparison
 from normexp.stats.sensitivity import Sensitivity, Threshold
 
 LATEX = str.maketrans(
@@ -43,6 +42,7 @@ LATEX = str.maketrans(
     }
 )
 NUMBERS = ["mean", "mean low", "mean high"]
+MOST_COLUMNS = 8  # of a table for papers; beyond, it has the smallest and the largest sizes alone
 MEAN = "mean [95 % interval]"
 
 
@@ -53,8 +53,10 @@ class Table:
     frame: has `columns`, and may have more
     numbers: columns for programs, in the CSV only: plain numbers beside `1.2 [0.6, 1.9]`
     aside: columns shown in files and opened cells only, because they do not fit on a page
-    over: a heading over all columns but the first, in LaTeX
+    over: headings over the columns after the first, each with its number of columns, in LaTeX
+    under: the heads of all columns below these, in LaTeX; without, the names of the columns
     bold: (row, column) of the values in bold
+    is_for_papers: few columns, so it is written as LaTeX too
     """
 
     name: str
@@ -64,8 +66,10 @@ class Table:
     numbers: list[str] = field(default_factory=list)
     aside: Collection[str] = ()
     note: str = ""
-    over: str = ""
+    over: Sequence[tuple[str, int]] = ()
+    under: Sequence[str] = ()
     bold: Collection[tuple[int, str]] = ()
+    is_for_papers: bool = False
 
     @staticmethod
     def of_rows(
@@ -90,17 +94,23 @@ class Table:
     def to_latex(self) -> str:
         """A tabular with booktabs rules."""
         lines = self._lines(LATEX, r"\textbf{{{}}}")
+        if self.under:
+            lines[0] = [head.translate(LATEX) for head in self.under]
         head, *body = (" & ".join(line) + r" \\" for line in lines)
-        last = len(self.columns)
-        over = [
-            rf" & \multicolumn{{{last - 1}}}{{c}}{{{self.over}}} \\",
-            rf"\cmidrule(lr){{2-{last}}}",
-        ]
+        last, over, start = len(self.columns), [], 2
+        if self.over:
+            titles = (
+                rf"\multicolumn{{{n}}}{{c}}{{{text.translate(LATEX)}}}" for text, n in self.over
+            )
+            over = [rf" & {' & '.join(titles)} \\"]
+        for text, n in self.over:
+            over += [rf"\cmidrule(lr){{{start}-{start + n - 1}}}"] if text else []
+            start += n
         lines = [
             *(f"% {text}" for text in (self.title, self.note) if text),
             rf"\begin{{tabular}}{{{'l' * last}}}",
             r"\toprule",
-            *(over if self.over else []),
+            *over,
             head,
             r"\midrule",
             *body,
@@ -141,21 +151,24 @@ class Table:
 def tables_of(report: Report) -> list[Table]:
     """Every table of a report."""
     answers = [answer for section in report.sections for answer in section.answers]
+    best = best_of(report.rankings)
     return [
-        *map(size_table, report.slices),
+        *paper_tables(report.slices, best),
+        *(size_table(part, best.get(part, set())) for part in report.slices),
         sensitivity_table(answers),
         comparison_table(answers),
         untested_table(report),
-        cell_table(report.cells, report.metric, report.tolerance),
+        cell_table(report.cells, report.metric, report.tolerance, report.refused),
         run_table(report.cells),
     ]
 
 
 def write_tables(folder: Path, tables: Iterable[Table]) -> None:
-    """Writes each table as CSV, Markdown and LaTeX."""
+    """Writes each table as CSV and Markdown, those for papers as LaTeX too."""
     folder.mkdir(parents=True, exist_ok=True)
     for table in tables:
-        texts = {"csv": table.to_csv(), "md": table.to_markdown(), "tex": table.to_latex()}
+        texts = {"csv": table.to_csv(), "md": table.to_markdown()}
+        texts |= {"tex": table.to_latex()} if table.is_for_papers else {}
         for ending, text in texts.items():
             (folder / f"{table.name}.{ending}").write_text(text, encoding="utf-8")
 
@@ -180,8 +193,13 @@ def show(value: Any) -> str:
     return " ".join(text.split())
 
 
-def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | None) -> Table:
-    """A row per cell: its sizes, the mean with its interval, and every count.
+def cell_table(
+    cells: Sequence[CellRow],
+    metric: str | None,
+    tolerance: float | None,
+    refused: Sequence[RefusedCell] = (),
+) -> Table:
+    """A row per cell: its sizes, the mean with its interval, and every count; refused cells last.
 
     Each cell shows the requested metric, or the first of PREFERRED that it has.
     """
@@ -195,26 +213,33 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
         rows |= _rows_of(same, describe_metric(name, tolerance))
     columns = [
         *("norm", "model", "data", "setting", "batch size", "norm batch size", "lr", "metric"),
-        *(
-            MEAN,
-            "worst seed",
-            "seeds apart",
-            "n",
-            "seeds",
-            "diverged",
-            "failed",
-            "missing",
-            "note",
-            "directory",
-        ),
+        *(MEAN, "worst seed", "seeds apart", "n", "seeds", "diverged", "failed", "missing"),
+        *("note", "directory"),
     ]
-    frame = frame_of([rows[cell] for cell in cells], [*columns, *NUMBERS, "count"])
+    shown = [rows[cell] for cell in cells]
+    budgets = {cell.budget for cell in cells}
+    shown += [_refused_row(cell, shown, budgets) for cell in refused]
+    frame = frame_of(shown, [*columns, *NUMBERS, "count"])
     return Table("cells", "Cells", columns, frame, NUMBERS, ["seeds", "directory"])
+
+
+def _refused_row(cell: RefusedCell, rows: Sequence[Row], budgets: Collection[str]) -> Row:
+    """What the title of a refused cell says, and what all cells that ran have in common."""
+    pairs = (word.partition("=") for word in cell.settings.split())
+    words = {key: value for key, _, value in pairs}
+    row: Row = {"norm": cell.norm, "count": "0", "note": cell.error}
+    for name in ("model", "data", "batch size", "lr", "metric"):
+        values = {other[name] for other in rows}
+        typed = words.pop(name.replace(" ", "_"), None)
+        row[name] = values.pop() if len(values) == 1 and typed is None else typed
+    settings = [f"{key}={value}" for key, value in words.items()]
+    row["setting"] = ", ".join(word for word in settings if {word} != budgets)
+    return row
 
 
 def _rows_of(cells: Sequence[CellRow], metric: Metric) -> dict[CellRow, Row]:
     """The rows of cells that share a metric."""
-    rows = mean_rows({cell: cell.values(metric) for cell in cells}, metric)
+    rows = mean_rows(cells, metric)
     for cell, row in rows.items():
         row |= _labels_of(cell, independent="any") | {"metric": metric.label, "lr": cell.lr}
         row |= {MEAN: row["text"], "mean low": row["low"], "mean high": row["high"]}
@@ -248,35 +273,121 @@ def _note(cell: CellRow, row: Row, metric: Metric) -> str:
     return "; ".join(text for text, applies in notes.items() if applies)
 
 
-def size_table(part: Slice) -> Table:
-    """Norm x size: mean and interval; in bold the best of each size and all that tie with it."""
+def best_of(rankings: Iterable[Ranking]) -> dict[Slice, set[str]]:
+    """By slice, the norms that may be the best at its smallest size; none where any of them may."""
+    best: dict[Slice, set[str]] = {}
+    for ranking in rankings:
+        if len(ranking.best) < len(ranking.ranked):
+            best.setdefault(ranking.part, set()).update(ranking.best)
+    return best
+
+
+def paper_tables(slices: Sequence[Slice], best: Mapping[Slice, set[str]]) -> list[Table]:
+    """Norms by data sets, models, budgets and sizes: one table for each metric.
+
+    best: see `best_of`
+    """
+    by_metric: dict[str, list[Slice]] = {}
+    for part in slices:
+        by_metric.setdefault(part.metric.name, []).append(part)
+    return [_paper_table(same, best) for same in by_metric.values()]
+
+
+def _paper_table(slices: Sequence[Slice], best: Mapping[Slice, set[str]]) -> Table:
+    metric = slices[0].metric
+    are_many = sum(len(part.sizes) for part in slices) > MOST_COLUMNS
+    rows: dict[str, Row] = {norm: {} for norm in order_norms(n for p in slices for n in p.norms)}
+    columns, over, under, bold = ["norm"], [], ["norm"], []
+    for part, heading in zip(slices, _headings(slices), strict=True):
+        ends = (part.sizes[0], part.sizes[-1])
+        sizes = list(dict.fromkeys(ends)) if are_many else list(part.sizes)
+        has_sizes = len(part.sizes) > 1
+        axis = AXIS_WORDS[part.axis]
+        over.append((f"{heading}, {axis}".removeprefix(", ") if has_sizes else "", len(sizes)))
+        under += map(str, sizes) if has_sizes else [heading or metric.label]
+        for size in sizes:
+            column = ", ".join(filter(None, (heading, f"{axis} {size}" if has_sizes else "")))
+            columns.append(column or metric.label)
+            for norm, line in part.lines.items():
+                if size in line:
+                    rows[norm][columns[-1]] = _paper_text(line[size], metric)
+            if size == part.sizes[0]:
+                bold += [(list(rows).index(norm), columns[-1]) for norm in best.get(part, ())]
+    frame = frame_of([{"norm": norm} | row for norm, row in rows.items()], columns)
+    kind = metric.name.replace("/", "_").replace("@", "_")
+    tuned = (
+        "; of several learning rates that with the best validation" if _has_rates(slices) else ""
+    )
+    note = (
+        f"{metric.label}: mean and 95 % interval over the seeds that finished{tuned}. "
+        "× diverged, ! failed, ? missing. "
+    )
+    note += (
+        "Bold: one of these is the best of its column, by the tests of the report, which are at "
+        "the smallest size; without bold, any may be."
+    )
+    title = f"{metric.label} by norm"
+    return Table(
+        f"paper_{kind}",
+        title,
+        columns,
+        frame,
+        note=note,
+        over=over if any(text for text, _ in over) else (),
+        under=under,
+        bold=bold,
+        is_for_papers=True,
+    )
+
+
+def _paper_text(cell: CellRow, metric: Metric) -> str:
+    """`97.9 [97.4, 98.4]`, with the counts where runs are lost."""
+    text = format_mean(cell.mean(metric), metric)
+    count = count_words(cell, len(cell.values(metric)))
+    invalid = " INVALID" if cell.invalid else ""
+    return f"{text}{invalid} ({count})" if "/" in count else text + invalid
+
+
+def _has_rates(slices: Sequence[Slice]) -> bool:
+    return any(part.rates for part in slices)
+
+
+def _headings(slices: Sequence[Slice]) -> list[str]:
+    """What tells each slice from the others; empty for a single one."""
+    words = [
+        list(filter(None, (part.model, part.data, *part.first.setting.split(", "), part.fixed)))
+        for part in slices
+    ]
+    shared = set[str].intersection(*map(set, words))
+    return [", ".join(word for word in of_part if word not in shared) for of_part in words]
+
+
+def size_table(part: Slice, best: Collection[str]) -> Table:
+    """Norm x size: mean and interval, the worst seed and what is lost.
+
+    best: norms that are in bold at the smallest size, see `best_of`
+    """
     metric, axis, sizes = part.metric, AXIS_WORDS[part.axis], [str(size) for size in part.sizes]
-    shown = mean_rows({cell: part.values[cell] for _, cell in part.points}, metric)
+    shown = mean_rows((cell for _, cell in part.points), metric)
     rows = [
         {"norm": norm} | {str(size): _size_text(shown[cell]) for size, cell in line.items()}
         for norm, line in part.lines.items()
     ]
-    frame = frame_of(rows, ["norm", *sizes])
-    best = {size: best_norms(part, size) for size in part.sizes}
-    bold = {(part.norms.index(norm), str(size)) for size, norms in best.items() for norm in norms}
-    pairs = [count for norms in best.values() for count in list(norms.values())[1:]]
-    common = f" on {_range_words(pairs)} common seeds" if pairs else ""
+    columns = ["norm", *sizes]
+    frame = frame_of(rows, columns)
+    bold = {(part.norms.index(norm), sizes[0]) for norm in best}
     count = _range_words(row["n"] for row in shown.values())
     note = (
         f"{metric.label}, mean and 95 % interval over the seeds that finished, "
         f"n = {count}; the worst seed, and the number of seeds that lie apart. "
-        "Bold: the best mean of each size, and those that a t "
-        f"test paired by seed{common} does not tell from it at the 5 % level (Bonferroni over the "
-        "norms at that size)."
+        f"Bold: one of these norms is the best at {axis} {sizes[0]}, by the tests of the report."
     )
     if any("/" in row["count"] for row in shown.values()):
-        note += (
-            " (k/n): k of n seeds finished; × diverged, which is never in bold, ! failed, ? "
-            "missing. A norm without two seeds in common with the best is not tested."
-        )
+        note += " (k/n): k of n seeds finished; × diverged, ! failed, ? missing."
     title = f"{part.heading}: {metric.label} by norm and {axis}"
-    columns = ["norm", *sizes]
-    return Table(f"by_size_{part.slug}", title, columns, frame, note=note, over=axis, bold=bold)
+    over = [(axis, len(sizes))]
+    name = f"by_size_{part.slug}"
+    return Table(name, title, columns, frame, note=note, over=over, bold=bold, is_for_papers=True)
 
 
 def _size_text(row: Row) -> str:
@@ -292,35 +403,6 @@ def _range_words(counts: Iterable[int]) -> str:
     """`8`, or `2 to 8`."""
     known = sorted(counts)
     return " to ".join(map(str, dict.fromkeys((known[0], known[-1]))))
-
-
-def best_norms(part: Slice, size: int) -> dict[str, int]:
-    """The norm with the best mean at a size, then all that a t test does not tell from it.
-
-    By norm, the number of seeds in common with the best. Norms with fewer than two are left out,
-    because they can be tested neither way; empty if fewer than two norms are left, or if the
-    recipes differ in more than the norm.
-    """
-    cells = {
-        norm: line[size]
-        for norm, line in part.lines.items()
-        if size in line and not line[size].invalid and not line[size].diverged
-    }
-    sign = 1 if part.metric.higher_is_better else -1
-    known = {norm: cell for norm, cell in cells.items() if len(part.values[cell]) > 1}
-    means = {norm: sign * np.mean(list(part.values[cell].values())) for norm, cell in known.items()}
-    best = max(means, key=lambda norm: means[norm], default=None)
-    if best is None or len(known) < 2:
-        return {}
-    if any(disagreements(cells[best], cell) for cell in known.values()):
-        return {}
-    tied = {best: len(part.values[known[best]])}
-    for norm, cell in known.items():
-        a, b = paired(part.values[known[best]], part.values[cell])
-        gap = paired_difference(a, b, step=part.step, limit=part.metric.limit)
-        if norm != best and len(a) > 1 and (len(known) - 1) * p_value(gap) > ALPHA:
-            tied[norm] = len(a)
-    return tied
 
 
 def sensitivity_table(answers: Sequence[Answer]) -> Table:
@@ -398,7 +480,7 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
                 comparison.num_samples or None,
                 metric.unit,
                 format_interval(comparison.improvement, 2),
-                *(comparison.p, gap.n, claim.kind),
+                *(_p_words(comparison.p), gap.n, claim.kind),
             )
             rows.append(dict(zip(columns, values, strict=True)))
     note = (
@@ -408,6 +490,13 @@ def comparison_table(answers: Sequence[Answer]) -> Table:
         "whatever its p."
     )
     return Table.of_rows("comparisons", "Norms against the reference", columns, rows, note)
+
+
+def _p_words(p: float | None) -> str | None:
+    """`0.012`, `<0.001`."""
+    if p is None:
+        return None
+    return f"{p:.2g}" if p >= 0.001 else "<0.001"
 
 
 def untested_table(report: Report) -> Table:

@@ -22,6 +22,7 @@ from normexp.records.result import Status
 from normexp.records.state import STATES, StudyStatus, is_search
 
 if TYPE_CHECKING:
+    from normexp.reporting.ranking import Ranking
     from normexp.reporting.report import Report
     from normexp.reporting.tables import Table as ReportTable
 
@@ -53,15 +54,24 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
 
 
 def print_report(report: Report, cells: ReportTable) -> None:
-    """Counts, the table of cells, the verdicts, and what is missing."""
+    """Counts, the rankings, the table of cells, the verdicts, and what is missing."""
     console = open_console()
     for line in report.doubts:
         console.out(f"CONTRADICTION, no verdict rests on it: {line}", style="red")
     console.out(f"{report.title}: {report.counts}")
+    for section in report.sections:
+        rankings = [one for answer in section.answers for one in report.rankings_of(answer)]
+        headline = section.headline
+        if headline and (not rankings or not headline.reference):
+            console.print(f"\n{section.heading}", markup=False)
+            console.print(f"{headline.claim}.", style="bold", markup=False)
+        for ranking in rankings:
+            _print_ranking(console, ranking)
+    for words in report.refusals:
+        console.print(words, style="red", markup=False)
+    console.out("\nCells", style="bold")
     _print_cells(console, cells)
     for section in report.sections:
-        if len(section.answers) > 1 and section.headline:
-            console.out(f"\n{section.headline.claim}.", style="bold")
         for number, answer in enumerate(section.answers, start=1):
             console.out(f"\n{answer.heading}", style="bold")
             if answer.measured_on:
@@ -79,6 +89,17 @@ def print_report(report: Report, cells: ReportTable) -> None:
         console.out(f"not ended: {line}", style="dim")
     for problem in report.problems:
         console.out(f"not read: {problem}", style="red")
+
+
+def _print_ranking(console: Console, ranking: Ranking) -> None:
+    """The sentence, then the norms in groups."""
+    console.print(f"\n{ranking.heading}", markup=False)
+    console.print(f"{ranking.sentence}.", style="bold", markup=False)
+    drawn, shown = text_table(["", *ranking.columns], []), ""
+    for title, *texts in ranking.rows:
+        drawn.add_row(*map(Text, (title if title != shown else "", *texts)))
+        shown = title
+    console.print(drawn)
 
 
 def _print_cells(console: Console, table: ReportTable) -> None:

@@ -12,12 +12,16 @@ A verdict is for new seeds and new test samples where the test samples are recor
 seeds on the same samples. Cells whose recipes differ in anything but the norm, the sizes and the
 searched keys are not compared.
 
-The reference is batch norm. In a comparison without batch norm it is the first norm in the order of
-figures, whatever the results: layer, instance, group, rms, then others by name.
+The reference is batch norm, unless the report is given another. In a comparison without it, it is
+the first norm in the order of figures, whatever the results: layer, instance, group, rms, then
+others by name.
+
+The family also holds the tests by which normexp.reporting.ranking finds the norms that may be best.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +37,7 @@ from normexp.reporting.model import CellRow, Slice, Values
 from normexp.reporting.style import base_of
 from normexp.stats.contrast import Assessment, Margin, change, difference, verdict_on
 from normexp.stats.crossfit import CrossFit, cross_fit
-from normexp.stats.family import Verdict, p_value
+from normexp.stats.family import Verdict, p_value, seeds_to_decide
 from normexp.stats.interval import Array, Interval, cut, paired_improvement
 
 REFERENCE = "batch"
@@ -51,7 +55,9 @@ NO_VERDICT = {
     "no data": "no seed has a result of both cells",
     "search": "learning rates were searched, and not every rate has the same three or more seeds",
     "given rates": "one search chose the learning rates, so this holds given the chosen rates",
+    "undeclared": "the number of seeds was not declared: no study.jsonl names the cells",
     "incomplete": "not all declared seeds have ended",
+    "unended": "not all declared cells have ended",
     "doubtful": "records of the cells contradict themselves",
     "extended": "seeds were added to the declared ones",
     "unlike": "the recipes differ in more than the norm, the sizes and the searched keys",
@@ -117,6 +123,7 @@ class Comparison:
     num_samples: test samples; 0: not recorded for every run, so the gap is over seeds alone
     unlike: by key, the values of the recipes for which the cells must not be compared
     is_primary: it belongs to the family
+    is_reference_given: the report was given the norm of the second cell as the reference
     family_size: the number of differences and changes that the report tests, decided or not
     change: to another budget; None at a single budget
     """
@@ -134,6 +141,7 @@ class Comparison:
     is_primary: bool
     family_size: int = 0
     change: Change | None = None
+    is_reference_given: bool = False
 
     @property
     def gap(self) -> Interval:
@@ -181,8 +189,11 @@ class Comparison:
             return "no data"
         if self.gap.low is None:
             return "no interval"
-        if not self.is_primary:
-            return "interval"
+        return self.decision if self.is_primary else "interval"
+
+    @cached_property
+    def decision(self) -> str:
+        """What the family decides on a difference with an interval, or why it does not."""
         if why := self.why_not_judged:
             return why
         verdict, is_withheld = verdict_on(self.assessment, self.family_size)
@@ -202,7 +213,18 @@ class Comparison:
         if not any(is_grid) and self.first.searched:
             return "given rates"
         states = {cell.state_of_seeds for cell in self.cells}
-        return next((state for state in ("incomplete", "extended") if state in states), None)
+        wanting = ("undeclared", "incomplete", "extended")
+        if state := next((state for state in wanting if state in states), None):
+            return state
+        # With every further cell the family grows, so a verdict would come and go.
+        return "unended" if any(cell.unended for cell in self.cells) else None
+
+    @property
+    def seeds_to_decide(self) -> int | None:
+        """See normexp.stats.family.seeds_to_decide; None outside the family."""
+        if not self.is_judged:
+            return None
+        return seeds_to_decide(self.assessment.gap, self.margin, self.family_size)
 
     @property
     def verdict(self) -> str | None:
@@ -249,15 +271,20 @@ class Comparison:
         return float(self.budget.partition("=")[2] or 0)
 
 
-def compare(slices: Sequence[Slice]) -> list[Comparison]:
+def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Comparison]:
     """Every comparison of the slices of one report.
 
-    With their changes they are one family, and one more for each later command that added cells.
+    With their changes and the choice of the best norms they are one family, and one more for each
+    later command that added cells.
+
+    reference: norm that the others are compared with where it was run; None: batch norm
     """
-    comparisons = [comparison for part in slices for comparison in _comparisons_of(part)]
+    comparisons = [comparison for part in slices for comparison in _comparisons_of(part, reference)]
     changes = _changes(comparisons)
     members = [*comparisons, *changes.values()]
     sizes = Counter(member.round for member in members if member.is_judged)
+    for part in slices:
+        sizes += _tests_of_best(part, reference)
     changes = {
         place: replace(change, family_size=sizes[change.round]) for place, change in changes.items()
     }
@@ -283,14 +310,46 @@ def paired(first: Values, second: Values) -> tuple[np.ndarray, np.ndarray]:
     return np.array([first[s] for s in seeds]), np.array([second[s] for s in seeds])
 
 
-def reference_of(norms: Sequence[str]) -> str:
+def reference_of(norms: Sequence[str], wanted: str | None = None) -> str:
     """The norm that the others are compared with; norms: in the order of figures."""
-    return next((norm for norm in norms if base_of(norm) == REFERENCE), norms[0])
+    names = (wanted or REFERENCE, REFERENCE)
+    known = [norm for name in names for norm in norms if name in (norm, base_of(norm))]
+    return known[0] if known else norms[0]
 
 
-def _comparisons_of(part: Slice) -> Iterator[Comparison]:
+def contenders(part: Slice) -> list[dict[str, CellRow]]:
+    """For each study, the cells at the smallest size that are compared with each other, by norm."""
+    by_study: dict[str, dict[str, CellRow]] = {}
+    for norm, cell in part.smallest.items():
+        if not any(other.invalid for other in part.lines[norm].values()):
+            by_study.setdefault(cell.study, {})[norm] = cell
+    return list(by_study.values())
+
+
+def round_of(part: Slice, cell: CellRow) -> int:
+    """The command that declared a cell, or the last of the grid in which it was chosen."""
+    return max(other.round for other in _grid_of(part, cell))
+
+
+def _tests_of_best(part: Slice, wanted: str | None) -> Counter[int]:
+    """By round, the members that the choice of the best norms adds; see reporting/ranking.py.
+
+    It compares the k norms that one command declared. The best of them is left out by mistake if
+    another is found to be better: k - 1 tests, of which that against the reference is a member
+    already. They are one-sided, so two of them are one member.
+    """
+    added: Counter[int] = Counter()
+    for cells in contenders(part):
+        reference = reference_of(list(cells), wanted)
+        rounds = Counter(round_of(part, cell) for cell in cells.values())
+        for number, num_norms in rounds.items():
+            has_reference = number == round_of(part, cells[reference])
+            added[number] += math.ceil((num_norms - 1 - has_reference) / 2)
+    return added
+
+
+def _comparisons_of(part: Slice, wanted: str | None) -> Iterator[Comparison]:
     """Comparisons of a slice: along the sizes, then with the reference of the same study."""
-    smallest: dict[str, dict[str, CellRow]] = {}  # by study and norm
     for norm, line in part.lines.items():
         if any(cell.invalid for cell in line.values()):
             continue
@@ -298,21 +357,21 @@ def _comparisons_of(part: Slice) -> Iterator[Comparison]:
         first, last = line[size], line[largest]
         if len(line) > 1 and norm not in part.independent:
             mixes_samples = first.mixes_samples or last.mixes_samples
-            yield _comparison(part, first, last, (size, largest), is_primary=mixes_samples)
-        if size == part.sizes[0]:
-            smallest.setdefault(first.study, {})[norm] = first
-    for cells in smallest.values():
-        reference = cells[reference_of(list(cells))]
+            yield compare_cells(part, first, last, (size, largest), is_primary=mixes_samples)
+    for cells in contenders(part):
+        reference = cells[reference_of(list(cells), wanted)]
+        is_given = wanted in (reference.norm, base_of(reference.norm))
         for cell in cells.values():
             if cell is not reference:
                 sizes = (part.sizes[0], part.sizes[0])
-                yield _comparison(part, cell, reference, sizes, is_primary=True)
+                comparison = compare_cells(part, cell, reference, sizes, is_primary=True)
+                yield replace(comparison, is_reference_given=is_given)
 
 
-def _comparison(
+def compare_cells(
     part: Slice, first: CellRow, second: CellRow, sizes: tuple[int, int], *, is_primary: bool
 ) -> Comparison:
-    outcomes = _outcomes([(part, first), (part, second)])
+    outcomes = outcomes_of([(part, first), (part, second)])
     (a, b), num_samples = outcomes.tables, outcomes.num_samples
     margin = margin_of(part.metric)
     assessment = difference(a, b, margin, step=_step(part, num_samples))
@@ -351,7 +410,7 @@ def _changes(comparisons: Sequence[Comparison]) -> dict[Hashable, Change]:
             for comparison in (short, long)
             for cell in (comparison.first, comparison.second)
         ]
-        outcomes = _outcomes(cells)
+        outcomes = outcomes_of(cells)
         (a, b, c, d), num_samples = outcomes.tables, outcomes.num_samples
         margin = margin_of(short.part.metric)
         steps = [_step(comparison.part, num_samples) for comparison in (short, long)]
@@ -387,19 +446,21 @@ def _step(part: Slice, num_samples: int) -> float:
 class Outcomes:
     """The outcomes of several cells at the seeds that all have; higher is better.
 
+    seeds: n, those that every cell has
     tables: (n,) for each cell, or (n, N) where all N test samples of every run are recorded; of a
         cell whose learning rate was chosen from a complete grid, the cross-fitted values
     tuned: the grid of each cell; None for a single rate, or if a grid is incomplete
     diverged: whether a run of each cell, or of a rate that was chosen, diverged
     """
 
+    seeds: Sequence[int]
     tables: Sequence[Array]
     num_samples: int
     tuned: Sequence[CrossFit | None]
     diverged: Sequence[bool]
 
 
-def _outcomes(places: Sequence[tuple[Slice, CellRow]]) -> Outcomes:
+def outcomes_of(places: Sequence[tuple[Slice, CellRow]]) -> Outcomes:
     grids = [(part, _grid_of(part, cell)) for part, cell in places]
     if any(len(grid) > 1 for _, grid in grids) and not _are_complete(grids):
         grids = [(part, [cell]) for part, cell in places]
@@ -419,6 +480,7 @@ def _outcomes(places: Sequence[tuple[Slice, CellRow]]) -> Outcomes:
         for (part, grid), table in zip(grids, tables, strict=True)
     ]
     return Outcomes(
+        seeds,
         [table[0] if fit is None else fit.values for fit, table in zip(fits, tables, strict=True)],
         num_samples if num_samples > 1 else 0,
         fits,

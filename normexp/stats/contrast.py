@@ -20,7 +20,7 @@ from normexp.stats.family import Verdict, decide, distances_to
 from normexp.stats.interval import Array, Interval, crossed_mean, mean, smallest_step
 from normexp.stats.outliers import lies_apart
 
-Seeds = Literal["incomplete", "complete", "extended"]
+Seeds = Literal["undeclared", "incomplete", "complete", "extended"]
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,13 @@ def verdict_on(assessment: Assessment, family_size: int) -> tuple[Verdict, bool]
 
 
 def state_of_seeds(recorded: int, declared: int) -> Seeds:
-    """Whether a cell may be judged: only with exactly the seeds that were declared.
+    """Whether a cell may be judged: only with exactly the seeds that were declared; 0: unknown.
 
     One look: a verdict on every look at a growing number of seeds would be false in about a fifth
     of studies. `incomplete` and `extended` cells show intervals and no verdict.
     """
+    if not declared:
+        return "undeclared"
     if recorded == declared:
         return "complete"
     return "incomplete" if recorded < declared else "extended"

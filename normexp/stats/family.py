@@ -105,6 +105,27 @@ def seeds_for(difference: float, sd: float, family_size: int) -> int | None:
     return next(needed, None)
 
 
+def seeds_to_decide(gap: Interval, margin: float, family_size: int) -> int | None:
+    """Fewest seeds with which a new study would decide a difference as large as this one.
+
+    It decides in 80 % of studies: that there is a difference, or that it is within the margin,
+    whichever takes fewer seeds. The spread over seeds is that of this gap; the share of its error
+    that comes from the test samples stays as it is. None: more than MAX_SEEDS, on these samples.
+    """
+    if gap.estimate is None or gap.error is None or gap.df is None:
+        return None
+    _, error = gap.over_seeds or (gap.df, gap.error)
+    variance = gap.n * error**2  # of one seed
+    of_samples = max(0.0, gap.error**2 - error**2)
+    target = max(abs(gap.estimate), margin - abs(gap.estimate))
+
+    def is_enough(n: int) -> bool:
+        sd = math.sqrt(variance + n * of_samples)
+        return smallest_difference(n, sd, family_size) <= target
+
+    return next((n for n in range(2, MAX_SEEDS + 1) if is_enough(n)), None)
+
+
 def _t_of(interval: Interval) -> list[tuple[float, float]]:
     """Degrees of freedom and standard error of each t test that a verdict must pass."""
     if interval.df is None or interval.error is None:

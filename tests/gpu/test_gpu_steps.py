@@ -22,7 +22,7 @@ from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.norms.affine import Affine
-from normexp.norms.running import normalize_groups
+from normexp.norms.kernel import normalize_groups
 from normexp.training.statistics import measure_population
 
 NORMS = [name for name in group_choices("norm") if name != "custom"]

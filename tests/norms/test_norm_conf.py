@@ -119,6 +119,7 @@ def test_importing_a_norm_imports_little_else():
         "affine",
         "contract",
         "errors",
+        "kernel",
         "moments",
         "running",
     }

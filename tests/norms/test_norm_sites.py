@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from wild_norms import StrangerNorm
 
-from normexp.norms import running
-from normexp.norms.batch import BatchNorm
+from normexp.batching.replicas import InTurn, Stacked
+from normexp.norms import kernel
+from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import LayerNorm
 from normexp.norms.site import Site
@@ -68,7 +69,7 @@ def test_batch_norm_is_split_by_sample_with_the_state_of_one_forward(
 
     torch's batch norm has the state.
     """
-    monkeypatch.setattr(running, "LOOP_FROM_ELEMENTS", loop_from)
+    monkeypatch.setattr(kernel, "LOOP_FROM_ELEMENTS", loop_from)
     x = random_tensor(7, 5, C) + torch.arange(7).view(7, 1, 1)
     x = (x.mT if view == "map" else x).requires_grad_()
     mask = random_mask(7, 5) & (torch.arange(7) < 4)[:, None] if masked else None
@@ -136,3 +137,42 @@ def test_norm_without_a_mask_may_answer_in_another_dtype(view):
     out = Site(Widening(), view, None)(x, mask)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out[mask], 2 * x[mask])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("make_norm", [BatchNorm, FrozenBatchNorm])
+def test_stack_is_folded_with_the_gradients_and_state_of_each_replica(
+    make_norm, size, training, monkeypatch
+):
+    """Also gradients of gradients, a batch that all replicas share, and a copy of one replica."""
+    monkeypatch.setattr(kernel, "FOLD_FROM_ELEMENTS", 0)
+    sites = [Site(randomize(make_norm(C).double(), seed), "map", size) for seed in range(S)]
+    stacked, in_turn = Stacked(sites), InTurn([copy.deepcopy(site) for site in sites])
+    for shared in (False, True):
+        results = []
+        for replicas in (stacked, in_turn):
+            replicas.train(training)
+            x = random_tensor(S, 4, C, 3)
+            inputs = (x[0] if shared else x).requires_grad_()
+            out = replicas.measure({"inputs": inputs}, lambda y, _: y.sin(), shared=shared)
+            (slope,) = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+            bends = torch.autograd.grad(slope.square().sum(), [inputs, *replicas.parameters()])
+            rows = bends[1:]
+            if replicas is in_turn:
+                rows = [torch.stack(rows[i::2]) for i in range(2)]
+            copies = [replicas.replica(index).train(training) for index in range(S)]
+            alone = [site(x[0]) for site in copies]
+            states = [site.state_dict() for site in copies]
+            results.append((out, slope, bends[0], list(rows), alone, states))
+        assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_half_precision_reaches_the_kernel_as_it_is():
+    """The statistics are those of float32, and the output is rounded once."""
+    norm = randomize(BatchNorm(C))
+    x = random_tensor(64, C, 5, dtype=torch.float32).to(torch.bfloat16) + 3
+    expected = copy.deepcopy(norm)(x.float()).to(torch.bfloat16)
+    out = norm(x)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, expected, rtol=2**-7, atol=1e-6)

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from normexp.records.files import write_text
-from normexp.records.history import CommandEntry, append_entries
+from normexp.records.history import CommandEntry, append_entries, read_history
 from normexp.records.metrics import MetricsWriter
+from normexp.records.paths import list_seeds
 from normexp.records.result import Result, write_result
+from normexp.reporting.metric import RULE
 from normexp.reporting.model import CellRow, Slice
 from normexp.reporting.report import Report, read_report
 from normexp.reporting.sentences import Answer
@@ -119,6 +121,7 @@ def write_study(
         write_cell(root, "batch", draw(0.9 - drop * share), norm_batch_size=size, **place)
     for norm in level:
         write_cell(root, norm, draw(0.9), norm_batch_size=smallest, **place)
+    declare(root, study)
 
 
 def write_sizes(
@@ -133,8 +136,26 @@ def write_sizes(
     return [write_cell(root, norm, own, **{axis: size}, **options) for size, own in values.items()]
 
 
+def declare(root: Path, *names: str) -> None:
+    """Declares all cells of the studies with the seeds that they have, unless a command did."""
+    for name in names:
+        study = root / name
+        if any(command.cells for command in read_history(study).commands if command.id != "d"):
+            continue
+        if (path := study / "study.jsonl").exists():
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(line for line in lines if '"id": "d"' not in line))
+        cells = {
+            cell.name: [("", seeds)] for cell in study.glob("*") if (seeds := list_seeds(cell))
+        }
+        if cells:
+            command = CommandEntry("d", ["normexp-train", "-m"], "one", 3, cells, RULE)
+            append_entries(study, [command])
+
+
 def report_of(root: Path, *names: str, **options: Any) -> Report:
-    """The report of the written studies; options: metric and tolerance."""
+    """The report of the written studies, declared; options: metric and tolerance."""
+    declare(root, *(names or ["synthetic"]))
     return read_report(root, names or ["synthetic"], **options)
 
 

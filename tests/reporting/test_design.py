@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 from synthetic_study import report_of, write_cell
 
-from normexp.records.history import CommandEntry, SearchEntry, append_entries
+from normexp.records.history import CommandEntry, EndEntry, SearchEntry, append_entries
+from normexp.reporting.metric import RULE
+from normexp.reporting.report import read_report
 from normexp.reporting.sentences import Claim
 
 RATES = (0.03, 0.1, 0.3)
@@ -109,6 +112,58 @@ def test_until_the_declared_seeds_have_ended_there_is_no_verdict(tmp_path: Path)
     one = group_of(tmp_path)
     assert one.kind == "incomplete" and one.comparison.gap.low > 0
     assert "points; no verdict yet: 5 of 8 declared seeds (" in one.text
+
+
+def test_until_every_declared_cell_has_ended_there_is_no_verdict(tmp_path: Path):
+    write_declared(tmp_path, {"batch": 8, "group": 8, "layer": 8})
+    (layer,) = (tmp_path / "synthetic").glob("layer-*")
+    (layer / "seed-7" / "result.json").unlink()
+    one = group_of(tmp_path)
+    assert one.kind == "unended" and "no verdict yet: 1 declared cell has not ended" in one.text
+    end = EndEntry(layer.name, "norm=layer", [7], "0", "failed", "no memory")
+    append_entries(tmp_path / "synthetic", [end])
+    assert group_of(tmp_path).kind == "better"
+
+
+def test_without_a_declaration_there_are_intervals_and_no_verdict(tmp_path: Path):
+    write_declared(tmp_path, {"batch": 8, "group": 8})
+    (tmp_path / "synthetic" / "study.jsonl").unlink()
+    answer = read_report(tmp_path, ["synthetic"]).sections[0].answers[0]
+    one = next(claim for claim in answer.sentences if claim.comparison)
+    assert one.kind == "undeclared" and one.comparison.gap.low > 0
+    assert "no verdict: the declared number of seeds is unknown" in one.text
+
+
+def test_the_margin_is_the_declared_one(tmp_path: Path):
+    """Whatever this version of the code would take; without a declaration that is said."""
+    write_declared(tmp_path, {"batch": 8, "group": 8})
+    path = tmp_path / "synthetic" / "study.jsonl"
+    entry = json.loads(path.read_text())
+    assert "margin not declared before the data" in group_of(tmp_path).text
+    entry["rule"] = {**RULE, "version": 7, "margins": {"accuracy": {"most": 20.0}}}
+    path.write_text(json.dumps(entry) + "\n")
+    one = group_of(tmp_path)
+    assert one.comparison.margin == 20 and "not declared" not in one.text
+    entry["rule"] = {**RULE, "metrics": ["test/loss"]}
+    path.write_text(json.dumps(entry) + "\n")
+    assert group_of(tmp_path).comparison.part.metric.name == "test/loss"
+
+
+def test_what_was_given_to_the_report_stands_in_each_sentence(tmp_path: Path):
+    for epochs in (12, 48):
+        for norm, level in (("batch", 0.90), ("group", 0.95)):
+            values = dict(enumerate(np.random.default_rng(epochs).normal(level, 0.003, 8)))
+            write_cell(tmp_path, norm, values, epochs=epochs)
+    options = {"metric": "val/accuracy", "tolerance": 2.0}
+    report = report_of(tmp_path, **options)
+    texts = [report.sections[0].headline.claim]
+    for answer in report.sections[0].answers:
+        for claim in answer.sentences:
+            if claim.comparison:
+                texts += [claim.claim, *claim.elsewhere.split(". ")]
+    assert len(texts) > 4
+    words = "with metric=val/accuracy and tolerance=2 given to the report"
+    assert all(words in text for text in texts)
 
 
 def test_seeds_that_were_added_take_the_verdict_back(tmp_path: Path):

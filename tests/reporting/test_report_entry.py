@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_study import answers_of, report_of, write_cell, write_study
+from synthetic_study import answers_of, declare, report_of, write_cell, write_study
 
 import normexp
 from normexp.records.history import CommandEntry, History
@@ -55,6 +55,7 @@ class Page(HTMLParser):
 
 def report(root: Path, *words: str, study: str = "synthetic") -> Path:
     """Runs the entry, which must succeed; returns the folder of the report."""
+    declare(root, *study.strip("[]").split(","))
     assert main([f"study={study}", f"runs_dir={root}", *words]) == 0
     return root / study.strip("[]").replace(",", "+") / "report"
 
@@ -109,8 +110,15 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
         (file,) = folder.glob(f"*/{name}.csv")
         assert file.read_text() == text
         tables[name] = list(csv.DictReader(text.splitlines()))
-    names = ["by_size_main", "sensitivity", "comparisons", "not_tested", "cells"]
-    assert list(tables)[:5] == names
+    names = [
+        "paper_test_accuracy",
+        "by_size_main",
+        "sensitivity",
+        "comparisons",
+        "not_tested",
+        "cells",
+    ]
+    assert list(tables)[:6] == names
     with (folder / "tables" / "runs.csv").open() as file:
         tables["runs"] = list(csv.DictReader(file))
     points = [float(row["mean"]) for row in tables["metric_by_size_main"]]
@@ -127,9 +135,10 @@ def test_tables_hold_the_numbers_of_the_study(whole: tuple[Path, str]):
     )
     assert [row["verdict"] for row in tables["comparisons"]] == ["better", "better"]
     markdown = (folder / "tables" / "cells.md").read_text()
-    latex = (folder / "tables" / "cells.tex").read_text()
+    assert not (folder / "tables" / "cells.tex").exists()  # 18 columns are no table for papers
     assert f"| {row['mean [95 % interval]']} |" in markdown
-    assert r"mean [95 \% interval]" in latex and latex.count(r"\\") == 7
+    latex = (folder / "tables" / "paper_test_accuracy.tex").read_text()
+    assert r"norm & 2 & 8 & 32 & 128 \\" in latex and latex.count(r" \\") == 5
 
 
 def test_report_json_and_load_report_hold_the_comparisons_of_the_page(whole: tuple[Path, str]):
@@ -142,7 +151,7 @@ def test_report_json_and_load_report_hold_the_comparisons_of_the_page(whole: tup
         ends = [f"synthetic/{cell.directory.name}" for cell in (one.first, one.second)]
         assert [row["first"], row["second"]] == ends and set(ends) <= written["cells"].keys()
         assert (row["difference"]["low"], row["p"]) == (one.gap.low, one.p)
-        assert (row["in_family"], row["family_size"], row["budget"]) == (True, 3, "epochs=3")
+        assert (row["in_family"], row["family_size"], row["budget"]) == (True, 4, "epochs=3")
     assert [row["verdict"] for row in written["comparisons"]] == ["loses", "better", "better"]
     assert written["comparisons"][0]["recipes_differ_in"] == ["norm_batch_size"]
     (section,) = written["sections"]

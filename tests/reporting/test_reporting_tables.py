@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_study import answers_of, cells_of, slices_of, write_cell
+from synthetic_study import answers_of, cells_of, report_of, write_cell
 
 from normexp.reporting.tables import (
+    best_of,
     cell_table,
+    paper_tables,
     sensitivity_table,
     size_table,
 )
@@ -74,48 +77,55 @@ def test_a_cell_of_diverged_runs_has_the_metric_and_the_count_that_it_lacks(tmp_
     assert "at one norm batch size only, 2 (n = 0 seeds; 2 of 2 diverged)" in answer.losses[0].text
 
 
-def test_the_paper_table_has_the_best_in_bold_with_what_ties_by_the_test(tmp_path: Path):
+def test_the_paper_table_has_the_norms_in_bold_among_which_the_best_is(tmp_path: Path):
     rng = np.random.default_rng(1)
     levels = {"batch": (0.90, 0.95), "layer": (0.951, 0.951), "group": (0.95, 0.95)}
-    for norm, own in levels.items():
-        for size, level in zip((2, 128), own, strict=True):
+    for norm, ends in levels.items():
+        for size, level in zip((2, 128), ends, strict=True):
             values = dict(enumerate(rng.normal(level, 0.002, 8)))
             options = {"norm_batch_size": size, "mixes_samples": True}
             write_cell(tmp_path, norm, values, **options)
-    lost = {0: 0.99, 1: 0.98, 2: None}  # a norm that diverged is not the best
+    lost = {0: 0.90, 1: 0.89, **dict.fromkeys(range(2, 8))}  # a norm that diverged is not the best
     write_cell(tmp_path, "none", lost, norm_batch_size=2, mixes_samples=True)
-    (part,) = slices_of(tmp_path)
-    table = size_table(part)
+    report = report_of(tmp_path)
+    best = best_of(report.rankings)
+    table = size_table(report.slices[0], best[report.slices[0]])
     assert table.columns == ["norm", "2", "128"]
     assert [row["norm"] for row in table.rows] == ["batch", "layer", "group", "none"]
-    bold = {column: {row for row, name in table.bold if name == column} for column in ("2", "128")}
-    assert bold == {"2": {1, 2}, "128": {0, 1, 2}}
-    assert "(2/8 ×1 ?5)" in table.rows[3]["2"] and table.rows[3]["128"] != table.rows[3]["2"]
-    markdown, latex = table.to_markdown(), table.to_latex()
-    shown = table.rows[1]["2"]
-    assert f"| layer | **{shown}** |" in markdown and "| none | 98.5" in markdown
+    assert set(table.bold) == {(1, "2"), (2, "2")}  # the family tests the smallest size alone
+    assert "(2/8 ×6)" in table.rows[3]["2"] and table.rows[3]["128"] != table.rows[3]["2"]
+    (paper,) = paper_tables(report.slices, best)
+    assert paper.columns == ["norm", "norm batch size 2", "norm batch size 128"]
+    assert set(paper.bold) == {(1, "norm batch size 2"), (2, "norm batch size 2")}
+    markdown, latex = paper.to_markdown(), paper.to_latex()
+    shown = paper.rows[1]["norm batch size 2"]
+    assert f"| layer | **{shown}** |" in markdown and "| none | 89.5" in markdown
     assert rf"layer & \textbf{{{shown}}} &" in latex
     assert r"\multicolumn{2}{c}{norm batch size} \\" in latex and r"\cmidrule(lr){2-3}" in latex
-    assert latex.count(r"\textbf") == markdown.count("**") / 2 == 5
+    assert latex.count(r"\textbf") == markdown.count("**") / 2 == 2
     texts = table.of_rows("a", "A", ["a_b"], [{"a_b": "<2"}, {"a_b": "x|y & 5 %"}]).to_latex()
     assert r"a\_b" in texts and "$<$2" in texts and r"x\textbar{}y \& 5 \%" in texts
     assert all(rf"\{place}rule" in latex for place in ("top", "mid", "bottom"))
 
 
-@pytest.mark.parametrize(
-    ("seeds", "bold", "words"),
-    [
-        ((0,), set(), "paired by seed does not"),  # one seed tells nothing
-        ((0, 1, 2, 3), {0, 1}, "paired by seed on 4 common seeds does not"),
-        ((2, 3, 4, 5), {0, 1}, "paired by seed on 2 common seeds does not"),
-        ((3, 4, 5, 6), {1}, "paired by seed does not"),  # not told apart, but not tested either
-    ],
-)
-def test_bold_says_on_how_many_common_seeds_it_rests(tmp_path: Path, seeds, bold, words: str):
-    own = [0.900, 0.902, 0.899, 0.901, 0.903, 0.898, 0.9]
-    write_cell(tmp_path, "batch", dict(enumerate(own[: len(seeds)])), norm_batch_size=2)
-    write_cell(tmp_path, "group", {seed: own[-1 - seed] + 0.0007 for seed in seeds})
-    (part,) = slices_of(tmp_path)
-    table = size_table(part)
-    assert {row for row, _ in table.bold} == bold
-    assert words in table.note
+def test_a_paper_table_spans_data_sets_with_one_number_of_decimals(tmp_path: Path):
+    rng = np.random.default_rng(2)
+    for data, level in (("digits", 0.96), ("cifar10", 0.5)):
+        for norm in ("batch", "group"):
+            for size in (2, 8, 32, 128, 512):
+                values = dict(enumerate(rng.normal(level, 0.2 * (norm == "group") + 0.001, 3) % 1))
+                options: dict = {"norm_batch_size": size, "mixes_samples": True, "data": data}
+                write_cell(tmp_path, norm, values, batch_size=512, **options)
+    report = report_of(tmp_path)
+    (table,) = paper_tables(report.slices, best_of(report.rankings))
+    ends = [
+        f"{data}, norm batch size {size}" for data in ("cifar10", "digits") for size in (2, 512)
+    ]
+    assert table.columns == ["norm", *ends] and [row["norm"] for row in table.rows] == [
+        "batch",
+        "group",
+    ]
+    texts = [row[column] for row in table.rows for column in table.columns[1:]]
+    assert all(re.fullmatch(r"\d+\.\d \[\d+\.\d, \d+\.\d\]", text) for text in texts), texts
+    data = [row["data"] for row in cell_table(report.cells, None, None).rows]
+    assert data == sorted(data)

@@ -57,10 +57,10 @@ def test_command_repeats_the_report_and_quotes_for_the_shell():
 
 
 def test_training_of_a_recipe_to_be_searched_names_the_command():
-    with pytest.raises(UserError, match="normexp.tune experiment=tuned_sensitivity"):
-        list_cells(parse_command(["experiment=tuned_sensitivity"]))
-    cells = list_cells(parse_command(["experiment=tuned_sensitivity", "lr=0.1"]))
-    assert len(cells) == 16  # nothing is left to search
+    with pytest.raises(UserError, match="normexp.tune experiment=cifar10_full"):
+        list_cells(parse_command(["experiment=cifar10_full"]))
+    cells = list_cells(parse_command(["experiment=cifar10_full", "lr=0.1"]))
+    assert len(cells) == 20  # nothing is left to search
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.norms.affine import NO_AFFINE, Affine, over_channels
+from normexp.norms.kernel import normalize_groups
 from normexp.norms.moments import Moments, centre, measure_mean
 from normexp.norms.running import (
     RunningMomentsNorm,
     RunningNorm,
     group_dims,
     measure_samples,
-    normalize_groups,
 )
 from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS, before_step, linear_ramp, shares_to_steps
 

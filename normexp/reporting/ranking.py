@@ -1,0 +1,248 @@
+"""Which norms may be the best, and where the others stand: a ranking with ties.
+
+Norms stand in groups; within a group the report claims no order, although the lines are in order of
+the mean:
+
+- `best`: the best norm is one of these. A norm is left out if another one is better by a verdict.
+- `better`, `level`, `worse`: of the rest, by the verdict on the comparison with the reference;
+  `level` is tied or undecided, and has the reference itself.
+- `unranked`: without a verdict, for the reason that is given.
+
+All tests share the error rate of the report (normexp.reporting.verdict). Those against the
+reference are members of the family anyway. Testing all pairs would add k (k - 1) / 2 members, and
+so ask a lab with twelve norms for differences a third larger. "The best is one of these" takes
+less: it is false only if the one best norm was left out, for which one of k - 1 one-sided tests
+must be false, and that against the reference is a member already (subset selection: Gupta 1965, "On
+some multiple decision rules"; Hsu 1984, "Constrained simultaneous confidence intervals for multiple
+comparisons with the best"). If several norms are equally good, one of them is in the group. Norms
+that a later command added are compared with each other and with the reference: a test against every
+earlier norm would cost them their own verdict.
+
+The means of norms whose learning rates were searched on a complete grid are cross-fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from normexp.reporting.metric import format_mean
+from normexp.reporting.model import AXIS_WORDS, CellRow, Slice
+from normexp.reporting.rows import count_words
+from normexp.reporting.sentences import gap_words, listed, margin_words, seeds_words
+from normexp.reporting.verdict import (
+    Comparison,
+    compare_cells,
+    contenders,
+    outcomes_of,
+    reference_of,
+    round_of,
+)
+from normexp.stats.interval import Interval, mean
+
+Group = Literal["best", "better", "level", "worse", "unranked"]
+GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse", "unranked")
+TITLES: Mapping[Group, str] = {
+    "best": "may be the best",
+    "better": "better than {reference}",
+    "level": "not told from {reference}",
+    "worse": "worse than {reference}",
+    "unranked": "not ranked",
+}
+GROUP_OF: Mapping[str, Group] = {
+    "better": "better",
+    "worse": "worse",
+    "tie": "level",
+    "open": "level",
+    "apart": "level",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where one norm stands.
+
+    cell: at the smallest size; of several learning rates the best
+    value: the mean as shown
+    comparison: with the reference; None for the reference
+    is_tuned: the value is cross-fitted
+    """
+
+    cell: CellRow
+    value: Interval
+    group: Group
+    comparison: Comparison | None = None
+    is_tuned: bool = False
+
+    @property
+    def norm(self) -> str:
+        return self.cell.norm
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """The norms of a slice at its smallest size, in order of groups and then of means.
+
+    reference: label of the norm that the others were compared with
+    """
+
+    part: Slice
+    reference: str
+    places: Sequence[Place]
+
+    @property
+    def ranked(self) -> list[Place]:
+        return [place for place in self.places if place.group != "unranked"]
+
+    @property
+    def best(self) -> list[str]:
+        return [place.norm for place in self.places if place.group == "best"]
+
+    @property
+    def heading(self) -> str:
+        """Settings, budget and size."""
+        part = self.part
+        size = f"{AXIS_WORDS[part.axis]} {part.sizes[0]}" if len(part.sizes) > 1 else ""
+        budget = "" if part.budget in part.title else part.budget
+        return ", ".join(filter(None, (part.heading, budget, size)))
+
+    @property
+    def sentence(self) -> str:
+        """The best norms, and where the user's own stand.
+
+        `The best of 8 norms is one of 2: batch or rms. LpNorm against batch: worse by 8.2 points`
+        """
+        own = [place for place in self.places if place.cell.is_own and place.comparison]
+        return ". ".join(
+            [
+                self._best_words,
+                *(f"{one.norm} against {self.reference}: {self.standing(one)}" for one in own),
+            ]
+        )
+
+    @property
+    def _best_words(self) -> str:
+        best, num_ranked = self.best, len(self.ranked)
+        if not best:
+            why = next(filter(None, (one.comparison for one in self.places)), None)
+            return f"No norm is ranked{why and f': {why.why_no_verdict}'}"
+        if len(best) == num_ranked:
+            return f"Any of these {num_ranked} norms may be the best"
+        if len(best) == 1:
+            return f"The best of {num_ranked} norms is {best[0]}"
+        return f"The best of {num_ranked} norms is one of {len(best)}: {listed(best, 'or')}"
+
+    @property
+    def columns(self) -> list[str]:
+        """The heads of `rows` after that of the group."""
+        return ["norm", self.part.metric.label, "seeds", f"against {self.reference}"]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """For each place: the group in words, norm, mean, seeds, and the comparison."""
+        rows = []
+        for place in self.places:
+            yours = " (yours)" if place.cell.is_own else ""
+            value = format_mean(place.value, self.part.metric)
+            title = TITLES[place.group].format(reference=self.reference)
+            seeds = count_words(place.cell, len(place.cell.values(self.part.metric)))
+            seeds += (
+                f", tuned over {len(self.part.alternatives(place.cell))} rates" * place.is_tuned
+            )
+            rows.append([title, place.norm + yours, value, seeds, self.standing(place)])
+        return rows
+
+    def standing(self, place: Place) -> str:
+        """`worse by 8.2 [2.0, 14.4] points`, as against the reference, or why nothing is said."""
+        comparison = place.comparison
+        if comparison is None:
+            return "reference"
+        shown = gap_words(comparison, comparison.kind, comparison.gap)
+        least = f"at least {shown}" if comparison.has_diverged else shown
+        differing = ", ".join(comparison.unlike)
+        return {
+            "better": f"better by {least}",
+            "worse": f"worse by {least}",
+            "tie": f"tied within {margin_words(comparison)}, difference {shown}",
+            "open": f"difference {shown}: undecided{seeds_words(comparison)}",
+            "apart": f"difference {shown}: undecided, as seeds lie apart",
+            "unlike": f"not compared, {differing} differ",
+        }.get(comparison.kind, f"difference {shown}: {comparison.why_no_verdict}")
+
+
+def rank_norms(
+    part: Slice, comparisons: Sequence[Comparison], reference: str | None = None
+) -> list[Ranking]:
+    """A ranking for each study of a slice in which two or more norms meet.
+
+    comparisons, reference: of the report, see `compare`
+    """
+    return [
+        _ranking(part, cells, comparisons, reference_of(list(cells), reference))
+        for cells in contenders(part)
+        if len(cells) > 1
+    ]
+
+
+def _ranking(
+    part: Slice, cells: Mapping[str, CellRow], comparisons: Sequence[Comparison], reference: str
+) -> Ranking:
+    against = {
+        comparison.first.norm: comparison
+        for comparison in comparisons
+        if comparison.part is part
+        and not comparison.is_along_sizes
+        and comparison.second is cells[reference]
+    }
+    judged = {norm: one for norm, one in against.items() if one.kind in GROUP_OF}
+    values = {norm: _value_of(part, cells[norm], against.get(norm)) for norm in cells}
+    sign = 1.0 if part.metric.higher_is_better else -1.0
+
+    def level(norm: str) -> float:
+        """-inf without a value, as if all runs diverged."""
+        value = values[norm][0].estimate
+        return float("-inf") if value is None else sign * value
+
+    ranked = sorted([reference, *judged] if judged else [], key=level, reverse=True)
+    sizes = {comparison.round: comparison.family_size for comparison in comparisons}
+
+    def is_beaten(norm: str) -> bool:
+        rivals = ranked[: ranked.index(norm)]
+        return any(_beats(rival, norm) for rival in rivals)
+
+    def _beats(rival: str, norm: str) -> bool:
+        if norm == reference:
+            return judged[rival].kind == "better"
+        if rival == reference:
+            return judged[norm].kind == "worse"
+        size, number = part.sizes[0], round_of(part, cells[norm])
+        if round_of(part, cells[rival]) != number:
+            return False
+        pair = compare_cells(part, cells[rival], cells[norm], (size, size), is_primary=False)
+        pair = replace(pair, family_size=sizes.get(number, max(sizes.values())))
+        has_interval = not pair.unlike and pair.gap.low is not None
+        return has_interval and pair.decision == "better"
+
+    def places() -> Iterator[Place]:
+        for norm, cell in cells.items():
+            value, is_tuned = values[norm]
+            group: Group = "unranked"
+            if norm in ranked and not is_beaten(norm):
+                group = "best"
+            elif norm in ranked:
+                group = "level" if norm == reference else GROUP_OF[judged[norm].kind]
+            yield Place(cell, value, group, against.get(norm), is_tuned)
+
+    order = sorted(places(), key=lambda one: (GROUPS.index(one.group), -level(one.norm)))
+    return Ranking(part, reference, order)
+
+
+def _value_of(part: Slice, cell: CellRow, comparison: Comparison | None) -> tuple[Interval, bool]:
+    """The mean of a cell, and whether it is cross-fitted over a grid of learning rates."""
+    outcomes = outcomes_of([(part, cell)])
+    if outcomes.tuned[0] is None or (comparison is not None and None in comparison.tuned):
+        return cell.mean(part.metric), False
+    table = outcomes.tables[0] if part.metric.higher_is_better else -outcomes.tables[0]
+    values = table if table.ndim == 1 else table.mean(axis=1)
+    return mean(values, step=cell.step(part.metric), bounds=part.metric.bounds), True

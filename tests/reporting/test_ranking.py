@@ -1,0 +1,139 @@
+"""The first screen of a report: which norms may be the best, and where the others stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_study import report_of, write_cell
+
+from normexp.errors import UserError
+from normexp.records.history import CommandEntry, EndEntry, append_entries
+from normexp.records.samples import write_samples
+from normexp.report import main
+from normexp.reporting.ranking import Ranking
+from normexp.reporting.report import to_json
+from normexp.reporting.tables import cell_table
+
+
+def write_norms(root: Path, levels: dict[str, float], sd: float = 0.002, **options) -> None:
+    rng = np.random.default_rng(len("".join(levels)))
+    for norm, level in levels.items():
+        write_cell(root, norm, dict(enumerate(rng.normal(level, sd, 8))), **options)
+
+
+def ranking_of(root: Path, **options) -> Ranking:
+    (ranking,) = report_of(root, **options).rankings
+    return ranking
+
+
+def groups_of(ranking: Ranking) -> dict[str, set[str]]:
+    groups: dict[str, set[str]] = {}
+    for place in ranking.places:
+        groups.setdefault(place.group, set()).add(place.norm)
+    return groups
+
+
+def test_norms_stand_in_groups_that_tests_tell_apart(tmp_path: Path):
+    levels = {"batch": 0.90, "group": 0.95, "layer": 0.9505, "rms": 0.93, "dyt": 0.5}
+    write_norms(tmp_path, levels)
+    write_norms(tmp_path, {"frn": 0.9}, sd=0.02)
+    ranking = ranking_of(tmp_path)
+    assert groups_of(ranking) == {
+        "best": {"group", "layer"},
+        "better": {"rms"},
+        "level": {"batch", "frn"},
+        "worse": {"dyt"},
+    }
+    assert ranking.sentence.startswith("The best of 6 norms is one of 2: ")
+    frn = next(place for place in ranking.places if place.norm == "frn")
+    words = ranking.standing(frn)
+    assert frn.comparison is not None
+    assert f"undecided, about {frn.comparison.seeds_to_decide} seeds would decide" in words
+
+
+def test_equal_norms_have_no_order(tmp_path: Path):
+    write_norms(tmp_path, {"batch": 0.9, "group": 0.9, "layer": 0.9}, sd=0.02)
+    ranking = ranking_of(tmp_path)
+    assert groups_of(ranking) == {"best": {"batch", "group", "layer"}}
+    assert ranking.sentence == "Any of these 3 norms may be the best"
+
+
+def test_the_sentence_says_where_the_norm_of_the_user_stands(tmp_path: Path):
+    write_norms(tmp_path, {"batch": 0.95, "group": 0.9})
+    write_norms(tmp_path, {"mine": 0.85}, identity={"norm": {"_target_": "my_norms.Mine"}})
+    assert ranking_of(tmp_path).sentence.startswith(
+        "The best of 3 norms is batch. mine against batch: worse by "
+    )
+    assert ranking_of(tmp_path, reference="group").sentence.startswith(
+        "The best of 3 norms is batch. mine against group: worse by "
+    )
+    with pytest.raises(UserError, match="reference=grup: .* the norms are batch, group, mine"):
+        report_of(tmp_path, reference="grup")
+
+
+def test_a_tuned_norm_stands_where_fresh_seeds_put_it(tmp_path: Path):
+    """The rate that won by luck has a mean above what it reports on the other seeds."""
+    rng = np.random.default_rng(0)
+    for norm in ("batch", "group"):
+        for lr in (0.03, 0.1, 0.3):
+            values = dict(enumerate(rng.normal(0.9, 0.02, 8)))
+            write_cell(tmp_path, norm, values, lr=lr)
+    report = report_of(tmp_path)
+    (ranking,) = report.rankings
+    for place in ranking.places:
+        chosen = place.cell.mean(ranking.part.metric).estimate
+        assert place.is_tuned and chosen is not None and place.value.estimate is not None
+        assert place.value.estimate < chosen
+    assert "tuned over 3 rates" in ranking.rows[0][3]
+
+
+def test_refused_cells_are_counted_and_named_with_their_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_norms(tmp_path, {"batch": 0.9, "layer": 0.9})
+    study = tmp_path / "synthetic"
+    cells = {
+        f"g{lr}": [(f"norm=group batch_size=128 norm.num_groups=7 lr={lr}", [0, 1])]
+        for lr in (0.1, 0.5)
+    }
+    ends = [
+        EndEntry(cell, points[0][0], [0, 1], "c", "refused", "num_groups=7 does not divide 16")
+        for cell, points in cells.items()
+    ]
+    append_entries(study, [CommandEntry("c", ["normexp-train"], "one", 3, cells), *ends])
+    report = report_of(tmp_path)
+    assert report.counts.endswith("; 2 cells refused")
+    reason = "group num_groups=7, 2 cells refused: num_groups=7 does not divide 16"
+    assert report.refusals == [reason]
+    rows = cell_table(report.cells, None, None, report.refused).rows[-2:]
+    assert [row["norm"] for row in rows] == ["group num_groups=7"] * 2
+    assert [(row["lr"], row["model"]) for row in rows] == [("0.1", "resnet"), ("0.5", "resnet")]
+    assert json.loads(json.dumps(to_json(report)))["refused"][0]["cell_id"] == "g0.1"
+    assert main([f"runs_dir={tmp_path}", "study=synthetic"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert reason in shown
+    assert reason in (study / "report" / "index.html").read_text()
+
+
+def test_a_mean_has_one_interval_whatever_stands_beside_it(tmp_path: Path):
+    """With 100 recorded test samples a run moves in steps of 1 %, not of the gaps in a table."""
+    cells = [
+        write_cell(tmp_path, norm, dict(enumerate(values)))
+        for norm, values in {"batch": [0.9, 0.9, 0.9], "group": [0.5, 0.9, 0.7]}.items()
+    ]
+    for cell, values in zip(cells, ([0.9, 0.9, 0.9], [0.5, 0.9, 0.7]), strict=True):
+        for seed, value in enumerate(values):
+            right = np.arange(100) < round(100 * value)
+            write_samples(cell / f"seed-{seed}", {"running": right})
+    report = report_of(tmp_path)
+    (part,) = report.slices
+    batch = part.lines["batch"][128]
+    assert batch.step(part.metric) == pytest.approx(1.0)
+    (row, _) = cell_table(report.cells, None, None).rows
+    ranked = next(place for place in report.rankings[0].places if place.norm == "batch")
+    assert (row["mean low"], row["mean high"]) == (ranked.value.low, ranked.value.high)
+    low, high = row["mean low"], row["mean high"]
+    assert 1.0 < high - low < 6.0
