@@ -132,4 +132,4 @@ def test_public_names_are_the_classes_of_all_norms_but_the_mistakes():
 
 
 def test_the_folder_of_a_cell_is_one_also_for_a_norm_in_a_folder_of_its_own():
-    assert "/" not in prepare("norm=deviations/bn_naive_var").id
+    assert "/" not in prepare("norm=deviations/bn_naive_var").spec.id
