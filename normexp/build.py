@@ -20,7 +20,7 @@ from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
 from normexp.config import identity
-from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
+from normexp.config.compose import AS_BUILT, shipped_config, shipped_defaults, shipped_targets
 from normexp.config.rules import INDEX, as_typed, check_value
 from normexp.config.spec import CellSpec, NormSpec
 from normexp.config.target import Target, read_target
@@ -118,6 +118,10 @@ def build_norm(
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
     fixed = _changed_settings(norm) | ({"momentum"} if momentum is not None else set())
+    keeps_norms = norm.values["_target_"] == AS_BUILT
+    if keeps_norms and fixed:
+        key = "eps" if "eps" in fixed else "norm.half_life"
+        raise UserError(f"{key} has no effect on norm=as_built, which keeps the norms as they are")
 
     @cache
     def build(settings: tuple[tuple[str, Any], ...]) -> Callable[[int], nn.Module]:
@@ -134,9 +138,15 @@ def build_norm(
         kept = {key: value for key, value in settings.items() if key not in fixed}
         return build(tuple(sorted(kept.items())))(num_features)
 
-    build(())  # refuses a wrong knob before the model is built
-    slots = resolve(norm.slots, reserved)
-    return NormFactory(make_norm, view=view, norm_batch_size=sizes.norm_batch_size, slots=slots)
+    if not keeps_norms:
+        build(())  # refuses a wrong knob before the model is built
+    return NormFactory(
+        make_norm,
+        view=view,
+        norm_batch_size=sizes.norm_batch_size,
+        slots=resolve(norm.slots, reserved),
+        keeps_norms=keeps_norms,
+    )
 
 
 def _changed_settings(norm: NormSpec) -> set[str]:
@@ -205,7 +215,13 @@ class NetworkBuilder:
         """A builder whose norms do not divide a forward pass into sub-batches."""
         assert self.norm is not None
         return replace(
-            self, norm=NormFactory(self.norm.make, view=self.norm.view, slots=self.norm.slots)
+            self,
+            norm=NormFactory(
+                self.norm.make,
+                view=self.norm.view,
+                slots=self.norm.slots,
+                keeps_norms=self.norm.keeps_norms,
+            ),
         )
 
     def _finish(self, network: nn.Module) -> None:
@@ -252,6 +268,11 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
         "vocab_size": data.vocab_size,
         "block_size": data.input_shape[0],
     }
+    if norm.keeps_norms and "norm" in names:
+        raise UserError(
+            "norm=as_built keeps the norms of a network that has some, as model=torchvision, "
+            f"model=timm or one of yours; {target.path} builds those that `norm` names"
+        )
     if "norm" not in names:  # other libraries have other names for the same arguments
         available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:

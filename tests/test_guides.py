@@ -197,9 +197,10 @@ def test_every_line_of_the_five_minutes_does_what_it_says(folder: Path):
 @pytest.mark.slow
 def test_networks_of_others_train_with_another_norm(folder: Path):
     pytest.importorskip("transformers")
-    maps, tokens, save, tuned, text = commands("Someone else's network")
+    maps, tokens, swap, save, tuned, text = commands("Someone else's network")
     for command in (maps, tokens, text):
         assert "test/loss" in run(command, folder)
+    assert "norm=as_built" in run(swap, folder)
     run(save, folder)
     said = run(tuned, folder)
     assert "Plain" in said and "5.weight is 10x16, in the file 1000x16" in said
