@@ -65,11 +65,13 @@ OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns mor
 def build_data(values: Mapping[str, Any]) -> Data:
     """The data set that the values of `data` name, checked, on the CPU.
 
-    With `limit_train` among them, as many training samples.
+    Two of them are normexp's own: the number of training samples to keep, `limit_train`, and the
+    `order` of the samples within each batch.
     """
     values = dict(values)
-    limit = values.pop("limit_train", None)
+    limit, order = values.pop("limit_train", None), values.pop("order", None)
     data = read_target(values, "data").make(Data)
+    data = data if order is None else replace(data, order=order)
     validate(data)
     return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
 
