@@ -15,7 +15,7 @@ from normexp.checks.network import BuiltNetwork
 from normexp.checks.probe import MODES, fixed_draws
 from normexp.checks.sites import explain
 from normexp.errors import UserError
-from normexp.records.identity import source_line_of
+from normexp.records.sources import source_line_of
 
 logger = logging.getLogger(__name__)
 
