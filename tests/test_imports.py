@@ -32,6 +32,7 @@ ORDER = [
     "search",
     "cli",
     "api",
+    "benchmark",
 ]
 ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete", "__init__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}

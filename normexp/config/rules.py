@@ -193,6 +193,7 @@ KEYS = {
     "model.weights": Key(TEXT.or_null(), identity=False),  # a digest of the content counts instead
     "model.replace": Key(list_of(TEXT).or_null()),
     "data.limit_train": Key(COUNT.or_null(), "samples, for texts blocks"),
+    "data.order": Key(one_of("shuffled", "sorted")),
     "data.data_dir": Key(FOLDER, identity=False),
     "data.path": Key(FOLDER, identity=False),  # a digest of the content counts instead
     "data.root": Key(FOLDER, identity=False),
@@ -275,6 +276,12 @@ def sees_validations(config: Mapping[str, Any]) -> bool:
 
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Rule]] = {
+    "benchmark": {
+        "reference": NAME,
+        "workloads": list_of(NAME).or_null(),
+        "runs_dir": FOLDER,
+        "write": FOLDER.or_null(),
+    },
     "check": {"part": one_of("all", "contract"), "format": one_of("table", "json", "markdown")},
     "evaluate": {
         "run": FOLDER,

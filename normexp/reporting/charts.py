@@ -73,6 +73,7 @@ class Figure:
 
     chart: an Altair chart of the rows of `table`
     table: the data, with the columns `norm` and `size` by which the page filters
+    kind: the question that it answers, the same for every slice
     fit: how the page may resize it: its `width`, each panel of a `facet`, a panel with a `strip` of
         counts below it, or only the steps between squares (`none`)
     """
@@ -84,6 +85,7 @@ class Figure:
     table: pd.DataFrame
     fit: str = "width"
     subtitle: str = ""
+    kind: str = ""
 
     @property
     def spec(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from normexp.reporting.charts import (
 from normexp.reporting.curves import draw_history
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice, metric_names
-from normexp.reporting.rows import Row, frame_of, mean_rows
+from normexp.reporting.rows import Row, frame_of, mean_rows, plain_rows, rows_of_slice
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, order_norms
 from normexp.reporting.verdict import paired
 from normexp.stats.interval import paired_improvement
@@ -45,6 +45,7 @@ MEANS = [  # columns of a figure of means
     *("norm", "model", "data", "mean", "low", "high", "n", "text", "expected", "diverged"),
     *("failed", "missing", "count", "seeds", "directory", "size"),
 ]
+LEAST_SQUARES = 4  # of a figure of learning rates; fewer are told in the table of cells
 Points = Sequence[tuple[int, CellRow]]  # sizes with their cells
 MEASURED = ["samples_per_second", "step_ms", "stack_size", "peak_memory_mb"]
 COSTS = {
@@ -78,15 +79,45 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
         draw_cost,
     )
     return [
-        replace(figure, name=f"{figure.name}_{part.slug}", subtitle=part.heading)
+        replace(
+            figure,
+            name=f"{figure.name}_{part.slug}",
+            kind=figure.name,
+            subtitle=part.heading,
+            caption=f"{figure.caption}{'' if draw is draw_learning_rates else _rate_words(part)}",
+        )
         for draw in questions
         for figure in draw(part, styles_of_part)
     ]
 
 
+def _rate_words(part: Slice) -> str:
+    """` Learning rates, chosen on validation: batch 0.1; group 0.3 at 2, 0.1 at 8.`"""
+    rates = {
+        norm: {size: cell.lr for size, cell in line.items() if cell.lr is not None}
+        for norm, line in part.lines.items()
+    }
+    distinct = {lr for of_norm in rates.values() for lr in of_norm.values()}
+    if len(distinct) < 2:
+        return f" Every norm at lr={distinct.pop():g}." if distinct else ""
+
+    def words(norm: str) -> str:
+        of_norm = rates[norm]
+        if len(set(of_norm.values())) == 1:
+            return f"{norm} {next(iter(of_norm.values())):g}"
+        return f"{norm} {', '.join(f'{lr:g} at {size}' for size, lr in of_norm.items())}"
+
+    chosen = ", chosen on validation" if part.rates else ""
+    return f" Learning rates{chosen}: {'; '.join(words(norm) for norm in rates if rates[norm])}."
+
+
 def _means_of(part: Slice, points: Points, metric: Metric | None = None) -> list[Row]:
-    """For each point, its size and the mean of the cell over its seeds."""
-    rows = mean_rows((cell for _, cell in points), metric or part.metric)
+    """For each point, its size and the mean of the cell over its seeds.
+
+    metric: that of the slice if None, and then cells that a grid tunes have their cross-fitted mean
+    """
+    cells = [cell for _, cell in points]
+    rows = rows_of_slice(part, cells) if metric is None else mean_rows(cells, metric)
     return [rows[cell] | {"size": size} for size, cell in points]
 
 
@@ -101,13 +132,17 @@ def draw_means(part: Slice, styles: Styles) -> Iterator[Figure]:
     for (size, cell), row in zip(part.points, rows, strict=True):
         row["x"] = size * 2.0 ** (step * place[cell.norm])
         row["independent"] = cell.norm in part.independent
-        row["note"] = "learning rate chosen on validation" if part.alternatives(cell) else ""
+        row["note"] = part.search_words(cell)
         if row["independent"]:
             row["note"] = "one cell: independent of the norm batch size by measurement"
     table = frame_of(rows, [*MEANS, "x", "independent", "note"])
     if table["mean"].notna().any():
-        yield _metric_by_size(part, styles, table)
-        yield _heat_map(part, table)
+        by = _metric_by_size if len(part.sizes) > 1 else _metric_by_norm
+        yield by(part, styles, table)
+        mixing = len(part.norms) - len(part.independent)
+        is_full = 2 * len(part.points) > len(part.norms) * len(part.sizes)
+        if len(part.sizes) > 1 and mixing > 1 and is_full:  # else lines show as much
+            yield _heat_map(part, table)
 
 
 def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
@@ -123,12 +158,43 @@ def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
             " Hollow markers: a norm that does not depend on this size by measurement, trained "
             "once and drawn at every size."
         )
+    if any(part.tuned(cell) is not None for _, cell in part.points):
+        caption += (
+            " Learning rates are tuned: some seeds choose the rate, the others report, averaged "
+            "over all splits; the interval allows for the luck of the choice."
+        )
     if outside:
         caption += f" Arrows at the edge: {', '.join(outside)}, beyond the scale."
     title = f"{part.metric.label} by {AXIS_WORDS[part.axis]}"
     panels = _metric_panel(part, styles, table, outside), _count_strip(part)
     chart = alt.vconcat(*panels, spacing=12)
     return Figure("metric_by_size", title, caption, chart, table, fit="strip")
+
+
+def _metric_by_norm(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
+    """A point with its interval for each norm, at the only size."""
+    colour, shape, _ = encode_style(styles, legend=False)
+    outside = find_outsiders(part.metric, table)
+    axis = metric_axis(part.metric, table[~table["norm"].isin(outside)])
+    x = alt.X("mean:Q", title=axis["title"], scale=axis["scale"])
+    y = alt.Y("norm:N", title=None, sort=part.norms).axis(labelLimit=150, grid=True)
+    chart = alt.Chart()
+    rule = chart.mark_rule(strokeWidth=1.6).encode(alt.X("low:Q"), y, colour, x2="high:Q")
+    point = chart.mark_point(filled=True, opacity=1, size=64)
+    tip = tooltip(*POINT_TIP)
+    layers = alt.layer(rule, point.encode(x, y, colour, shape, tooltip=tip))
+    caption = f"{part.metric.label}: mean and 95 % interval over the seeds that finished."
+    beyond = ", ".join(
+        f"{row['norm']} {row['mean']:.3g}" for row in plain_rows(table) if row["norm"] in outside
+    )
+    caption += f" Beyond the scale: {beyond}." if beyond else ""
+    lost = table[table["count"].str.contains("/")]
+    if len(lost):
+        counts = ", ".join(f"{row['norm']} {row['count']}" for row in plain_rows(lost))
+        caption += f" Seeds (×k diverged, !k failed, ?k missing): {counts}."
+    title = f"{part.metric.label} by norm"
+    chart = layers.properties(width=WIDTH, height=alt.Step(26))
+    return Figure("metric_by_size", title, caption, chart, table)
 
 
 def _metric_panel(part: Slice, styles: Styles, table: pd.DataFrame, outside: list[str]) -> Any:
@@ -192,7 +258,7 @@ def draw_improvement(part: Slice, _: Styles) -> Iterator[Figure]:
     """P(the norm of the row beats that of the column) at the smallest size, paired by seed."""
     rows = _improvement_rows(part)
     norms = list(dict.fromkeys(row["norm"] for row in rows))
-    if not rows:
+    if all(row["shown"] == 0.5 for row in rows):  # as always with five seeds or fewer
         return
     x = alt.X("other:N", title="... beats this norm", sort=norms)
     x = x.axis(labelAngle=-40, orient="top", domain=False)
@@ -213,8 +279,15 @@ def draw_improvement(part: Slice, _: Styles) -> Iterator[Figure]:
 
 
 def _improvement_rows(part: Slice) -> list[dict[str, Any]]:
-    """One row per ordered pair of norms with two or more seeds in common at the smallest size."""
-    valid = {norm: cell for norm, cell in part.smallest.items() if not cell.invalid}
+    """One row per ordered pair of norms with two or more seeds in common at the smallest size.
+
+    Without norms that a grid tunes: their seeds share the choice of the rate.
+    """
+    valid = {
+        norm: cell
+        for norm, cell in part.smallest.items()
+        if not cell.invalid and part.tuned(cell) is None
+    }
     rows = []
     for norm, other in permutations(valid, 2):
         a, b = paired(part.outcomes[valid[norm]], part.outcomes[valid[other]])
@@ -312,7 +385,7 @@ def _statistics_of(part: Slice, points: Points) -> dict[str, str]:
 def draw_learning_rates(part: Slice, _: Styles) -> Iterator[Figure]:
     """Learning rate against size as squares, one panel per norm: how clear the choice was."""
     metric = describe_metric(part.metric.selection_name)
-    if not part.rates:
+    if sum(map(len, part.rates.values())) < LEAST_SQUARES:
         return
     points = [(size, cell) for (_, size), cells in part.rates.items() for cell in cells]
     rows = _means_of(part, points, metric)

@@ -39,7 +39,7 @@ function fitted(spec, room, shrink) {
     copy.width.step = Math.max(24, Math.min(copy.width.step, (room - 100 - shrink) / columnsOf(spec)));
     if (copy.width.step < WIDE_SQUARE) narrowSquares(copy);
   } else if (fit === "width" || fit === "strip") {
-    const width = Math.max(120, Math.min(760, room - 90) - shrink);
+    const width = Math.max(120, Math.min(1400, room - 90) - shrink);
     copy.config.axis.titleLimit = width + 70;
     copy.config.axis.titleFontSize = width < 300 ? 10 : 12;
     for (const view of copy.vconcat ?? [copy]) {
@@ -81,6 +81,7 @@ async function draw(element) {
   const spec = report.figures[element.dataset.figure];
   const isWide = spec.width?.step && columnsOf(spec) * WIDE_SQUARE + 100 > element.clientWidth;
   element.closest("figure").classList.toggle("wide", Boolean(isWide));
+  element.closest("figure").classList.add("drawn");
   const room = element.clientWidth;
   if (!room) return;
   figures.get(element)?.view?.finalize();
@@ -151,7 +152,9 @@ function cellParts(cell) {
   const charts = Object.keys(cell.curves).map((label) => {
     const chart = element("div", null, element("div", null));
     [chart.className, chart.dataset.label] = ["chart", label];
-    return element("figure", null, element("h3", `${label} by seed`), chart);
+    const figure = element("figure", null, element("h3", `${label} by seed`), chart);
+    figure.className = "drawn";
+    return figure;
   });
   const figures = element("div", null, ...charts);
   figures.className = "figures";
@@ -213,12 +216,32 @@ function sortBy(header) {
   table.tBodies[0].append(...rows.map(([, row]) => row));
 }
 
+// The address holds what is hidden, as in #norm=batch&size=2, so that a view can be sent.
+const boxes = [...document.querySelectorAll("[data-filter]")];
+function readAddress() {
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  for (const box of boxes) {
+    const { filter, value } = box.dataset;
+    box.checked = !wanted.getAll(filter).includes(value);
+    hidden[filter][box.checked ? "delete" : "add"](value);
+  }
+  if (boxes.length) filterPage();
+}
+
+function writeAddress() {
+  const pairs = Object.entries(hidden).flatMap(([key, values]) => [...values].map((value) => [key, value]));
+  const hash = pairs.length ? `#${new URLSearchParams(pairs)}` : "";
+  history.replaceState(null, "", location.pathname + location.search + hash);
+}
+
 document.addEventListener("change", (event) => {
   const { filter, value } = event.target.dataset;
   if (!filter) return;
   hidden[filter][event.target.checked ? "delete" : "add"](value);
+  writeAddress();
   filterPage();
 });
+addEventListener("hashchange", readAddress);
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
   const { table, image, cell } = button?.dataset ?? {};
@@ -239,6 +262,7 @@ const seen = new IntersectionObserver((entries) => {
 const charts = document.querySelectorAll(".chart");
 charts.forEach((chart) => seen.observe(chart));
 fitTables();
+readAddress();
 const redraw = (wanted) => charts.forEach((c) => figures.get(c)?.view && wanted(c) && draw(c));
 dark.addEventListener("change", () => redraw(() => true));
 let waiting;

@@ -244,6 +244,7 @@ def _render_page(
     return environment.get_template("page.html.j2").render(
         report=drawing.report,
         sections=drawing.sections,
+        side_by_side=_side_by_side,
         tuning=drawing.tuning,
         reload_seconds=reload_seconds,
         filters=_filters(drawing.report),
@@ -256,6 +257,17 @@ def _render_page(
         css=_asset("page.css"),
         js=_asset("page.js"),
     )
+
+
+def _side_by_side(
+    answers: Sequence[tuple[Answer, Sequence[Figure]]],
+) -> list[list[tuple[Answer, Figure]]]:
+    """Rows of the figures after the main one: of several budgets, a row for each kind."""
+    rest = [(answer, figure) for answer, figures in answers for figure in figures[1:]]
+    if len(answers) == 1:
+        return [rest]
+    kinds = dict.fromkeys(figure.kind for _, figure in rest)
+    return [[one for one in rest if one[1].kind == kind] for kind in kinds]
 
 
 def _asset(name: str) -> Markup:

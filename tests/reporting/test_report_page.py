@@ -123,6 +123,16 @@ def test_filters_hide_rows_lines_and_sections(browser: Browser, page: str):
     )
 
 
+def test_the_address_holds_what_is_hidden(browser: Browser, page: str):
+    browser.open(f"{page}#norm=group&size=8")
+    state = """return [...document.querySelectorAll('[data-filter]')].filter(b => !b.checked)
+        .map(b => b.dataset.filter + ' ' + b.dataset.value)"""
+    assert browser.run(state) == ["norm group", "size 8"]
+    assert browser.run("return document.querySelector('.ranking tr[data-norm=group]').hidden")
+    browser.run("document.querySelector('[data-value=group]').click()")
+    assert browser.run("return location.hash") == "#size=8"
+
+
 def test_filters_mark_the_sentences_that_no_longer_apply(browser: Browser, page: str):
     show(browser, page)
     stale = """return [...document.querySelectorAll('section:first-of-type [data-norms]')]
@@ -197,7 +207,10 @@ def test_printing_shows_every_figure_also_those_not_yet_seen(browser: Browser, p
     live = f"return [...{CHART}].some(c => c.offsetParent)"
     assert browser.run(live) is False
     browser.command("Emulation.setEmulatedMedia", media="")
-    assert browser.run(shown) == [False] * figures
+    # On the screen each figure is its chart or, until that is drawn, its picture.
+    drawn = """return [...document.querySelectorAll('figure > img')].map(
+        i => i.parentElement.querySelector('.chart svg.marks') !== null)"""
+    assert browser.run(shown) == [not one for one in browser.run(drawn)]
 
 
 def test_every_chart_and_table_can_be_saved(browser: Browser, page: str, tmp_path: Path):
