@@ -59,3 +59,5 @@ def test_a_part_works_on_a_cpu(tmp_path: Path, part: str):
         with tarfile.open(tmp_path / "runs.tar.gz") as archive:
             studies = {Path(name).parts[1] for name in archive.getnames() if "/" in name}
         assert {"cifar10_full", "cifar10_full_long"} <= studies
+        tables = [(tmp_path / f"{study}.csv").read_text() for study in studies]
+        assert all(len(table.splitlines()) > 1 for table in tables)
