@@ -35,8 +35,8 @@ def diagnose_weights(spec: CellSpec) -> Diagnosis:
     Raises:
         UserError: no weights, weights that do not fit, or a part that cannot be built.
     """
-    cfg = spec.composed
-    if cfg.model.get("weights") is None:
+    values = spec.values
+    if values["model"].get("weights") is None:
         raise UserError(
             "model.weights is missing: name the file of the weights to diagnose, as in "
             "model=torchvision model.name=resnet18 model.weights=FILE data=..., or a finished "
@@ -48,7 +48,7 @@ def diagnose_weights(spec: CellSpec) -> Diagnosis:
     keys = {word.partition("=")[0].partition(".")[0] for word in spec.overrides}
     if not build.takes_norm and "norm" not in keys:
         build = replace(build, norm=None)
-    return diagnose_network(build(cfg.seed), data, recipe, seed=cfg.seed)
+    return diagnose_network(build(values["seed"]), data, recipe, seed=values["seed"])
 
 
 def diagnose_network(network: nn.Module, data: Data, recipe: Recipe, *, seed: int) -> Diagnosis:
