@@ -25,6 +25,7 @@ from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
 from normexp.norms.rms import RMSNorm
 from normexp.norms.slots import Slots
+from normexp.norms.zoo.power import PowerNorm
 
 MAKE = {
     "batch": BatchNorm,
@@ -108,6 +109,14 @@ def test_mixing_is_shown_by_the_smallest_input():
     assert line.detail == "(2, 8)"
     (line,) = lines_of(InstanceNorm, "pools positions")
     assert line.detail == "(2, 8, 3)"
+
+
+def test_batch_norm_is_instance_norm_at_one_sample():
+    name = "instance norm at one sample"
+    assert values_of(BatchNorm, name) == values_of(nn.BatchNorm2d, name) == ["yes"]
+    assert values_of(PowerNorm, name) == ["no"]
+    (line,) = lines_of(LayerNorm, name)
+    assert line.status == "skipped" and "mixes no samples" in line.detail
 
 
 def test_padding_that_is_read_is_told_from_padding_that_is_not():
