@@ -25,7 +25,6 @@ from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
 from normexp.norms.rms import RMSNorm
 from normexp.norms.slots import Slots
-from normexp.norms.zoo.power import PowerNorm
 
 MAKE = {
     "batch": BatchNorm,
@@ -114,7 +113,6 @@ def test_mixing_is_shown_by_the_smallest_input():
 def test_batch_norm_is_instance_norm_at_one_sample():
     name = "instance norm at one sample"
     assert values_of(BatchNorm, name) == values_of(nn.BatchNorm2d, name) == ["yes"]
-    assert values_of(PowerNorm, name) == ["no"]
     (line,) = lines_of(LayerNorm, name)
     assert line.status == "skipped" and "mixes no samples" in line.detail
 
