@@ -109,8 +109,8 @@ class Examination:
         without_initial: losses with running averages freed from their initial values; None if
             no site still holds more than a hundredth of these.
         evaluation: losses of the evaluation batches; None without.
-        moments: of each active site in each batch, in training.
-        sample_spread: the variance of sample means in each batch, of the first active site (B, C).
+        moments: of each site in each batch, in training; None where a forward does not call it.
+        sample_spread: the variance of sample means in each batch, of the first of `sites` (B, C).
         loss_at_size: mean and standard error of the loss with batch statistics of k samples.
         eps_trials: by the factor on the eps of all norms; 1 is eps as it is.
         acts_in_training: loss that each class of modules adds in training, other than norms.
@@ -321,16 +321,16 @@ class _Examiner:
             result.without_initial = np.array(freed_losses)
 
     def losses_with_moments(self, modes: Modes, batches: list[Any]) -> _Pass:
-        """The losses of batches, and the moments of every active site in them."""
-        losses, spreads = [], []
-        moments: dict[NormSite, list[Moments | None]] = {site: [] for site in self.result.active}
+        """The losses of batches, and the moments of every site in them."""
+        losses, spreads, sites = [], [], self.result.sites
+        moments: dict[NormSite, list[Moments | None]] = {site: [] for site in sites}
         for batch in batches:
-            with watching(self.result.active) as seen:
+            with watching(sites) as seen:
                 losses.append(self.run(batch, modes))
-            for site in self.result.active:
+            for site in sites:
                 samples = _of_all_calls(seen, site)
                 moments[site].append(None if samples is None else site.pooled(samples))
-                if samples is not None and site is self.result.active[0] and len(samples.mean) > 1:
+                if samples is not None and site is sites[0] and len(samples.mean) > 1:
                     spreads.append(samples.mean.flatten(1).var(dim=0))
         return _Pass(np.array(losses), moments, torch.stack(spreads) if spreads else None)
 
