@@ -67,6 +67,7 @@ LARGEST_SIZE = 32  # samples that share statistics, beyond those of the batches
 MOST_GROUPS = 32  # of each size
 MOST_TRIALS = 8  # batches for other values of eps
 EPS_FACTORS = (0.01, 10.0, 100.0, 1000.0, 10000.0)
+NEAR = 1.0  # standard deviations between batches; nearer averages fit eps as it is
 MOST_IN_BACKWARD = 8  # samples
 
 Losses = np.ndarray  # of each batch (B,)
@@ -399,6 +400,8 @@ class _Examiner:
             return {}
         eps, trials = {site: site.norm.eps for site in sites}, {}
         for factor in (1.0, *EPS_FACTORS):
+            if trials and trials[1.0].distance < NEAR:
+                break
             try:
                 for site in sites:
                     site.norm.eps = eps[site] * factor
