@@ -4,12 +4,13 @@
     normexp.load("runs/STUDY/CELL/seed-0")       a trained network
     normexp.load_study("STUDY")                  a table of runs
     normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
+    normexp.diagnose(model, batches, loss)       why any network evaluates worse than it trains
     normexp.norms.GroupNorm(64, num_groups=8)    a norm; normexp.norms lists all
 
 Importing normexp imports neither torch nor pandas.
 """
 
 from normexp import norms
-from normexp.api import load, load_report, load_study, run
+from normexp.api import diagnose, load, load_report, load_study, run
 
-__all__ = ["load", "load_report", "load_study", "norms", "run"]
+__all__ = ["diagnose", "load", "load_report", "load_study", "norms", "run"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
 
+    from normexp.diagnosis import Diagnosis
+    from normexp.diagnosis.network import Loss
     from normexp.records.result import Result
     from normexp.reporting.report import Report
 
@@ -118,6 +120,54 @@ def load_report(
     report = read_report(Path(runs_dir), names, metric=metric, tolerance=tolerance)
     _warn([*report.problems, *report.waiting])
     return report
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss,
+    *,
+    evaluation_batches: Iterable[Any] | None = None,
+    max_batches: int = 16,
+    tolerance: float | None = None,
+) -> Diagnosis:
+    """Says why a model's loss is higher in evaluation mode than in training mode.
+
+        result = normexp.diagnose(model, train_loader, torch.nn.functional.cross_entropy)
+        print(result)
+
+    The gap on the same samples is split into terms that add up: dropout and the like, statistics of
+    few samples, the own share of a sample in them, and running averages that are stale or noisy;
+    `normexp.diagnosis.examination` defines them. Each has its standard error over the batches.
+    Every norm with running mean and variance is examined besides. The model is returned as it was:
+    weights, gradients, buffers, modes and random states.
+
+    Args:
+        model: any module. In training mode, its modes as they are count as those of training, and
+            `eval()` gives those of evaluation; in evaluation mode the reverse.
+        batches: (inputs, targets) pairs as in training, augmented and shuffled, of the training's
+            batch size. Inputs may be a tuple or mapping of arguments. A batch may also be a
+            mapping, whose keys the forward names; the loss then gets the output and the mapping.
+        loss: loss(output, targets), the mean over samples; any number to be small, such as an
+            error rate. It must work on the outputs of both modes.
+        evaluation_batches: what is evaluated in practice, to compare data and preprocessing.
+        max_batches: how many are read, and kept in memory.
+        tolerance: smaller terms are called none, in units of the loss; None: 0.01, or 5 % of the
+            loss in training mode if that is more.
+
+    Raises:
+        normexp.errors.UserError: fewer than two batches, or a batch that model or loss do not take.
+    """
+    from normexp.diagnosis import diagnose
+
+    return diagnose(
+        model,
+        batches,
+        loss,
+        evaluation_batches=evaluation_batches,
+        max_batches=max_batches,
+        tolerance=tolerance,
+    )
 
 
 def _warn(lines: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
 from normexp.config import identity
-from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
+from normexp.config.compose import AS_BUILT, shipped_config, shipped_defaults, shipped_targets
 from normexp.config.rules import INDEX, as_typed, check_value
 from normexp.config.spec import CellSpec
 from normexp.config.target import Target, plain, read_target
@@ -115,6 +115,10 @@ def build_norm(
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
     fixed = _changed_settings(cfg) | ({"momentum"} if momentum is not None else set())
+    keeps_norms = cfg.norm["_target_"] == AS_BUILT
+    if keeps_norms and fixed:
+        key = "eps" if "eps" in fixed else "norm.half_life"
+        raise UserError(f"{key} has no effect on norm=as_built, which keeps the norms as they are")
 
     @cache
     def build(settings: tuple[tuple[str, Any], ...]) -> Callable[[int], nn.Module]:
@@ -131,9 +135,14 @@ def build_norm(
         kept = {key: value for key, value in settings.items() if key not in fixed}
         return build(tuple(sorted(kept.items())))(num_features)
 
-    build(())  # refuses a wrong knob before the model is built
+    if not keeps_norms:
+        build(())  # refuses a wrong knob before the model is built
     return NormFactory(
-        make_norm, view=view, norm_batch_size=sizes.norm_batch_size, slots=resolve(cfg, reserved)
+        make_norm,
+        view=view,
+        norm_batch_size=sizes.norm_batch_size,
+        slots=resolve(cfg, reserved),
+        keeps_norms=keeps_norms,
     )
 
 
@@ -203,7 +212,13 @@ class NetworkBuilder:
         """A builder whose norms do not divide a forward pass into sub-batches."""
         assert self.norm is not None
         return replace(
-            self, norm=NormFactory(self.norm.make, view=self.norm.view, slots=self.norm.slots)
+            self,
+            norm=NormFactory(
+                self.norm.make,
+                view=self.norm.view,
+                slots=self.norm.slots,
+                keeps_norms=self.norm.keeps_norms,
+            ),
         )
 
     def _finish(self, network: nn.Module) -> None:
@@ -250,6 +265,11 @@ def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuil
         "vocab_size": data.vocab_size,
         "block_size": data.input_shape[0],
     }
+    if norm.keeps_norms and "norm" in names:
+        raise UserError(
+            "norm=as_built keeps the norms of a network that has some, as model=torchvision, "
+            f"model=timm or one of yours; {target.path} builds those that `norm` names"
+        )
     if "norm" not in names:  # other libraries have other names for the same arguments
         available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:

@@ -16,7 +16,7 @@ from train_cases import QUICK, files
 
 import normexp
 from normexp.checks import assert_contract
-from normexp.cli import parse_command, read_options
+from normexp.cli import parse_command, read_options, split_options
 from normexp.config.compose import compose_config
 from normexp.config.grid import compose_norms, list_cells
 from normexp.config.help import help_text
@@ -28,7 +28,8 @@ from normexp.train import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-INDENTED = [line.strip() for line in README.splitlines() if line.startswith("    ")]
+AGENTS = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+INDENTED = [line.strip() for line in f"{README}\n{AGENTS}".splitlines() if line.startswith("    ")]
 COMMANDS = [
     line.split("# ")[0].strip() for line in INDENTED if line.startswith("python -m normexp.")
 ]
@@ -50,7 +51,7 @@ def test_command_is_understood(command: str):
     elif entry == "tune":
         assert plan_searches(parse_command(words))
     elif entry == "check":
-        assert compose_norms(parse_command(words))
+        assert compose_norms(parse_command(split_options(entry, words)[1]))
     else:
         assert read_options(entry, words)
 
@@ -121,7 +122,9 @@ def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: 
 
 @pytest.mark.slow
 def test_own_logger_gets_the_losses_of_every_run(folder: Path):
-    (command,) = commands("Your logger")
+    command, *sweep = commands("Your logger")
+    assert [line.split()[1] for line in sweep] == ["login", "sweep", "agent"]
+    assert (ROOT / sweep[1].split()[-1]).is_file()
     assert main([*shlex.split(command)[3:], "replicas=2"]) == 0
     logged = [
         t for path, t in files(folder / "runs").items() if "/seed-" in path and b"val/loss" in t
@@ -181,10 +184,10 @@ def run(command: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_every_line_of_the_five_minutes_does_what_it_says(folder: Path):
     typed = commands("Your norm in five minutes")
-    card, own, _, report = [run(command, folder) for command in typed]
+    card, trained, report = [run(command, folder) for command in typed]
     assert "AbsNorm: the contract holds" in card
     assert re.search(r"mixes samples +no", card)
-    assert "test/accuracy" in own and "AbsNorm on digits" in own
+    assert "test/accuracy" in trained and "my_norm.AbsNorm" in trained
     assert re.search(
         r"^- .*\bAbsNorm\b.* do not depend on the norm batch size", report, re.MULTILINE
     )
@@ -194,9 +197,10 @@ def test_every_line_of_the_five_minutes_does_what_it_says(folder: Path):
 @pytest.mark.slow
 def test_networks_of_others_train_with_another_norm(folder: Path):
     pytest.importorskip("transformers")
-    maps, tokens, save, tuned, text = commands("Someone else's network")
+    maps, tokens, swap, save, tuned, text = commands("Someone else's network")
     for command in (maps, tokens, text):
         assert "test/loss" in run(command, folder)
+    assert "norm=as_built" in run(swap, folder)
     run(save, folder)
     said = run(tuned, folder)
     assert "Plain" in said and "5.weight is 10x16, in the file 1000x16" in said

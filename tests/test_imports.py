@@ -25,12 +25,14 @@ ORDER = [
     "training",
     "checks",
     "reporting",
+    "diagnosis",
     "build",
     "cells",
     "sweeps",
     "search",
     "cli",
     "api",
+    "benchmark",
 ]
 ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete", "__init__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}

@@ -25,7 +25,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from normexp.config.help import CUSTOM_GROUPS, GROUPS, check_config_dirs, conf_dir, group_choices
+from normexp.config.help import (
+    CUSTOM_GROUPS,
+    GROUPS,
+    check_config_dirs,
+    choice_files,
+    conf_dir,
+    group_choices,
+)
 from normexp.config.rules import (
     FOREIGN_KEYS,
     KEYS,
@@ -55,6 +62,7 @@ FEW = 12  # most choices that a message lists
 
 # Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
 LAUNCHERS = {"ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"}
+AS_BUILT = "normexp.norms.as_built.AsBuilt"  # of norm=as_built, which has no YAML
 GRID_KEYS = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that define a sweep
 
 
@@ -320,6 +328,8 @@ def register_custom() -> None:
     nodes["optim"] |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
     nodes["optim"] |= DEFAULT_SCHEDULE
     nodes["logger"] = {"_target_": "???", "per": "run"}
+    as_built = {"_target_": AS_BUILT, "_partial_": True}
+    ConfigStore.instance().store("as_built", as_built, "norm", provider="normexp")
     for group, node in nodes.items():
         package = "logger.custom" if group == "logger" else None
         content = DictConfig(node, flags={"struct": False})
@@ -329,7 +339,7 @@ def register_custom() -> None:
 @lru_cache(maxsize=256)
 def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
     """The values in conf/<group>/<choice>.yaml; None for a choice that normexp does not ship."""
-    if choice not in {*group_choices(group)} - {"custom"}:
+    if choice not in choice_files(group, ()):
         return None
     tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{choice}.yaml"))
     return tree["data"] if group == "data" else tree  # data files also set top-level keys

@@ -26,6 +26,8 @@ from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, 
 from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words
 from normexp.errors import UserError
 
+NOT_GLOBBED = ("custom", "as_built")  # the first needs a target, the second certain models
+
 
 def compose_cells(command: Command) -> list[CellSpec]:
     """Every cell of a command, with its config and its title.
@@ -178,7 +180,7 @@ def _words_of(override: Override, config_dirs: Sequence[str]) -> Iterator[str]:
 def _matches(glob: Glob, choices: Sequence[str]) -> list[str]:
     """The choices that match a glob; those in a subfolder only if the pattern names the folder."""
     deep = Glob([p for p in glob.include if "/" in p], glob.exclude)
-    flat = [name for name in choices if "/" not in name and name != "custom"]  # needs a target
+    flat = [name for name in choices if "/" not in name and name not in NOT_GLOBBED]
     return glob.filter(flat) + deep.filter([name for name in choices if "/" in name])
 
 
@@ -206,6 +208,10 @@ def compose_norms(command: Command) -> list[NormSpec]:
             known = ["norm", "eps", *OPTIONS["check"]]
             hint = suggest(key, known) or f"a card takes {', '.join(known)}"
             raise UserError(f"{text}: a card has no such key; {hint}")
+        if key == "norm" and override.value() == "as_built":
+            raise UserError(
+                f"{text}: a card is of one norm; name the class, as torch.nn.BatchNorm2d"
+            )
     norms = []
     for line in list_cells(Command(words, multirun=True, config_dirs=command.config_dirs)):
         config = compose_config(line, command.config_dirs)

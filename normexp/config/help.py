@@ -34,8 +34,12 @@ def conf_dir() -> Path:
 
 
 def group_choices(group: str, config_dirs: Sequence[str] = ()) -> list[str]:
-    """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`."""
+    """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`.
+
+    And `as_built` among norms.
+    """
     names = {"custom"} if group in (*CUSTOM_GROUPS, "logger") else set()
+    names |= {"as_built"} if group == "norm" else set()
     return sorted(names | choice_files(group, config_dirs).keys())
 
 
@@ -93,6 +97,16 @@ is recorded; a larger tune.points adds the difference. What is searched, and wha
 All other keys are those of normexp.train. The runs of the search go to the study <study>-search,
 the fresh seeds to <study>. Its report shows how good the best of k points is expected to be.
 """,
+    "benchmark": """\
+normexp.benchmark trains a norm by frozen rules, and says where it stands among the reference.
+
+  python -m normexp.benchmark                  the reference: ranking and claims; trains nothing
+  python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
+  python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
+
+Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
+those of conf/experiment/benchmark1.
+""",
     "check": """\
 normexp.check prints the card of a norm: its properties, as measured and not as declared.
 
@@ -128,11 +142,18 @@ Options:
   --cfg job             show the config instead of training; --info shows where it comes from
   TAB                   completes in bash after eval "$(python -m normexp.complete)"
 
+Exit code: 0 finished or diverged, 1 a cell failed or was refused, 2 a mistake in the command,
+130 interrupted with a checkpoint.
+
 Examples:
   python -m normexp.train norm=batch norm_batch_size=2
   python -m normexp.train -m norm=batch,layer,group batch_size=4,32 replicas=8 study=sizes
   python -m normexp.train data=manual norm=rms epochs=1
-  python -m normexp.train norm=custom norm._target_=my_package.MyNorm norm.my_knob=2
+  python -m normexp.train norm=my_package.MyNorm norm.my_knob=2
+  python -m normexp.train -m norm=batch,group,my_package.MyNorm
+""",
+    "tune": """\
+Exit code: as that of normexp.train.
 """,
     "check": """\
 Options:
@@ -144,6 +165,7 @@ In a test of your own: from normexp.checks import assert_contract; assert_contra
 }
 GROUPS_FOOTER = """\
   A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.
+  norm=as_built keeps the norms of a network that has its own: torchvision, timm, yours.
   norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.
   trainer.precision is 32-true, 64-true, or bf16-mixed, which trainer=gpu sets and every norm and
   model takes; 16-mixed is refused, because losses are not scaled.

@@ -275,6 +275,12 @@ def sees_validations(config: Mapping[str, Any]) -> bool:
 
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Rule]] = {
+    "benchmark": {
+        "reference": NAME,
+        "workloads": list_of(NAME).or_null(),
+        "runs_dir": FOLDER,
+        "write": FOLDER.or_null(),
+    },
     "check": {"part": one_of("all", "contract"), "format": one_of("table", "json", "markdown")},
     "evaluate": {
         "run": FOLDER,

@@ -222,6 +222,7 @@ class Surgery:
         carried: by the name of a site's tensor, the name of the old tensor whose value it holds.
         dropped: names of old tensors that have no counterpart in the new norm.
         lost: the dropped tensors that training had changed.
+        keeps_norms: the old norms are inside of the sites.
     """
 
     classes: dict[str, str] = field(default_factory=dict)
@@ -230,6 +231,7 @@ class Surgery:
     carried: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    keeps_norms: bool = False
 
     def note(self, name: str, old: ForeignNorm, new: nn.Module, carried: Mapping[str, str]) -> None:
         """Records the replacement of the norm `name`; `carried`: old tensor names by new ones."""
@@ -249,11 +251,18 @@ class Surgery:
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
         classes = ", ".join(f"{n} {name}" for name, n in Counter(self.classes.values()).items())
-        yield f"{_sites(len(self.classes))} in place of {classes}: {', '.join(self.classes)}"
+        place = "around" if self.keeps_norms else "in place of"
+        yield f"{_sites(len(self.classes))} {place} {classes}: {', '.join(self.classes)}"
         settings = ", ".join(
             f"{setting} at {_sites(count)}" for setting, count in self.settings.items()
         )
-        yield f"sites keep settings of the old norms that the config leaves at default: {settings}"
+        if self.keeps_norms:
+            yield f"norms as built: {settings}"
+        else:
+            yield (
+                "sites keep settings of the old norms that the config leaves at default: "
+                f"{settings}"
+            )
         if self.left:
             left = ", ".join(f"{name} ({why})" for name, why in self.left.items())
             yield f"left alone: {left}; model.replace=[Class] names all classes to replace"
@@ -277,17 +286,17 @@ def replace_norms(
         UserError: no norm, or no module of a class in `only`.
     """
     norms, left = _find_norms(network, only)
-    surgery = Surgery(left=left)
+    surgery = Surgery(left=left, keeps_norms=factory.keeps_norms)
     new: dict[nn.Module, nn.Module] = {}
     for name, old in list(network.named_modules(remove_duplicate=False)):
         if old in norms and old not in new:
             norm = norms[old]
-            build = factory.tokens if norm.layout.channels_last else factory
-            site = build(norm.num_features, **norm.settings)
+            kept = norm.kept
+            site, carried = _site_for(norm, factory)
             new[old] = ChannelsLast(site) if norm.layout.channels_last else site
-            if norm.kept:
-                new[old] = SiteWithActivation(new[old], norm.kept)
-            surgery.note(name, norm, new[old], _carry_over(norm, site))
+            if kept:
+                new[old] = SiteWithActivation(new[old], kept)
+            surgery.note(name, norm, new[old], carried)
         if old in new:
             network.set_submodule(name, new[old])
     for module in network.modules():
@@ -296,6 +305,20 @@ def replace_norms(
         if isinstance(module, nn.TransformerEncoderLayer):
             torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of a LayerNorm
     return surgery
+
+
+def _site_for(norm: ForeignNorm, factory: NormFactory) -> tuple[Site, dict[str, str]]:
+    """A site with a new norm, or around the old one; and the old tensor names by the new ones."""
+    is_last = norm.layout.channels_last
+    if factory.keeps_norms:
+        for child in norm.kept:  # they follow the site
+            setattr(norm.module, child, nn.Identity())
+        return factory.around(norm.module, is_last=is_last), {
+            n: n for n in _own_tensors(norm.module)
+        }
+    build = factory.tokens if is_last else factory
+    site = build(norm.num_features, **norm.settings)
+    return site, _carry_over(norm, site)
 
 
 def _find_norms(

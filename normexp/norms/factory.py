@@ -30,6 +30,7 @@ class NormFactory:
             sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
         norm_batch_size: samples that share batch statistics in training; None for all of a forward.
         slots: what surrounds a norm.
+        keeps_norms: a network with norms of its own keeps them, see `around`; `make` refuses.
 
     Attributes:
         used: the slots that models have asked for; setting any other is refused.
@@ -42,8 +43,10 @@ class NormFactory:
         view: Literal["token", "sequence"] = "token",
         norm_batch_size: int | None = None,
         slots: Slots | None = None,
+        keeps_norms: bool = False,
     ) -> None:
         self.make = make
+        self.keeps_norms = keeps_norms
         self.view: Literal["token", "sequence"] = view
         self.norm_batch_size = norm_batch_size
         self.slots = slots or Slots()
@@ -56,6 +59,14 @@ class NormFactory:
     def tokens(self, num_features: int, **settings: Any) -> Site:
         """Returns a site for tokens (B, T, C). For `settings`, see `bare`."""
         return Site(self.bare(num_features, **settings), self.view, self.norm_batch_size)
+
+    def around(self, norm: nn.Module, *, is_last: bool) -> Site:
+        """Returns a site around a norm that a network already has.
+
+        Args:
+            is_last: the norm takes its channels as the last axis, as nn.LayerNorm does.
+        """
+        return Site(norm, "token" if is_last else "map", self.norm_batch_size)
 
     def bare(self, num_features: int, **settings: Any) -> nn.Module:
         """Returns a norm without a site.

@@ -117,6 +117,12 @@ class SearchEntry:
     metric: str
     points: list[str]
 
+    @property
+    def norm(self) -> str:
+        """The norm that it is for; empty if no word names one."""
+        words = (word.lstrip("+").partition("norm=") for word in self.words)
+        return next((name for before, _, name in words if name and not before), "")
+
 
 @dataclass(frozen=True)
 class ForgetEntry:

@@ -90,9 +90,8 @@ def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
 
 def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]) -> list[CellRow]:
     """Adds what the first command for each cell of a study declared, and the searched keys."""
-    searched = {
-        key for history in histories for entry in history.searches.values() for key in entry.keys
-    }
+    searches = [entry for history in histories for entry in history.searches.values()]
+    searched = {key for entry in searches for key in entry.keys}
     history = histories[0] if histories else History()
     rounds = _rounds_of(history)
     ended = {
@@ -112,7 +111,8 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
         unended.append(count)
 
     def of_cell(cell: CellRow) -> CellRow:
-        cell = replace(cell, searched=frozenset(searched))
+        lengths = [len(entry.points) for entry in searches if entry.norm in ("", cell.name)]
+        cell = replace(cell, searched=frozenset(searched), num_points=max(lengths, default=0))
         ids = {cell.directory.name, *cell.same_as}
         for number, (command, declared) in enumerate(rounds):
             if seeds := {seed for name in ids for seed in declared.get(name, ())}:

@@ -35,7 +35,7 @@ from normexp.reporting.charts import (
 from normexp.reporting.curves import draw_history
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice, metric_names
-from normexp.reporting.rows import Row, frame_of, mean_rows, plain_rows
+from normexp.reporting.rows import Row, frame_of, mean_rows, plain_rows, rows_of_slice
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, order_norms
 from normexp.reporting.verdict import paired
 from normexp.stats.interval import paired_improvement
@@ -112,8 +112,12 @@ def _rate_words(part: Slice) -> str:
 
 
 def _means_of(part: Slice, points: Points, metric: Metric | None = None) -> list[Row]:
-    """For each point, its size and the mean of the cell over its seeds."""
-    rows = mean_rows((cell for _, cell in points), metric or part.metric)
+    """For each point, its size and the mean of the cell over its seeds.
+
+    metric: that of the slice if None, and then cells that a grid tunes have their cross-fitted mean
+    """
+    cells = [cell for _, cell in points]
+    rows = rows_of_slice(part, cells) if metric is None else mean_rows(cells, metric)
     return [rows[cell] | {"size": size} for size, cell in points]
 
 
@@ -128,7 +132,7 @@ def draw_means(part: Slice, styles: Styles) -> Iterator[Figure]:
     for (size, cell), row in zip(part.points, rows, strict=True):
         row["x"] = size * 2.0 ** (step * place[cell.norm])
         row["independent"] = cell.norm in part.independent
-        row["note"] = "learning rate chosen on validation" if part.alternatives(cell) else ""
+        row["note"] = part.search_words(cell)
         if row["independent"]:
             row["note"] = "one cell: independent of the norm batch size by measurement"
     table = frame_of(rows, [*MEANS, "x", "independent", "note"])
@@ -153,6 +157,11 @@ def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
         caption += (
             " Hollow markers: a norm that does not depend on this size by measurement, trained "
             "once and drawn at every size."
+        )
+    if any(part.tuned(cell) is not None for _, cell in part.points):
+        caption += (
+            " Learning rates are tuned: some seeds choose the rate, the others report, averaged "
+            "over all splits; the interval allows for the luck of the choice."
         )
     if outside:
         caption += f" Arrows at the edge: {', '.join(outside)}, beyond the scale."
@@ -270,8 +279,15 @@ def draw_improvement(part: Slice, _: Styles) -> Iterator[Figure]:
 
 
 def _improvement_rows(part: Slice) -> list[dict[str, Any]]:
-    """One row per ordered pair of norms with two or more seeds in common at the smallest size."""
-    valid = {norm: cell for norm, cell in part.smallest.items() if not cell.invalid}
+    """One row per ordered pair of norms with two or more seeds in common at the smallest size.
+
+    Without norms that a grid tunes: their seeds share the choice of the rate.
+    """
+    valid = {
+        norm: cell
+        for norm, cell in part.smallest.items()
+        if not cell.invalid and part.tuned(cell) is None
+    }
     rows = []
     for norm, other in permutations(valid, 2):
         a, b = paired(part.outcomes[valid[norm]], part.outcomes[valid[other]])

@@ -22,6 +22,7 @@ from normexp.records.result import Result
 from normexp.records.samples import read_samples
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.stats.contrast import Seeds
+from normexp.stats.crossfit import CrossFit, cross_fit
 from normexp.stats.interval import Interval, mean
 from normexp.stats.sensitivity import Sensitivity, batch_size_sensitivity, selection_optimism
 
@@ -107,6 +108,7 @@ class CellRow:
     title: model, data and `setting`
     budget: `epochs=12`; empty if none is recorded
     searched: keys whose values the searches of the study chose
+    num_points: of these searches for the cell's norm, the points of the longest; 0: none
     declared: the seeds of the first command that names the cell; empty if none is known
     doubts: what contradicts itself in its records
     steps: by metric, the smallest difference that recorded values of a run could have
@@ -137,6 +139,7 @@ class CellRow:
     budget: str = ""
     budget_keys: frozenset[str] = frozenset()
     searched: frozenset[str] = frozenset()
+    num_points: int = 0
     declared: frozenset[int] = frozenset()
     round: int = 0
     unended: int = 0
@@ -331,9 +334,81 @@ class Slice:
 
     @cached_property
     def outcomes(self) -> Mapping[CellRow, Values]:
-        """The values of `lines`, in which a diverged run has the worst value of any run there."""
-        cells = dict.fromkeys(cell for _, cell in self.points)
-        return {cell: self.with_diverged(cell) for cell in cells}
+        """What is compared of the cells of `lines`, by seed.
+
+        A diverged run has the worst value of any run there. A cell whose learning rate was chosen
+        from a complete grid has the values of `cross_fit`, of which only the mean has a meaning.
+        """
+        outcomes = {}
+        for cell in dict.fromkeys(cell for _, cell in self.points):
+            by_seed, tuned = self.with_diverged(cell), self.tuned(cell)
+            sign = 1.0 if self.metric.higher_is_better else -1.0
+            if tuned is not None:
+                by_seed = dict(zip(by_seed, (sign * tuned.values).tolist(), strict=True))
+            outcomes[cell] = by_seed
+        return outcomes
+
+    def grid(self, cell: CellRow) -> Sequence[CellRow]:
+        """The cells among which a cell was chosen by its learning rate; itself if it was not."""
+        return self.alternatives(cell) or [cell]
+
+    def is_complete(self, cell: CellRow) -> bool:
+        """True if all rates of its grid have the same three or more seeds, with scores."""
+        known = []
+        for other in self.grid(cell):
+            lost = _diverged(other, 0.0).keys()
+            known += [self.with_diverged(other).keys(), lost | other.values(self.selection).keys()]
+        return len(known[0]) >= 3 and all(seeds == known[0] for seeds in known)
+
+    def tuned(self, cell: CellRow) -> CrossFit | None:
+        """The outcomes over seeds, higher is better, of a cell that a complete grid tunes."""
+        if cell not in self._tuned:
+            self._tuned[cell] = self._cross_fit(cell)
+        return self._tuned[cell]
+
+    def _cross_fit(self, cell: CellRow) -> CrossFit | None:
+        if len(self.grid(cell)) < 2 or not self.is_complete(cell):
+            return None
+        tables = [self.with_diverged(other) for other in self.grid(cell)]
+        sign = 1.0 if self.metric.higher_is_better else -1.0
+        values = sign * np.array([[*by_seed.values()] for by_seed in tables])
+        return cross_fit(self.scores(cell, [*tables[0]]), values)
+
+    @cached_property
+    def _tuned(self) -> dict[CellRow, CrossFit | None]:
+        return {}  # of the cells that were asked for
+
+    def scores(self, cell: CellRow, seeds: Sequence[int]) -> np.ndarray:
+        """By which its rate is chosen, (num_rates, n): higher is better, -inf if diverged."""
+        sign = 1.0 if self.selection.higher_is_better else -1.0
+        tables = [other.values(self.selection) for other in self.grid(cell)]
+        return np.array(
+            [[sign * by_seed[s] if s in by_seed else -np.inf for s in seeds] for by_seed in tables]
+        )
+
+    @cached_property
+    def selection(self) -> Metric:
+        """By which learning rates are chosen."""
+        return describe_metric(self.metric.selection_name)
+
+    def mean(self, cell: CellRow) -> Interval:
+        """The mean of a cell as tables and figures show it: cross-fitted where a grid tunes it."""
+        tuned = self.tuned(cell)
+        if tuned is None:
+            return cell.mean(self.metric)
+        values = tuned.values if self.metric.higher_is_better else -tuned.values
+        return mean(values, step=cell.step(self.metric), bounds=self.metric.bounds)
+
+    def search_words(self, cell: CellRow) -> str:
+        """`tuned over 5 rates, best rate at an edge`; empty for a cell that was not chosen."""
+        rates = self.alternatives(cell)
+        if not rates:
+            return ""
+        tuned = self.tuned(cell)
+        if tuned is None:
+            return f"best of {len(rates)} rates, search incomplete"
+        edge = ", best rate at an edge" if tuned.is_at_edge else ""
+        return f"tuned over {len(rates)} rates{edge}"
 
     def with_diverged(self, cell: CellRow) -> Values:
         """The values of a cell, in which a diverged run has the worst value of `lines`."""
@@ -400,8 +475,7 @@ class Slice:
         if not candidates:
             return None
         sign = 1 if self.metric.higher_is_better else -1
-        selection = describe_metric(self.metric.selection_name)
-        tables = [[other.values(selection) for other in candidates]]
+        tables = [[other.values(self.selection) for other in candidates]]
         tables += [[self.values[other] for other in candidates]]
         seeds = set[int].intersection(*(set(by_seed) for table in tables for by_seed in table))
         scores, values = (

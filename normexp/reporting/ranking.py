@@ -35,11 +35,10 @@ from normexp.reporting.verdict import (
     Comparison,
     compare_cells,
     contenders,
-    outcomes_of,
     reference_of,
     round_of,
 )
-from normexp.stats.interval import Interval, mean
+from normexp.stats.interval import Interval
 
 Group = Literal["best", "better", "level", "worse", "unranked"]
 GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse", "unranked")
@@ -64,16 +63,14 @@ class Place:
     """Where one norm stands.
 
     cell: at the smallest size; of several learning rates the best
-    value: the mean as shown
+    value: the mean as shown, see `Slice.mean`
     comparison: with the reference; None for the reference
-    is_tuned: the value is cross-fitted
     """
 
     cell: CellRow
     value: Interval
     group: Group
     comparison: Comparison | None = None
-    is_tuned: bool = False
 
     @property
     def norm(self) -> str:
@@ -147,9 +144,8 @@ class Ranking:
             value = format_mean(place.value, self.part.metric)
             title = TITLES[place.group].format(reference=self.reference)
             seeds = count_words(place.cell, len(place.cell.values(self.part.metric)))
-            seeds += (
-                f", tuned over {len(self.part.alternatives(place.cell))} rates" * place.is_tuned
-            )
+            search = self.part.search_words(place.cell)
+            seeds += search and f", {search}"
             rows.append([title, place.norm + yours, value, seeds, self.standing(place)])
         return rows
 
@@ -196,12 +192,12 @@ def _ranking(
         and comparison.second is cells[reference]
     }
     judged = {norm: one for norm, one in against.items() if one.kind in GROUP_OF}
-    values = {norm: _value_of(part, cells[norm], against.get(norm)) for norm in cells}
+    values = {norm: part.mean(cell) for norm, cell in cells.items()}
     sign = 1.0 if part.metric.higher_is_better else -1.0
 
     def level(norm: str) -> float:
         """-inf without a value, as if all runs diverged."""
-        value = values[norm][0].estimate
+        value = values[norm].estimate
         return float("-inf") if value is None else sign * value
 
     ranked = sorted([reference, *judged] if judged else [], key=level, reverse=True)
@@ -226,23 +222,12 @@ def _ranking(
 
     def places() -> Iterator[Place]:
         for norm, cell in cells.items():
-            value, is_tuned = values[norm]
             group: Group = "unranked"
             if norm in ranked and not is_beaten(norm):
                 group = "best"
             elif norm in ranked:
                 group = "level" if norm == reference else GROUP_OF[judged[norm].kind]
-            yield Place(cell, value, group, against.get(norm), is_tuned)
+            yield Place(cell, values[norm], group, against.get(norm))
 
     order = sorted(places(), key=lambda one: (GROUPS.index(one.group), -level(one.norm)))
     return Ranking(part, reference, order)
-
-
-def _value_of(part: Slice, cell: CellRow, comparison: Comparison | None) -> tuple[Interval, bool]:
-    """The mean of a cell, and whether it is cross-fitted over a grid of learning rates."""
-    outcomes = outcomes_of([(part, cell)])
-    if outcomes.tuned[0] is None or (comparison is not None and None in comparison.tuned):
-        return cell.mean(part.metric), False
-    table = outcomes.tables[0] if part.metric.higher_is_better else -outcomes.tables[0]
-    values = table if table.ndim == 1 else table.mean(axis=1)
-    return mean(values, step=cell.step(part.metric), bounds=part.metric.bounds), True

@@ -222,7 +222,7 @@ def _ranking_values(ranking: Ranking, ids: dict[CellRow, str]) -> dict[str, Any]
                 "cell": ids[place.cell],
                 "group": place.group,
                 "mean": _interval_values(place.value),
-                "is_tuned": place.is_tuned,
+                "is_tuned": ranking.part.tuned(place.cell) is not None,
                 "is_own": place.cell.is_own,
                 "standing": ranking.standing(place),
                 "seeds_to_decide": place.comparison and place.comparison.seeds_to_decide,

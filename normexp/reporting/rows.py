@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from normexp.reporting.metric import Metric, format_mean
-from normexp.reporting.model import CellRow
+from normexp.reporting.model import CellRow, Slice
 from normexp.stats.interval import Interval
 from normexp.stats.outliers import lies_apart
 
@@ -41,6 +41,17 @@ def interval_row(interval: Interval, metric: Metric) -> Row:
 def mean_rows(cells: Iterable[CellRow], metric: Metric) -> dict[CellRow, Row]:
     """Each cell with its mean over seeds, and what is missing."""
     return {cell: _mean_row(cell, metric) for cell in dict.fromkeys(cells)}
+
+
+def rows_of_slice(part: Slice, cells: Iterable[CellRow]) -> dict[CellRow, Row]:
+    """`mean_rows` of the slice's metric; cells that a grid tunes have their cross-fitted mean."""
+    rows = mean_rows(cells, part.metric)
+    for cell, row in rows.items():
+        row["search"] = part.search_words(cell)
+        if part.tuned(cell) is not None:
+            row |= interval_row(part.mean(cell), part.metric)
+            row |= {"worst seed": None, "seeds apart": None}  # of one of the rates
+    return rows
 
 
 def _mean_row(cell: CellRow, metric: Metric) -> Row:

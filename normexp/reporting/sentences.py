@@ -26,7 +26,6 @@ from normexp.stats.interval import Interval
 
 PRECISIONS = {"64-true": "float64", "32-true": "float32", "bf16-mixed": "mixed bfloat16"}
 MOST_NAMES = 12  # in one sentence
-AT_EDGE = 0.25  # of the splits; more often, a better rate may lie outside the grid
 DIRECTED = ("loses", "gains", "better", "worse")
 # The headline of an answer is a claim of the first of these kinds that occurs.
 HEADLINES = (
@@ -272,6 +271,7 @@ def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
         _seed_words(comparison),
         _tuned_words(comparison),
         _rate_words(comparison),
+        _search_words(comparison),
         "" if any(comparison.tuned) else _optimism_words(comparison),
         _training_words(comparison, cells) if comparison.verdict else "",
     ]
@@ -559,7 +559,7 @@ def _tuned_words(comparison: Comparison) -> str:
                 f"tuned over {len(fit.shares)} rates: {fit.num_choosing} of {n} seeds choose, the "
                 "others report, averaged over all splits"
             ]
-            if fit.share_at_edges >= AT_EDGE:
+            if fit.is_at_edge:
                 share = f"{100 * fit.share_at_edges:.0f} %"
                 said.append(f"best rate {name} at an edge of the grid in {share} of splits")
     return "; ".join(said)
@@ -571,6 +571,14 @@ def _rate_words(comparison: Comparison) -> str:
         return ""
     said = [f"{cell.lr:g} {name}" for name, cell in _ends(comparison) if cell.lr is not None]
     return f"learning rate {', '.join(said)}"
+
+
+def _search_words(comparison: Comparison) -> str:
+    """`lr searched: 16 points for group, 16 for batch`, where fresh seeds followed one search."""
+    cells = {cell.norm: cell for cell in (comparison.first, comparison.second)}
+    keys = sorted({key for cell in cells.values() for key in cell.searched})
+    counts = [f"{cell.num_points} points for {norm}" for norm, cell in cells.items()]
+    return f"{', '.join(keys)} searched: {', '.join(counts)}" if keys else ""
 
 
 def _optimism_words(comparison: Comparison) -> str:

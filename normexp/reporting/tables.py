@@ -21,8 +21,15 @@ from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice, metric_n
 from normexp.reporting.ranking import Ranking
 from normexp.reporting.read import RefusedCell, flatten
 from normexp.reporting.report import Report
-from normexp.reporting.rows import Row, count_words, frame_of, mean_rows, plain_rows
-from normexp.reporting.sentences import Answer
+from normexp.reporting.rows import (
+    Row,
+    count_words,
+    frame_of,
+    mean_rows,
+    plain_rows,
+    rows_of_slice,
+)
+from normexp.reporting.sentences import Answer, listed
 from normexp.reporting.style import order_norms
 from normexp.reporting.verdict import Comparison
 from normexp.stats.sensitivity import Sensitivity, Threshold
@@ -310,19 +317,14 @@ def _paper_table(slices: Sequence[Slice], best: Mapping[Slice, set[str]]) -> Tab
             columns.append(column or metric.label)
             for norm, line in part.lines.items():
                 if size in line:
-                    rows[norm][columns[-1]] = _paper_text(line[size], metric)
+                    rows[norm][columns[-1]] = _paper_text(part, line[size])
             if size == part.sizes[0]:
                 bold += [(list(rows).index(norm), columns[-1]) for norm in best.get(part, ())]
     frame = frame_of([{"norm": norm} | row for norm, row in rows.items()], columns)
     kind = metric.name.replace("/", "_").replace("@", "_")
-    tuned = (
-        "; of several learning rates that with the best validation" if _has_rates(slices) else ""
-    )
     note = (
-        f"{metric.label}: mean and 95 % interval over the seeds that finished{tuned}. "
-        "× diverged, ! failed, ? missing. "
-    )
-    note += (
+        f"{metric.label}: mean and 95 % interval over the seeds that finished. × diverged, "
+        f"! failed, ? missing. {_search_note(slices)}"
         "Bold: one of these is the best of its column, by the tests of the report, which are at "
         "the smallest size; without bold, any may be."
     )
@@ -340,16 +342,26 @@ def _paper_table(slices: Sequence[Slice], best: Mapping[Slice, set[str]]) -> Tab
     )
 
 
-def _paper_text(cell: CellRow, metric: Metric) -> str:
-    """`97.9 [97.4, 98.4]`, with the counts where runs are lost."""
-    text = format_mean(cell.mean(metric), metric)
+def _paper_text(part: Slice, cell: CellRow) -> str:
+    """`97.9 [97.4, 98.4]`, with the counts where runs are lost; † for a best rate at an edge."""
+    metric, tuned = part.metric, part.tuned(cell)
+    text = format_mean(part.mean(cell), metric)
+    text += " †" if tuned is not None and tuned.is_at_edge else ""
     count = count_words(cell, len(cell.values(metric)))
     invalid = " INVALID" if cell.invalid else ""
     return f"{text}{invalid} ({count})" if "/" in count else text + invalid
 
 
-def _has_rates(slices: Sequence[Slice]) -> bool:
-    return any(part.rates for part in slices)
+def _search_note(slices: Sequence[Slice]) -> str:
+    words = [part.search_words(cell) for part in slices for _, cell in part.points]
+    known = dict.fromkeys(text.partition(",")[0] for text in words if text)
+    if not known:
+        return ""
+    edge = "† best rate at an edge of the grid. " * any("edge" in text for text in words)
+    return (
+        f"Learning rates: {listed(list(known))}; of a complete grid some seeds choose and the "
+        f"others report, averaged over all splits. {edge}"
+    )
 
 
 def _headings(slices: Sequence[Slice]) -> list[str]:
@@ -368,7 +380,7 @@ def size_table(part: Slice, best: Collection[str]) -> Table:
     best: norms that are in bold at the smallest size, see `best_of`
     """
     metric, axis, sizes = part.metric, AXIS_WORDS[part.axis], [str(size) for size in part.sizes]
-    shown = mean_rows((cell for _, cell in part.points), metric)
+    shown = rows_of_slice(part, (cell for _, cell in part.points))
     rows = [
         {"norm": norm} | {str(size): _size_text(shown[cell]) for size, cell in line.items()}
         for norm, line in part.lines.items()
@@ -393,9 +405,10 @@ def size_table(part: Slice, best: Collection[str]) -> Table:
 def _size_text(row: Row) -> str:
     """`97.9 [97.4, 98.4], worst 96.4, 1 apart (7/8 ×1)`."""
     words = [row["text"]]
-    if row["n"] > 1:
+    if row["worst seed"] is not None and row["n"] > 1:
         words.append(f"worst {row['worst seed']:.{row['digits']}f}")
         words += [f"{row['seeds apart']} apart"] if row["seeds apart"] else []
+    words += [row["search"]] if row["search"] else []
     return ", ".join(words) + (f" ({row['count']})" if "/" in row["count"] else "")
 
 

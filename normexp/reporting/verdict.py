@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from normexp.reporting.cells import disagreements
-from normexp.reporting.metric import Metric, describe_metric
+from normexp.reporting.metric import Metric
 from normexp.reporting.model import CellRow, Slice, Values
 from normexp.reporting.style import base_of
 from normexp.stats.contrast import Assessment, Margin, change, difference, verdict_on
@@ -163,7 +163,7 @@ class Comparison:
     @property
     def cells(self) -> list[CellRow]:
         """Every cell that the difference rests on."""
-        return [cell for end in (self.first, self.second) for cell in _grid_of(self.part, end)]
+        return [cell for end in (self.first, self.second) for cell in self.part.grid(end)]
 
     @property
     def is_judged(self) -> bool:
@@ -177,7 +177,9 @@ class Comparison:
 
     @property
     def improvement(self) -> Interval:
-        """Probability that the first cell beats the second under the same seed."""
+        """Probability that the first cell beats the second under the same seed; none if tuned."""
+        if any(self.tuned):  # their values are those of all seeds together
+            return paired_improvement([], [], higher_is_better=True)
         return paired_improvement(*self.pairs, higher_is_better=self.part.metric.higher_is_better)
 
     @cached_property
@@ -328,7 +330,7 @@ def contenders(part: Slice) -> list[dict[str, CellRow]]:
 
 def round_of(part: Slice, cell: CellRow) -> int:
     """The command that declared a cell, or the last of the grid in which it was chosen."""
-    return max(other.round for other in _grid_of(part, cell))
+    return max(other.round for other in part.grid(cell))
 
 
 def _tests_of_best(part: Slice, wanted: str | None) -> Counter[int]:
@@ -461,8 +463,8 @@ class Outcomes:
 
 
 def outcomes_of(places: Sequence[tuple[Slice, CellRow]]) -> Outcomes:
-    grids = [(part, _grid_of(part, cell)) for part, cell in places]
-    if any(len(grid) > 1 for _, grid in grids) and not _are_complete(grids):
+    grids = [(part, part.grid(cell)) for part, cell in places]
+    if not _are_complete(places):
         grids = [(part, [cell]) for part, cell in places]
     values = [[part.with_diverged(cell) for cell in grid] for part, grid in grids]
     seeds = sorted(set.intersection(*(set(by_seed) for grid in values for by_seed in grid)))
@@ -476,8 +478,8 @@ def outcomes_of(places: Sequence[tuple[Slice, CellRow]]) -> Outcomes:
         for grid in chosen
     ]
     fits = [
-        cross_fit(_scores(part, grid, seeds), table) if len(grid) > 1 else None
-        for (part, grid), table in zip(grids, tables, strict=True)
+        cross_fit(part.scores(cell, seeds), table) if len(table) > 1 else None
+        for (part, cell), table in zip(places, tables, strict=True)
     ]
     return Outcomes(
         seeds,
@@ -494,36 +496,12 @@ def outcomes_of(places: Sequence[tuple[Slice, CellRow]]) -> Outcomes:
     )
 
 
-def _grid_of(part: Slice, cell: CellRow) -> Sequence[CellRow]:
-    """The cells among which a cell was chosen by its learning rate; itself if it was not."""
-    return part.alternatives(cell) or [cell]
-
-
-def _are_complete(grids: Sequence[tuple[Slice, Sequence[CellRow]]]) -> bool:
-    """True if every rate of every grid has the same three or more seeds, with validation scores."""
-    known = [set(part.with_diverged(cell)) for part, grid in grids for cell in grid]
-    known += [
-        {run.seed for run in cell.runs if run.result.status == "diverged"}
-        | set(cell.values(_selection(part)))
-        for part, grid in grids
-        for cell in grid
-    ]
-    is_tuned = {len(grid) > 1 for _, grid in grids} == {True}
-    return is_tuned and all(seeds == known[0] for seeds in known) and len(known[0]) >= 3
-
-
-def _scores(part: Slice, grid: Sequence[CellRow], seeds: Sequence[int]) -> Array:
-    """By which a rate is chosen, (num_rates, n): higher is better, -inf for a diverged run."""
-    selection = _selection(part)
-    sign = 1.0 if selection.higher_is_better else -1.0
-    tables = [cell.values(selection) for cell in grid]
-    return np.array(
-        [[sign * by_seed[s] if s in by_seed else -np.inf for s in seeds] for by_seed in tables]
+def _are_complete(places: Sequence[tuple[Slice, CellRow]]) -> bool:
+    """True if a complete grid tunes every cell, all with the same seeds."""
+    seeds = [part.with_diverged(cell).keys() for part, cell in places]
+    return all(same == seeds[0] for same in seeds) and all(
+        len(part.grid(cell)) > 1 and part.is_complete(cell) for part, cell in places
     )
-
-
-def _selection(part: Slice) -> Metric:
-    return describe_metric(part.metric.selection_name)
 
 
 def _rates_words(rates: Sequence[float | None]) -> str:

@@ -32,6 +32,7 @@ from numpy.typing import ArrayLike
 
 from normexp.stats.interval import Array
 
+AT_EDGE = 0.25  # of the splits; more often, a better rate may lie outside the grid
 MAX_SPLITS = 13_000  # all splits up to n = 16; for more seeds as many are drawn
 NUM_HALVES = 200  # halves of the seeds that are kept in turn; all of them up to n = 9
 SPLITS_OF_HALF = 70  # all splits of a half up to n = 17
@@ -54,6 +55,10 @@ class CrossFit:
     def share_at_edges(self) -> float:
         """How often the lowest or the highest rate was chosen: a better one may lie outside."""
         return float(self.shares[0] + self.shares[-1]) if len(self.shares) > 1 else 0.0
+
+    @property
+    def is_at_edge(self) -> bool:
+        return self.share_at_edges >= AT_EDGE
 
 
 def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:

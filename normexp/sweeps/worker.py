@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -243,6 +244,7 @@ def _may_affect_next(outcomes: Iterable[Outcome]) -> bool:
 @contextmanager
 def ready_to_train() -> Iterator[None]:
     """Imports torch and what trains; caches data sets and answers of probes inside the block."""
+    warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, over attention
     with importing_torch():
         import normexp.cells.run  # noqa: F401
         from normexp.build import keeping_data

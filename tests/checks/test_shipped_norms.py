@@ -71,7 +71,7 @@ TABLE: dict[tuple[str, View], Mixed] = {
     for name in words.split()
 }
 FAST = ("batch", "batch_per_position", "layer", "instance", "causal_group")
-SHIPPED = [name for name in group_choices("norm") if name != "custom"]
+SHIPPED = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
 CASES = pytest.mark.parametrize(
     ("name", "view"),
     [

@@ -73,6 +73,7 @@ REFUSED = [
     ("check", "norm.half_life=100", "set norm.momentum"),
     ("check", "norm=group norm.nun_groups=3", "did you mean norm.num_groups?"),
     ("check", "formt=json", "did you mean format?"),
+    ("check", "norm=as_built", "norm=as_built: a card is of one norm"),
     ("check", "format=csv", "format=csv: must be one of table, json, markdown"),
     ("check", "batch_size=4", "batch_size=4: a card has no such key"),
     ("evaluate", "", "run is missing"),

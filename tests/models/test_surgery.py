@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import timm
 import timm.layers
 import torch
 import torchvision
@@ -271,3 +273,42 @@ def test_networks_that_cannot_be_built_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         build(shape, 3, name=name)
+
+
+def kept_norms(network: nn.Module, norm_batch_size: int | None = None) -> nn.Module:
+    """The network with sites around its own norms."""
+
+    def refuse(num_features: int, **_: Any) -> nn.Module:
+        raise AssertionError(num_features)
+
+    factory = NormFactory(refuse, norm_batch_size=norm_batch_size, keeps_norms=True)
+    surgery = replace_norms(network, factory)
+    assert not surgery.dropped and len(list(named_sites(network))) == len(surgery.classes)
+    return network
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: torchvision.models.mobilenet_v3_small(num_classes=3),
+        lambda: timm.create_model("convnext_atto", num_classes=3),
+        lambda: timm.create_model("regnetx_002", num_classes=3),  # activations inside of norms
+    ],
+)
+def test_norms_as_built_give_the_outputs_of_the_network_as_built(network: Callable[[], nn.Module]):
+    x = torch.randn(4, 3, 32, 32)
+    built = network()
+    around = kept_norms(copy.deepcopy(built))
+    for is_training in (True, False):
+        outputs = []
+        for one in (built, around):
+            torch.manual_seed(0)
+            outputs.append(one.train(is_training)(x))
+        assert torch.equal(*outputs)
+
+
+def test_norms_as_built_share_their_statistics_as_norm_batch_size_says():
+    network = kept_norms(nn.Sequential(nn.BatchNorm2d(3)), norm_batch_size=2)
+    x = torch.randn(4, 3, 5, 5)
+    parts = torch.cat([nn.BatchNorm2d(3)(part) for part in x.split(2)])
+    torch.testing.assert_close(network(x), parts)

@@ -12,6 +12,7 @@ from synthetic_study import report_of, write_cell
 
 from normexp.records.history import CommandEntry, EndEntry, SearchEntry, append_entries
 from normexp.reporting.metric import RULE
+from normexp.reporting.publish import draw
 from normexp.reporting.report import read_report
 from normexp.reporting.sentences import Claim
 
@@ -52,11 +53,37 @@ def test_a_complete_grid_is_cross_fitted_and_judged(tmp_path: Path):
     assert one.comparison.gap.estimate == pytest.approx(gap)
 
 
+def test_tables_and_figures_of_a_grid_show_the_cross_fitted_value(tmp_path: Path):
+    """Two rates that are equally good: the better mean of the two is no estimate of either."""
+    rng = np.random.default_rng(4)
+    for norm, size in (("batch", 2), ("batch", 128), ("group", 128)):
+        for lr in RATES:
+            values = dict(enumerate(rng.normal(0.9, 0.02, 8)))
+            write_cell(tmp_path, norm, values, lr=lr, norm_batch_size=size)
+    drawing = draw(report_of(tmp_path))
+    (part,) = drawing.report.slices
+    cell = part.smallest["group"]
+    tuned, plain = part.mean(cell), cell.mean(part.metric)
+    assert tuned.estimate == pytest.approx(part.tuned(cell).values.mean()) != plain.estimate
+    shown = f"{tuned.estimate:.1f} ["
+    tables = {table.name: table for table in drawing.tables}
+    (row,) = [r for r in tables["by_size_main"].rows if r["norm"] == "group"]
+    assert shown in str(row) and "tuned over 3 rates" in str(row) and "worst" not in str(row)
+    paper = tables["paper_test_accuracy"]
+    assert shown in str([r for r in paper.rows if r["norm"] == "group"])
+    assert "Learning rates: tuned over 3 rates" in paper.note
+    means = [figure.table["mean"] for figure in drawing.figures if "mean" in figure.table]
+    assert any(tuned.estimate in set(column) for column in means)
+
+
 def test_a_best_rate_at_an_edge_is_said(tmp_path: Path):
     for norm, seed in (("batch", 0), ("group", 1)):
         write_grid(tmp_path, norm, dict(zip(RATES, (0.8, 0.85, 0.9), strict=True)), seed=seed)
     text = group_of(tmp_path).text
     assert "best rate of group at an edge of the grid in 100 % of splits" in text
+    tables = {table.name: table for table in draw(report_of(tmp_path)).tables}
+    assert "best rate at an edge" in str(tables["by_size_main"].rows)
+    assert "†" in str(tables["paper_test_accuracy"].rows)
 
 
 def test_an_incomplete_grid_has_no_verdict(tmp_path: Path):
@@ -84,6 +111,7 @@ def test_one_search_and_then_fresh_seeds_has_no_verdict(tmp_path: Path, place: s
     search = SearchEntry("norm=group", ["norm=group"], ["lr"], "val/accuracy", ["one", "two"])
     append_entries(tmp_path / place, [search])
     one = group_of(tmp_path)
+    assert "lr searched: 2 points for group, 0 points for batch" in one.text
     assert one.kind == "given rates" and "learning rate 0.3 of group, 0.1 of batch" in one.text
 
 

@@ -85,7 +85,7 @@ def test_a_tuned_norm_stands_where_fresh_seeds_put_it(tmp_path: Path):
     (ranking,) = report.rankings
     for place in ranking.places:
         chosen = place.cell.mean(ranking.part.metric).estimate
-        assert place.is_tuned and chosen is not None and place.value.estimate is not None
+        assert ranking.part.tuned(place.cell) and chosen and place.value.estimate
         assert place.value.estimate < chosen
     assert "tuned over 3 rates" in ranking.rows[0][3]
 

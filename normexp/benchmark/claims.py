@@ -1,0 +1,179 @@
+"""The verdicts on the declared claims, from the table alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from normexp.benchmark.protocol import claims, recipe_at
+from normexp.benchmark.score import Tuned, compare, tune
+from normexp.benchmark.table import Table
+from normexp.stats.contrast import Assessment, verdict_on
+from normexp.stats.family import ALPHA, p_value, seeds_to_decide
+from normexp.stats.interval import Interval
+
+Outcome = Literal["holds", "fails", "undecided", "not testable here"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tested:
+    """One comparison of a claim at one budget.
+
+    words: `batch at 2 minus batch, convnet at the long budget`
+    needed: seeds that would decide it; None if not known, or more than 1,000
+    """
+
+    words: str
+    expect: str
+    outcome: Outcome
+    assessment: Assessment | None = None
+    unit: str = ""
+    needed: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What the runs say of one claim."""
+
+    name: str
+    claim: Mapping[str, Any]
+    outcome: Outcome
+    tested: tuple[Tested, ...]
+    reason: str = ""
+
+
+def judge(table: Table) -> list[Verdict]:
+    """The verdict on every claim; all comparisons share one error rate."""
+    declared = claims()
+    family = sum(len(c["budgets"]) for claim in declared for c in claim["comparisons"])
+    return [_judge(table, claim, family) for claim in declared]
+
+
+def _judge(table: Table, claim: Mapping[str, Any], family: int) -> Verdict:
+    tested = tuple(
+        _test(table, comparison, budget, family)
+        for comparison in claim["comparisons"]
+        for budget in comparison["budgets"]
+    )
+    outcomes = [one.outcome for one in tested]
+    known = [outcome for outcome in outcomes if outcome != "not testable here"]
+    if not known:
+        return Verdict(claim["name"], claim, "not testable here", tested, "it has no runs")
+    if (needs := claim.get("requires")) is not None:
+        fall = [_test(table, needs, budget, family) for budget in needs["budgets"]]
+        if not any(one.outcome == "holds" for one in fall):
+            reason = "there is no fall to give back at any budget: " + "; ".join(
+                f"{one.words}: {words_of(one)}" for one in fall
+            )
+            return Verdict(claim["name"], claim, "not testable here", tested, reason)
+    missing = len(outcomes) - len(known)
+    reason = f"{missing} of {len(outcomes)} comparisons have no runs" if missing else ""
+    if "fails" in known:
+        outcome: Outcome = "fails"
+    elif missing or "undecided" in known:
+        outcome = "undecided"
+    else:
+        outcome = "holds"
+    return Verdict(claim["name"], claim, outcome, tested, reason)
+
+
+def _test(table: Table, comparison: Mapping[str, Any], budget: str, family: int) -> Tested:
+    first, second = comparison["first"], comparison["second"]
+    workload, expect = comparison["workload"], comparison["expect"]
+    recipe = recipe_at(workload, budget)
+    words = f"{_words(first)} minus {_words(second)}, {workload} at the {budget} budget"
+    a, b = (_tuned(table, recipe, side) for side in (first, second))
+    if a is None or b is None:
+        return Tested(words, expect, "not testable here")
+    assessment = compare(a, b)
+    unit = "points" if b.is_accuracy else "bits per byte saved"
+    outcome = _outcome(assessment, expect, family)
+    needed = None
+    if outcome == "undecided":
+        by_margin = expect == "within" or expect.endswith("_margin")
+        needed = seeds_to_decide(assessment.gap, b.margin.cap if by_margin else 0.0, family)
+    return Tested(words, expect, outcome, assessment, unit, needed)
+
+
+def _words(side: Mapping[str, Any]) -> str:
+    size, kind = side.get("norm_batch_size"), side.get("statistics")
+    batch = f" at batch size {side['batch_size']}" if "batch_size" in side else ""
+    words = f"{side['norm']}" + (f" at {size}" if size else "") + batch
+    return words + (f" with {kind} statistics" if kind else "")
+
+
+def _tuned(table: Table, recipe: str, side: Mapping[str, Any]) -> Tuned | None:
+    known = table.recipes
+    if recipe not in known:
+        return None
+    if side.get("batch_size", known[recipe].batch_size) != known[recipe].batch_size:
+        recipe = next(
+            (
+                name
+                for name, one in known.items()
+                if one.workload == known[recipe].workload
+                and one.epochs == known[recipe].epochs
+                and one.batch_size == side["batch_size"]
+            ),
+            "",
+        )
+        if not recipe:
+            return None
+    cells = table.rates_of(recipe, side["norm"], side.get("norm_batch_size"))
+    kind = side.get("statistics", "running")
+    name = "test/accuracy" + ("" if kind == "running" else f"@{kind}")
+    if not cells or (kind != "running" and any(name not in cell.metrics for cell in cells)):
+        return None
+    return tune(cells, kind)
+
+
+def _outcome(assessment: Assessment, expect: str, family: int) -> Outcome:
+    """What a comparison says of the sign or margin that a claim expects."""
+    verdict, _ = verdict_on(assessment, family)
+    side = "below" if expect.startswith("below") else "above"
+    other = "above" if side == "below" else "below"
+    if expect == "within":
+        if verdict == "within":
+            return "holds"
+        return "fails" if _is_beyond(assessment, verdict, family) else "undecided"
+    if expect.endswith("_margin"):
+        if verdict in (other, "within"):
+            return "fails"
+        return "holds" if verdict == side and _is_beyond(assessment, side, family) else "undecided"
+    if verdict == side:
+        return "holds"
+    return "fails" if verdict == other else "undecided"
+
+
+def _is_beyond(assessment: Assessment, verdict: str, family: int) -> bool:
+    """Whether the difference is shown to be beyond a margin, on the side of its verdict.
+
+    Distances are pairs: from the gap to the margin above it, and to the one below.
+    """
+    if verdict not in ("above", "below"):
+        return False
+    with_outliers = [assessment, *filter(None, [assessment.without_apart])]
+    return all(_has_beyond(one, verdict, family) for one in with_outliers)
+
+
+def _has_beyond(assessment: Assessment, verdict: str, family: int) -> bool:
+    distances = assessment.distances[0 if verdict == "above" else 1 :: 2]
+    return any(_is_negative(distance, family) for distance in distances)
+
+
+def _is_negative(distance: Interval, family: int) -> bool:
+    estimate = distance.estimate
+    return estimate is not None and estimate < 0 and family * p_value(distance) <= ALPHA
+
+
+def words_of(tested: Tested) -> str:
+    """`-1.2 [-2.0, -0.4] points: holds`."""
+    if tested.assessment is None:
+        return tested.outcome
+    gap = tested.assessment.gap
+    shown = f"{gap.estimate:.2f}"
+    if gap.low is not None and gap.high is not None:
+        shown += f" [{gap.low:.2f}, {gap.high:.2f}]"
+    more = f", n = {tested.needed} would decide" if tested.needed else ""
+    return f"{shown} {tested.unit}: {tested.outcome}{more}"

@@ -1,0 +1,115 @@
+"""What a benchmark trains, read from its recipes in conf/experiment/<benchmark>.
+
+A recipe is a workload at one budget. `convnet` is the long budget of a workload and `convnet_short`
+its short one; others, such as `gpt_alpha`, belong to one claim. `benchmark0` tries the rules in a
+minute and decides nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+
+from normexp.config.help import conf_dir
+
+BENCHMARK = "benchmark1"
+WORKLOADS = ("convnet", "vit", "encoder", "gpt")
+REFERENCES = {"convnet": "batch", "vit": "layer", "encoder": "layer", "gpt": "layer"}
+
+
+@dataclass(frozen=True)
+class WorkloadRecipe:
+    """A workload at one budget.
+
+    study: the folder of its runs
+    epochs, steps: the budget, one of the two
+    """
+
+    name: str
+    study: str
+    batch_size: int
+    epochs: float | None
+    steps: int | None
+    num_seeds: int
+    norms: tuple[str, ...]
+    norm_batch_sizes: tuple[int, ...]
+    rates: tuple[float, ...]
+    alphas: tuple[float, ...]
+
+    @property
+    def workload(self) -> str:
+        return self.name.partition("_")[0]
+
+    @property
+    def reference(self) -> str:
+        """The norm whose tuned error the others are divided by."""
+        return REFERENCES[self.workload]
+
+    def trains(self, config: Mapping[str, Any]) -> bool:
+        """True for a cell of this recipe, from the `config` of its results."""
+        if config.get("batch_size") != self.batch_size:
+            return False
+        if self.epochs is not None and config.get("epochs") != self.epochs:
+            return False
+        if self.steps is not None and config.get("num_steps") != self.steps:
+            return False
+        norm = (config.get("recipe") or {}).get("norm") or {}
+        return not self.alphas or norm.get("alpha_init") in self.alphas
+
+
+@cache
+def recipes(benchmark: str = BENCHMARK) -> Mapping[str, WorkloadRecipe]:
+    """By name; those of one claim come first, since a cell belongs to the first that trains it."""
+    read = [_read(name, values) for name, values in _rules(benchmark).items()]
+    return {one.name: one for one in sorted(read, key=lambda one: (not one.alphas, one.name))}
+
+
+@cache
+def claims() -> list[dict[str, Any]]:
+    """The declared claims; conf/experiment/claims.yaml explains their keys."""
+    text = (conf_dir() / "experiment" / "claims.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)["claims"]
+
+
+@cache
+def digest(benchmark: str = BENCHMARK) -> str:
+    """12 hex digits over the rules: the values of all recipes, without comments."""
+    rules = json.dumps(_rules(benchmark), sort_keys=True)
+    return hashlib.sha256(rules.encode()).hexdigest()[:12]
+
+
+def _rules(benchmark: str) -> dict[str, Any]:
+    files = sorted((conf_dir() / "experiment" / benchmark).glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+
+
+def recipe_at(workload: str, budget: str) -> str:
+    """The name of the recipe of a workload at the `long` or `short` budget."""
+    short = f"{workload}_short"
+    return short if budget == "short" and short in recipes() else workload
+
+
+def _read(name: str, values: Mapping[str, Any]) -> WorkloadRecipe:
+    params = values["hydra"]["sweeper"]["params"]
+
+    def listed(key: str) -> list[str]:
+        return [word for word in str(params.get(key, "")).replace(",", " ").split() if word]
+
+    return WorkloadRecipe(
+        name=name,
+        study=values["study"],
+        batch_size=values["batch_size"],
+        epochs=values.get("epochs"),
+        steps=values.get("steps"),
+        num_seeds=values["replicas"],
+        norms=tuple(listed("norm")),
+        norm_batch_sizes=tuple(int(size) for size in listed("norm_batch_size")),
+        rates=tuple(float(rate) for rate in listed("lr")),
+        alphas=tuple(float(alpha) for alpha in listed("norm.alpha_init")),
+    )

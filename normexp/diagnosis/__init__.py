@@ -1,0 +1,137 @@
+"""Why does a trained network evaluate worse than it trains? See `normexp.diagnose`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from normexp.diagnosis.examination import Examination, Losses, examine_network, standard_error
+from normexp.diagnosis.findings import Case, find, row_of
+from normexp.diagnosis.network import Loss, read_batches, unchanged
+from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
+
+__all__ = ["Diagnosis", "Estimate", "Finding", "SiteRow", "diagnose"]
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss,
+    *,
+    evaluation_batches: Iterable[Any] | None = None,
+    max_batches: int = 16,
+    tolerance: float | None = None,
+) -> Diagnosis:
+    """See `normexp.diagnose`."""
+    with unchanged(model):
+        read = read_batches(batches, max_batches, model)
+        others = read_batches(evaluation_batches, max_batches, model) if evaluation_batches else []
+        seen = examine_network(model, read, others, loss)
+    return _conclude(seen, tolerance)
+
+
+def _conclude(seen: Examination, tolerance: float | None) -> Diagnosis:
+    weights = np.array(seen.sizes, dtype=float)
+    losses = seen.losses
+
+    def estimate(values: Losses) -> Estimate:
+        return Estimate(float(np.average(values, weights=weights)), standard_error(values, weights))
+
+    training, evaluation = (estimate(losses[name]) for name in ("training", "evaluation"))
+    gap = estimate(losses["evaluation"] - losses["training"])
+    terms = {
+        name: estimate(losses[last] - losses[first]) for name, (first, last, _) in TERMS.items()
+    }
+    rows = [
+        row_of(site, seen.moments.get(site, []), is_active=site in seen.active)
+        for site in seen.sites
+    ]
+    if tolerance is None:
+        tolerance = max(0.01, 0.05 * training.value)
+    case = Case(seen, terms, gap, rows, tolerance)
+    other = None
+    if seen.evaluation is not None:
+        theirs = np.array(seen.evaluation_sizes, dtype=float)
+        mean = float(np.average(seen.evaluation, weights=theirs))
+        error = np.hypot(standard_error(seen.evaluation, theirs), evaluation.error)
+        other = Estimate(mean - evaluation.value, float(error))
+    return Diagnosis(
+        summary=_summary(case, training, evaluation),
+        training=training.value,
+        evaluation=evaluation.value,
+        gap=gap,
+        terms=terms,
+        findings=find(case),
+        sites=tuple(rows),
+        loss_at_size={k: Estimate(*values) for k, values in seen.loss_at_size.items()},
+        acts_in_training=seen.acts_in_training,
+        not_analysed=tuple(seen.unknown),
+        num_batches=len(seen.sizes),
+        batch_size=max(seen.sizes),
+        inputs=seen.inputs,
+        tolerance=tolerance,
+        other_data=other,
+        notes=tuple(_notes(seen)),
+    )
+
+
+SHORT = {
+    "rest": "dropout and other modules",
+    "small_batch": "statistics of few samples",
+    "own_share": "own share",
+    "dropout_shift": "statistics behind dropout",
+    "averages": "running averages",
+    "not_analysed": "norms not analysed",
+    "left_in_training": "modules left in training mode",
+}
+
+
+def _summary(case: Case, training: Estimate, evaluation: Estimate) -> str:
+    count, size = len(case.seen.sizes), max(case.seen.sizes)
+    on = f"on {count} batches of {size}"
+    if not math.isfinite(case.gap.value):
+        names = [
+            n
+            for n, e in (("training", training), ("evaluation", evaluation))
+            if not math.isfinite(e.value)
+        ]
+        return f"The loss is not finite in {' and '.join(names)} mode {on}."
+    losses = (
+        f"loss {training.value:.4f} in training mode, {evaluation.value:.4f} in evaluation mode"
+    )
+    carried = sorted(
+        (n for n in case.terms if (case.carries(n) if case.has_gap else case.costs(n))),
+        key=lambda n: -case.terms[n].value,
+    )
+    causes = ", ".join(f"{SHORT[name]} {case.terms[name]}" for name in carried)
+    if case.has_gap:
+        why = f". Carried by {causes}" if causes else ", with no single cause"
+        return f"Evaluation mode costs {case.gap} {on} ({losses}){why}."
+    if causes:
+        return (
+            f"Evaluation mode costs no more than training mode {on} ({losses}), but would cost "
+            f"less without {causes}."
+        )
+    if case.counts(Estimate(-case.gap.value, case.gap.error)):
+        return f"Evaluation mode is better by {-case.gap.value:.4f} {on} ({losses})."
+    return f"No gap above {case.tolerance:.2g} between the modes {on} ({losses})."
+
+
+def _notes(seen: Examination) -> list[str]:
+    notes = []
+    if not (seen.sites or seen.without_averages or seen.unknown):
+        notes.append("No norm with running averages or batch statistics was found.")
+    if seen.unknown:
+        notes.append(f"Not analysed, running state of another kind: {', '.join(seen.unknown)}.")
+    if seen.unused:
+        names = ", ".join(site.name for site in seen.unused)
+        notes.append(f"Not called by the forward: {names}.")
+    if seen.fixed:
+        notes.append(f"{len(seen.fixed)} norms use fixed statistics in both modes.")
+    if seen.updates.problem:
+        notes.append(f"One training step could not be examined: {seen.updates.problem}.")
+    return notes

@@ -1,0 +1,163 @@
+"""The benchmark: its table, tuned ratios, claims, and an entry from one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import normexp
+from normexp.benchmark import entry, table
+from normexp.benchmark.claims import judge
+from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
+from normexp.benchmark.score import overall, rank
+from normexp.benchmark.show import standing_words
+from normexp.benchmark.table import Table, TableCell, read_runs, read_table, write_table
+from normexp.errors import UserError
+
+NUM_IMAGES = 500
+SEEDS = tuple(range(8))
+
+
+def cells(recipe: str, norm: str, error: float, size: int | None = None) -> list[TableCell]:
+    """Runs of a norm whose error is lowest at the middle rate; images differ in difficulty."""
+    known = recipes()[recipe]
+    made = []
+    for place, rate in enumerate(known.rates):
+        rng = np.random.default_rng([place, *map(ord, f"{recipe}{norm}{size}")])
+        wrong = error + 0.1 * abs(place - 2)
+        hard = np.random.default_rng(0).gamma(2.0, 0.5, NUM_IMAGES)  # the same for every norm
+        is_right = rng.random((len(SEEDS), NUM_IMAGES)) > wrong * hard
+        accuracy = is_right.mean(axis=1)
+        mixes = size is not None or norm == "batch"
+        made.append(
+            TableCell(
+                *(recipe, norm, size, rate),
+                {"mixes_samples": mixes, "chance": 0.1, "id": f"{norm}-{size}-{rate}"},
+                SEEDS,
+                np.zeros(len(SEEDS), dtype=bool),
+                {"val/accuracy": accuracy, "val/loss": 1 - accuracy, "test/accuracy": accuracy},
+                {"running": is_right},
+            )
+        )
+    return made
+
+
+def made_table(*groups: list[TableCell]) -> Table:
+    about = {"benchmark": "benchmark1", "rules": digest(), "commits": ["c"]}
+    return Table(about, tuple(cell for group in groups for cell in group))
+
+
+def convnet(batch_at_2: float) -> Table:
+    """Batch norm at both sizes, layer and group norm, at both budgets."""
+    groups = []
+    for recipe in ("convnet", "convnet_short"):
+        groups += [cells(recipe, "batch", 0.05), cells(recipe, "batch", batch_at_2, 2)]
+        groups += [cells(recipe, "layer", 0.07), cells(recipe, "group", 0.07)]
+    return made_table(*groups)
+
+
+def test_norms_are_ranked_by_tuned_error_in_groups():
+    grids = {"batch": 0.05, "group": 0.05, "layer": 0.15, "rms": 0.2}
+    made = made_table(*(cells("convnet", norm, error) for norm, error in grids.items()))
+    standings = rank(made, "convnet")
+    assert standings is not None
+    assert {one.norm: one.group for one in standings.places} == {
+        **{"batch": "best", "group": "best"},
+        **{"layer": "worse", "rms": "worse"},
+    }
+    layer = standings.of("layer")
+    assert layer is not None and layer.tuned is not None
+    assert layer.tuned.rate == recipes()["convnet"].rates[2] and not layer.tuned.is_at_edge
+    ratio = overall([standings], "layer")
+    assert ratio is not None and ratio.low is not None and ratio.high is not None
+    assert ratio.low < 3 < ratio.high and ratio.low > 2
+    assert "layer: error 2.77 [2.26, 3.40] of batch's over 1 workload" in standing_words(
+        [standings], "layer"
+    )
+    assert standings.bars[8] > standings.bars[32] > 1
+
+
+def test_an_incomplete_grid_is_not_ranked_and_a_diverging_norm_neither():
+    lost = [
+        TableCell(**{**vars(cell), "diverged": np.ones(8, dtype=bool)})
+        for cell in cells("convnet", "rms", 0.05)
+    ]
+    made = made_table(cells("convnet", "batch", 0.05), cells("convnet", "layer", 0.05)[1:], lost)
+    standings = rank(made, "convnet")
+    assert standings is not None
+    assert {one.norm: one.group for one in standings.places} == {
+        **{"batch": "best", "layer": "incomplete", "rms": "diverges"}
+    }
+    assert "not ranked: diverges" in standing_words([standings], "rms")
+
+
+@pytest.mark.parametrize(
+    ("batch_at_2", "outcome", "of_renorm"),
+    [(0.2, "holds", "not testable here"), (0.05, "fails", "not testable here")],
+)
+def test_claims_are_judged_by_the_table(batch_at_2: float, outcome: str, of_renorm: str):
+    verdicts = {one.name: one for one in judge(convnet(batch_at_2))}
+    assert verdicts["batch_norm_falls"].outcome == outcome
+    assert verdicts["batch_renorm"].outcome == of_renorm  # no runs
+    assert verdicts["ghost_batches"].reason == "it has no runs"
+
+
+def test_a_claim_about_a_fall_needs_one():
+    groups = [cells(r, "batch_renorm", 0.05, 2) for r in ("convnet", "convnet_short")]
+    renorm = [cell for group in groups for cell in group]
+    falls, does_not = (
+        next(one for one in judge(convnet(error).with_cells(renorm)) if one.name == "batch_renorm")
+        for error in (0.2, 0.05)
+    )
+    assert falls.outcome == "holds"
+    assert does_not.outcome == "not testable here" and "no fall" in does_not.reason
+
+
+def test_every_claim_compares_what_the_recipes_train():
+    for claim in claims():
+        for comparison in claim["comparisons"]:
+            for budget in comparison["budgets"]:
+                recipe = recipes()[recipe_at(comparison["workload"], budget)]
+                for side in (comparison["first"], comparison["second"]):
+                    assert side["norm"] in recipe.norms, (claim["name"], side)
+                    size = side.get("norm_batch_size", recipe.batch_size)
+                    assert size in recipe.norm_batch_sizes
+
+
+def test_a_table_survives_its_file(tmp_path: Path):
+    made = convnet(0.1)
+    write_table(made, tmp_path / "table.npz")
+    read = read_table(tmp_path / "table.npz")
+    assert read.about == made.about and len(read.cells) == len(made.cells)
+    for before, after in zip(made.cells, read.cells, strict=True):
+        assert np.array_equal(before.samples["running"], after.samples["running"])
+        assert np.allclose(before.metrics["test/accuracy"], after.metrics["test/accuracy"])
+    (tmp_path / "other.npz").write_bytes(b"no table")
+    with pytest.raises(UserError, match="not a table of the benchmark"):
+        read_table(tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("word", ["lr=0.1", "replicas=2", "model.width=8", "norm_batch_size=4"])
+def test_an_entry_cannot_change_the_rules(word: str, capsys: pytest.CaptureFixture[str]):
+    assert entry.main(["norm=rms", word]) == 2
+    assert "frozen" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_norm_is_entered_by_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    runs, shipped = tmp_path / "runs", tmp_path / "benchmark0.npz"
+    normexp.run(["experiment=benchmark0/convnet", f"runs_dir={runs}"])
+    write_table(read_runs(runs, "benchmark0"), shipped)
+    monkeypatch.setattr(table, "shipped_path", lambda name: tmp_path / f"{name}.npz")
+    line = ["reference=benchmark0", f"runs_dir={tmp_path / 'mine'}", "norm=rms", "workers=0"]
+    assert entry.main(line) == 0
+    printed = capsys.readouterr().out
+    assert "the contract holds" in printed and "rms: error" in printed
+    content = json.loads((tmp_path / "mine" / "benchmark0-rms.json").read_text())
+    assert {one["norm"] for one in content["workloads"]["convnet"]} == {"batch", "group", "rms"}
+    assert entry.main(line) == 0 and "skipped" in capsys.readouterr().out
