@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -180,6 +180,10 @@ class History:
                     self.errors.pop(cell, None)
                     for command in self.commands:
                         command.cells.pop(cell, None)
+                self.ends = [  # as many as before, since readers count them
+                    replace(end, seeds=[]) if end.cell in entry.forgotten else end
+                    for end in self.ends
+                ]
             case SearchEntry():  # a longer search replaces the shorter one
                 self.searches[json.dumps([entry.words, entry.keys])] = entry
 

@@ -61,7 +61,8 @@ def print_plan(
         for outcome in outcomes_of_study
     )
     cells_to_do = sum(bool(one.missing) for of_study in planned.values() for one in of_study)
-    todo = f"{format_count(num_runs, 'run')} of {format_count(cells_to_do, 'cell')} to do"
+    of_cells = f" of {format_count(cells_to_do, 'cell')}" if num_runs else ""
+    todo = f"{format_count(num_runs, 'run')}{of_cells} to do"
     guess = " (a first estimate, by one step of each)" if has_guess else ""
     lines = [*refused, f"{todo}: {_total(seconds, num_workers)}{guess}"]
     lines += [
