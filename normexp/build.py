@@ -63,10 +63,14 @@ OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns mor
 
 
 def build_data(cfg: DictConfig) -> Data:
-    """The data set that `data` names, checked, on the CPU, with `data.limit_train` samples."""
+    """The data set that `data` names, checked, on the CPU, with `data.limit_train` samples.
+
+    Its `data.order` is that of the samples within each batch.
+    """
     values = plain(cfg.data)
-    limit = values.pop("limit_train", None)
+    limit, order = values.pop("limit_train", None), values.pop("order", None)
     data = read_target(values, "data").make(Data)
+    data = data if order is None else replace(data, order=order)
     validate(data)
     return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
 

@@ -21,12 +21,14 @@ from normexp.cells.record import choices_in
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.rules import PARTS
 from normexp.config.spec import CellSpec
+from normexp.data.prediction import Preprocessing, attach_prediction
 from normexp.errors import UserError, first_line
 from normexp.records.files import read_json, user_error_if_denied, write_json
 from normexp.records.paths import (
     CONFIG_FILE,
     EMA_WEIGHTS_FILE,
     EVALUATION_FILE,
+    PREPROCESSING_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
     find_cell,
@@ -80,6 +82,10 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
     network = make_builder(spec, recipe, data)(seed)
     file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
     load_weights(network, seed_dir(cell_dir, seed) / file, precision=recipe.devices.precision)
+    path = seed_dir(cell_dir, seed) / PREPROCESSING_FILE
+    known = Preprocessing(**read_json(path)) if path.is_file() else Preprocessing.of(data)
+    if known is not None:
+        attach_prediction(network, known)
     return network.eval()
 
 

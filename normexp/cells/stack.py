@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.reloading import fault_of_reloaded
 from normexp.cells.watch import Findings, Watch, with_findings, withdraw_aliases
 from normexp.config.spec import title_of
+from normexp.data.prediction import Preprocessing
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
@@ -37,6 +38,7 @@ from normexp.records.paths import (
     EVALUATION_FILE,
     LOG_FILE,
     METRICS_FILE,
+    PREPROCESSING_FILE,
     WEIGHTS_FILE,
     seed_dir,
 )
@@ -210,6 +212,8 @@ def _record(stack: Stack, module: TrainingModule) -> None:
         run_dir = seed_dir(cell.directory, seed)
         if cell.recipe.save_weights:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
+            if (preprocessing := Preprocessing.of(stack.cell.data)) is not None:
+                write_json(run_dir / PREPROCESSING_FILE, asdict(preprocessing))
             if module.averaged is not None:
                 _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
         if cell.recipe.evaluations:

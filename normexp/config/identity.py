@@ -45,6 +45,7 @@ FILES = {"data": ("root", "path"), "model": ("weights",)}
 # Values that mean the same as a missing key.
 IMPLIED_VALUES = {
     "optim.decay_bias": True,
+    "data.order": "shuffled",
     **dict.fromkeys(("data.limit_train", "norm.half_life", "model.replace")),
     **dict.fromkeys(f"norm.{slot}" for slot in SLOTS),
 }

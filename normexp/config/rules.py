@@ -193,6 +193,7 @@ KEYS = {
     "model.weights": Key(TEXT.or_null(), identity=False),  # a digest of the content counts instead
     "model.replace": Key(list_of(TEXT).or_null()),
     "data.limit_train": Key(COUNT.or_null(), "samples, for texts blocks"),
+    "data.order": Key(one_of("shuffled", "sorted")),
     "data.data_dir": Key(FOLDER, identity=False),
     "data.path": Key(FOLDER, identity=False),  # a digest of the content counts instead
     "data.root": Key(FOLDER, identity=False),

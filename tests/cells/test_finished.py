@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -84,6 +85,22 @@ def test_loaded_networks_have_the_recorded_test_accuracy(cell_dir: Path, ema: bo
         assert accuracy == recorded[f"test/accuracy{suffix}"]
         network.train()(torch.randn(4, 1, 8, 8)).sum().backward()
         assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_a_loaded_network_names_the_classes_of_bytes_and_floats(cell_dir: Path):
+    data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
+    images = data.test.gather(torch.arange(300))["inputs"]
+    network = normexp.load(cell_dir / "seed-0")
+    with torch.no_grad():
+        expected = [str(int(i)) for i in network(data.model_inputs(images)).argmax(dim=1)]
+    predict = network.predict
+    assert predict(images) == predict(images / 255) == predict(images.numpy()) == expected
+    assert predict(images[0]) == expected[:1] and deepcopy(network).predict(images) == expected
+    saved = json.loads((cell_dir / "seed-0" / "preprocessing.json").read_text())
+    assert saved["mean"] == pytest.approx(data.mean) and saved["input_shape"] == [1, 8, 8]
+    for wrong, part in ((images.float(), "0 to 255"), (images[:, :, 1:], r"\(300, 1, 7, 8\)")):
+        with pytest.raises(UserError, match=part):
+            predict(wrong)
 
 
 def test_single_seed_of_a_cell_is_loaded_in_the_precision_of_its_training(tmp_path: Path):

@@ -100,6 +100,8 @@ REFUSED = {
     "norm=group norm.num_groups=5": "num_groups=5 does not divide num_features=16",
     "model=gpt": "does not fit data=digits",
     "data=langid model=convnet": "does not fit data=langid",
+    f"{TEXT} +data.order=sorted": "data.order=sorted sorts by class, and a text has none",
+    "data.order=random": "data.order=random: must be one of shuffled, sorted",
     "norm=as_built": "norm=as_built keeps the norms of a network that has some",
     "norm=as_built model=torchvision model.name=resnet18 eps=1e-3": "eps has no effect on norm=as",
     "steps=5 samples=100": "a training has one budget",

@@ -116,6 +116,7 @@ CHANGES = {
     "max_grad_norm": "1",
     "ema": "0.9",
     "data.limit_train": "64",
+    "data.order": "sorted",
     "eps": "1e-3",
     "act": "gelu",
     "conv": "weight_standardized",

@@ -31,7 +31,8 @@ TEXT_OPTIONS = {"block_size": 8, "val_fraction": 0.05, "test_fraction": 0.05}
 def load(name: str, **changes) -> Data:
     """The data set of conf/data/<name>.yaml, with some of its values changed."""
     section = OmegaConf.load(CONF / f"{name}.yaml").data
-    del section["limit_train"]  # which `build_data` reads
+    for key in ("limit_train", "order"):  # which `build_data` reads
+        section.pop(key, None)
     data = instantiate(section, _convert_="all", _partial_=True, **changes)()
     validate(data)
     return data
@@ -48,7 +49,9 @@ def test_conf_gives_its_function_exactly_its_arguments(name: str):
     section = OmegaConf.load(CONF / f"{name}.yaml").data
     function = get_method(section["_target_"])
     assert function.__name__ == f"load_{name}"
-    assert {*section} - {"_target_", "limit_train"} == {*function.__annotations__} - {"return"}
+    assert {*section} - {"_target_", "limit_train", "order"} == {*function.__annotations__} - {
+        "return"
+    }
 
 
 def test_digits_hold_every_image_of_the_source_once():
