@@ -3,7 +3,8 @@
 #   check   the tests of a GPU and those of training, a training at norm batch 8, one interrupted
 #   speed   the GPU rows of the bench, and a profile of 20 steps
 #   study   experiment=cifar10_full, then four times its budget at the rates found; continues what an
-#           earlier call began. Needs $CIFAR, a folder with train/ and test/. Packs OUT/runs.tar.gz
+#           earlier call began. Needs $CIFAR, a folder with train/ and test/. Packs OUT/runs.tar.gz,
+#           and writes the runs of each study as a table, OUT/STUDY.csv, which needs no records
 # Writes to OUT as it goes. SMOKE=1: the same on a CPU, as small as can be. PYTHON: the interpreter,
 # python3 if it is not set. Exit code: 1 if a step failed, which the others do not wait for.
 set -u
@@ -117,6 +118,15 @@ PYTHON
     if [ -n "$smoke" ]; then long+=(batch_size=16 replicas=2); else long+=(batch_size=128 replicas=5); fi
     step 510 "$python" -m normexp.train -m "${long[@]}" "$cells"
   fi
+  "$python" - "$out" >>"$log" 2>&1 <<'PYTHON' || failed=1
+import sys
+from pathlib import Path
+import normexp
+
+for study in sorted(Path(sys.argv[1], "runs").glob("*/study.jsonl")):
+    runs = normexp.load_study(study.parent.name, runs_dir=study.parents[1])
+    runs.to_csv(Path(sys.argv[1], f"{study.parent.name}.csv"), index=False)
+PYTHON
   tar -C "$out" --exclude weights.pt --exclude '*.ckpt' -czf "$out/runs.tar.gz" runs || failed=1
   say "packed $out/runs.tar.gz"
 }

@@ -16,7 +16,7 @@ from hydra.utils import get_method, instantiate
 from omegaconf import OmegaConf
 from torchvision import datasets
 
-from normexp.data import Data, Examples, Windows, build_text_data, mnist5k, sources, text
+from normexp.data import Data, Examples, Windows, build_text_data, mnist5k, moons, sources, text
 from normexp.data.dataset import validate
 from normexp.data.images import load_cifar10, load_cifar100
 from normexp.data.languages import read_own_strings
@@ -296,3 +296,14 @@ def test_failed_download_of_shakespeare_leaves_nothing(shakespeare: Path, tmp_pa
     with pytest.raises(UserError, match=f"tinyshakespeare.txt.*{tmp_path / 'data'}.*data=digits"):
         text.load_shakespeare(data_dir=str(tmp_path / "data"), **TEXT_OPTIONS)
     assert not (tmp_path / "data").exists()
+
+
+def test_moons_are_two_half_circles_with_noise():
+    data = load("moons", noise=0.0)
+    assert [len(part) for part in splits(data)] == [900, 100, 2000]
+    test = splits(data)[2]
+    points = moons.LOW + test.inputs.flatten(1) / 255 * (moons.HIGH - moons.LOW)
+    centre = torch.where(test.targets[:, None] == 0, 0.0, torch.tensor([1.0, 0.5]))
+    radius = (points - centre).square().sum(dim=1).sqrt()
+    assert torch.allclose(radius, torch.ones(2000), atol=0.03)  # steps of 0.02
+    assert torch.bincount(test.targets).tolist() == [1000, 1000]
