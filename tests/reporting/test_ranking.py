@@ -13,6 +13,7 @@ from normexp.errors import UserError
 from normexp.records.history import AliasEntry, CommandEntry, EndEntry, append_entries
 from normexp.records.samples import write_samples
 from normexp.report import main
+from normexp.reporting.metric import RULE
 from normexp.reporting.ranking import Ranking
 from normexp.reporting.report import to_json
 from normexp.reporting.tables import cell_table
@@ -148,6 +149,6 @@ def test_the_seeds_of_a_size_without_effect_are_declared_for_the_cell_that_stand
     seeds = list(range(8))
     words = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2"]
     cells = {batch: [("norm=batch", seeds)], "group-2": [("norm=group", seeds)]}
-    entry = CommandEntry("c", words, "one", 3, cells)
+    entry = CommandEntry("c", words, "one", 3, cells, RULE)
     append_entries(tmp_path / "synthetic", [entry, AliasEntry("group-2", group, "1")])
     assert groups_of(ranking_of(tmp_path)) == {"best": {"batch"}, "worse": {"group"}}
