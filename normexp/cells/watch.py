@@ -20,12 +20,11 @@ from torch import nn
 from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.cells.cell import Cell
-from normexp.cells.record import record_of
+from normexp.cells.description import describe_cell
 from normexp.checks.network import WholeNetwork
 from normexp.checks.probe import Probe, along, cuts, fixed_draws, holds
 from normexp.checks.sites import PROBE_SAMPLES, expose_branches
 from normexp.config.outcome import measured_versions
-from normexp.config.spec import CellSpec
 from normexp.errors import first_line
 from normexp.norms.state import read_state
 from normexp.records.history import AliasEntry, append_entries, read_history
@@ -171,7 +170,7 @@ class Watch(pl.Callback):
     def _batches(self, network: nn.Module, step: int) -> Iterator[Batch]:
         """Training samples, other ones for each step of a window."""
         data, dtype = self.cell.data, next(network.parameters()).dtype
-        draws = generator(self.cell.spec.composed.seed, "watch", step)
+        draws = generator(self.cell.spec.seeds[0], "watch", step)
         while True:
             indices = torch.randint(len(data.train), (PROBE_SAMPLES,), generator=draws)
             batch = data.train.gather(indices)
@@ -235,33 +234,22 @@ def with_findings(cell: Cell, findings: Findings) -> Cell:
     if findings.leak is not None:
         changes["leak"] = f"step {findings.leak} of the training, as not before it"
     traits = replace(cell.traits, **changes)
-    record = record_of(cell.spec, cell.recipe, cell.build, cell.data, traits)
-    return replace(cell, traits=traits, record=cell.record | record)
+    description = describe_cell(cell.spec, cell.recipe, cell.build, cell.data, traits)
+    return replace(cell, traits=traits, description=cell.description | description)
 
 
 def withdraw_aliases(cell: Cell) -> None:
     """Tells the history that a norm has mixed samples, for the cell and all that followed it."""
     history, versions = read_history(cell.study_dir), measured_versions()
-    followers = [alias.cell for alias in history.aliases.values() if alias.same_as == cell.id]
+    followers = [alias.cell for alias in history.aliases.values() if alias.same_as == cell.spec.id]
     append_entries(
-        cell.study_dir, [AliasEntry(name, None, versions) for name in (cell.id, *followers)]
+        cell.study_dir, [AliasEntry(name, None, versions) for name in (cell.spec.id, *followers)]
     )
     if followers:
         logger.warning(
             "cells that were the same as this one, as it mixed no samples, are missing again: %s",
             ", ".join(followers),
         )
-
-
-def has_mixed(spec: CellSpec) -> bool:
-    """True if the history says that the norm of a cell mixed samples in an earlier training."""
-    assert spec.study_dir is not None
-    aliases = read_history(spec.study_dir).aliases
-    entries = (aliases.get(name) for name in (spec.id, spec.without_norm_batch_size.id))
-    return any(
-        entry is not None and entry.same_as is None and entry.versions == measured_versions()
-        for entry in entries
-    )
 
 
 def _influence(probe: Probe, keep: torch.Tensor, count: int, *, state: bool = False) -> str | None:

@@ -30,7 +30,7 @@ from normexp.checks.sites import EnteredSite, name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, named_sites
 from normexp.norms.state import is_sequential as declares_order
-from normexp.records.identity import source_line_of
+from normexp.records.sources import source_line_of
 
 NETWORK_STEPS, NORM_STEPS = 1, 20  # training steps in which hidden state may show
 

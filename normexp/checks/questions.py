@@ -1,7 +1,7 @@
 """The table of questions. A card, the contract and the preflight of a network are selections of it.
 
 A new question is one row. Whoever changes what a norm may be answered raises QUESTIONS_VERSION in
-records/identity.py.
+config/identity.py.
 """
 
 from __future__ import annotations

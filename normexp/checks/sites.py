@@ -26,7 +26,7 @@ from normexp.checks.probe import (
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
-from normexp.records.identity import source_line_of
+from normexp.records.sources import source_line_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
 PROBE_SAMPLES = 4

@@ -103,6 +103,8 @@ normexp.benchmark trains a norm by frozen rules, and says where it stands among 
   python -m normexp.benchmark                  the reference: ranking and claims; trains nothing
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
+  python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm submit=FOLDER
+  python -m normexp.benchmark verify=FOLDER salt=TEXT    trains one workload again; runs its code
 
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
 those of conf/experiment/benchmark1.
