@@ -123,13 +123,13 @@ def _measure(norm: NormSpec) -> Any:
     from normexp.checks.card import measure_card
     from normexp.norms.slots import resolve
 
-    target, reserved = norm_target(norm.config)
+    target, reserved = norm_target(norm)
     with suitable_threads(0):
         return measure_card(
             target.call,
             name=norm.name,
             target=target.path,
-            eps=norm.config.eps,
+            eps=norm.eps,
             slots=resolve({}, reserved),
             contract_only=True,
         )
@@ -184,7 +184,7 @@ def _submit(
     from normexp.records.files import write_json, write_text
 
     words = [word for word in overrides if _is_of_norm(word)]
-    target = str(norm.config.norm["_target_"])
+    target = str(norm.values["_target_"])
     about = dict(reference.about)
     write_submission(folder, norm.name, words, target, entered, about)
     write_text(folder / "card.json", as_json([card]) + "\n")

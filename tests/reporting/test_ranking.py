@@ -144,7 +144,7 @@ def test_the_seeds_of_a_size_without_effect_are_declared_for_the_cell_that_stand
     tmp_path: Path,
 ):
     write_norms(tmp_path, {"batch": 0.95}, norm_batch_size=2)
-    write_norms(tmp_path, {"group": 0.9})
+    write_norms(tmp_path, {"group": 0.9}, sd=0.003)
     batch, group = sorted(path.name for path in (tmp_path / "synthetic").glob("*-*"))
     seeds = list(range(8))
     words = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2"]
