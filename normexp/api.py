@@ -65,6 +65,10 @@ def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
     A plain module in evaluation mode on the CPU. Its input is what the data set's `model_inputs`
     returns: images (N, C, H, W) as float32, normalised, or tokens (N, T).
 
+    A network of images also has `predict`, which takes bytes or floats 0 to 1 and returns names:
+
+        names = normexp.load("runs/mine/CELL/seed-0").predict(images)  # (N, C, H, W) or (C, H, W)
+
     Args:
         ema: load the averaged weights of a training with the key `ema`.
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 Stream = Literal[
-    "init", "order", "augment", "dropout", "foreign", "split", "limit", "evaluate", "watch"
+    "init",
+    "order",
+    "augment",
+    "dropout",
+    "foreign",
+    "split",
+    "limit",
+    "evaluate",
+    "watch",
+    "moons",
 ]
 
 _LOW_32 = 0xFFFFFFFF

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from normexp.batching.draws import generator
-from normexp.data.dataset import Data, Windows
+from normexp.data.dataset import Data, Examples, Windows
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> Tensor:
@@ -77,6 +77,9 @@ class TrainingBatches:
     ) -> list[Batch]:
         """The batches of steps of equal size: of the samples at `indices` (S, K * N)."""
         indices = indices.unflatten(1, (num_steps, -1)).transpose(0, 1).contiguous()  # (K, S, N)
+        if self.data.order == "sorted" and isinstance(self.data.train, Examples):
+            targets = self.data.train.targets.cpu()[indices]
+            indices = indices.gather(-1, targets.argsort(dim=-1, stable=True))
         batch = self.data.train.gather(indices, self._offset)  # (K, S, N, ...)
         at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MAX_AT_ONCE
         if at_once:

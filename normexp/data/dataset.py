@@ -91,6 +91,10 @@ class Data:
         bytes_per_token: UTF-8 bytes per token of each split; language modelling only.
         augmentation: applied to training images; None for none.
         symbols: the text of each token.
+        class_names: the name of each class; None: its number.
+        order: of the samples within a training batch. `sorted` by class gives the parts of a batch,
+            as ghost sub-batches and devices see them, different classes; batches hold the same
+            samples in both.
         source_version: package and version that the content comes from; "" for none.
         digest: 16 hex digits of the sha256 of the content; computed if not given.
     """
@@ -110,6 +114,8 @@ class Data:
     symbols: tuple[str, ...] | None = None
     source_version: str = ""
     digest: str = ""
+    class_names: tuple[str, ...] | None = None
+    order: Literal["shuffled", "sorted"] = "shuffled"
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -188,6 +194,10 @@ def _problems(data: Data) -> Iterator[str]:
     kinds = {"classification": Examples, "language_modeling": Windows}
     if data.task not in kinds:
         yield f"task={data.task!r} must be {' or '.join(kinds)}"
+    if data.order != "shuffled" and data.task != "classification":
+        yield f"data.order={data.order} sorts by class, and a text has none; drop it"
+    if data.class_names is not None and len(data.class_names) != data.num_outputs:
+        yield f"{len(data.class_names)} class_names for num_outputs={data.num_outputs}"
     if data.symbols is not None and len(data.symbols) != data.vocab_size:
         yield f"{len(data.symbols)} symbols for vocab_size={data.vocab_size}"
     for split in ("train", "val", "test"):

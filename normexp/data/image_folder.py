@@ -62,6 +62,7 @@ def load_image_folder(
         train,
         test,
         num_classes=len(classes),
+        class_names=list(listing["train"]),
         val_fraction=val_fraction,
         split_seed=split_seed,
         augmentation=augmentation,

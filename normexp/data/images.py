@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,7 @@ def build_image_data(
     split_seed: int,
     augmentation: Augmentation | None = None,
     source_version: str = "",
+    class_names: Sequence[str] | None = None,
 ) -> Data:
     """Data for image classification: val is split off `train`, test is unchanged.
 
@@ -61,6 +63,7 @@ def build_image_data(
         std=std,
         augmentation=augmentation if augmentation and augmentation.is_on else None,
         source_version=source_version,
+        class_names=None if class_names is None else tuple(class_names),
     )
 
 
@@ -148,6 +151,7 @@ def _load_cifar(
         train,
         test,
         num_classes=len(parts[0].classes),
+        class_names=parts[0].classes,
         val_fraction=val_fraction,
         split_seed=split_seed,
         augmentation=augmentation,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,19 @@ from normexp.config.rules import format_count
 from normexp.config.spec import CellSpec, format_duration
 from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, list_runs
-from normexp.records.result import Result, Status, read_result, values_of
-from normexp.records.state import shared_words
+from normexp.records.result import Result, Status, read_result
 from normexp.reporting.cells import build_cells
-from normexp.reporting.metric import choose_metric, describe_metric
+from normexp.reporting.model import AXIS_WORDS, RunRow
 from normexp.reporting.read import StudyRecords, run_row
 from normexp.reporting.slices import build_slices
 from normexp.reporting.summary import by_cell
 from normexp.reporting.terminal import open_console, text_table
-from normexp.reporting.verdict import compare
-from normexp.stats.family import seeds_for, smallest_difference
+from normexp.reporting.verdict import Comparison, compare
+from normexp.stats.family import MAX_SEEDS, seeds_for, smallest_difference, spread_of
 
 MIB = 2**20
-ALIKE = ("model", "data", "num_steps")  # trainings whose spread over seeds may be compared
+SPREAD_ALIKE = ("model", "data", "num_steps")  # trainings that have about the same spread
+MOST_LINES = 12  # of differences
 # Config keys that must agree for a recorded run to predict the time of a planned one; strictest
 # first.
 TIMED_ALIKE = (
@@ -40,11 +41,11 @@ def print_plan(
     cells: Sequence[CellSpec], outcomes: Sequence[Outcome], *, num_workers: int = 1
 ) -> None:
     """Prints a row per cell, the totals, and the smallest difference that a report would detect."""
-    read = cache(read_timed)
+    read = cache(read_runs)
     planned: dict[Path, list[Outcome]] = {}  # by study
     seconds, rows, refused = [], [], []
-    for titles, outcome in by_cell(cells, outcomes):
-        title = shared_words(titles) if len(cells) > 1 else outcome.title
+    for title, outcome in by_cell(cells, outcomes):
+        title = title if len(cells) > 1 else outcome.title
         if outcome.directory is None:
             refused.append(f"{outcome.status}: {title}: {outcome.error}")
             continue
@@ -70,29 +71,32 @@ def print_plan(
 
 
 def _find_seconds(
-    outcome: Outcome, study_dir: Path, read: Callable[[Path], list[Result]]
+    outcome: Outcome, study_dir: Path, read: Callable[[Path], list[RunRow]]
 ) -> float | None:
     """Expected time of a cell's missing runs, from its own study, else from the other studies."""
     count = len(outcome.missing)
-    expected = expected_seconds(outcome.record, count, read(study_dir)) if count else 0.0
+    expected = (
+        expected_seconds(outcome.description, count, _timed(read(study_dir))) if count else 0.0
+    )
     if expected is None:
         others = (file.parent for file in study_dir.parent.glob(f"*/{STUDY_FILE}"))
-        runs = [run for other in others if other != study_dir for run in read(other)]
-        expected = expected_seconds(outcome.record, count, runs)
+        runs = [run for other in others if other != study_dir for run in _timed(read(other))]
+        expected = expected_seconds(outcome.description, count, runs)
     return expected
 
 
-def read_timed(study_dir: Path) -> list[Result]:
-    """The runs of a study that have a timing; unreadable ones are skipped."""
-    timed = []
+def read_runs(study_dir: Path) -> list[RunRow]:
+    """The ended runs of a study; unreadable ones are skipped."""
+    runs = []
     for run_dir in list_runs(study_dir):
-        try:
-            result = read_result(run_dir)
-        except UserError:
-            continue
-        if result.timing.get("step_ms") and result.timing.get("stack_size"):
-            timed.append(result)
-    return timed
+        with suppress(UserError):
+            runs.append(run_row(study_dir.name, run_dir, read_result(run_dir)))
+    return runs
+
+
+def _timed(runs: Sequence[RunRow]) -> list[Result]:
+    results = [run.result for run in runs]
+    return [run for run in results if run.timing.get("step_ms") and run.timing.get("stack_size")]
 
 
 def expected_seconds(
@@ -123,7 +127,7 @@ def _planned(outcome: Outcome, seconds: float | None) -> list[str]:
     if outcome.missing:
         time = "unknown" if seconds is None else format_duration(seconds)
         memory = f"> {max(1, outcome.memory // MIB):,} MiB"
-    steps = f"{outcome.record['num_steps']:,}"
+    steps = f"{outcome.description['num_steps']:,}"
     return [str(len(outcome.missing)), str(num_done), steps, time, memory]
 
 
@@ -142,60 +146,107 @@ def _total(seconds: Sequence[float | None], num_workers: int) -> str:
     return ", and ".join(parts)
 
 
-def power_words(planned: Sequence[Outcome], recorded: Sequence[Result]) -> str:
-    """The smallest difference that a report on the planned cells would detect, in words.
+def power_words(planned: Sequence[Outcome], recorded: Sequence[RunRow]) -> str:
+    """The smallest differences that a report on the planned cells would detect, in words.
 
-    Also the number of seeds that detects one tolerance. Empty if the report would compare nothing.
-    The spread is the mean variance over seeds of recorded cells, of equally long trainings if there
-    are any; without one the difference is in units of it. A difference has twice that variance,
-    because seeds count as unrelated between cells.
+    Each difference goes by its own recorded spread, over seeds and test samples: of the planned
+    cells, else of the same norms and sizes in other trainings. Empty if the report would compare
+    nothing.
     """
-    size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
-    if not size:
+    tested = [one for one in _compared(_planned_runs(planned)) if one.is_judged]
+    if not tested:
         return ""
+    size, n = family_size(planned), max(len(o.results) + len(o.missing) for o in planned)
     named = f"smallest difference called in 80 % of studies, {format_count(n, 'seed')} and "
-    named += f"{format_count(size, 'verdict')}: "
-    planned_settings = {tuple(outcome.record.get(key) for key in ALIKE) for outcome in planned}
-    alike = [
-        run for run in recorded if tuple(run.config.get(key) for key in ALIKE) in planned_settings
-    ]
-    name, sd = _spread(alike or recorded)
+    named += f"{format_count(size, 'verdict')}"
     if n < 2:
-        return named + "none, as one seed has no spread; set replicas=..."
-    if sd is None:
-        times = smallest_difference(n, math.sqrt(2), size)
+        return f"{named}: none, as one seed has no spread; set replicas=..."
+    known = _compared(recorded)
+    spreads = [(one, _most_alike(one, known)) for one in tested]
+    lines = [_power_line(one, like, n, size) for one, like in spreads if like is not None]
+    if not lines:
+        times = smallest_difference(n, 1.0, size)
         return (
-            f"{named}{times:.2g} times the standard deviation over seeds, which is unknown until "
-            "two seeds of a cell are recorded and differ"
+            f"{named}: {times:.2g} times the standard deviation over seeds of a difference, which "
+            "is unknown until two seeds of both its cells are recorded"
         )
-    metric = describe_metric(name)
-    sd *= metric.scale * math.sqrt(2)
-    least, needed = smallest_difference(n, sd, size), seeds_for(metric.tolerance, sd, size)
-    takes = f"{needed} seeds" if needed else "more than 1000 seeds"
-    source = "recorded so far" if alike else "recorded so far, of trainings unlike these"
-    return (
-        f"{named}{least:.2g} {metric.unit}".rstrip()
-        + f", by the spread {source}; {metric.tolerance_words} takes {takes}"
+    lines = [line for _, line in sorted(lines, reverse=True)]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} that are smaller"]
+    if unknown := len(tested) - sum(like is not None for _, like in spreads):
+        lines.append(
+            f"{format_count(unknown, 'difference')} unknown until two seeds of both cells are "
+            "recorded"
+        )
+    return "\n  ".join([f"{named}, by the spread of each so far:", *lines])
+
+
+def _power_line(
+    planned: Comparison, like: Comparison, n: int, family_size: int
+) -> tuple[float, str]:
+    """The smallest difference, and the line that shows it.
+
+    `batch, norm batch size 2 and 128: 0.52 points (spread of 3 seeds); 1 point takes 5 seeds`
+    """
+    sd, of_samples = spread_of(like.gap) or (math.inf, 0.0)
+    least = smallest_difference(n, sd, family_size, of_samples)
+    needed = seeds_for(like.margin, sd, family_size, of_samples)
+    takes = f"takes {needed} seeds" if needed else f"would not show with {MAX_SEEDS} seeds"
+    metric, axis, (small, large) = like.part.metric, AXIS_WORDS[like.part.axis], planned.sizes
+    unlike = ", of trainings unlike these" * (not _is_alike(planned, like))
+    name = f"{planned.first.norm}, {axis} {small} and {large}"
+    if not planned.is_along_sizes:
+        name = f"{planned.first.norm} and {planned.second.norm} at {axis} {small}"
+    where = f" at {planned.budget}" if planned.change else ""
+    return least, (
+        f"{name}{where}: {metric.amount_words(least)} (spread of {like.gap.n} seeds{unlike}); "
+        f"{metric.amount_words(like.margin)} {takes}"
     )
 
 
-def _spread(recorded: Sequence[Result]) -> tuple[str, float | None]:
-    """The main metric, and its standard deviation over seeds; None without two that differ."""
-    name = choose_metric({name for run in recorded for name in run.metrics}, None) or ""
-    by_cell: dict[str, list[Result]] = {}
-    for run in recorded:
-        by_cell.setdefault(run.cell_id, []).append(run)
-    values = [values_of(runs, name) for runs in by_cell.values()]
-    variances = [statistics.variance(of_cell) for of_cell in values if len(of_cell) > 1]
-    return name, math.sqrt(statistics.mean(variances)) if any(variances) else None
+def _most_alike(planned: Comparison, known: Sequence[Comparison]) -> Comparison | None:
+    """The recorded difference of the same norms and sizes that is most like the planned one."""
+
+    def ends(comparison: Comparison) -> Hashable:
+        names = (comparison.first.name, comparison.second.name)
+        return comparison.part.axis, names, comparison.sizes
+
+    def rank(one: Comparison) -> tuple[bool, bool]:
+        return _is_alike(planned, one), one.ends == planned.ends
+
+    same = [
+        one for one in known if ends(one) == ends(planned) and spread_of(one.gap) and not one.unlike
+    ]
+    return max(same, key=rank, default=None)
 
 
-def family_size(planned: Sequence[Outcome]) -> int:
-    """How many verdicts a report on the cells would have if every run finished."""
-    records = {f"{outcome.cell_id} {outcome.record}": outcome.record for outcome in planned}
-    runs = [
+def _is_alike(planned: Comparison, recorded: Comparison) -> bool:
+    return all(
+        planned.first.config.get(key) == recorded.first.config.get(key) for key in SPREAD_ALIKE
+    )
+
+
+def _compared(runs: Sequence[RunRow]) -> list[Comparison]:
+    """Every difference of a report on these runs."""
+    seeds: dict[str, set[int]] = {}
+    for run in runs:
+        seeds.setdefault(run.study, set()).add(run.seed)
+    counts = {study: len(known) for study, known in seeds.items()}
+    return compare(
+        build_slices(build_cells(StudyRecords(runs, counts)), metric=None, tolerance=None)
+    )
+
+
+def _planned_runs(planned: Sequence[Outcome]) -> list[RunRow]:
+    """One run without metrics for each cell."""
+    records = {f"{o.cell_id} {o.description}": o.description for o in planned}
+    return [
         run_row("", Path(str(number), "seed-0"), Result("", 0, Status.FINISHED, record, {}, {}))
         for number, record in enumerate(records.values())
     ]
-    slices = build_slices(build_cells(StudyRecords(runs, {"": 1})), metric=None, tolerance=None)
-    return sum(comparison.is_primary for comparison in compare(slices))
+
+
+def family_size(planned: Sequence[Outcome]) -> int:
+    """How many tests a report on the cells would make if every run finished."""
+    sizes = [one.family_size for one in _compared(_planned_runs(planned)) if one.is_judged]
+    return max(sizes, default=0)

@@ -27,6 +27,7 @@ number). See normexp.stats.contrast.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -86,23 +87,41 @@ def _p_of_positive(interval: Interval) -> float:
     return max(float(stdtr(df, -interval.estimate / error)) for df, error in _t_of(interval))
 
 
-def smallest_difference(n: int, sd: float, family_size: int) -> float:
+def spread_of(gap: Interval) -> tuple[float, float] | None:
+    """The standard deviation over seeds, and the standard error that test samples add to a mean.
+
+    None without bounds.
+    """
+    if gap.error is None or gap.df is None:
+        return None
+    _, error = gap.over_seeds or (gap.df, gap.error)
+    return math.sqrt(gap.n) * error, math.sqrt(max(0.0, gap.error**2 - error**2))
+
+
+def smallest_difference(n: int, sd: float, family_size: int, of_samples: float = 0.0) -> float:
     """Smallest true difference that n pairs with standard deviation `sd` show in 80 % of studies.
 
     Infinite for n < 2.
+
+    of_samples: standard error that the test samples add; more seeds do not lower it
     """
     if n < 2:
         return math.inf
     critical = stdtrit(n - 1, 1 - ALPHA / (2 * family_size))
-    return float(nctdtrinc(n - 1, 1 - POWER, critical)) * sd / math.sqrt(n)
+    error = math.hypot(sd / math.sqrt(n), of_samples)
+    return float(nctdtrinc(n - 1, 1 - POWER, critical)) * error
 
 
-def seeds_for(difference: float, sd: float, family_size: int) -> int | None:
+def seeds_for(
+    difference: float, sd: float, family_size: int, of_samples: float = 0.0
+) -> int | None:
     """Fewest pairs of seeds that show the difference in 80 % of studies; None above MAX_SEEDS."""
-    needed = (
-        n for n in range(2, MAX_SEEDS + 1) if smallest_difference(n, sd, family_size) <= difference
-    )
-    return next(needed, None)
+
+    def is_enough(n: int) -> bool:  # then more are, too
+        return smallest_difference(n, sd, family_size, of_samples) <= difference
+
+    n = 2 + bisect_left(range(2, MAX_SEEDS + 1), True, key=is_enough)
+    return n if n <= MAX_SEEDS else None
 
 
 def seeds_to_decide(gap: Interval, margin: float, family_size: int) -> int | None:
@@ -112,18 +131,11 @@ def seeds_to_decide(gap: Interval, margin: float, family_size: int) -> int | Non
     whichever takes fewer seeds. The spread over seeds is that of this gap; the share of its error
     that comes from the test samples stays as it is. None: more than MAX_SEEDS, on these samples.
     """
-    if gap.estimate is None or gap.error is None or gap.df is None:
+    spread = spread_of(gap)
+    if gap.estimate is None or spread is None:
         return None
-    _, error = gap.over_seeds or (gap.df, gap.error)
-    variance = gap.n * error**2  # of one seed
-    of_samples = max(0.0, gap.error**2 - error**2)
     target = max(abs(gap.estimate), margin - abs(gap.estimate))
-
-    def is_enough(n: int) -> bool:
-        sd = math.sqrt(variance + n * of_samples)
-        return smallest_difference(n, sd, family_size) <= target
-
-    return next((n for n in range(2, MAX_SEEDS + 1) if is_enough(n)), None)
+    return seeds_for(target, spread[0], family_size, spread[1])
 
 
 def _t_of(interval: Interval) -> list[tuple[float, float]]:

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -86,6 +87,22 @@ def test_loaded_networks_have_the_recorded_test_accuracy(cell_dir: Path, ema: bo
         assert all(parameter.grad is not None for parameter in network.parameters())
 
 
+def test_a_loaded_network_names_the_classes_of_bytes_and_floats(cell_dir: Path):
+    data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
+    images = data.test.gather(torch.arange(300))["inputs"]
+    network = normexp.load(cell_dir / "seed-0")
+    with torch.no_grad():
+        expected = [str(int(i)) for i in network(data.model_inputs(images)).argmax(dim=1)]
+    predict = network.predict
+    assert predict(images) == predict(images / 255) == predict(images.numpy()) == expected
+    assert predict(images[0]) == expected[:1] and deepcopy(network).predict(images) == expected
+    saved = json.loads((cell_dir / "seed-0" / "preprocessing.json").read_text())
+    assert saved["mean"] == pytest.approx(data.mean) and saved["input_shape"] == [1, 8, 8]
+    for wrong, part in ((images.float(), "0 to 255"), (images[:, :, 1:], r"\(300, 1, 7, 8\)")):
+        with pytest.raises(UserError, match=part):
+            predict(wrong)
+
+
 def test_single_seed_of_a_cell_is_loaded_in_the_precision_of_its_training(tmp_path: Path):
     cell_dir = trained(tmp_path, "replicas=1", "trainer.precision=64-true")
     weight = normexp.load(str(cell_dir)).get_parameter("conv1.weight")
@@ -143,10 +160,15 @@ def test_evaluating_kept_weights_gives_what_training_recorded(cell_dir: Path, co
     for seed in SEEDS:
         (seed_dir(copy, seed) / "evaluation.json").unlink()
     assert main([f"run={copy}", ALL]) == 0
-    assert [evaluation(copy, seed) for seed in SEEDS] == recorded
+    contents = [evaluation(copy, seed) for seed in SEEDS]
+    for content in contents:
+        parts = content.pop("decomposition")
+        assert sum(parts.values()) == pytest.approx(2 * parts["evaluation"])  # training + terms
+        assert parts["own_share"] != 0
+    assert contents == recorded
     assert recorded[0]["ema"]["test/loss"] != recorded[0]["running"]["test/loss"]
     shown = capsys.readouterr().out
-    assert "batch on digits: n = 2 seeds" in shown
+    assert "batch on digits: n = 2 seeds" in shown and "own share" in shown
     for kind in ("precise", "ema"):
         values = [found[kind]["test/accuracy"] for found in recorded]
         assert f"{sum(values) / 2:.4f}" in shown
@@ -157,7 +179,7 @@ def test_evaluating_again_adds_to_what_is_there(copy: Path):
     samples = [read_samples(seed_dir(copy, seed)) for seed in SEEDS]
     assert main([f"run={copy}", "evaluate_with=[batch]", "evaluate_batch_sizes=[2,32]"]) == 0
     after = evaluation(copy)
-    assert set(after) == {*before, "batch32"}
+    assert set(after) == {*before, "batch32", "decomposition"}
     assert after["asked"] == before["asked"] | {"batch32": 32}
     assert all(after[name] == before[name] for name in before if name != "asked")
     assert after["batch32"]["test/loss"] < after["batch2"]["test/loss"]

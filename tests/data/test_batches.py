@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,25 @@ def test_replicas_follow_their_seeds_and_chunks_equal_single_steps(augmentation)
         assert torch.equal(batch["inputs"][1], single["inputs"][0])
         assert torch.equal(batch["targets"][1], single["targets"][0])
         assert not torch.equal(batch["targets"][0], batch["targets"][1])
+
+
+def test_sorted_batches_hold_the_same_samples_in_the_order_of_their_classes():
+    labels = torch.tensor([2, 0, 1] * 8)
+    pixels = torch.arange(24, dtype=torch.uint8).view(24, 1, 1, 1)
+    part = Examples(pixels, labels)
+    known = {"num_outputs": 3, "input_shape": (1, 1, 1), "mean": (0.5,), "std": (0.25,)}
+    data = Data("labels", "classification", part, part, part, **known)
+    steps = {}
+    for order in ("shuffled", "sorted"):
+        batches = TrainingBatches(replace(data, order=order), [4, 9], 8, drop_last=True)
+        steps[order] = batches.chunk(3, 3)
+    for shuffled, in_order in zip(*steps.values(), strict=True):
+        assert torch.equal(in_order["targets"], shuffled["targets"].sort(dim=1).values)
+        assert not torch.equal(in_order["targets"], shuffled["targets"])
+        for key in ("inputs", "targets"):
+            assert torch.equal(in_order[key].sort(dim=1).values, shuffled[key].sort(dim=1).values)
+        classes = labels[(in_order["inputs"].flatten(1) * 0.25 + 0.5).mul(255).round().long()]
+        assert torch.equal(classes, in_order["targets"])
 
 
 def test_windows_of_a_text_start_elsewhere_each_epoch():

@@ -16,7 +16,7 @@ from hydra.utils import get_method, instantiate
 from omegaconf import OmegaConf
 from torchvision import datasets
 
-from normexp.data import Data, Examples, Windows, build_text_data, mnist5k, sources, text
+from normexp.data import Data, Examples, Windows, build_text_data, mnist5k, moons, sources, text
 from normexp.data.dataset import validate
 from normexp.data.images import load_cifar10, load_cifar100
 from normexp.data.languages import read_own_strings
@@ -31,7 +31,8 @@ TEXT_OPTIONS = {"block_size": 8, "val_fraction": 0.05, "test_fraction": 0.05}
 def load(name: str, **changes) -> Data:
     """The data set of conf/data/<name>.yaml, with some of its values changed."""
     section = OmegaConf.load(CONF / f"{name}.yaml").data
-    del section["limit_train"]  # which `build_data` reads
+    for key in ("limit_train", "order"):  # which `build_data` reads
+        section.pop(key, None)
     data = instantiate(section, _convert_="all", _partial_=True, **changes)()
     validate(data)
     return data
@@ -48,7 +49,9 @@ def test_conf_gives_its_function_exactly_its_arguments(name: str):
     section = OmegaConf.load(CONF / f"{name}.yaml").data
     function = get_method(section["_target_"])
     assert function.__name__ == f"load_{name}"
-    assert {*section} - {"_target_", "limit_train"} == {*function.__annotations__} - {"return"}
+    assert {*section} - {"_target_", "limit_train", "order"} == {*function.__annotations__} - {
+        "return"
+    }
 
 
 def test_digits_hold_every_image_of_the_source_once():
@@ -293,3 +296,14 @@ def test_failed_download_of_shakespeare_leaves_nothing(shakespeare: Path, tmp_pa
     with pytest.raises(UserError, match=f"tinyshakespeare.txt.*{tmp_path / 'data'}.*data=digits"):
         text.load_shakespeare(data_dir=str(tmp_path / "data"), **TEXT_OPTIONS)
     assert not (tmp_path / "data").exists()
+
+
+def test_moons_are_two_half_circles_with_noise():
+    data = load("moons", noise=0.0)
+    assert [len(part) for part in splits(data)] == [900, 100, 2000]
+    test = splits(data)[2]
+    points = moons.LOW + test.inputs.flatten(1) / 255 * (moons.HIGH - moons.LOW)
+    centre = torch.where(test.targets[:, None] == 0, 0.0, torch.tensor([1.0, 0.5]))
+    radius = (points - centre).square().sum(dim=1).sqrt()
+    assert torch.allclose(radius, torch.ones(2000), atol=0.03)  # steps of 0.02
+    assert torch.bincount(test.targets).tolist() == [1000, 1000]

@@ -74,6 +74,7 @@ def resnet_sites(blocks: int) -> list[str]:
 
 SITES = {
     "convnet": ["norm1", "norm2", "norm3"],
+    "deep_mlp": [f"norms.{index}" for index in range(20)],
     "small_resnet": resnet_sites(1),
     "resnet20": resnet_sites(3),
     **dict.fromkeys(TRANSFORMERS, [*block_sites("attn_norm", "mlp_norm"), "final_norm"]),
@@ -156,7 +157,7 @@ def test_initialisation_leaves_a_norm_alone(name: str) -> None:
 
 @every_model
 def test_stacked_replicas_with_every_slot_equal_a_loop(name: str) -> None:
-    make = nn.BatchNorm1d if name in TRANSFORMERS else nn.BatchNorm2d
+    make = nn.BatchNorm1d if name in (*TRANSFORMERS, "deep_mlp") else nn.BatchNorm2d
     make = MaskedLayerNorm if name == "text_encoder" else make
     models = [build(name, NormFactory(make, slots=EVERY_SLOT)).double() for _ in range(2)]
     arguments = [draw_arguments(name, 4) for _ in models]

@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from synthetic_study import write_cell
 
 from normexp.config.outcome import Outcome
 from normexp.config.spec import CellSpec
 from normexp.records.result import Result, Status, write_result
-from normexp.reporting.dry_run import expected_seconds, family_size, power_words, print_plan
+from normexp.reporting.dry_run import (
+    expected_seconds,
+    family_size,
+    power_words,
+    print_plan,
+    read_runs,
+)
 from normexp.stats.family import seeds_for, smallest_difference
 
 RECORD: dict[str, Any] = {"norm": "batch", "model": "vit", "data": "digits", "batch_size": 32}
@@ -20,7 +28,7 @@ TIMING = {"step_ms": 8.0, "stack_size": 4}  # 2 s for each run of 1000 steps
 
 def planned_cell(folder: Path, name: str, missing: int, **record: object) -> Outcome:
     planned = Outcome(Status.PLANNED, f"{name} on digits", name, folder / "new" / name)
-    planned.record = RECORD | {"norm": name} | record
+    planned.description = RECORD | {"norm": name} | record
     planned.missing, planned.memory = list(range(missing)), 2500 * 2**20
     return planned
 
@@ -76,33 +84,41 @@ def test_expected_time_is_of_the_runs_most_alike(norm: str, config, seconds: flo
     assert found == (seconds and pytest.approx(seconds))
 
 
-def run(seed: int, accuracy: float, **record: object) -> Result:
-    return Result("cell", seed, "finished", RECORD | record, {"test/accuracy": accuracy}, {})
-
-
 def test_a_plan_says_what_the_report_could_show(tmp_path: Path):
-    """Three norms of which one mixes samples, at two sizes: three verdicts."""
+    """Each difference by its own spread: group is six times as noisy as batch."""
+    values = {"batch": [90, 92, 91.5], "layer": [90.1, 92.1, 91.7], "group": [80, 92.3, 84]}
+    for norm, of_seeds in values.items():
+        for size in (2, 8) if norm == "batch" else (None,):
+            shift = 0.5 * (size == 2) * np.array([1, -1, 0.4])
+            seeds = dict(enumerate((np.array(of_seeds) + shift) / 100))
+            write_cell(tmp_path, norm, seeds, batch_size=8, norm_batch_size=size, num_steps=9)
+    runs = read_runs(tmp_path / "synthetic")
+    records = {run.directory.parent.name: run.result.config for run in runs}
     planned = [
-        planned_cell(tmp_path, norm, 8, mixes_samples=mixes, norm_batch_size=size)
-        for norm, mixes in (("batch", True), ("layer", False), ("group", False))
-        for size in ((2, 8) if mixes else (None,))
+        Outcome(Status.PLANNED, name, name, description=record, missing=list(range(8)))
+        for name, record in records.items()
     ]
-    assert family_size(planned) == 3 and family_size(planned[:1]) == 0
-    assert power_words(planned[:1], []) == ""
-    unknown = power_words(planned, [run(0, 0.9)])
-    times = f"{smallest_difference(8, 2**0.5, 3):.2g}"  # a difference has sqrt(2) times the sd
-    assert f"{times} times the standard deviation" in unknown and "unknown until" in unknown
-    values = {0: 0.90, 1: 0.92, 2: 0.91}  # sd 1 point
-    words = power_words(planned, [run(seed, value) for seed, value in values.items()])
-    assert f": {times} points" in words and "unlike" not in words
-    assert f"1 point takes {seeds_for(1.0, 2**0.5, 3)} seeds" in words
-    equal = power_words(planned, [run(0, 0.9), run(1, 0.9)])  # is no certainty
-    assert f"{times} times the standard deviation" in equal
-    longer = [run(seed, value, num_steps=9) for seed, value in values.items()]
-    assert "of trainings unlike these" in power_words(planned, longer)
+    # batch from 8 to 2, layer and group against batch, and the choice of the best
+    assert family_size(planned) == 4 and power_words(planned[:1], runs) == ""
+    _, first, *others = power_words(planned, runs).splitlines()
+    sd = np.std(np.array(values["group"]) - [90.5, 91.5, 91.7], ddof=1)
+    assert first.strip().startswith(
+        f"group and batch at norm batch size 2: {smallest_difference(8, sd, 4):.2g} points "
+        f"(spread of 3 seeds); 1 point takes {seeds_for(1.0, sd, 4)} seeds"
+    )
+    sd = np.std([0.5, -0.5, 0.2], ddof=1)
+    along = f"batch, norm batch size 2 and 8: {smallest_difference(8, sd, 4):.2g} points (spread"
+    assert len(others) == 2 and sum(along in line for line in others) == 1
+    unknown = power_words(planned, [run for run in runs if run.seed == 0])
+    assert f"{smallest_difference(8, 1.0, 4):.2g} times the standard deviation" in unknown
+    some = power_words(planned, [run for run in runs if run.config["norm"] == "batch"])
+    assert "2 differences unknown until two seeds" in some
+    for one in planned:
+        one.record = {**one.record, "num_steps": 90}
+    assert power_words(planned, runs).count("of trainings unlike these") == 3
     for one in planned:
         one.missing = [0]
-    assert "one seed has no spread" in power_words(planned, longer)
+    assert "one seed has no spread" in power_words(planned, runs)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +126,8 @@ def test_a_plan_says_what_the_report_could_show(tmp_path: Path):
     [
         ([{"batch_size": size} for size in (8, 32, 128)], 1),  # from 128 to 8
         ([{"lr": lr} for lr in (0.1, 0.3)], 0),  # no size varies
-        ([{"num_steps": s, "norm_batch_size": n} for s in (10, 40) for n in (2, 8)], 2),
+        # two differences and their change
+        ([{"num_steps": s, "norm_batch_size": n} for s in (10, 40) for n in (2, 8)], 3),
         ([{"batch_size": b, "num_steps": 1024 // b} for b in (8, 32, 128)], 1),  # equal samples
     ],
 )
@@ -120,5 +137,5 @@ def test_verdicts_of_one_norm_are_counted_by_size_and_budget(own: list[dict], co
     for number, one in enumerate(own):
         steps = one.get("num_steps", 640 // one.get("batch_size", 32))
         record = known | {"num_steps": steps, "epochs": steps / 20} | one
-        planned.append(Outcome(Status.PLANNED, "batch", str(number), record=record))
+        planned.append(Outcome(Status.PLANNED, "batch", str(number), description=record))
     assert family_size(planned) == count

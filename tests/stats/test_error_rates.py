@@ -22,7 +22,9 @@ from normexp.stats.contrast import (
     verdict_on,
 )
 from normexp.stats.crossfit import cross_fit
+from normexp.stats.family import p_value
 from normexp.stats.interval import crossed_mean, mean
+from normexp.stats.ratio import error_ratio
 
 pytestmark = pytest.mark.slow
 Array = np.ndarray
@@ -322,17 +324,12 @@ def grid(rng: np.random.Generator, profile: str, n: int, count: int) -> tuple[Ar
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_tune_then_train(profile, n):
-    """Coverage of the mean, and false verdicts between identical tuned norms, in a family of 3.
-
-    Where one rate has four times the spread of the others and the best mean by little, the mean of
-    a norm is covered in 90 % at n = 16, and 6.2 % of reports have a false verdict: a low estimate
-    has few splits that choose this rate, and so a small error.
-    """
+    """Coverage of the mean, and false verdicts between identical tuned norms, in a family of 3."""
     rng = np.random.default_rng(8)
     scores, _ = grid(rng, profile, n // 2, 100_000)
     truth = PROFILES[profile][scores.mean(axis=2).argmax(axis=1)].mean()
-    covered, false, uneven = [], [], profile in SPREADS
-    for _ in range(1000):
+    covered, false = [], []
+    for _ in range(400 if n > 8 else 1000):
         norms = [
             cross_fit(*grid_of_one).values
             for grid_of_one in zip(*grid(rng, profile, n, 4), strict=True)
@@ -341,9 +338,8 @@ def test_tune_then_train(profile, n):
         covered.append(interval.low <= truth <= interval.high)
         pairs = [(difference(x, norms[0], MARGIN), Truth(0.0, 1.0)) for x in norms[1:]]
         false.append(has_false_verdict(pairs))
-    wrong = rate(f"false, {profile}, n={n}", false)
-    assert wrong <= (0.08 if uneven and n > 8 else MOST)
-    assert rate(f"covered, {profile}, n={n}", covered) >= (0.88 if uneven and n > 8 else 0.93)
+    assert rate(f"false, {profile}, n={n}", false) <= MOST
+    assert rate(f"covered, {profile}, n={n}", covered) >= 0.93
 
 
 def test_tuned_norms_on_new_images():
@@ -362,6 +358,38 @@ def test_tuned_norms_on_new_images():
             ]
 
     assert rate("tuned, new images", map(has_false_verdict, reports(600))) <= MOST
+
+
+@pytest.mark.parametrize("profile", ["peaked", "noisy rate"])
+def test_a_benchmark_of_thirty_norms(profile):
+    """Five rates, eight seeds shared by all norms, 500 validation and 2,500 test images.
+
+    All norms are equal: coverage of the ratios of errors to the first norm, false verdicts against
+    it in a family of 29, and pairs told apart in a family of 435.
+    """
+    rng, num_norms, num_samples = np.random.default_rng(13), 30, 2500
+    luck = np.array([0.08, 0.08, 0.1, 0.4, 0.6] if profile == "noisy rate" else [0.1] * 5)
+    levels = (94, 94.5, 95, 95.2, 85) if profile == "noisy rate" else (91, 94.5, 95, 93.5, 80)
+    ease = [ease_of(x, taste=0.4, luck=sd) for x, sd in zip(levels, luck, strict=True)]
+    rows, columns = np.triu_indices(num_norms, 1)
+    covered, against_first, pairs = [], [], []
+    for _ in range(60):
+        shared = 2.0 * rng.normal(size=num_samples + 500)
+        own = 0.4 * rng.normal(size=(num_norms, 5, 1, num_samples + 500))
+        seeds = [rng.normal(size=(count, 5, 8)) for count in (1, num_norms)]
+        of_seeds = luck[:, None] * (np.sqrt(0.3) * seeds[0] + np.sqrt(0.7) * seeds[1])
+        odds = np.array(ease)[:, None, None] + shared + own + of_seeds[..., None]
+        right = 100.0 * (rng.random(odds.shape) < expit(odds))
+        scores, outcomes = right[..., num_samples:].mean(axis=-1), right[..., :num_samples]
+        norms = [cross_fit(*one).values for one in zip(scores, outcomes, strict=True)]
+        ratios = [error_ratio(norm, norms[0], margin=np.log(1.1)) for norm in norms[1:]]
+        covered += [one.gap.low <= 0 <= one.gap.high for one in ratios]
+        against_first.append(any(verdict_on(one, 29)[0] in ("above", "below") for one in ratios))
+        gaps = [error_ratio(norms[a], norms[b]).gap for a, b in zip(rows, columns, strict=True)]
+        pairs.append(min(map(p_value, gaps)) * len(gaps) <= 0.05)
+    assert rate(f"covered ratios, {profile}", covered) >= 0.93
+    assert rate(f"false against the first, {profile}", against_first) <= MOST
+    assert rate(f"false pairs, {profile}", pairs) <= MOST
 
 
 # Looks, skew
