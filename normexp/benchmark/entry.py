@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
     from normexp.benchmark.table import read_runs, read_table, shipped_path, write_table
 
     if options["write"] is not None:
-        table = read_runs(Path(options["runs_dir"]), options["reference"])
+        table = read_runs(Path(options["runs_dir"]), options["reference"], options["first_seed"])
         write_table(table, Path(options["write"]))
         print(f"{len(table.cells)} cells: {options['write']}")
         return 0
@@ -164,7 +164,9 @@ def _print_standing(
     print(f"\n{standing_words(standings, norm)}")
     claims = judge(table) if table.about["benchmark"] == BENCHMARK else []
     content = as_json(table, standings, claims)
-    path = Path(options["runs_dir"], f"{options['reference']}-{norm.replace(' ', '-')}.json")
+    path = Path(
+        options["runs_dir"], f"{reference.about['benchmark']}-{norm.replace(' ', '-')}.json"
+    )
     write_json(path, content)
     print(f"as JSON: {path}")
     return content
