@@ -159,7 +159,7 @@ def _train(stack: Stack, control: TrainingControl) -> None:
         loggers = stack_loggers(stack.cell, stack.seeds)
         watch = Watch(stack.cell)
         module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control, watch)
-        _record(_after_watch(stack, watch.findings), module)
+        _record(_after_watch(stack, watch.findings), module, watch)
     if must_stop:
         raise Interrupted
 
@@ -193,10 +193,10 @@ def _fit(
     return module, must_stop
 
 
-def _record(stack: Stack, module: TrainingModule) -> None:
+def _record(stack: Stack, module: TrainingModule, watch: Watch) -> None:
     """Writes the files of every run, result.json last: its presence means ended."""
     device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
-    timing, gpu = _timing(module), None
+    timing, gpu = _timing(module) | watch.timing, None
     if device.type == "cuda":  # on a CPU only the peak of the whole process is known
         gpu = torch.cuda.get_device_name(device)
         timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6

@@ -16,6 +16,7 @@ from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, identify
 from normexp.errors import Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
+from normexp.records.logs import messages_about
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Status
 from normexp.reporting.summary import print_closing_table, print_summary
@@ -136,7 +137,8 @@ def plan_cells(log: StudyLog) -> list[Outcome]:
 
         for cell in log.cells:
             try:
-                outcomes.append(plan_cell(cell, planned))
+                with messages_about(cell.title):
+                    outcomes.append(plan_cell(cell, planned))
             except Exception as error:  # user code may raise anything
                 outcomes.append(outcome_of_error(error, cell))
     return outcomes

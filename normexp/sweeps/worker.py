@@ -22,6 +22,7 @@ from normexp.config.process import importing_torch
 from normexp.config.spec import CellSpec, norm_and_data, one_line
 from normexp.errors import UserError
 from normexp.records.files import full_disk_message, holder_of, is_held
+from normexp.records.logs import messages_about
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import Status
 from normexp.records.stacks import StackRecord
@@ -169,7 +170,8 @@ def _train(
     started = time.monotonic()
     missing = {position for position, cell in cells.items() if _lacks(cell)}
     try:
-        errors = run_task([*cells.values()], begin, control)
+        with messages_about(_name(cells.values())):
+            errors = run_task([*cells.values()], begin, control)
         status = Status.FINISHED
     except Busy:  # another process was faster
         return {}
@@ -195,6 +197,11 @@ def _train(
     for outcome in outcomes.values():
         outcome.seconds = (time.monotonic() - started) / len(outcomes)
     return outcomes
+
+
+def _name(cells: Iterable[CellSpec]) -> str:
+    first, *others = (cell.title for cell in cells)
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _record_error(error: Exception, cell: CellSpec, walk: Walk) -> Outcome:
