@@ -119,8 +119,8 @@ def _print_cost(table: Table, workloads: Sequence[str]) -> None:
         seconds = sum(cell.about["seconds"] for cell in cells) / len(cells)
         runs = known.num_seeds * len(known.rates)
         print(
-            f"{workload}: {runs} runs at each of norm batch sizes {known.norm_batch_sizes}, or once "
-            f"if samples do not mix; with {known.reference} one took {seconds:.1f} s of a busy core"
+            f"{workload}: {runs} runs at each of norm batch sizes {known.norm_batch_sizes}, "
+            f"or once if samples do not mix; with {known.reference} one took {seconds:.1f} s of a busy core"
         )
 
 

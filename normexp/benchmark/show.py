@@ -51,7 +51,7 @@ def _rows(one: Standings) -> Iterator[list[str]]:
         if place.tuned is None:
             yield [title, place.norm, "-", "-", "-", "-"]
             continue
-        rate = f"{place.tuned.rate:g}" + " (at an edge)" * place.tuned.is_at_edge
+        rate = f"{place.tuned.rate:g}" + ", edge" * place.tuned.is_at_edge
         yield [title, place.norm, error_words(place), ratio_words(place), _fall(place), rate]
 
 
