@@ -118,10 +118,9 @@ def _print_cost(table: Table, workloads: Sequence[str]) -> None:
         cells = table.rates_of(workload, known.reference)
         seconds = sum(cell.about["seconds"] for cell in cells) / len(cells)
         runs = known.num_seeds * len(known.rates)
-        print(
-            f"{workload}: {runs} runs at each of norm batch sizes {known.norm_batch_sizes}, "
-            f"or once if samples do not mix; with {known.reference} one took {seconds:.1f} s of a busy core"
-        )
+        sizes = " and ".join(map(str, known.norm_batch_sizes))
+        print(f"{workload}: {runs} runs at norm batch {sizes} each, or once if samples do not mix;")
+        print(f"  with {known.reference}, one took {seconds:.1f} s of a busy core")
 
 
 def _is_frozen(key: str) -> bool:

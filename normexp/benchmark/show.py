@@ -77,7 +77,10 @@ def interval_words(interval: Interval) -> str:
 
 
 def _fall(place: Standing) -> str:
-    return "-" if place.sensitivity is None else interval_words(place.sensitivity.gap)
+    if place.sensitivity is None or place.tuned is None:
+        return "-"
+    gap = place.sensitivity.gap
+    return _words(gap.estimate, gap.low, gap.high, digits=1 if place.tuned.is_accuracy else 3)
 
 
 def _words(estimate: float | None, low: float | None, high: float | None, *, digits: int) -> str:
